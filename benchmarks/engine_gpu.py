@@ -114,9 +114,9 @@ def _explained(engine: Engine, args: Any) -> dict[str, Any]:
     requests = nano_vllm() if not args.tiny else nano_vllm(12, least=8, most=40, vocab=100)
     for request in requests:
         watch.submit(replace(request, id=f"e{request.id}", prompt=request.prompt[::-1]))
-    while engine.scheduler.roster.waiting or len(engine.scheduler.roster.running) > 0.9 * len(requests):
+    while engine.scheduler.request_table.waiting or len(engine.scheduler.request_table.running) > 0.9 * len(requests):
         watch.step()
-    running, kernels = engine.scheduler.roster.running, {}
+    running, kernels = engine.scheduler.request_table.running, {}
     if args.device == "cuda":
         name = f"{len(running)} rows, {sum(seq.length for seq in running)} tokens"
         kernels[name] = top_kernels(watch.step, 8)
@@ -245,8 +245,8 @@ def _stream(watch: Watch, count: int, context: int, longest: int) -> None:
     """Streams that decode without end, their prompts computed."""
     for request in fixed(count, tokens_in=context, tokens_out=longest - context - 2, vocab=100, name=f"s{context}-"):
         watch.submit(request)
-    roster = watch.engine.scheduler.roster
-    while roster.waiting or any(seq.behind for seq in roster.running):
+    request_table = watch.engine.scheduler.request_table
+    while request_table.waiting or any(seq.is_prefilling for seq in request_table.running):
         watch.step()
     watch.clear()
 
@@ -255,8 +255,8 @@ def _explained_mixed(watch: Watch, prompts: Any) -> dict[str, Any]:
     """Kernels of streams alone, then beside a prompt half of which is computed."""
     found = {"streams alone": top_kernels(watch.step, 8)}
     watch.submit(request := next(prompts))
-    roster = watch.engine.scheduler.roster
-    while not any(seq.request is request and 2 * seq.computed > seq.length for seq in roster.running):
+    request_table = watch.engine.scheduler.request_table
+    while not any(seq.request is request and 2 * seq.computed > seq.length for seq in request_table.running):
         watch.step()
     return found | {"beside": top_kernels(watch.step, 4)}
 

@@ -151,7 +151,7 @@ def decoding(running: int, steps: int, case: Case) -> list[list[float]]:
     for i in range(running + case.queue):
         length = 8 if case.together else 480 + i % 64  # 256 prompts of 8 start in the same step
         scheduler.submit(ask(f"r{i}", 1000 * i, length, 20_000, priority=i % case.priorities), 0.0)
-    measured.while_(lambda: any(seq.num_output < 8 for seq in scheduler.roster.running) or not measured.cost_s)
+    measured.while_(lambda: any(seq.num_output < 8 for seq in scheduler.request_table.running) or not measured.cost_s)
     measured.for_(steps)
     return [measured.cost_s]
 

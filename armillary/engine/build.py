@@ -15,7 +15,7 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.engine import Engine, Record
 from armillary.engine.output.output_text import Answers
-from armillary.engine.runner.cpu_packed_weights import PackedDense, exchange, exchange_head, packs
+from armillary.engine.runner.cpu_packed_weights import PackedDense, packs, replace_head, replace_linears
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.fp8_weights import pick_fp8, to_fp8
 from armillary.engine.runner.int8_weights import Int8Dense
@@ -24,7 +24,7 @@ from armillary.engine.runner.tensor_parallel import Leader, cut, local_kv_heads
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
-from armillary.engine.telemetry.step_calibration import rehearse
+from armillary.engine.telemetry.step_calibration import calibrate_steps
 from armillary.engine.telemetry.step_roofline import step_roofline
 from armillary.errors import BadInput
 from armillary.kernels.core.dtype import DTYPES
@@ -39,7 +39,7 @@ from armillary.units import bytes_text
 
 Phase = Callable[[str, float], None]
 """what was done when an engine started, and the seconds it took"""
-_REHEARSAL_S = {"cuda": 0.5, "cpu": 1.0}
+_CALIBRATION_S = {"cuda": 0.5, "cpu": 1.0}
 """that a start takes longer where records are kept"""
 _SPARE = 0.25
 """of free memory that a second copy of the weights may take on a CPU"""
@@ -98,10 +98,10 @@ def make_engine(
     loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=ahead)
     if record is not None and warm and group is None:
         begin = time.monotonic()
-        for made in rehearse(executor, scheduler.cache, settings, _REHEARSAL_S[_device_type(model)]):
+        for made in calibrate_steps(executor, scheduler.cache, settings, _CALIBRATION_S[_device_type(model)]):
             record(made)
             loop.times.learn(made, made["calibration_step_s"])
-        tell("rehearsal", time.monotonic() - begin)
+        tell("calibration", time.monotonic() - begin)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
     return Engine(loop, texts, record=record, roofline=roofline), plan
@@ -113,7 +113,7 @@ def make_executor(
     """The executor of a recipe, its weights cut and rounded where that was asked for, with hardly any blocks yet: what
     there is for them is known once all else is in its place."""
     plan = _plan(model, serve, None, group)
-    weight, dice = next(model.parameters()), random.Random(seed)
+    weight, rng = next(model.parameters()), random.Random(seed)
     if serve.weights == "int8" and weight.device.type != "cpu":
         raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
     kv_dtype = torch.float8_e4m3fn if plan.dtype == "fp8" else DTYPES[plan.dtype]
@@ -125,7 +125,7 @@ def make_executor(
         max_running=settings.max_running,
         max_model_len=settings.max_model_len,
         max_tokens=settings.max_tokens_per_step,
-        new_seed=lambda: dice.getrandbits(61),
+        new_seed=lambda: rng.getrandbits(61),
         graphs=serve.graphs,
         kv_dtype=kv_dtype,
         kv_heads=None if group is None else local_kv_heads(model.config, group.size),
@@ -149,9 +149,9 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     held = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
     packed = partial(PackedDense, plain=held < (free_bytes(executor.device) or 0) * _SPARE)
     if can_pack:
-        exchange_head(forward, packed, let_go=let_go)
+        replace_head(forward, packed, let_go=let_go)
     if serve.weights == "int8" or can_pack:
-        exchange(forward, Int8Dense if serve.weights == "int8" else packed, let_go=let_go)
+        replace_linears(forward, Int8Dense if serve.weights == "int8" else packed, let_go=let_go)
 
 
 def _scale(executor: FastExecutor) -> None:

@@ -1,6 +1,7 @@
 """The engine: requests in, pieces of answers out, a record of every step and request.
 
-`generate` serves a list of requests and returns; a `Worker` does the same in a thread of its own, for as long as asked.
+`generate` serves a list of requests and returns; an `EngineThread` serves requests in a thread of its own until it is
+stopped.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from armillary.engine.gc_freeze import old_objects_at_rest
+from armillary.engine.gc_freeze import gc_frozen
 from armillary.engine.output.output_text import Answers, Piece
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import Finish, Logprob, Sequence
@@ -100,7 +101,7 @@ class Engine:
         pieces = self.answers.take(decision, outcome, now)
         if self._record is not None:
             self._record_step(decision, now - begin, len(outcome.finished), self._record)
-        self._ended_at = now if self.scheduler.roster.running else None
+        self._ended_at = now if self.scheduler.request_table.running else None
         return self._recorded(pieces)
 
     def _record_step(self, decision: Decision, seconds: float, left: int, record: Record) -> None:
@@ -155,11 +156,11 @@ class Engine:
                 continue
             made |= {seq: Completion(request=request, index=seq.index) for seq in entered}
             found += (made[seq] for seq in entered)
-        with old_objects_at_rest():
+        with gc_frozen():
             while self.busy:
                 pieces = self.step()
                 for piece in pieces:
                     made[piece.sequence].add(piece)
-                if not pieces and not self.scheduler.under_way and not self.scheduler.roster.running:
+                if not pieces and not self.scheduler.under_way and not self.scheduler.request_table.running:
                     time.sleep(_NAP_S)
         return found

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Protocol
 
 from armillary.engine.engine import Engine
-from armillary.engine.gc_freeze import old_objects_at_rest
+from armillary.engine.gc_freeze import gc_frozen
 from armillary.engine.output.output_text import Piece
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import Sequence
@@ -37,7 +37,7 @@ class Outbox(Protocol):
         """A turn of the loop is over, also one that brought nothing."""
 
 
-class Worker:
+class EngineThread:
     """The thread, its inbox, and who gets which answers."""
 
     def __init__(self, engine: Engine, outbox: Outbox | None = None) -> None:
@@ -49,13 +49,13 @@ class Worker:
         self._clock = engine.loop.clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         """held to look whether the thread still reads the inbox, and to put something there"""
         self._stopping = self._closed = False
         self._last_turn = self._clock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> Worker:
+    def start(self) -> EngineThread:
         """Begin to serve; from now on answers are read as they come."""
         self.engine.scheduler.stream()
         self._thread.start()
@@ -66,8 +66,8 @@ class Worker:
     ) -> None:
         """Queue a request; `deliver` gets its pieces, in the engine's thread. BadInput where it cannot be served; that
         the queue is full or the name taken is told by a piece with finish = error."""
-        made = self.engine.scheduler.roster.prepare(request, constraint)
-        with self._door:
+        made = self.engine.scheduler.request_table.prepare(request, constraint)
+        with self._lock:
             if self._stopping or self._closed:
                 raise BadInput("the engine is stopping; ask another one")
             self._inbox.put(lambda: self._enter(made, deliver))
@@ -118,7 +118,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            with old_objects_at_rest():
+            with gc_frozen():
                 while not self._leaves():
                     self._last_turn = self._clock()
                     self._read(self._wait_s())
@@ -128,14 +128,14 @@ class Worker:
                         self._outbox.flush()
         except BaseException as failure:
             self.failure = failure
-            with self._door:
+            with self._lock:
                 self._closed = True
             self._read(0.0)
             self._tell_everybody(f"the engine failed ({type(failure).__name__}: {failure}); restart it")
             raise
 
     def _leaves(self) -> bool:
-        with self._door:
+        with self._lock:
             self._closed = self._stopping and not self.engine.busy and self._inbox.empty()
             return self._closed
 
@@ -157,7 +157,7 @@ class Worker:
 
     def _enter(self, made: list[Sequence], deliver: Deliver | None) -> None:
         try:
-            self.engine.scheduler.roster.enter(made, self._clock())
+            self.engine.scheduler.request_table.enter(made, self._clock())
         except BadInput as error:
             pieces = [Piece(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in made]
             if self._outbox is not None:
@@ -171,7 +171,7 @@ class Worker:
 
     def _complete(self, request_id: str, index: int) -> None:
         """Whoever reads this answer has seen its end (a stop text)."""
-        for seq in self.engine.scheduler.roster.requests.get(request_id, ()):
+        for seq in self.engine.scheduler.request_table.requests.get(request_id, ()):
             if seq.index == index and seq.finish is None:
                 self.engine.scheduler.finish(seq, "stop", self._clock())
                 return self._send(self.engine.end([seq]))
@@ -182,15 +182,15 @@ class Worker:
         for piece in pieces:
             self._deliver[piece.sequence.request.id](piece)
         for name in {piece.sequence.request.id for piece in pieces if piece.finish is not None}:
-            if name not in self.engine.scheduler.roster.requests:
+            if name not in self.engine.scheduler.request_table.requests:
                 del self._deliver[name]
 
     def _give_up(self) -> None:
-        for name in list(self.engine.scheduler.roster.requests):
+        for name in list(self.engine.scheduler.request_table.requests):
             self._send(self.engine.abort(name))
 
     def _tell_everybody(self, error: str) -> None:
-        for name, made in self.engine.scheduler.roster.requests.items():
+        for name, made in self.engine.scheduler.request_table.requests.items():
             for seq in (seq for seq in made if seq.finish is None and name in self._deliver):
                 self._deliver[name](Piece(sequence=seq, tokens=(), text="", finish="error", error=error))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def old_objects_at_rest() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """What exists now is left out of collections until the end."""
     gc.freeze()
     try:

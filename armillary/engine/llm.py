@@ -1,6 +1,6 @@
 """Models as Python objects: `LLM("folder").generate(["Once upon"], SamplingParams(max_tokens=20))`.
 
-`stream` gives an answer piece by piece to an event loop; a server hands the engine to a `Worker` of its own.
+`stream` gives an answer piece by piece to an event loop; a server hands the engine to a `EngineThread` of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from armillary.engine.build import Phase, make_engine
 from armillary.engine.engine import Completion, Record
-from armillary.engine.engine_thread import Worker
+from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import Piece
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
@@ -107,7 +107,7 @@ class LLM:
         self.notes = self._notes()
         """what somebody who starts it should know, a line each"""
         self._numbers = count(1)
-        self._worker: Worker | None = None
+        self._thread: EngineThread | None = None
 
     def _notes(self) -> tuple[str, ...]:
         longest, context = self.engine.scheduler.settings.max_model_len, self.plan.config.context
@@ -122,7 +122,7 @@ class LLM:
         self, prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
     ) -> list[Completion]:
         """Answers to texts or token ids, in their order, n each; what is wrong with a prompt is said in its answer."""
-        if self._worker is not None:
+        if self._thread is not None:
             raise BadInput("this engine is streaming; await `stream`, or `close` it first")
         if isinstance(prompts, str | bytes):
             raise BadInput("prompts is a single text; give a list of prompts")
@@ -152,10 +152,10 @@ class LLM:
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
         """Pieces of the answers as they come; many may be asked for at once. Leaving the loop early gives them up."""
-        if self._worker is None:
-            self._worker = Worker(self.engine).start()
+        if self._thread is None:
+            self._thread = EngineThread(self.engine).start()
         request = self._request(prompt, params or self.default_params)
-        async for piece in self._worker.stream(request, self._constraint(request.params)):
+        async for piece in self._thread.stream(request, self._constraint(request.params)):
             yield piece
 
     def follow(self) -> int:
@@ -167,9 +167,9 @@ class LLM:
 
     def close(self) -> None:
         """End the thread of `stream`, and let other ranks go, where there are any."""
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
         leader = self.engine.loop.executor
         if isinstance(leader, Leader) and leader.leads:
             leader.stop()

@@ -100,7 +100,7 @@ class Place:
 
 
 def _unheard(gauges: Mapping[str, Any], **of: Any) -> None:
-    """For engines that rehearse as if somebody kept records."""
+    """For engines that calibrate_steps as if somebody kept records."""
 
 
 def graphs(at: Place) -> LeverCase:

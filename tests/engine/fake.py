@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from armillary.engine.cache.kv_cache import KVCache
-from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
@@ -39,7 +39,11 @@ def seen_by(group: Group, tokens: Items[int], position: int) -> list[tuple[int, 
 
 
 def expected(
-    request: Request, index: int = 0, groups: Items[Group] = WHOLE, eos: int | None = EOS, max_model_len: int = 10_000
+    request: Request,
+    index: int = 0,
+    groups: Items[Group] = FULL_ATTENTION,
+    eos: int | None = EOS,
+    max_model_len: int = 10_000,
 ) -> list[int]:
     """The answer, computed alone and without any cache."""
     tokens, params = list(request.prompt), request.params
@@ -70,7 +74,7 @@ class FakeExecutor:
         for seq in decision.admitted:
             self.row_tokens[seq.row] = list(seq.tokens)
             self.tables[seq.row] = [{} for _ in self.groups]
-        for row, group, first, blocks in decision.edits:
+        for row, group, first, blocks in decision.table_updates:
             if row >= 0:
                 self.tables[row][group].update(enumerate(blocks, first))
         contents = [self.blocks[copy.source].copy() for copy in decision.copies]
@@ -117,7 +121,7 @@ def make_scheduler(
     *,
     num_blocks: int = 12,
     block_tokens: int = 4,
-    groups: Items[Group] = WHOLE,
+    groups: Items[Group] = FULL_ATTENTION,
     prefix: bool = True,
     digest: Any = None,
     **settings: Any,
@@ -160,7 +164,7 @@ def run(
         if not left and not scheduler.has_work and not scheduler.under_way:
             break
     else:
-        raise AssertionError(f"not done after {most_steps} steps: {scheduler.roster.running}")
+        raise AssertionError(f"not done after {most_steps} steps: {scheduler.request_table.running}")
     check_idle(scheduler)
     assert all(seq.finish in ("stop", "length") for seq in answers.values())
     return {name: seq.output for name, seq in answers.items()}

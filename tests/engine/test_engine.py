@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from armillary.engine.engine import Completion, Engine
-from armillary.engine.engine_thread import Worker
+from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import Answers, Piece
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.invariants import check_idle
@@ -46,8 +46,8 @@ def make_engine(record: Any = None, overlap: bool = True, **settings: Any) -> En
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker(make_engine()).start()
+def worker() -> Iterator[EngineThread]:
+    made = EngineThread(make_engine()).start()
     yield made
     made.stop()
     check_idle(made.engine.scheduler)
@@ -112,7 +112,7 @@ def test_every_step_and_request_is_recorded() -> None:
     assert all(gauges["engine_schedule_s"] <= gauges["engine_step_s"] for gauges in steps)
 
 
-def test_many_threads_get_their_own_answers(worker: Worker) -> None:
+def test_many_threads_get_their_own_answers(worker: EngineThread) -> None:
     wanted = [ask(f"r{i}", [2 + i % 7, 3 + i % 5, 4], 6) for i in range(24)]
     inboxes = {request.id: Inbox() for request in wanted}
 
@@ -130,7 +130,7 @@ def test_many_threads_get_their_own_answers(worker: Worker) -> None:
     assert worker.quiet_s() < WAIT_S
 
 
-def test_streams(worker: Worker) -> None:
+def test_streams(worker: EngineThread) -> None:
     async def tokens(name: str) -> list[int]:
         return [token async for piece in worker.stream(ask(name, [3, ord(name) - 90], 6)) for token in piece.tokens]
 
@@ -141,7 +141,7 @@ def test_streams(worker: Worker) -> None:
     assert asyncio.run(asyncio.wait_for(all_of_them(), WAIT_S)) == [expected(request) for request in wanted]
 
 
-def test_a_client_that_leaves_takes_its_request_along(worker: Worker) -> None:
+def test_a_client_that_leaves_takes_its_request_along(worker: EngineThread) -> None:
     worker.engine.loop.executor.slow_s = 0.01
 
     async def leave() -> int:
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_takes_its_request_along(worker: Worker) -> None:
     assert worker.engine.scheduler.totals.aborted == 1
 
 
-def test_bad_requests_are_told_and_names_can_be_used_again(worker: Worker) -> None:
+def test_bad_requests_are_told_and_names_can_be_used_again(worker: EngineThread) -> None:
     with pytest.raises(BadInput, match="empty"):
         worker.submit(ask("a", []), Inbox())
     worker.engine.loop.executor.slow_s = 0.005
@@ -173,7 +173,7 @@ def test_bad_requests_are_told_and_names_can_be_used_again(worker: Worker) -> No
 
 @pytest.mark.parametrize("drain_s", [0.0, WAIT_S])
 def test_stopping_drains_or_gives_up(drain_s: float) -> None:
-    worker = Worker(make_engine()).start()
+    worker = EngineThread(make_engine()).start()
     worker.engine.loop.executor.slow_s = 0.005
     inbox = Inbox()
     worker.submit(ask("a", [2, 3], 40, ignore_eos=True), inbox)
@@ -186,7 +186,7 @@ def test_stopping_drains_or_gives_up(drain_s: float) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_dies_tells_those_who_wait() -> None:
-    worker = Worker(make_engine())
+    worker = EngineThread(make_engine())
     worker.engine.loop.executor.broken, worker.engine.loop.executor.error = (2,), ZeroDivisionError
     inbox = Inbox()
     worker.submit(ask("a", [2, 3], 40), inbox)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import armillary
-from armillary.engine.engine_thread import Worker
+from armillary.engine.engine_thread import EngineThread
 from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ def test_stop_texts_wishes_each_and_errors_of_one(folder: Path) -> None:
 def test_streaming_gives_the_same_text(folder: Path) -> None:
     llm = LLM(folder, Serve(block_tokens=4, kv_bytes=100_000, max_running=4), device="cpu")
     whole = [made.text for made in llm.generate(TEXTS, GREEDY)]
-    worker = Worker(llm.engine).start()
+    worker = EngineThread(llm.engine).start()
 
     async def text(name: str, prompt: str) -> str:
         request = Request(id=name, prompt=llm.tokenizer.encode(prompt), params=GREEDY)

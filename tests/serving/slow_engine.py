@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from armillary.engine.scheduler.decision import Decision
-from armillary.engine.telemetry.step_calibration import Kind, decision_of
+from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.serving.processes import engine_main
 from armillary.serving.processes.engine_ipc import Outlet, Started, messages
 from tests.engine.fake import VOCAB, FakeExecutor
@@ -52,7 +52,7 @@ def work(tokens: int) -> dict[str, float]:
     from armillary.engine.scheduler.decision import work_gauges
     from tests.engine.fake import make_scheduler
 
-    return work_gauges(decision_of(Kind(prompts=1, size=tokens), make_scheduler().cache))
+    return work_gauges(decision_of(StepShape(prompts=1, size=tokens), make_scheduler().cache))
 
 
 if __name__ == "__main__":

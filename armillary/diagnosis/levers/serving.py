@@ -21,7 +21,7 @@ from armillary.errors import ArmillaryError
 from armillary.planning.serving.deployment_options import serving_formats
 from armillary.planning.serving.forward_ops import Split
 from armillary.planning.serving.replica import Replica
-from armillary.planning.simulation.fitted_step_time import StepCost, beyond_rows, planned_step_cost
+from armillary.planning.simulation.fitted_step_time import StepCost, extrapolate_batch, planned_step_cost
 from armillary.spec.arithmetic.params import parameters
 from armillary.store.home import Home
 from armillary.units import bytes_text
@@ -121,7 +121,7 @@ def _with_more_rows(replay: Replay) -> Replay:
     planned = _planned(service) if service.plan is not None and service.plan.cluster.chip.kind == "gpu" else None
     if planned is None:
         return replay
-    cost = beyond_rows(replay.cost, planned, service.rows, service.context or 512.0)
+    cost = extrapolate_batch(replay.cost, planned, service.rows, service.context or 512.0)
     return Replay(service, replay.config, cost)
 
 

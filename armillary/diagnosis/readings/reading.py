@@ -33,7 +33,7 @@ class Reading:
     """records of steps in their order, warm-up left out"""
     requests: tuple[Record, ...] = ()
     """records of requests that ended"""
-    rehearsed: tuple[Record, ...] = ()
+    calibration: tuple[Record, ...] = ()
     """an engine's steps of many kinds, timed before the first request"""
     values: Mapping[str, float] = field(default_factory=dict)
     """figures of the whole: percentiles, totals, and what has no step; they win over `steps`"""
@@ -61,7 +61,7 @@ class Reading:
     @cached_property
     def step_cost(self) -> StepCost | None:
         """What an engine's steps took, as a line in their tokens; fitted once, however many rules ask."""
-        return fit_step_cost(self.steps, rehearsed=self.rehearsed, least=least_queries(self.plan))
+        return fit_step_cost(self.steps, calibration=self.calibration, least=least_queries(self.plan))
 
     def predicted(self, gauge: str) -> float | None:
         """What the plan said."""

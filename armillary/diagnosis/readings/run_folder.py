@@ -146,7 +146,7 @@ def _is_total(name: str) -> bool:
 def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
     requests = tuple(record for record in records if "request" in record)
     steps = tuple(record for record in records if "engine_step_s" in record and "request" not in record)
-    rehearsed = {strict_json.dumps(_kind_of(record)): record for record in records if "calibration_step_s" in record}
+    calibration = {strict_json.dumps(_kind_of(record)): record for record in records if "calibration_step_s" in record}
     values = _last(records) | served_gauges(steps, requests)
     return Reading(
         source=source,
@@ -155,10 +155,10 @@ def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Readi
         requests=requests,
         values=values,
         plan=plan,
-        rehearsed=tuple(rehearsed.values()),
+        calibration=tuple(calibration.values()),
     )
 
 
 def _kind_of(record: Record) -> Record:
-    """What a rehearsed step was; a server that cuts old records off writes these once more."""
+    """What a calibration step was; a server that cuts old records off writes these once more."""
     return {name: value for name, value in record.items() if name in PARTS}

@@ -24,7 +24,7 @@ EVICTED = 0.05
 def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait for blocks of the KV cache while rows and budget are free."""
     here = Service(reading, plan)
-    if here.door != "blocks" or here.doors["blocks"] < WAITS or put_back(here):
+    if here.door != "blocks" or here.doors["blocks"] < WAITS or preempt(here):
         return None
     return _blocks_lacking(here, "kv_pressure")
 
@@ -32,7 +32,7 @@ def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
 def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
     """Running requests are put back for lack of blocks, and computed again."""
     here = Service(reading, plan)
-    if not put_back(here):
+    if not preempt(here):
         return None
     return _blocks_lacking(here, "preemption")
 
@@ -49,12 +49,12 @@ def prefix_cache_too_small(reading: Reading, plan: Plan | None) -> Finding | Non
     evicted, ended = here.total("prefix_evicted_total"), here.total("requests_total")
     if not here.serve.prefix_cache or evicted < EVICTED * max(1.0, ended):
         return None  # what came twice at once was not there to be found
-    if (here.door == "blocks" and here.doors["blocks"] >= WAITS) or put_back(here):
+    if (here.door == "blocks" and here.doors["blocks"] >= WAITS) or preempt(here):
         return None  # running requests lack blocks themselves: that is the deeper cause
     return _misses(here, "prefix_cache_too_small", "the KV cache is too small to keep them")
 
 
-def put_back(here: Service) -> bool:
+def preempt(here: Service) -> bool:
     """Whether preemption is what happens, and not bad luck now and then."""
     times, again = here.total("preemptions_total"), here.total("recomputed_total")
     done = here.total("tokens_in_total") + here.total("tokens_out_total")

@@ -102,7 +102,7 @@ class Watch:
         """One step of the engine."""
         scheduler, before = self.engine.scheduler, self.engine.scheduler.totals.tokens_out
         pieces = self.engine.step()
-        if scheduler.roster.running or scheduler.under_way or scheduler.totals.tokens_out > before:
+        if scheduler.request_table.running or scheduler.under_way or scheduler.totals.tokens_out > before:
             self.decided.append(self.engine.loop.schedule_s)
         else:
             time.sleep(_NAP_S)  # a dynamic batch waits for its window

@@ -1,7 +1,7 @@
 """The blocks of the KV cache: who holds them, and in which order free ones are handed out again.
 
 Free blocks stand in a doubly linked list threaded through two arrays, so that taking, returning and pulling one out of
-the middle are O(1). Blocks without a name go to the front; named ones (see prefix_cache) to the back, and are evicted
+the middle are O(1). Blocks without a name go to the front; hashed ones (see prefix_cache) to the back, and are evicted
 from the front, least recently used first. Block 0 is never handed out: tables point to it where nothing is needed.
 """
 
@@ -15,19 +15,19 @@ NULL = 0
 class BlockPool:
     """Reference counts and the list of free blocks."""
 
-    __slots__ = ("_next", "_previous", "evict", "named", "num_blocks", "num_evicted", "num_free", "refs")
+    __slots__ = ("_next", "_previous", "evict", "hashed", "num_blocks", "num_evicted", "num_free", "refs")
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs a block besides the null block"
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         """tables that hold each block"""
-        self.named = bytearray(num_blocks)
+        self.hashed = bytearray(num_blocks)
         """1 for blocks the prefix cache knows: their content outlives the last holder"""
         self.num_free = num_blocks - 1
         self.num_evicted = 0
         self.evict: Callable[[list[int]], None] = _nobody
-        """called with named blocks that are about to be reused"""
+        """called with hashed blocks that are about to be reused"""
         # index 0, the null block, is head and tail of the ring
         self._next = [*range(1, num_blocks), 0]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
@@ -39,7 +39,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one holder each; there must be as many."""
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
-        follow, refs, named, found = self._next, self.refs, self.named, []
+        follow, refs, hashed, found = self._next, self.refs, self.hashed, []
         block = follow[0]
         for _ in range(count):
             found.append(block)
@@ -48,8 +48,8 @@ class BlockPool:
         follow[0] = block
         self._previous[block] = 0
         self.num_free -= count
-        if count and named[found[-1]]:  # named ones stand behind the others
-            evicted = [block for block in found if named[block]]
+        if count and hashed[found[-1]]:  # hashed ones stand behind the others
+            evicted = [block for block in found if hashed[block]]
             self.num_evicted += len(evicted)
             self.evict(evicted)
         return found
@@ -82,7 +82,7 @@ class BlockPool:
 
     def release_all(self, blocks: list[int]) -> None:
         """One holder less for each; without any, a block is free."""
-        refs, named, follow, previous = self.refs, self.named, self._next, self._previous
+        refs, hashed, follow, previous = self.refs, self.hashed, self._next, self._previous
         for block in blocks:
             left = refs[block] - 1
             assert left >= 0 and block, f"block {block} was freed twice"
@@ -90,15 +90,15 @@ class BlockPool:
             if left:
                 continue
             # between the last and the ring's head where its content may be wanted again, else first in line
-            before = previous[0] if named[block] else 0
+            before = previous[0] if hashed[block] else 0
             after = follow[before]
             follow[before] = previous[after] = block
             previous[block], follow[block] = before, after
             self.num_free += 1
 
-    def lose_name(self, block: int) -> None:
+    def unhash(self, block: int) -> None:
         """The prefix cache forgot the block: if it is free, it is the first to be reused."""
-        self.named[block] = 0
+        self.hashed[block] = 0
         if not self.refs[block]:
             self.share(block)
             self.release(block)

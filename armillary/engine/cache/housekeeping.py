@@ -11,7 +11,7 @@ _PLENTY = 4
 """free blocks for each that runs, from which on one may be taken before it is needed"""
 
 
-class Turn:
+class RoundRobin:
     """Each sequence once in `period` steps, about."""
 
     __slots__ = ("_next", "_period")
@@ -26,19 +26,19 @@ class Turn:
         return running[begin : self._next]
 
 
-class Upkeep:
+class BlockUpkeep:
     """Names for blocks that answers have filled; and where there are plenty, their next block ahead, so that many never
     need one in the same step."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._growing, self._naming = Turn(cache.block_tokens), Turn(_NAMED_AT_ONCE * cache.block_tokens)
+        self._growing, self._naming = RoundRobin(cache.block_tokens), RoundRobin(_NAMED_AT_ONCE * cache.block_tokens)
 
     def step(self, running: list[Sequence]) -> None:
         """One step's share."""
         cache = self._cache
         for seq in self._naming.take(running):
-            cache.name(seq)
+            cache.register_blocks(seq)
         if cache.pool.num_free > _PLENTY * len(running) * len(cache.groups):
             growing = self._growing.take(running)
             cache.extend([seq for seq in growing if seq.needs_block(ahead=cache.block_tokens)])

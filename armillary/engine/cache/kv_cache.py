@@ -1,7 +1,7 @@
 """The KV-cache manager: block tables of sequences, over one pool of blocks and one prefix cache.
 
-It moves no numbers: what the executor has to do is left in `edits` (table entries) and `copies` (whole blocks), which
-go out with the next decision. A step's work is bounded: long tables are searched and given back a slice at a time.
+It moves no data: what the executor has to do is left in `table_updates` (block-table entries) and `copies` (blocks),
+which go out with the next decision. The work per step is bounded: long tables are searched and freed in slices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from armillary.engine.cache.block_hash import Chain, Digest, digest, root
 from armillary.engine.cache.block_pool import NULL, BlockPool
-from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.cache.prefix_cache import PrefixCache
 from armillary.engine.request.sequence import Sequence
 
@@ -22,7 +22,7 @@ _SAMPLED = 16
 """of a long table every so manieth block is asked whether others hold it too"""
 
 
-class Edit(NamedTuple):
+class TableUpdate(NamedTuple):
     """Entries of a block table that changed."""
 
     row: int
@@ -46,7 +46,7 @@ class KVCache:
         num_blocks: int,
         block_tokens: int = 16,
         *,
-        groups: Items[Group] = WHOLE,
+        groups: Items[Group] = FULL_ATTENTION,
         prefix: bool = True,
         step_tokens: int = 2048,
         digest: Digest = digest,
@@ -56,15 +56,15 @@ class KVCache:
         self.step_tokens = step_tokens
         self.prefix = prefix
         self.pool = BlockPool(num_blocks)
-        self.names = PrefixCache(self.pool, len(self.groups))
-        self.edits: list[Edit] = []
+        self.prefix_cache = PrefixCache(self.pool, len(self.groups))
+        self.table_updates: list[TableUpdate] = []
         self.copies: list[Copy] = []
         self.leaving: deque[list[int]] = deque()
         """tables that are being given back, from their ends"""
         self._leaving_own = 0
         self.digest = digest
-        self.whole = [g for g, group in enumerate(self.groups) if group.sees == "all"]
-        self.windowed = [g for g, group in enumerate(self.groups) if group.sees != "all"]
+        self.full_groups = [g for g, group in enumerate(self.groups) if group.sees == "all"]
+        self.window_groups = [g for g, group in enumerate(self.groups) if group.sees != "all"]
 
     # --- sizes
 
@@ -109,7 +109,7 @@ class KVCache:
         """Empty tables; `match` and `grow` fill them."""
         seq.tables = [[] for _ in self.groups]
         seq.windows = [0] * len(self.groups)
-        seq.computed = seq.settled = seq.room = seq.writable = seq.named = seq.held = 0
+        seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.held = 0
         seq.matching = self.prefix and seq.request.params.prompt_logprobs is None
         if not seq.matching:
             seq.miss = seq.miss or "off"
@@ -118,7 +118,7 @@ class KVCache:
         """Blocks for the tokens below `upto`, the next to be written its own alone; False where there are too few."""
         size, tables, pool = self.block_tokens, seq.tables, self.pool
         have, first = len(tables[0]), seq.computed // size
-        if self.windowed:
+        if self.window_groups:
             self._leave_windows(seq)
         num_new = max(0, -(-upto // size) - have)
         shared = [g for g, table in enumerate(tables) if pool.refs[table[first]] > 1] if first < have else []
@@ -131,15 +131,15 @@ class KVCache:
             for g, table in enumerate(tables):
                 fresh = pool.allocate(num_new)
                 table += fresh
-                self.edits.append(Edit(seq.row, g, have, fresh))
+                self.table_updates.append(TableUpdate(seq.row, g, have, fresh))
             seq.held += num_new * len(tables)
         self._set_room(seq)
         return True
 
     def extend(self, full: list[Sequence]) -> None:
         """A block more for each of these answers: `grow` for many together. There must be as many blocks."""
-        groups, edits = len(self.groups), self.edits
-        if self.windowed:
+        groups, updates = len(self.groups), self.table_updates
+        if self.window_groups:
             for seq in full:
                 self._leave_windows(seq)
         fresh = self.pool.allocate(len(full) * groups)
@@ -148,15 +148,15 @@ class KVCache:
             for g, table in enumerate(seq.tables):
                 block = fresh.pop()
                 table.append(block)
-                edits.append(Edit(row, g, have, [block]))
+                updates.append(TableUpdate(row, g, have, [block]))
             seq.held += groups
             self._set_room(seq)
 
     def _set_room(self, seq: Sequence) -> None:
-        seq.writable = writable = len(seq.tables[0]) * self.block_tokens
+        seq.num_writable = writable = len(seq.tables[0]) * self.block_tokens
         if seq.constraint is None:
             most = seq.limit - 2
-            seq.room = writable if writable < most else most
+            seq.num_allocated = writable if writable < most else most
 
     def _own(self, seq: Sequence, index: int, shared: list[int]) -> None:
         """Before a block is written, others that hold it keep the old one, and nobody finds it by a name."""
@@ -167,24 +167,24 @@ class KVCache:
                 self.copies.append(Copy(block, target))
                 self.pool.release(block)
                 table[index] = target
-                self.edits.append(Edit(seq.row, g, index, [target]))
-            elif self.pool.named[block]:
-                self.names.forget(block)
+                self.table_updates.append(TableUpdate(seq.row, g, index, [target]))
+            elif self.pool.hashed[block]:
+                self.prefix_cache.forget(block)
 
-    def name(self, seq: Sequence) -> None:
+    def register_blocks(self, seq: Sequence) -> None:
         """Let others find the blocks that are full, computed and of known tokens."""
         full = min(seq.computed, len(seq.tokens)) // self.block_tokens
-        first = seq.named
+        first = seq.num_hashed
         if full <= first or not self.prefix:
             return
         seq.chain.extend(seq.tokens, full * self.block_tokens)
         for g, table in enumerate(seq.tables):
-            self.names.add(table[first:full], g, seq.chain, first)
-        seq.named = full
+            self.prefix_cache.add(table[first:full], g, seq.chain, first)
+        seq.num_hashed = full
 
     def _leave_windows(self, seq: Sequence) -> None:
         """Give back blocks that no query from `computed` on looks at."""
-        for g in self.windowed:
+        for g in self.window_groups:
             table, start = seq.tables[g], seq.windows[g]
             end = min(len(table), self.groups[g].first_needed(seq.computed) // self.block_tokens)
             if end <= start:
@@ -195,7 +195,7 @@ class KVCache:
             table[start:end] = nothing = [NULL] * (end - start)
             seq.windows[g] = end
             seq.held -= len(gone)
-            self.edits.append(Edit(seq.row, g, start, nothing))
+            self.table_updates.append(TableUpdate(seq.row, g, start, nothing))
 
     def fork(self, leader: Sequence, seq: Sequence) -> bool:
         """Share the leader's blocks of the prompt but for its last token, which every answer computes for itself;
@@ -212,10 +212,10 @@ class KVCache:
             seq.tables[g], seq.windows[g] = table, first
             seq.held += count - first
             if table:
-                self.edits.append(Edit(seq.row, g, 0, table.copy()))
+                self.table_updates.append(TableUpdate(seq.row, g, 0, table.copy()))
         seq.computed, seq.matching = shared, False
-        seq.named = min(leader.named, shared // self.block_tokens)
-        leader.room = leader.writable = 0  # the next block it writes may be shared now
+        seq.num_hashed = min(leader.num_hashed, shared // self.block_tokens)
+        leader.num_allocated = leader.num_writable = 0  # the next block it writes may be shared now
         return True
 
     # --- a sequence goes
@@ -223,13 +223,13 @@ class KVCache:
     def free(self, seq: Sequence, *, spoiled: bool = False) -> None:
         """Give all blocks back, the last ones first; what is `spoiled` is forgotten by the prefix cache."""
         if not spoiled:
-            self.name(seq)
+            self.register_blocks(seq)
         for table in seq.tables:
             if spoiled:
                 self._forget(table)
             self.give_back(table)
         seq.tables, seq.windows = [[] for _ in self.groups], [0] * len(self.groups)
-        seq.computed = seq.settled = seq.room = seq.writable = seq.named = seq.held = 0
+        seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.held = 0
         seq.matching = False
 
     def give_back(self, table: list[int]) -> None:
@@ -253,10 +253,10 @@ class KVCache:
         if not self.leaving:
             self._leaving_own = 0  # what was shared or revived meanwhile had been miscounted
 
-    def distrust(self) -> None:
+    def invalidate_all(self) -> None:
         """Blocks may hold anything, and the executor's tables too: forget all names and what it was to be told."""
-        self.names.clear()
-        self.edits.clear()
+        self.prefix_cache.clear()
+        self.table_updates.clear()
         self.copies.clear()
 
     def _make_free(self, count: int) -> bool:
@@ -274,5 +274,5 @@ class KVCache:
 
     def _forget(self, table: list[int]) -> None:
         for block in table:
-            if block and self.pool.named[block]:
-                self.names.forget(block)
+            if block and self.pool.hashed[block]:
+                self.prefix_cache.forget(block)

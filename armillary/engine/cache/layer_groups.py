@@ -44,7 +44,7 @@ class Group:
         return f"{len(self.layers)} layers that see {sight[self.sees]}"
 
 
-WHOLE = (Group(),)
+FULL_ATTENTION = (Group(),)
 """a model whose layers all see everything"""
 
 

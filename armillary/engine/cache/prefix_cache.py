@@ -38,14 +38,14 @@ class PrefixCache:
         self.found = [DigestMap(pool.num_blocks) for _ in range(num_groups)]
         """for each group of layers: digest -> block"""
         self.digests, self.parents, self.chunks = ([b""] * pool.num_blocks for _ in range(3))
-        """of each named block: its digest, that of the block before, its tokens"""
+        """of each hashed block: its digest, that of the block before, its tokens"""
         self.groups = bytearray(pool.num_blocks)
-        """group of layers each named block belongs to"""
+        """group of layers each hashed block belongs to"""
         self.first = bytearray(pool.num_blocks)
-        """1 for named blocks that begin a prompt"""
-        self.num_named = 0
+        """1 for hashed blocks that begin a prompt"""
+        self.num_hashed = 0
         self.children = DigestMap(pool.num_blocks)
-        """digest -> named blocks that continue it (first group)"""
+        """digest -> hashed blocks that continue it (first group)"""
         self.beginnings = DigestMap(pool.num_blocks)
         """tokens of first blocks, whatever their salt (first group)"""
         self.ghosts = DigestMap(pool.num_blocks)
@@ -56,7 +56,7 @@ class PrefixCache:
         """of a part"""
 
     def __len__(self) -> int:
-        return self.num_named
+        return self.num_hashed
 
     def find(self, group: int, digest: bytes, parent: bytes, chunk: bytes) -> int:
         """The block that holds these tokens after these, or 0."""
@@ -66,17 +66,17 @@ class PrefixCache:
     def add(self, blocks: list[int], group: int, chain: Chain, index: int) -> None:
         """Give computed blocks, of which the first is the chain's block `index`, their names; of two alike the first
         keeps it."""
-        found, named = self.found[group], self._pool.named
+        found, hashed = self.found[group], self._pool.hashed
         for place, block in enumerate(blocks, index):
             digest = chain.digests[place]
             part = found.parts[hash(digest) & found.mask]
-            if not block or digest in part or named[block]:
+            if not block or digest in part or hashed[block]:
                 continue
             part[digest] = block
             parent, chunk = chain.parent(place), chain.chunks[place]
             self.digests[block], self.parents[block], self.chunks[block] = digest, parent, chunk
-            self.groups[block], self.first[block], named[block] = group, not place, 1
-            self.num_named += 1
+            self.groups[block], self.first[block], hashed[block] = group, not place, 1
+            self.num_hashed += 1
             if not group:
                 self._continues(parent, digest, chunk, first=not place)
 
@@ -101,7 +101,7 @@ class PrefixCache:
             self._forget(block)
 
     def _forget(self, block: int) -> None:
-        assert self._pool.named[block], f"block {block} has no name to forget"
+        assert self._pool.hashed[block], f"block {block} has no name to forget"
         digest, group = self.digests[block], self.groups[block]
         del self.found[group].part(digest)[digest]
         if not group:
@@ -109,18 +109,18 @@ class PrefixCache:
             if self.first[block]:
                 self.beginnings.count(self.chunks[block], -1)
         self.digests[block] = self.parents[block] = self.chunks[block] = b""
-        self._pool.named[block] = 0
-        self.num_named -= 1
+        self._pool.hashed[block] = 0
+        self.num_hashed -= 1
 
     def forget(self, block: int) -> None:
         """The block will be written, or what is in it is not to be trusted."""
         self._forget(block)
-        self._pool.lose_name(block)
+        self._pool.unhash(block)
 
     def clear(self) -> None:
         """Forget every name."""
-        for block, named in enumerate(self._pool.named):
-            if named:
+        for block, hashed in enumerate(self._pool.hashed):
+            if hashed:
                 self.forget(block)
         self.ghosts.clear()
         self.num_ghosts = 0

@@ -7,7 +7,7 @@ so in a model with both the longest prefix is wanted for which all of them have 
 from __future__ import annotations
 
 from armillary.engine.cache.block_pool import NULL
-from armillary.engine.cache.kv_cache import Edit, KVCache
+from armillary.engine.cache.kv_cache import KVCache, TableUpdate
 from armillary.engine.request.counters import Totals
 from armillary.engine.request.sequence import Sequence
 
@@ -33,14 +33,14 @@ def match(cache: KVCache, seq: Sequence, budget: int) -> int:
     index = seq.computed // cache.block_tokens
     last = _last(cache, seq)
     stop = min(last, index + max(0, budget))
-    found = _walk(cache, seq, index, stop) if cache.whole else last
-    if cache.whole:
+    found = _walk(cache, seq, index, stop) if cache.full_groups else last
+    if cache.full_groups:
         seq.computed = found * cache.block_tokens
-        seq.named = found
+        seq.num_hashed = found
     if found == stop < last:
         return stop - index
     looked = found - index + 1
-    if cache.windowed:
+    if cache.window_groups:
         kept, more = _longest_with_windows(cache, seq, found, max(budget, 1))
         _take(cache, seq, found, kept)
         found, looked = kept, looked + more
@@ -53,32 +53,32 @@ def match(cache: KVCache, seq: Sequence, budget: int) -> int:
 def rematch(cache: KVCache, seq: Sequence, budget: int) -> int:
     """Later in a prompt: blocks that another request computed meanwhile. Only where all layers see everything."""
     at_boundary = not seq.computed % cache.block_tokens and len(seq.tables[0]) * cache.block_tokens == seq.computed
-    if cache.windowed or not cache.prefix or not at_boundary or seq.request.params.prompt_logprobs is not None:
+    if cache.window_groups or not cache.prefix or not at_boundary or seq.request.params.prompt_logprobs is not None:
         return 0
-    cache.name(seq)
+    cache.register_blocks(seq)
     index = seq.computed // cache.block_tokens
     stop = min(_last(cache, seq), index + max(0, budget))
     found = _walk(cache, seq, index, stop)
     seq.computed = found * cache.block_tokens
-    seq.named = found
+    seq.num_hashed = found
     return found - index
 
 
 def probe(cache: KVCache, seq: Sequence) -> int:
     """About how many blocks of the prompt others hold right now: they cost nothing. A few looks, by bisection, because
     prefixes are evicted from their ends."""
-    if not cache.prefix or not cache.whole or seq.request.params.prompt_logprobs is not None:
+    if not cache.prefix or not cache.full_groups or seq.request.params.prompt_logprobs is not None:
         return 0
-    group, chain = cache.whole[0], seq.chain
+    group, chain = cache.full_groups[0], seq.chain
     low, high = 0, _last(cache, seq)
     while low < high:
         middle = (low + high + 1) // 2
-        block = cache.names.found[group].get(chain.digests[middle - 1])
+        block = cache.prefix_cache.found[group].get(chain.digests[middle - 1])
         if block and cache.pool.refs[block]:
             low = middle
         else:
             high = middle - 1
-    return low * len(cache.whole)
+    return low * len(cache.full_groups)
 
 
 def _last(cache: KVCache, seq: Sequence) -> int:
@@ -88,27 +88,27 @@ def _last(cache: KVCache, seq: Sequence) -> int:
 
 def _find(cache: KVCache, seq: Sequence, group: int, index: int) -> int:
     chain = seq.chain
-    return cache.names.find(group, chain.digests[index], chain.parent(index), chain.chunks[index])
+    return cache.prefix_cache.find(group, chain.digests[index], chain.parent(index), chain.chunks[index])
 
 
 def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
     """Share the blocks `index` … of the groups that see everything, until one is missing; the index where it ended."""
-    runs = [_run(cache, seq, g, index, stop) for g in cache.whole]
+    runs = [_run(cache, seq, g, index, stop) for g in cache.full_groups]
     count = min(map(len, runs))
-    for g, blocks in zip(cache.whole, runs, strict=True):
+    for g, blocks in zip(cache.full_groups, runs, strict=True):
         if count:
             del blocks[count:]
             cache.pool.share_all(blocks)
             seq.tables[g] += blocks
             seq.held += count
-            cache.edits.append(Edit(seq.row, g, index, blocks))
+            cache.table_updates.append(TableUpdate(seq.row, g, index, blocks))
     return index + count
 
 
 def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> list[int]:
     """Blocks found from `index` on, without a gap: `PrefixCache.find` again and again, in a loop of its own because
     a long prompt has thousands."""
-    names, found = cache.names, cache.names.found[group]
+    names, found = cache.prefix_cache, cache.prefix_cache.found[group]
     parents, chunks, parts, mask = names.parents, names.chunks, found.parts, found.mask
     parent, blocks = seq.chain.parent(index), []
     for digest, chunk in zip(seq.chain.digests[index:stop], seq.chain.chunks[index:stop], strict=True):
@@ -124,8 +124,8 @@ def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int)
     """The most blocks, up to `most`, after which every windowed group has what a next query sees; (blocks, looks)."""
     count, looks, size = most, 0, cache.block_tokens
     group = 0
-    while count and group < len(cache.windowed):
-        g = cache.windowed[group]
+    while count and group < len(cache.window_groups):
+        g = cache.window_groups[group]
         first = cache.groups[g].first_needed(count * size) // size
         missing = next((i for i in range(count - 1, first - 1, -1) if not _find(cache, seq, g, i)), None)
         looks += count - (first if missing is None else missing)
@@ -140,11 +140,11 @@ def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int)
 
 def _take(cache: KVCache, seq: Sequence, found: int, kept: int) -> None:
     """Give back what lies beyond `kept`, and share the windows before it."""
-    for g in cache.whole:
+    for g in cache.full_groups:
         cache.give_back(seq.tables[g][kept:])
         del seq.tables[g][kept:]
         seq.held -= found - kept
-    for g in cache.windowed:
+    for g in cache.window_groups:
         first = min(kept, cache.groups[g].first_needed(kept * cache.block_tokens) // cache.block_tokens)
         blocks = [_find(cache, seq, g, index) for index in range(first, kept)]
         cache.pool.share_all(blocks)
@@ -152,9 +152,9 @@ def _take(cache: KVCache, seq: Sequence, found: int, kept: int) -> None:
         seq.windows[g] = first
         seq.held += len(blocks)
         if kept:
-            cache.edits.append(Edit(seq.row, g, 0, seq.tables[g].copy()))
+            cache.table_updates.append(TableUpdate(seq.row, g, 0, seq.tables[g].copy()))
     seq.computed = kept * cache.block_tokens
-    seq.named = kept
+    seq.num_hashed = kept
 
 
 def _explain(cache: KVCache, seq: Sequence, found: int, last: int) -> None:
@@ -163,4 +163,6 @@ def _explain(cache: KVCache, seq: Sequence, found: int, last: int) -> None:
         seq.miss = "partial" if last else "short"
     else:
         chain = seq.chain
-        seq.miss = cache.names.why(chain.digests[found], chain.parent(found), chain.chunks[found], first=not found)
+        seq.miss = cache.prefix_cache.why(
+            chain.digests[found], chain.parent(found), chain.chunks[found], first=not found
+        )

@@ -21,7 +21,7 @@ _ENDED = 64
 """answers that wait to be looked at"""
 
 
-class Repeats:
+class PrefixReuse:
     """Beginnings of texts, and who had them last."""
 
     def __init__(self, kept: int = _KEPT) -> None:
@@ -47,7 +47,7 @@ class Repeats:
             first.chain.extend(first.tokens, first.num_prompt)
             findable = (first.num_prompt - 1) // block_tokens  # a prompt's last token is always computed
             found, owner = self._find(first.chain.digests[:findable])
-            first.repeated, first.repeats = found * block_tokens, owner
+            first.shared_prefix, first.prefix_source = found * block_tokens, owner
             self._keep(first, first.num_prompt)
 
     def ended(self, seq: Sequence) -> None:

@@ -56,40 +56,41 @@ class Sequence:
 
     __slots__ = (
         "arrived_at",
-        "behind",
         "blocks_at_limit",
         "blocks_at_start",
         "cached_tokens",
         "chain",
         "computed",
         "constraint",
-        "due",
         "error",
-        "far",
         "finish",
         "finished_at",
         "first_token_at",
         "forks",
         "held",
         "index",
+        "is_prefilling",
         "largest_gap_s",
         "leader",
         "limit",
         "logprobs",
+        "long_rope",
         "matching",
         "miss",
-        "named",
+        "num_allocated",
+        "num_hashed",
         "num_prompt",
+        "num_visible",
+        "num_writable",
         "number",
         "order",
         "preemptions",
+        "prefill_target",
+        "prefix_source",
         "prompt_logprobs",
-        "repeated",
-        "repeats",
         "request",
-        "room",
         "row",
-        "settled",
+        "shared_prefix",
         "started_at",
         "state",
         "stops",
@@ -97,7 +98,6 @@ class Sequence:
         "tokens",
         "watched",
         "windows",
-        "writable",
     )
 
     def __init__(self, request: Request, index: int, chain: Chain, limit: int, stops: frozenset[int]) -> None:
@@ -126,19 +126,19 @@ class Sequence:
         self.prompt_logprobs: list[Logprob] = []
         """of the prompt's tokens but the first"""
 
-        self.far = False
+        self.long_rope = False
         """its tokens turn by the frequencies of long texts, where a model has others for them"""
-        self.behind = True
+        self.is_prefilling = True
         """the tokens it started with are not all computed yet"""
-        self.due = self.num_prompt
+        self.prefill_target = self.num_prompt
         """how many those are"""
         self.computed = 0
         """tokens whose keys and values are in the cache, or will be after the decided steps"""
-        self.settled = 0
+        self.num_visible = 0
         """of these, tokens that others may read: computed by a step before the one that is being decided"""
-        self.room = 0
+        self.num_allocated = 0
         """positions below it can be computed without asking anybody"""
-        self.writable = 0
+        self.num_writable = 0
         """positions below it can be written without asking the cache"""
         self.tables: list[list[int]] = []
         """for each group of layers: the block of tokens 0 … B-1, of B … 2B-1, …"""
@@ -147,7 +147,7 @@ class Sequence:
         self.held = 0
         """blocks in the tables"""
         self.chain = chain
-        self.named = 0
+        self.num_hashed = 0
         """blocks whose names the prefix cache knows"""
         self.matching = False
         """the prefix cache has not been searched to the end yet"""
@@ -157,7 +157,7 @@ class Sequence:
         """why no more were found"""
         self.number = 0
         """of the request, as they were submitted"""
-        self.repeated = self.repeats = 0
+        self.shared_prefix = self.prefix_source = 0
         """prompt tokens that an earlier text began with too, cached or not, and the number of the last such request"""
         self.largest_gap_s = 0.0
         """between two of its tokens, as they were put out"""
@@ -196,7 +196,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens, those on their way included: once it has caught up, each token computed brings the next."""
-        return self.due if self.behind else self.computed + 1
+        return self.prefill_target if self.is_prefilling else self.computed + 1
 
     @property
     def num_pending(self) -> int:
@@ -205,16 +205,16 @@ class Sequence:
 
     def needs_block(self, ahead: int) -> bool:
         """Whether it comes to the end of its blocks within `ahead` tokens, in the middle of its answer."""
-        left = self.writable - self.computed
-        return 0 <= left <= ahead and not self.behind and self.writable < self.limit - 1
+        left = self.num_writable - self.computed
+        return 0 <= left <= ahead and not self.is_prefilling and self.num_writable < self.limit - 1
 
     @property
     def can_fork(self) -> bool:
         """Whether it may start from what its leader has computed."""
         leader = self.leader
-        if leader is None or self.preemptions or leader.far != self.far:
+        if leader is None or self.preemptions or leader.long_rope != self.long_rope:
             return False
-        return leader.state is State.RUNNING and leader.settled >= self.num_prompt - 1
+        return leader.state is State.RUNNING and leader.num_visible >= self.num_prompt - 1
 
     def __repr__(self) -> str:
         return f"<{self.id} {self.state.value} {self.computed}/{self.length} of {self.limit}>"

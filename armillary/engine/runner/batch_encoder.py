@@ -39,32 +39,37 @@ class Encoder:
         groups: int,
         new_seed: Callable[[], int],
         fit: Fit = exactly,
-        far: bool = False,
+        long_rope: bool = False,
     ) -> None:
         self.max_running, self.max_model_len, self.size, self.groups = max_running, max_model_len, block_tokens, groups
         self.pages = -(-max_model_len // block_tokens)
         self.tables_GRP: Ints = np.zeros((groups, max_running + 1, self.pages), dtype=np.int32)
         self.fit = fit
         self._new_seed = new_seed
-        self._far = far
+        self._long_rope = long_rope
         self._special: set[int] = set()
         """rows for which the quick way of drawing does not do"""
-        self._again: tuple[Shape, list[int], Ints, Ints] | None = None
+        self._last_decode: tuple[Shape, list[int], Ints, Ints] | None = None
         """of the last step that only decoded: shape, rows twice, and its numbers"""
 
     def encode(self, decision: Decision) -> Step:
         """The step; the null row, one past the last, stands for padding."""
-        edits = self._edited(decision)
+        table_updates = self._table_updates(decision)
         admitted = [self._admitted(seq) for seq in decision.admitted]
         num_decodes, decodes_only = len(decision.decodes), not decision.chunks
         shape = Shape(
             *self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only), self.groups, decodes_only
         )
         copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T if decision.copies else _NOTHING
-        quick = decodes_only and not self._far
+        quick = decodes_only and not self._long_rope
         ints = self._decodes(shape, decision) if quick else np.zeros(shape.size, dtype=np.int32)
         step = Step(
-            shape=shape, ints=ints, edits=edits, admitted=admitted, copies=copies, draws=bool(decision.sampling)
+            shape=shape,
+            ints=ints,
+            table_updates=table_updates,
+            admitted=admitted,
+            copies=copies,
+            draws=bool(decision.sampling),
         )
         if not quick:
             self._fill(step, decision)
@@ -74,14 +79,14 @@ class Encoder:
 
     def _decodes(self, shape: Shape, decision: Decision) -> Ints:
         """Where the rows are those of the step before, as they mostly are, only places and lengths are new."""
-        if self._again is None or self._again[0] != shape or self._again[1] != decision.rows:
-            self._again = (
+        if self._last_decode is None or self._last_decode[0] != shape or self._last_decode[1] != decision.rows:
+            self._last_decode = (
                 shape,
                 decision.rows,
                 np.array(decision.rows, dtype=np.int32),
                 _decoding(shape, decision.rows, self.max_running),
             )
-        _, _, rows, ints = self._again
+        _, _, rows, ints = self._last_decode
         ints, parts, count = ints.copy(), shape.parts(), len(rows)
         positions = np.array(decision.positions, dtype=np.int32)
         block, place = np.divmod(positions, self.size)
@@ -104,8 +109,8 @@ class Encoder:
         rows_T[:total] = np.repeat(rows, sizes)
         positions_T[:total] = np.arange(total, dtype=np.int32) + np.repeat(begins - (upto - sizes), sizes)
         step.part("angles_T")[:] = positions_T
-        if self._far:
-            self._turn_far(step, decision, sizes, total)
+        if self._long_rope:
+            self._shift_long_rope(step, decision, sizes, total)
         slots_GT = step.part("slots_GT").reshape(self.groups, -1)
         slots_GT[:] = -1
         live, at = rows_T[:total], positions_T[:total]
@@ -122,18 +127,18 @@ class Encoder:
         starts[1 : count + 1] = upto
         starts[count + 1 :] = total
 
-    def _turn_far(self, step: Step, decision: Decision, sizes: Ints, total: int) -> None:
+    def _shift_long_rope(self, step: Step, decision: Decision, sizes: Ints, total: int) -> None:
         """Positions of rotary rules that change with the length, in the second half of their tables."""
         sequences = [*decision.decodes, *(chunk.sequence for chunk in decision.chunks)]
-        far: Ints = np.array([seq.far for seq in sequences], dtype=np.int32)
-        step.part("angles_T")[:total] += np.repeat(far, sizes) * self.max_model_len
+        long_rope: Ints = np.array([seq.long_rope for seq in sequences], dtype=np.int32)
+        step.part("angles_T")[:total] += np.repeat(long_rope, sizes) * self.max_model_len
 
-    def _edited(self, decision: Decision) -> Ints:
-        if not decision.edits:
+    def _table_updates(self, decision: Decision) -> Ints:
+        if not decision.table_updates:
             return _NOTHING
         places: list[int] = []
         values: list[int] = []
-        for row, group, first, blocks in decision.edits:
+        for row, group, first, blocks in decision.table_updates:
             self.tables_GRP[group, row, first : first + len(blocks)] = blocks
             base = (group * (self.max_running + 1) + row) * self.pages + first
             places.extend(range(base, base + len(blocks)))

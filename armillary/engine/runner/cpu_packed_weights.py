@@ -45,7 +45,7 @@ def packs(weight: Tensor) -> bool:
     return bool(known and here and ops._is_mkldnn_bf16_supported())
 
 
-def exchange(forward: Forward, make: Make, *, let_go: bool) -> None:
+def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
     """Products of all layers but routers and mixtures of experts. The model's own weights are let go where nobody else
     needs them."""
     for layer, block in zip(forward.layers, forward.model.blocks.values(), strict=True):
@@ -58,7 +58,7 @@ def exchange(forward: Forward, make: Make, *, let_go: bool) -> None:
                 _let_go(block.mlp.up, block.mlp.down)
 
 
-def exchange_head(forward: Forward, make: Make, *, let_go: bool) -> None:
+def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
     """The same for the head; not where it is cut over ranks."""
     if forward.reduce is alone:
         forward.head = _head(forward.model, make)

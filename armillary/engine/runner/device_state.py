@@ -56,8 +56,8 @@ class DeviceRows:
         """What a step changes before it computes: new rows, table entries, copies of blocks."""
         if step.admitted:
             self._admit(step.admitted)
-        if step.edits.size:
-            places, values = self.send(step.edits).unbind()
+        if step.table_updates.size:
+            places, values = self.send(step.table_updates).unbind()
             self.tables_GRP.view(-1)[places.long()] = values
         if step.copies.size:
             sources, targets = self.send(step.copies).long().unbind()

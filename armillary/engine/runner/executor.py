@@ -100,7 +100,7 @@ class FastExecutor:
             groups=len(cache.groups),
             new_seed=new_seed,
             fit=self.steps.fit,
-            far=rope_switch(config) is not None,
+            long_rope=rope_switch(config) is not None,
         )
 
     def _steps(self, graphs: bool | None, max_running: int, max_tokens: int) -> Steps:

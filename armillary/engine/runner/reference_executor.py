@@ -82,7 +82,7 @@ class PlainExecutor:
             self.tokens_RT[seq.row, : len(seq.tokens)] = torch.tensor(seq.tokens, device=self.device)
             seed = seq.request.params.seed
             self._seeds[seq.row] = (self._new_seed() if seed is None else seed) + seq.index
-        for row, group, first, blocks in decision.edits:
+        for row, group, first, blocks in decision.table_updates:
             changed = torch.tensor(blocks, dtype=torch.int32, device=self.device)
             self.tables_GRP[group, row, first : first + len(blocks)] = changed
         if decision.copies:

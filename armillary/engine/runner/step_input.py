@@ -122,7 +122,7 @@ class Step:
     shape: Shape
     ints: Ints
     """the parts of the shape, one after the other"""
-    edits: Ints
+    table_updates: Ints
     """[2, n]: places in the flat block tables, and what is put there"""
     copies: Ints
     """[2, n]: source and target blocks"""

@@ -63,7 +63,7 @@ class Admission:
 
     def fits(self, seq: Sequence, running: list[Sequence]) -> bool:
         """Whether all its tokens find room beside what the running ones need, and are likely to."""
-        growth, prompts = self._growth(), [other for other in running if other.behind]
+        growth, prompts = self._growth(), [other for other in running if other.is_prefilling]
         left = self._cache.available - self._needed(seq)
         left -= sum(max(0, other.blocks_at_start - other.held) for other in prompts)
         if left >= self.reserve * growth * (len(running) + 1):

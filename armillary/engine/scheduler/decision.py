@@ -1,15 +1,16 @@
 """What one step computes: small enough to read, plain enough to hand to other processes.
 
-An executor does, in this order: reset the rows of `admitted`, apply `edits` to its block tables, perform `copies` (read
-all before writing any), compute `decodes` and `chunks`, draw a token for every sequence of `sampling`. Decisions are
-executed in the order they are made; the inputs of a row are its tokens at the given positions, drawn ones included.
+An executor, in this order, resets the rows of `admitted`, applies `table_updates` to its block tables, performs
+`copies` (reads all before it writes any), computes `decodes` and `chunks`, and samples a token for every sequence of
+`sampling`. Decisions are executed in the order they are made; the inputs of a row are its tokens at the given
+positions, sampled ones included.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from armillary.engine.cache.kv_cache import Copy, Edit
+from armillary.engine.cache.kv_cache import Copy, TableUpdate
 from armillary.engine.request.sequence import Sequence
 
 
@@ -33,20 +34,20 @@ class Decision:
     __slots__ = (
         "admitted",
         "chunks",
-        "closely",
         "copies",
         "decided_at",
         "decodes",
-        "edits",
         "ended",
+        "has_constraints",
+        "has_finished",
         "last",
         "number",
         "positions",
         "preempted",
-        "reached",
+        "prefill_done",
         "rows",
         "sampling",
-        "stale",
+        "table_updates",
     )
 
     def __init__(self, number: int) -> None:
@@ -63,13 +64,13 @@ class Decision:
         """parts of prompts"""
         self.sampling: list[Sequence] = []
         """for whom a token is drawn, in this order: the decodes, then chunks that reach the end"""
-        self.reached: list[Sequence] = []
+        self.prefill_done: list[Sequence] = []
         """for whom this step ends the prompt, or what was computed of them before"""
         self.last: list[Sequence] = []
         """for whom the token drawn is the last they may have"""
         self.admitted: list[Sequence] = []
         """started or started again: their rows are new, their tokens so far are `sequence.tokens`"""
-        self.edits: list[Edit] = []
+        self.table_updates: list[TableUpdate] = []
         """changes of block tables"""
         self.copies: list[Copy] = []
         """blocks to copy"""
@@ -77,9 +78,9 @@ class Decision:
         """put back to wait; they will be computed again"""
         self.ended: list[Sequence] = []
         """given up when the step was decided: their time was over"""
-        self.closely = False
+        self.has_constraints = False
         """somebody's structure must be told of each token"""
-        self.stale = False
+        self.has_finished = False
         """somebody ended while it was under way"""
 
     @property

@@ -14,7 +14,7 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.request.sequence import Sequence, State
 
 if TYPE_CHECKING:
-    from armillary.engine.scheduler.request_table import Roster
+    from armillary.engine.scheduler.request_table import RequestTable
     from armillary.engine.scheduler.scheduler import Scheduler
 
 
@@ -29,11 +29,11 @@ def _must(holds: bool, words: str) -> None:
 
 def check(scheduler: Scheduler) -> None:
     """Everything below."""
-    roster, cache = scheduler.roster, scheduler.cache
-    check_roster(roster)
-    check_blocks(cache, roster.running)
+    request_table, cache = scheduler.request_table, scheduler.cache
+    check_request_table(request_table)
+    check_blocks(cache, request_table.running)
     check_names(cache)
-    for seq in roster.running:
+    for seq in request_table.running:
         check_sequence(cache, seq)
     for decision in scheduler.under_way:
         targets = [copy.target for copy in decision.copies]
@@ -47,25 +47,29 @@ def check_idle(scheduler: Scheduler) -> None:
     """Everything, and that nothing is left when no request is."""
     scheduler.cache.settle(scheduler.cache.pool.num_blocks * len(scheduler.cache.groups) * 2)
     check(scheduler)
-    _must(not scheduler.roster.running and not len(scheduler.roster.waiting), "somebody is still here")
-    _must(not scheduler.roster.requests, f"requests are left: {list(scheduler.roster.requests)[:4]}")
+    _must(not scheduler.request_table.running and not len(scheduler.request_table.waiting), "somebody is still here")
+    _must(not scheduler.request_table.requests, f"requests are left: {list(scheduler.request_table.requests)[:4]}")
     used = scheduler.cache.pool.num_used
     _must(not used, f"{used} blocks are still held")
 
 
-def check_roster(roster: Roster) -> None:
-    running, rows = roster.running, roster.rows
+def check_request_table(request_table: RequestTable) -> None:
+    running, rows = request_table.running, request_table.rows
     taken = [seq.row for seq in running]
-    _must(sorted([*rows, *taken]) == list(range(roster.settings.max_running)), "rows are lost or given out twice")
+    _must(
+        sorted([*rows, *taken]) == list(range(request_table.settings.max_running)), "rows are lost or given out twice"
+    )
     _must(running == sorted(running, key=lambda seq: seq.order), "the batch is out of order")
     _must(all(seq.state is State.RUNNING for seq in running), "one that does not run is in the batch")
-    waiting = list(roster.waiting)
-    _must(len(waiting) == len(roster.waiting), f"{len(waiting)} wait and {len(roster.waiting)} are counted")
+    waiting = list(request_table.waiting)
+    _must(
+        len(waiting) == len(request_table.waiting), f"{len(waiting)} wait and {len(request_table.waiting)} are counted"
+    )
     _must(all(seq.state is State.WAITING and not seq.held for seq in waiting), "one that waits holds blocks")
     sleeping = [fork for seq in (*running, *waiting) for fork in seq.forks if fork.finish is None]
     everyone = Counter(map(id, joined(running, waiting, sleeping)))
     _must(all(count == 1 for count in everyone.values()), "a sequence is in two places")
-    alive = [seq for made in roster.requests.values() for seq in made if seq.finish is None]
+    alive = [seq for made in request_table.requests.values() for seq in made if seq.finish is None]
     _must(set(map(id, alive)) == set(everyone), "a sequence is lost")
 
 
@@ -78,33 +82,33 @@ def check_blocks(cache: KVCache, running: list[Sequence]) -> None:
     for block in range(1, pool.num_blocks):
         held = holders.get(block, 0)
         _must(pool.refs[block] == held, f"block {block} counts {pool.refs[block]} holders and has {held}")
-    _must(not pool.refs[NULL] and not pool.named[NULL], "the null block is in use")
+    _must(not pool.refs[NULL] and not pool.hashed[NULL], "the null block is in use")
     free = list(pool.free_blocks())
     _must(len(free) == pool.num_free, f"{len(free)} blocks are free and {pool.num_free} are counted")
     _must(len(set(free)) == len(free), "a block is free twice")
     _must(all(not pool.refs[block] for block in free), "a free block is held")
-    marks = [pool.named[block] for block in free]
+    marks = [pool.hashed[block] for block in free]
     _must(marks == sorted(marks), "a block whose content may be wanted stands before one without a name")
     _must(pool.num_free + len(holders) == cache.num_blocks, "blocks have leaked")
 
 
 def check_names(cache: KVCache) -> None:
     """Names and blocks point to each other; every digest is that of its parent and tokens."""
-    names, pool = cache.names, cache.pool
-    _must(sum(map(len, names.found)) == names.num_named, "names and blocks differ in number")
+    names, pool = cache.prefix_cache, cache.pool
+    _must(sum(map(len, names.found)) == names.num_hashed, "names and blocks differ in number")
     children: Counter[bytes] = Counter()
     beginnings: Counter[bytes] = Counter()
-    for block in (block for block in range(pool.num_blocks) if pool.named[block]):
+    for block in (block for block in range(pool.num_blocks) if pool.hashed[block]):
         digest, parent, chunk = names.digests[block], names.parents[block], names.chunks[block]
         _must(names.found[names.groups[block]].get(digest) == block, f"block {block} cannot be found by its name")
         _must(cache.digest(parent, chunk) == digest, f"block {block} has another text's name")
         if not names.groups[block]:
             children[parent] += 1
             beginnings[chunk] += names.first[block]
-    _must(sum(pool.named) == names.num_named, "a block has a lost name")
+    _must(sum(pool.hashed) == names.num_hashed, "a block has a lost name")
     _must(dict(children) == names.children.plain(), "children are miscounted")
     _must(dict(+beginnings) == names.beginnings.plain(), "first blocks are miscounted")
-    _must(not any(names.chunks[block] for block in range(pool.num_blocks) if not pool.named[block]), "a lost name")
+    _must(not any(names.chunks[block] for block in range(pool.num_blocks) if not pool.hashed[block]), "a lost name")
     _must(len(names.ghosts) == names.num_ghosts, "what was evicted is miscounted")
     _must(not set(names.ghosts.plain()) & set(names.found[0].plain()), "a cached block is remembered as evicted")
 
@@ -114,8 +118,14 @@ def check_sequence(cache: KVCache, seq: Sequence) -> None:
     size = cache.block_tokens
     _must(0 <= seq.num_pending <= 2 and seq.computed < seq.length <= seq.limit, f"{seq} counts its tokens wrongly")
     _must(seq.held == sum(block != NULL for table in seq.tables for block in table), f"{seq} miscounts its blocks")
-    _must(seq.computed < seq.due if seq.behind else seq.computed >= seq.due, f"{seq} is not where it says it is")
-    _must(seq.settled <= seq.computed and not (seq.settled >= seq.num_prompt and seq.forks), f"{seq} keeps its forks")
+    _must(
+        seq.computed < seq.prefill_target if seq.is_prefilling else seq.computed >= seq.prefill_target,
+        f"{seq} is not where it says it is",
+    )
+    _must(
+        seq.num_visible <= seq.computed and not (seq.num_visible >= seq.num_prompt and seq.forks),
+        f"{seq} keeps its forks",
+    )
     if seq.matching:
         return  # windows follow when the search is over
     for group, table, window in zip(cache.groups, seq.tables, seq.windows, strict=True):
@@ -127,7 +137,8 @@ def check_sequence(cache: KVCache, seq: Sequence) -> None:
         at = seq.computed // size
         writable = at >= len(table) or cache.pool.refs[table[at]] == 1
         _must(
-            writable or max(seq.room, seq.writable) <= seq.computed, f"{seq} would write into a block that others read"
+            writable or max(seq.num_allocated, seq.num_writable) <= seq.computed,
+            f"{seq} would write into a block that others read",
         )
     _check_content(cache, seq)
 
@@ -136,8 +147,10 @@ def _check_content(cache: KVCache, seq: Sequence) -> None:
     """Named blocks in the first group's table are named after the tokens the sequence has there."""
     size = cache.block_tokens
     for index, block in enumerate(seq.tables[0][: seq.computed // size]):
-        if not cache.pool.named[block] or (index + 1) * size > len(seq.tokens):
+        if not cache.pool.hashed[block] or (index + 1) * size > len(seq.tokens):
             continue
         seq.chain.extend(seq.tokens, (index + 1) * size)
-        _must(cache.names.chunks[block] == seq.chain.chunks[index], f"{seq} reads other tokens in block {index}")
-        _must(cache.names.digests[block] == seq.chain.digests[index], f"{seq} reads another past in block {index}")
+        _must(cache.prefix_cache.chunks[block] == seq.chain.chunks[index], f"{seq} reads other tokens in block {index}")
+        _must(
+            cache.prefix_cache.digests[block] == seq.chain.digests[index], f"{seq} reads another past in block {index}"
+        )

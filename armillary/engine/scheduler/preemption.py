@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision
-from armillary.engine.scheduler.request_table import Roster
+from armillary.engine.scheduler.request_table import RequestTable
 
 
-def make_room(roster: Roster, decision: Decision, seq: Sequence, upto: int) -> bool:
+def preempt_until_fits(request_table: RequestTable, decision: Decision, seq: Sequence, upto: int) -> bool:
     """Blocks for the tokens of `seq` below `upto`; False where there are none and nobody gives way."""
-    while not roster.cache.grow(seq, upto):
-        victim = _victim(roster, decision, seq)
+    while not request_table.cache.grow(seq, upto):
+        victim = _victim(request_table, decision, seq)
         if victim is None:
             return False
-        roster.put_back(victim)
+        request_table.preempt(victim)
         decision.preempted.append(victim)
     return True
 
 
-def fitting(roster: Roster, decision: Decision, seq: Sequence, count: int) -> int:
+def fitting(request_table: RequestTable, decision: Decision, seq: Sequence, count: int) -> int:
     """Blocks for the next `count` tokens, or for as many as there are, or for one block's worth if others give way;
     for how many it was."""
-    cache, start = roster.cache, seq.computed
+    cache, start = request_table.cache, seq.computed
     if cache.grow(seq, start + count):
         return count
     size, free = cache.block_tokens, cache.pool.num_free // len(seq.tables)
@@ -33,11 +33,11 @@ def fitting(roster: Roster, decision: Decision, seq: Sequence, count: int) -> in
     if fewer > 0 and cache.grow(seq, start + fewer):
         return fewer
     fewer = min(count, size - start % size)
-    return fewer if make_room(roster, decision, seq, start + fewer) else 0
+    return fewer if preempt_until_fits(request_table, decision, seq, start + fewer) else 0
 
 
-def _victim(roster: Roster, decision: Decision, seq: Sequence) -> Sequence | None:
+def _victim(request_table: RequestTable, decision: Decision, seq: Sequence) -> Sequence | None:
     """The last in order, if it comes after `seq` and has no part in this step yet."""
     taken = set(map(id, decision.decodes)) | {id(chunk.sequence) for chunk in decision.chunks}
-    behind = (other for other in reversed(roster.running) if other.order > seq.order)
-    return next((other for other in behind if id(other) not in taken), None)
+    later = (other for other in reversed(request_table.running) if other.order > seq.order)
+    return next((other for other in later if id(other) not in taken), None)

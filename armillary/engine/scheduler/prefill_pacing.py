@@ -42,7 +42,7 @@ _UNSURE = 100.0
 """how little is known of the fit, at most"""
 
 
-class Pace:
+class PrefillController:
     """Times of steps, and what they mean for the next."""
 
     def __init__(self, slowdown: float, attention_tokens: float | None, tile: int = 1) -> None:

@@ -16,7 +16,7 @@ from armillary.engine.scheduler.settings import Settings
 from armillary.errors import BadInput
 
 MakeConstraint = Callable[[], Constraint]
-FAR = "\0far"
+LONG_ROPE = "\0long rope"
 """added to the adapter's name: blocks of sequences that turn by other frequencies are others"""
 
 
@@ -75,11 +75,11 @@ def make_sequences(
     params = request.params
     constraint = limited(params, settings.vocab, constraint)
     stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else settings.eos_ids)
-    far = settings.rope_switch is not None and len(request.prompt) > settings.rope_switch
-    chain = cache.chain(list(request.prompt), request.salt, request.adapter + (FAR if far else ""))
+    long_rope = settings.rope_switch is not None and len(request.prompt) > settings.rope_switch
+    chain = cache.chain(list(request.prompt), request.salt, request.adapter + (LONG_ROPE if long_rope else ""))
     made = [Sequence(request, i, chain.copy() if i else chain, limit, stops) for i in range(params.n)]
     for seq in made:
-        seq.far = far
+        seq.long_rope = long_rope
         if constraint is not None:
             seq.constraint, seq.watched = constraint(), EVERY_TOKEN
         seq.blocks_at_limit = cache.blocks_at(limit)

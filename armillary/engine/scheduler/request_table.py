@@ -6,19 +6,19 @@ from bisect import insort
 from operator import attrgetter
 
 from armillary.engine.cache.kv_cache import KVCache
-from armillary.engine.cache.prefix_reuse import Repeats
+from armillary.engine.cache.prefix_reuse import PrefixReuse
 from armillary.engine.request.counters import Totals
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import Finish, Sequence, State
 from armillary.engine.scheduler.queue import Deadlines, Waiting
-from armillary.engine.scheduler.request_checks import FAR, MakeConstraint, check, make_sequences
+from armillary.engine.scheduler.request_checks import LONG_ROPE, MakeConstraint, check, make_sequences
 from armillary.engine.scheduler.settings import Settings
 from armillary.errors import BadInput
 
 _ORDER = attrgetter("order")
 
 
-class Roster:
+class RequestTable:
     """Every sequence that is not over, and where it stands."""
 
     def __init__(self, settings: Settings, cache: KVCache) -> None:
@@ -33,14 +33,14 @@ class Roster:
         self.requests: dict[str, list[Sequence]] = {}
         """sequences of every request that is not over"""
         self.totals = Totals()
-        self.repeats = Repeats()
+        self.prefix_reuse = PrefixReuse()
 
     def prepare(self, request: Request, constraint: MakeConstraint | None) -> list[Sequence]:
         """Check a request and make its sequences: what takes time in proportion to the prompt. Changes nothing that
         steps look at, so any thread may do it while they are decided in another."""
         limit = check(request, self.settings, self.cache, constraint)
         made = make_sequences(request, limit, self.settings, self.cache, constraint)
-        self.repeats.see(made, self.cache.block_tokens)
+        self.prefix_reuse.see(made, self.cache.block_tokens)
         return made
 
     def enter(self, made: list[Sequence], now: float) -> None:
@@ -71,33 +71,33 @@ class Roster:
         assert not seq.num_pending, f"{seq.id} starts while a token of it is on its way"
         seq.state, seq.row = State.RUNNING, self.rows.pop()
         self.cache.start(seq)
-        seq.behind, seq.due = True, len(seq.tokens)
+        seq.is_prefilling, seq.prefill_target = True, len(seq.tokens)
         if seq.leader is not None and seq.can_fork and self.cache.fork(seq.leader, seq):
             seq.cached_tokens = seq.computed
         if seq.started_at is None:
             seq.started_at = now
             self.totals.tokens_in += seq.num_prompt
             self.totals.looked_up += seq.num_prompt if seq.matching else 0
-            self.totals.repeated += seq.repeated
+            self.totals.repeated += seq.shared_prefix
         insort(self.running, seq, key=_ORDER)
 
-    def put_back(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """From the batch into the queue: its tokens stay and are computed again, those on their way will be added."""
         self.totals.preempted += 1
         self.totals.recomputed += seq.computed
-        seq.behind, seq.due = True, seq.length
+        seq.is_prefilling, seq.prefill_target = True, seq.length
         self._release(seq)
         self.running.remove(seq)
         seq.state = State.WAITING
         seq.preemptions += 1
-        seq.blocks_at_start = self.cache.blocks_at(seq.due)
+        seq.blocks_at_start = self.cache.blocks_at(seq.prefill_target)
         self.waiting.push(seq)
 
-    def turn(self, seq: Sequence) -> None:
+    def switch_rope(self, seq: Sequence) -> None:
         """It has grown beyond the length at which rotary frequencies change: all of it is computed anew by others."""
-        self.put_back(seq)
-        seq.far, request = True, seq.request
-        seq.chain = self.cache.chain(seq.tokens, request.salt, request.adapter + FAR)
+        self.preempt(seq)
+        seq.long_rope, request = True, seq.request
+        seq.chain = self.cache.chain(seq.tokens, request.salt, request.adapter + LONG_ROPE)
 
     def wake_forks(self, seq: Sequence) -> None:
         """The prompt is computed, or never will be by this one: its forks may start."""
@@ -119,7 +119,7 @@ class Roster:
         if seq.forks:
             self.wake_forks(seq)
         self._count(seq, reason)
-        self.repeats.ended(seq)
+        self.prefix_reuse.ended(seq)
 
     def _count(self, seq: Sequence, reason: Finish) -> None:
         self.totals.aborted += reason in ("abort", "deadline")

@@ -17,11 +17,11 @@ def take_back(decision: Decision) -> list[Sequence]:
         *((chunk.sequence, chunk.start) for chunk in decision.chunks),
     ]
     inside = [(seq, begin) for seq, begin in ends if seq.finish is None]
-    prompts = {id(seq) for seq in (*decision.reached, *(chunk.sequence for chunk in decision.chunks))}
+    prompts = {id(seq) for seq in (*decision.prefill_done, *(chunk.sequence for chunk in decision.chunks))}
     for seq, begin in inside:
         seq.computed = begin
         if id(seq) in prompts:
-            seq.behind, seq.room = True, 0
+            seq.is_prefilling, seq.num_allocated = True, 0
     return [seq for seq, _ in inside]
 
 

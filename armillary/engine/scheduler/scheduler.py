@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Items
 
-from armillary.engine.cache.housekeeping import Upkeep
+from armillary.engine.cache.housekeeping import BlockUpkeep
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.prefix_lookup import search
 from armillary.engine.request.request import Request
@@ -19,11 +19,11 @@ from armillary.engine.scheduler import invariants
 from armillary.engine.scheduler.admission import Admission
 from armillary.engine.scheduler.decision import Chunk, Decision, Outcome
 from armillary.engine.scheduler.finish import Ending, find_endings
-from armillary.engine.scheduler.preemption import fitting, make_room
+from armillary.engine.scheduler.preemption import fitting, preempt_until_fits
 from armillary.engine.scheduler.prefill_budget import Budget
-from armillary.engine.scheduler.prefill_pacing import Pace
+from armillary.engine.scheduler.prefill_pacing import PrefillController
 from armillary.engine.scheduler.request_checks import MakeConstraint
-from armillary.engine.scheduler.request_table import Roster
+from armillary.engine.scheduler.request_table import RequestTable
 from armillary.engine.scheduler.rollback import as_one, keep_some, take_back
 from armillary.engine.scheduler.settings import STREAMED_SLOWDOWN, Settings
 from armillary.engine.scheduler.step_limit import StepLimit
@@ -33,7 +33,7 @@ _RUNNING = State.RUNNING
 
 
 class Scheduler:
-    """Decides steps over a roster of sequences and a cache of blocks."""
+    """Decides steps over a request_table of sequences and a cache of blocks."""
 
     def __init__(self, settings: Settings, cache: KVCache) -> None:
         if settings.max_tokens_per_step < settings.max_running:
@@ -43,13 +43,15 @@ class Scheduler:
             )
         self.settings = settings
         self.cache = cache
-        self.roster = Roster(settings, cache)
+        self.request_table = RequestTable(settings, cache)
         self.admission = Admission(settings, cache)
-        self.upkeep = Upkeep(cache)
+        self.upkeep = BlockUpkeep(cache)
         slowdown = settings.prefill_slowdown
-        self.pace = None if slowdown is None else Pace(slowdown, settings.attention_tokens, self._tile)
+        self.prefill_controller = (
+            None if slowdown is None else PrefillController(slowdown, settings.attention_tokens, self._tile)
+        )
         """keeps steps with prompts short; none: they take as long as they take"""
-        self.totals = self.roster.totals
+        self.totals = self.request_table.totals
         self.limit = StepLimit(settings.max_tokens_per_step)
         self.under_way: deque[Decision] = deque()
         """decided, and their tokens not back"""
@@ -73,21 +75,21 @@ class Scheduler:
         paced by the default, as long as no more wait for their first token than for their next: beyond that a server
         would answer fewer requests than it can. Batches that are read when they are done are quicker without."""
         settings = self.settings
-        if self.pace is None and settings.prefill_tokens is None and settings.batching == "continuous":
-            self.pace = Pace(STREAMED_SLOWDOWN, settings.attention_tokens, self._tile)
+        if self.prefill_controller is None and settings.prefill_tokens is None and settings.batching == "continuous":
+            self.prefill_controller = PrefillController(STREAMED_SLOWDOWN, settings.attention_tokens, self._tile)
             self._gives_way = True
 
     # --- requests
 
     def submit(self, request: Request, now: float, constraint: MakeConstraint | None = None) -> list[Sequence]:
         """Queue a request, one sequence an answer; BadInput says what is wrong with it, and nothing else changes."""
-        made = self.roster.prepare(request, constraint)
-        self.roster.enter(made, now)
+        made = self.request_table.prepare(request, constraint)
+        self.request_table.enter(made, now)
         return made
 
     def abort(self, request_id: str, now: float, reason: Finish = "abort") -> list[Sequence]:
         """End what is left of a request; the sequences that were not over."""
-        ended = [seq for seq in self.roster.requests.get(request_id, ()) if seq.finish is None]
+        ended = [seq for seq in self.request_table.requests.get(request_id, ()) if seq.finish is None]
         self._end([(seq, Ending(reason)) for seq in ended], now)
         return ended
 
@@ -100,26 +102,26 @@ class Scheduler:
     def _end(self, ended: list[tuple[Sequence, Ending]], now: float) -> None:
         """Take sequences out of wherever they are."""
         for seq, ending in ended:
-            self.roster.end(seq, ending.finish, now, ending.error)
+            self.request_table.end(seq, ending.finish, now, ending.error)
         if ended:
-            self.roster.sweep()
+            self.request_table.sweep()
             self._full = False
             for decision in self.under_way:
-                decision.stale = True
+                decision.has_finished = True
 
     @property
     def has_work(self) -> bool:
-        return bool(self.roster.requests)
+        return bool(self.request_table.requests)
 
     def wake_at(self, now: float) -> float | None:
         """When to call `schedule` again if nothing else happens: now, at a deadline or a window's end, or never."""
-        if self.roster.running:
+        if self.request_table.running:
             return now
-        times = [self.roster.deadlines.next()]
-        first = self.roster.waiting.first()
+        times = [self.request_table.deadlines.next()]
+        first = self.request_table.waiting.first()
         if first is not None:
             window = self.settings.batch_window_s if self.settings.batching == "dynamic" else 0.0
-            full = len(self.roster.waiting) >= self.settings.max_running
+            full = len(self.request_table.waiting) >= self.settings.max_running
             times.append(now if full else first.arrived_at + window)
         known = [time for time in times if time is not None]
         return max(now, min(known)) if known else None
@@ -134,7 +136,7 @@ class Scheduler:
         self._settle(decision, now)
         prompts = self._decode(decision)
         decision.decided_at = now
-        budget = self._budget(len(decision.decodes), len(prompts) + len(self.roster.waiting))
+        budget = self._budget(len(decision.decodes), len(prompts) + len(self.request_table.waiting))
         for seq in prompts:
             self._chunk(decision, seq, budget)
         self._admit(decision, budget, now)
@@ -147,12 +149,12 @@ class Scheduler:
         left = self.limit.tokens - decodes
         if decodes and settings.prefill_tokens is not None:
             left = min(left, settings.prefill_tokens)
-        if not decodes or not prompts or self.pace is None or (self._gives_way and prompts > decodes):
+        if not decodes or not prompts or self.prefill_controller is None or (self._gives_way and prompts > decodes):
             return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
-        tokens, attention_tokens = self.pace.allowance(decodes)
+        tokens, attention_tokens = self.prefill_controller.allowance(decodes)
         return Budget(
             tokens=min(left, tokens),
-            most=min(left, self.pace.most),
+            most=min(left, self.prefill_controller.most),
             attention_tokens=attention_tokens,
             free=0.0,
             least=settings.query_tile,
@@ -165,52 +167,58 @@ class Scheduler:
         self.cache.settle(self.settings.lookups)
         for seq in self._fresh:
             if seq.state is _RUNNING:
-                self.cache.name(seq)
-                seq.settled = seq.computed
+                self.cache.register_blocks(seq)
+                seq.num_visible = seq.computed
                 if seq.forks and seq.computed >= seq.num_prompt:
-                    self.roster.wake_forks(seq)
+                    self.request_table.wake_forks(seq)
                     self._full = False
         self._fresh.clear()
-        self.upkeep.step(self.roster.running)
-        due = self.roster.deadlines.due(now)
+        self.upkeep.step(self.request_table.running)
+        due = self.request_table.deadlines.due(now)
         self._end([(seq, Ending("deadline")) for seq in due], now)
         decision.ended, self._ended = self._ended + due, []
         if self.settings.rope_switch is not None:
-            self._turn(decision, self.settings.rope_switch)
+            self._switch_rope(decision, self.settings.rope_switch)
 
-    def _turn(self, decision: Decision, switch: int) -> None:
+    def _switch_rope(self, decision: Decision, switch: int) -> None:
         """Answers that grow across the length at which rotary frequencies change are computed anew, as transformers
         does."""
-        for seq in [seq for seq in self.roster.running if seq.computed == switch and not seq.behind and not seq.far]:
-            self.roster.turn(seq)
+        for seq in [
+            seq
+            for seq in self.request_table.running
+            if seq.computed == switch and not seq.is_prefilling and not seq.long_rope
+        ]:
+            self.request_table.switch_rope(seq)
             decision.preempted.append(seq)
 
     def _decode(self, decision: Decision) -> list[Sequence]:
         """One token for everyone who has one to compute; returns the others, whose prompts are under way."""
         prompts: list[Sequence] = []
         take, place = decision.decodes.append, decision.positions.append
-        for seq in self.roster.running:  # those put back meanwhile stand behind the one at hand
+        for seq in self.request_table.running:  # those put back meanwhile stand behind the one at hand
             at = seq.computed
-            if at >= seq.room and not self._may_advance(decision, seq, prompts):
+            if at >= seq.num_allocated and not self._may_advance(decision, seq, prompts):
                 continue
             seq.computed = at + 1
             take(seq)
             place(at)
         if len(decision.decodes) > self.limit.tokens:
-            keep_some(decision, self.limit.turn, self.limit.tokens)
-            self.limit.turn += self.limit.tokens
+            keep_some(decision, self.limit.next_decode, self.limit.tokens)
+            self.limit.next_decode += self.limit.tokens
         return prompts
 
     def _may_advance(self, decision: Decision, seq: Sequence, prompts: list[Sequence]) -> bool:
         """Whether one that has reached its `room` goes on: at the end of its block, its length or its known tokens."""
-        if seq.behind:
+        if seq.is_prefilling:
             prompts.append(seq)
             return False
         if seq.computed >= seq.limit - 1 or (seq.constraint is not None and self._waits and seq.num_pending):
             return False  # its last token is on its way, or the next depends on it
-        found = seq.computed < seq.writable or make_room(self.roster, decision, seq, seq.computed + 1)
+        found = seq.computed < seq.num_writable or preempt_until_fits(
+            self.request_table, decision, seq, seq.computed + 1
+        )
         self._stalled |= not found
-        decision.closely |= seq.constraint is not None
+        decision.has_constraints |= seq.constraint is not None
         if found and seq.computed == seq.limit - 2:
             decision.last.append(seq)
         return found
@@ -223,7 +231,7 @@ class Scheduler:
         if seq.matching:
             return  # this step's share of searching is used up
         settings, start = self.settings, seq.computed
-        left = seq.due - start
+        left = seq.prefill_target - start
         count = self._paced(
             decision,
             budget,
@@ -234,20 +242,20 @@ class Scheduler:
         if not count:
             budget.close()
             return
-        count = fitting(self.roster, decision, seq, count)
+        count = fitting(self.request_table, decision, seq, count)
         if not count:
             self._stalled = True
             return
         seq.computed = start + count
-        samples = seq.computed == seq.due
+        samples = seq.computed == seq.prefill_target
         if samples:
-            seq.behind = False
-            decision.reached.append(seq)
-            decision.closely |= seq.constraint is not None
+            seq.is_prefilling = False
+            decision.prefill_done.append(seq)
+            decision.has_constraints |= seq.constraint is not None
             if seq.computed == seq.limit - 1:
                 decision.last.append(seq)
         else:
-            seq.room = 0  # a last token that is left alone is not a decode yet
+            seq.num_allocated = 0  # a last token that is left alone is not a decode yet
         if samples and count == 1:
             decision.decodes.append(seq)
             decision.positions.append(start)
@@ -258,9 +266,9 @@ class Scheduler:
 
     def _paced(self, decision: Decision, budget: Budget, left: int, start: int, count: int) -> int:
         """The same tokens, or those that were seen to keep the pace; what the first part is denied nobody else gets."""
-        if self.pace is None or not budget.is_paced or count >= left:
+        if self.prefill_controller is None or not budget.is_paced or count >= left:
             return count
-        allowed = self.pace.size(len(decision.decodes), count, start, min(left - 1, budget.most))
+        allowed = self.prefill_controller.size(len(decision.decodes), count, start, min(left - 1, budget.most))
         if allowed < count:
             budget.close()
         return allowed
@@ -273,26 +281,26 @@ class Scheduler:
 
     def _admit(self, decision: Decision, budget: Budget, now: float) -> None:
         """Start those who wait, in order, as long as rows, blocks and budget last."""
-        roster, admission = self.roster, self.admission
+        request_table, admission = self.request_table, self.admission
         admission.begin_step(preempted=bool(decision.preempted))
-        first = roster.waiting.first()
+        first = request_table.waiting.first()
         if first is None:
             return
-        admission.open_batch(len(roster.running), len(roster.waiting), first.arrived_at, now)
+        admission.open_batch(len(request_table.running), len(request_table.waiting), first.arrived_at, now)
         whole_batch = self.settings.batching in ("static", "dynamic")
-        while first is not None and roster.rows and (not budget.spent or whole_batch):
-            if decision.preempted or self._stalled or not admission.lets_in(first, roster.running):
+        while first is not None and request_table.rows and (not budget.spent or whole_batch):
+            if decision.preempted or self._stalled or not admission.lets_in(first, request_table.running):
                 return
-            if roster.running and (self._full or not admission.fits(first, roster.running)):
+            if request_table.running and (self._full or not admission.fits(first, request_table.running)):
                 self._full = True  # until somebody leaves: to look again each step would cost and change nothing
                 return
             if not self._can_share(first):
                 return
-            roster.start(roster.waiting.pop(), now)
+            request_table.start(request_table.waiting.pop(), now)
             self._watched |= first.stops
             self._admitted.append(first)
             self._chunk(decision, first, budget)
-            first = roster.waiting.first()
+            first = request_table.waiting.first()
 
     def _can_share(self, seq: Sequence) -> bool:
         """Sharing a long prompt's blocks takes time: one such fork a step."""
@@ -306,7 +314,7 @@ class Scheduler:
         if not decision.empty:  # else the executor learns of it with the next step
             decision.admitted = [seq for seq in dict.fromkeys(self._admitted) if seq.state is _RUNNING]
             self._admitted.clear()
-            decision.edits, self.cache.edits = self.cache.edits, []
+            decision.table_updates, self.cache.table_updates = self.cache.table_updates, []
             decision.copies, self.cache.copies = self.cache.copies, []
             if self._retreated:
                 decision.copies, self._retreated = as_one(decision.copies), False
@@ -324,7 +332,7 @@ class Scheduler:
         inside, tokens = take_back(decision), decision.num_tokens
         self._fresh.clear()
         self._admitted[:0] = decision.admitted
-        self.cache.edits[:0], self.cache.copies[:0] = decision.edits, decision.copies
+        self.cache.table_updates[:0], self.cache.copies[:0] = decision.table_updates, decision.copies
         self._retreated = True
         self._ended += decision.ended
         decision.ended = []
@@ -347,20 +355,20 @@ class Scheduler:
         self.under_way.popleft()
         if self.limit.tight:
             self.limit.went_well()
-        if self.pace is not None:
-            self.pace.took(decision, decision.decided_at, now)
+        if self.prefill_controller is not None:
+            self.prefill_controller.took(decision, decision.decided_at, now)
         sequences, kept = decision.sampling, list(tokens)
-        if decision.stale:
+        if decision.has_finished:
             kept = [token for seq, token in zip(sequences, kept, strict=True) if seq.finish is None]
             sequences = [seq for seq in sequences if seq.finish is None]
             self.totals.discarded += len(tokens) - len(kept)
         for seq, token in zip(sequences, kept, strict=True):
             seq.tokens.append(token)
-        over = find_endings(sequences, kept) if decision.closely or not self._watched.isdisjoint(kept) else []
+        over = find_endings(sequences, kept) if decision.has_constraints or not self._watched.isdisjoint(kept) else []
         if decision.last:
             ended = {id(seq) for seq, _ in over}
             over += [(seq, Ending("length")) for seq in decision.last if seq.finish is None and id(seq) not in ended]
-        for seq in decision.reached:
+        for seq in decision.prefill_done:
             if seq.first_token_at is None:
                 seq.first_token_at = now
         if BROKEN in kept:
@@ -386,9 +394,9 @@ class Scheduler:
         ended = [seq for seq in hit.values() if seq.finish is None]
         self.under_way.clear()
         self._end([(seq, Ending("error", error)) for seq in ended], now)
-        for seq in list(self.roster.running):
-            self.roster.put_back(seq)
-        self.cache.distrust()
+        for seq in list(self.request_table.running):
+            self.request_table.preempt(seq)
+        self.cache.invalidate_all()
         self._admitted.clear()
         self._fresh.clear()
         self._check()

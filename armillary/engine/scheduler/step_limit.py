@@ -16,7 +16,7 @@ class StepLimit:
     def __init__(self, most: int) -> None:
         self.most = most
         self.tokens = most
-        self.turn = 0
+        self.next_decode = 0
         """where the decodes that go next begin, while not all of them fit a step"""
         self._patience, self._good = _FIRST_STEPS, 0
 

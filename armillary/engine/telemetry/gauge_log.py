@@ -26,8 +26,8 @@ _MOST_WAITING = 10_000
 _END = None
 
 
-class Recorder:
-    """`Recorder(writer).record` for an engine; `close` writes what is left."""
+class GaugeLog:
+    """`GaugeLog(writer).record` for an engine; `close` writes what is left."""
 
     def __init__(
         self, writer: GaugeWriter, *, a_second: float = _A_SECOND, whole: int = _ALL, most_bytes: int = _MOST_BYTES

@@ -9,7 +9,7 @@ from armillary.engine.scheduler.scheduler import Scheduler
 
 def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict[str, float]:
     """The state after a step was decided, and totals so far; `left` have ended since, and were running then."""
-    running = {"running": len(scheduler.roster.running) + left}
+    running = {"running": len(scheduler.request_table.running) + left}
     return state_gauges(scheduler) | work_gauges(decision) | running
 
 
@@ -17,8 +17,8 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
     """Who is here, what the cache holds, and totals so far."""
     totals, cache = scheduler.totals, scheduler.cache
     return {
-        "running": len(scheduler.roster.running),
-        "waiting": len(scheduler.roster.waiting),
+        "running": len(scheduler.request_table.running),
+        "waiting": len(scheduler.request_table.waiting),
         "kv_used_fraction": cache.used_fraction,
         "kv_capacity_tokens": cache.num_blocks // len(cache.groups) * cache.block_tokens,
         "preemptions_total": totals.preempted,
@@ -47,8 +47,8 @@ def request_gauges(seq: Sequence) -> dict[str, float]:
         "arrived_s": seq.arrived_at,
         "request_number": seq.number,
     }
-    if seq.repeated:
-        found |= {"repeated_tokens": seq.repeated, "prefix_source_request": seq.repeats}
+    if seq.shared_prefix:
+        found |= {"repeated_tokens": seq.shared_prefix, "prefix_source_request": seq.prefix_source}
     end = seq.finished_at
     if end is not None:
         found["e2e_s"] = end - seq.arrived_at

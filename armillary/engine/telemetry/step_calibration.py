@@ -1,7 +1,7 @@
 """Rehearsal: steps of many kinds, timed before the first request comes.
 
 A run shows only the steps that its settings make: one without a prefix cache never computes a few tokens behind many.
-What such a step would cost cannot be fitted to the others, so each kind is run thrice on rows that nobody has yet;
+What such a step would cost cannot be fitted to the others, so each shape is run thrice on rows that nobody has yet;
 requests overwrite what it leaves. Cheap kinds come first.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from armillary.engine.cache.block_hash import Chain, root
-from armillary.engine.cache.kv_cache import Edit, KVCache
+from armillary.engine.cache.kv_cache import KVCache, TableUpdate
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
@@ -21,8 +21,8 @@ from armillary.engine.scheduler.decision import Chunk, Decision, work_gauges
 from armillary.engine.scheduler.loop import Executor, StepTooLarge
 from armillary.engine.scheduler.settings import Settings
 
-TURNS = 2
-"""how often each kind is timed; the quicker counts"""
+REPEATS = 2
+"""how often each shape is timed; the quicker counts"""
 SIZES = (16, 128, 1024)
 """tokens of a prompt that are computed in a step"""
 PASTS = (512, 4096)
@@ -34,7 +34,7 @@ MOST = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class StepShape:
     """What is in a step."""
 
     prompts: int = 0
@@ -54,25 +54,27 @@ class Kind:
         return self.prompts * self.size + self.decodes
 
 
-def rehearse(executor: Executor, cache: KVCache, settings: Settings, together_s: float) -> list[dict[str, float]]:
-    """What steps of each kind are made of and how long they take, as records; none is begun after `together_s`. The
+def calibrate_steps(
+    executor: Executor, cache: KVCache, settings: Settings, together_s: float
+) -> list[dict[str, float]]:
+    """What steps of each shape are made of and how long they take, as records; none is begun after `together_s`. The
     cache's numbers are overwritten, its books stay as they are."""
     begin, found = time.perf_counter(), []
-    for kind in sorted(set(kinds_of(cache, settings)), key=lambda kind: kind.tokens):
+    for shape in sorted(set(step_shapes(cache, settings)), key=lambda shape: shape.tokens):
         if time.perf_counter() - begin > together_s:
             break
-        decision = decision_of(kind, cache)
+        decision = decision_of(shape, cache)
         try:
             _timed(executor, decision)  # rows are new, kernels may be chosen and memory is touched
-            decision.admitted, decision.edits = [], []
-            seconds = min(_timed(executor, decision) for _ in range(TURNS))
+            decision.admitted, decision.table_updates = [], []
+            seconds = min(_timed(executor, decision) for _ in range(REPEATS))
         except StepTooLarge:  # for a step that nobody asked for: requests may be smaller
             break
         found.append(work_gauges(decision) | {"calibration_step_s": seconds})
     return found
 
 
-def kinds_of(cache: KVCache, settings: Settings) -> Iterator[Kind]:
+def step_shapes(cache: KVCache, settings: Settings) -> Iterator[StepShape]:
     """Decodes of short and long texts, prompts whole and in parts, and both together, as far as the engine takes
     them: its rows, its tokens a step, the length of its texts and blocks that are all different."""
     counts = [count for count in ROWS if count <= settings.max_running]
@@ -80,13 +82,13 @@ def kinds_of(cache: KVCache, settings: Settings) -> Iterator[Kind]:
         longest = _longest(rows, cache, settings)
         pasts = sorted({0, *(min(top, longest // 2) for top in PASTS)})
         ends = sorted({pasts[0], pasts[-1]})
-        yield from (Kind(decodes=rows, context=max(past, min(32, longest))) for past in ends if longest)
+        yield from (StepShape(decodes=rows, context=max(past, min(32, longest))) for past in ends if longest)
         parts = [(size, past) for size, past in product(SIZES, pasts if rows == 1 else ends) if past + size <= longest]
         most = min(MOST, settings.max_tokens_per_step)
-        yield from (Kind(prompts=rows, size=size, past=past) for size, past in parts if rows * size <= most)
+        yield from (StepShape(prompts=rows, size=size, past=past) for size, past in parts if rows * size <= most)
         others = min(rows, settings.max_running - 1) if rows == counts[-1] else 0
         yield from (
-            Kind(prompts=1, size=size, past=past, decodes=others, context=min(32, longest))
+            StepShape(prompts=1, size=size, past=past, decodes=others, context=min(32, longest))
             for size, past in parts
             if others and size + others <= settings.max_tokens_per_step
         )
@@ -98,16 +100,16 @@ def _longest(rows: int, cache: KVCache, settings: Settings) -> int:
     return min(settings.max_model_len, room // rows) // cache.block_tokens * cache.block_tokens
 
 
-def decision_of(kind: Kind, cache: KVCache) -> Decision:
-    """A step of that kind: each row has blocks of its own, as far as there are enough."""
-    made, rows = Decision(0), kind.decodes + kind.prompts
+def decision_of(shape: StepShape, cache: KVCache) -> Decision:
+    """A step of that shape: each row has blocks of its own, as far as there are enough."""
+    made, rows = Decision(0), shape.decodes + shape.prompts
     for row in range(rows):
-        decodes = row < kind.decodes
-        length = kind.context if decodes else kind.past + kind.size
+        decodes = row < shape.decodes
+        length = shape.context if decodes else shape.past + shape.size
         seq = _sequence(row, length, cache)
         made.admitted.append(seq)
-        made.edits += [
-            Edit(row, group, 0, _blocks(row * len(cache.groups) + group, length, cache))
+        made.table_updates += [
+            TableUpdate(row, group, 0, _blocks(row * len(cache.groups) + group, length, cache))
             for group in range(len(cache.groups))
         ]
         made.sampling.append(seq)
@@ -116,12 +118,12 @@ def decision_of(kind: Kind, cache: KVCache) -> Decision:
             made.positions.append(length - 1)
             made.rows.append(row)
         else:
-            made.chunks.append(Chunk(seq, row, kind.past, kind.size, True))
+            made.chunks.append(Chunk(seq, row, shape.past, shape.size, True))
     return made
 
 
 def _sequence(row: int, length: int, cache: KVCache) -> Sequence:
-    request = Request(id=f"rehearsal {row}", prompt=[0] * length, params=SamplingParams(seed=0, max_tokens=1))
+    request = Request(id=f"calibration {row}", prompt=[0] * length, params=SamplingParams(seed=0, max_tokens=1))
     seq = Sequence(request, 0, Chain(root(), cache.block_tokens), length + 1, frozenset())
     seq.row = row
     return seq

@@ -8,7 +8,7 @@ decodes, whose attention is computed apart; `rows` are prompts, for each of whic
 less. Where the host waits for a device, its own part of a step and the waiting are fitted apart. Robust least squares:
 relative errors count, and steps far off the line (a cold start, another process) count less (Huber, 1964). A run's own
 steps may be too alike to tell numbers apart: what they leave open is as steps of other kinds took that the engine
-rehearsed, brought to the run's pace; without these what steps take is shared out the more evenly the noisier they are
+calibration, brought to the run's pace; without these what steps take is shared out the more evenly the noisier they are
 (ridge regression; Hoerl and Kennard, 1970), base and tokens first. With few steps the planner's roofline stands in,
 scaled to those there are.
 """
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from armillary.planning.simulation.step_noise import Scatter, scatter_of
+from armillary.planning.simulation.step_noise import StepNoise, step_noise
 
 if TYPE_CHECKING:
     from armillary.planning.serving.replica import Replica
@@ -39,7 +39,7 @@ TOKENS, PAST = 3, 8
 """columns of what is fitted: tokens, and what was computed before"""
 QUERY_TILE = 64
 """queries of a head that a thread block of prompt attention takes"""
-LEAST_STEPS, LEAST_REHEARSED = 12, 8
+LEAST_STEPS, LEAST_CALIBRATION = 12, 8
 """fewer say too little about so many numbers; rehearsed ones are all of different kinds"""
 _MOST_STEPS = 4000
 """more say no more"""
@@ -48,10 +48,10 @@ _MOST_RIDGE, _NOISY = 0.01, 0.1
 """how much what is believed before steps are seen counts, and the scatter of steps from which on it counts in full"""
 
 
-class _Belief(NamedTuple):
+class Prior(NamedTuple):
     """What is believed of a step's numbers before steps are seen."""
 
-    dear: Array
+    penalty: Array
     """how little of each one's share: base, prompts, mixed, tokens, decodes, context, pairs, rows, past"""
     power: int
     """of the scatter by which it counts the less: what scatters less is believed"""
@@ -59,14 +59,14 @@ class _Belief(NamedTuple):
     """errors of steps with prompts and without are held against their own kind's: the few are no outliers"""
 
 
-_DEVICE = _Belief(np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0, 4.0, 6.0]), 4)
+_DEVICE = Prior(np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0, 4.0, 6.0]), 4)
 """a device's steps cost a base and their tokens first, then the rest"""
-_HOST = _Belief(np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0, 8.0]), 4, by_kind=True)
+_HOST = Prior(np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0, 8.0]), 4, by_kind=True)
 """the host beside it launches kernels, whose number hardly depends on tokens"""
-_ALONE = _Belief(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 6.0, 2.0, 2.0, 6.0]), 3)
+_ALONE = Prior(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 6.0, 2.0, 2.0, 6.0]), 3)
 """a host that is busy all along, as a processor is, calls operators for every row and multiplies every token; that a
 step has prompts at all costs nothing beside, though in a run whose steps are all alike it would look so"""
-_REHEARSED = 0.1
+_CALIBRATION_WEIGHT = 0.1
 """what all rehearsed steps count together, over what the run's own do: enough for numbers that those leave open"""
 _EVEN = 1e-12
 """of the squares: where columns are the same, so that there is an answer"""
@@ -104,7 +104,7 @@ class StepCost:
     """tokens of prompts that attention takes the time of, at least: the thread blocks of fewer leave a device idle"""
     waits: bool = False
     """the device works beside the host, which waits for it; else the host is busy all along"""
-    scatter: Scatter = field(default_factory=Scatter, repr=False)
+    noise: StepNoise = field(default_factory=StepNoise, repr=False)
     """what steps took over what the line says, by their kind: percentiles of gaps depend on it"""
     error: float = 0.0
     """median of |predicted − taken| over taken, of single steps"""
@@ -150,7 +150,7 @@ def least_queries(plan: Plan | None) -> float:
 
 
 def fit_step_cost(
-    steps: Sequence[Mapping[str, Any]], *, rehearsed: Sequence[Mapping[str, Any]] = (), least: float = 0.0
+    steps: Sequence[Mapping[str, Any]], *, calibration: Sequence[Mapping[str, Any]] = (), least: float = 0.0
 ) -> StepCost | None:
     """The line through a run's step records, and through `rehearsed` ones where those leave it open; none where there
     are too few of them. `least` is `least_queries`."""
@@ -162,7 +162,7 @@ def fit_step_cost(
     parts, taken = _columns(known, least), np.array([float(one["engine_step_s"]) for one in known])
     waited = np.array([float(one.get("engine_wait_s", 0.0)) for one in known])
     waits = float(waited.sum()) > 0.5 * float(taken.sum())
-    tried = _tried(rehearsed, least)
+    tried = _tried(calibration, least)
     found = _line(parts, taken, waited if waits else None, tried)
     if found[PAST] > found[TOKENS]:  # to read a token's key is never dearer than to make it: a few held-up steps
         bare = None if tried is None else (_without_past(tried[0]), tried[1])
@@ -184,7 +184,7 @@ def fit_step_cost(
         waits=waits,
         error=error,
         steps=len(known),
-        scatter=scatter_of(zip(map(bool, parts[:, 1]), parts @ found, ratios, strict=True)),
+        noise=step_noise(zip(map(bool, parts[:, 1]), parts @ found, ratios, strict=True)),
         basis=f"fitted to {len(known)} steps, ± {error:.0%} each" + (f", {len(tried[1])} rehearsed" if tried else ""),
     )
 
@@ -222,41 +222,39 @@ def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
     )
 
 
-def _tried(rehearsed: Sequence[Mapping[str, Any]], least: float) -> Tried | None:
-    known = [one for one in rehearsed if one.get("calibration_step_s", 0.0) > 0]
-    if len(known) < LEAST_REHEARSED:
+def _tried(calibration: Sequence[Mapping[str, Any]], least: float) -> Tried | None:
+    known = [one for one in calibration if one.get("calibration_step_s", 0.0) > 0]
+    if len(known) < LEAST_CALIBRATION:
         return None
     return _columns(known, least), np.array([float(one["calibration_step_s"]) for one in known])
 
 
-def _fitted(parts: Array, wanted: Array, taken: Array, belief: _Belief, tried: Tried | None = None) -> Array:
+def _fitted(parts: Array, wanted: Array, taken: Array, prior: Prior, tried: Tried | None = None) -> Array:
     """Numbers for `wanted`, a part of what steps took or all of it; believed in the more the more they scatter."""
     if tried is not None:
-        return _robust(parts, wanted, taken, belief, 0.0, _at_this_pace(parts, wanted, belief, tried))
-    freely = _robust(parts, wanted, taken, belief, 0.0)
+        return _robust(parts, wanted, taken, prior, 0.0, _rescaled_to_run(parts, wanted, prior, tried))
+    freely = _robust(parts, wanted, taken, prior, 0.0)
     scatter = float(np.median(np.abs(parts @ freely - wanted) / taken))
-    return _robust(parts, wanted, taken, belief, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** belief.power)
+    return _robust(parts, wanted, taken, prior, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** prior.power)
 
 
-def _at_this_pace(parts: Array, wanted: Array, belief: _Belief, tried: Tried) -> Tried:
+def _rescaled_to_run(parts: Array, wanted: Array, prior: Prior, tried: Tried) -> Tried:
     """Rehearsed steps as long as they would have been in the run, whose steps take another time than the same did in
     the rehearsal: caches are colder there, and the host does more."""
     columns, seconds = tried
-    alone = _robust(columns, seconds, seconds, belief, 0.0)
+    alone = _robust(columns, seconds, seconds, prior, 0.0)
     expected = parts @ alone
     return columns, seconds * float(np.median(wanted / np.maximum(expected, 1e-12)))
 
 
-def _robust(
-    parts: Array, wanted: Array, taken: Array, belief: _Belief, ridge: float, tried: Tried | None = None
-) -> Array:
+def _robust(parts: Array, wanted: Array, taken: Array, prior: Prior, ridge: float, tried: Tried | None = None) -> Array:
     """Non-negative least squares of errors relative to the step, far ones counting less with every round."""
     weights, usual = np.ones(len(taken)), float(np.median(taken))
     more = _weighed(tried, usual, len(taken))
     size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])
     size[7] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what is there in some steps counts as if always
-    believed = np.diag(belief.dear * size / usual) * np.sqrt(ridge * len(taken))
-    kinds = parts[:, 1] if belief.by_kind else np.zeros(len(taken))
+    believed = np.diag(prior.penalty * size / usual) * np.sqrt(ridge * len(taken))
+    kinds = parts[:, 1] if prior.by_kind else np.zeros(len(taken))
     found = np.zeros(parts.shape[1])
     for _ in range(_ROUNDS):
         scale = np.sqrt(weights) / np.sqrt(taken * usual)  # between absolute and relative: long steps count, not alone
@@ -274,7 +272,7 @@ def _weighed(tried: Tried | None, usual: float, count: int) -> Tried:
     if tried is None:
         return np.zeros((0, 9)), np.zeros(0)
     columns, seconds = tried
-    scale = np.sqrt(_REHEARSED * count / len(seconds)) / np.sqrt(np.maximum(seconds, 1e-12) * usual)
+    scale = np.sqrt(_CALIBRATION_WEIGHT * count / len(seconds)) / np.sqrt(np.maximum(seconds, 1e-12) * usual)
     return columns * scale[:, None], seconds * scale
 
 
@@ -307,7 +305,7 @@ def _non_negative(rows: Array, wanted: Array) -> Array:
     return best / size
 
 
-def beyond_rows(cost: StepCost, planned: StepCost, rows: int, context: float) -> StepCost:
+def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: float) -> StepCost:
     """A GPU's steps as they were with `rows` decodes, and as the planner has them grow with more: few of them go
     through other kernels than many, and the next of a few costs more than one of many."""
     many = 16 * rows

@@ -67,11 +67,11 @@ def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Ar
 
 def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
     """Requests of a [traffic] table: lengths vary between half and one and a half times the mean."""
-    dice, now, made = Random(f"arrivals {traffic.seed}"), 0.0, []
+    rng, now, made = Random(f"arrivals {traffic.seed}"), 0.0, []
     total = max(1, round(traffic.requests_per_s * traffic.duration_s)) if count is None else count
     for number in range(1, total + 1):
-        inside = max(1, traffic.shared_prefix + 1, round(traffic.tokens_in * dice.uniform(0.5, 1.5)))
-        out = max(1, round(traffic.tokens_out * dice.uniform(0.5, 1.5)))
+        inside = max(1, traffic.shared_prefix + 1, round(traffic.tokens_in * rng.uniform(0.5, 1.5)))
+        out = max(1, round(traffic.tokens_out * rng.uniform(0.5, 1.5)))
         shared = traffic.shared_prefix if number > 1 else 0
         made.append(
             Arrival(
@@ -84,18 +84,18 @@ def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
                 repeats=1 if shared else 0,
             )
         )
-        now += _gap(traffic, dice)
+        now += _gap(traffic, rng)
     return tuple(made)
 
 
-def _gap(traffic: Traffic, dice: Random) -> float:
+def _gap(traffic: Traffic, rng: Random) -> float:
     mean = 1 / traffic.requests_per_s
     if traffic.arrival == "constant":
         return mean
     if traffic.arrival == "poisson":
-        return dice.expovariate(1 / mean)
+        return rng.expovariate(1 / mean)
     square = traffic.burstiness**2
-    return dice.gammavariate(1 / square, square * mean)
+    return rng.gammavariate(1 / square, square * mean)
 
 
 class Prompts:

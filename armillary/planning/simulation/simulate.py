@@ -14,7 +14,7 @@ from typing import Any
 
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import plan_kv
-from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence as Answer
@@ -47,7 +47,7 @@ class System:
     """of the KV cache that can be used"""
     block_tokens: int = 16
     """tokens of a block"""
-    groups: tuple[Group, ...] = WHOLE
+    groups: tuple[Group, ...] = FULL_ATTENTION
     """layers by what they see"""
     prefix: bool = True
     """prompts that begin alike share blocks"""
@@ -106,7 +106,7 @@ class _Device:
         self.lengths: dict[str, int] = {}
         """tokens of the answers to each request"""
         self._cost = cost
-        self._dice = Random(0)  # the same luck for every setting that is tried
+        self._rng = Random(0)  # the same luck for every setting that is tried
         self._free_at = 0.0
 
     def clock(self) -> float:
@@ -122,8 +122,8 @@ class _Device:
             len(decision.chunks),
             decision.num_past_tokens,
         )
-        like = self._cost.scatter.like(decision.num_prefill_tokens > 0, taken)
-        taken *= self._dice.choice(like) if like else 1.0
+        like = self._cost.noise.ratios_near(decision.num_prefill_tokens > 0, taken)
+        taken *= self._rng.choice(like) if like else 1.0
         self._free_at = max(self.now, self._free_at) + taken
         if not self._cost.waits:
             self.now = self._free_at
@@ -190,7 +190,7 @@ class _Run:
         for seq in (*decision.ended, *outcome.finished):
             last.pop(seq, None)
             self.requests.append(request_gauges(seq))
-        if decision.empty and not outcome.sequences and not self.scheduler.roster.running:
+        if decision.empty and not outcome.sequences and not self.scheduler.request_table.running:
             self._nap()
 
     def _record(self, decision: Decision, seconds: float, left: int) -> None:

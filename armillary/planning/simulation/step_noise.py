@@ -1,4 +1,4 @@
-"""Scatter: what engine steps took over what a line says of them, kept by kind and size.
+"""StepNoise: what engine steps took over what a line says of them, kept by kind and size.
 
 Percentiles of gaps depend on it. Short steps scatter more than long ones, and those with prompts otherwise than those
 without, so that a step which is played again gets the luck of steps like it.
@@ -19,20 +19,20 @@ Kind = tuple[bool, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scatter:
+class StepNoise:
     """Ratios of taken to expected seconds."""
 
     ratios: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     """of each kind of step"""
-    _like: dict[Kind, Sequence[float]] = field(default_factory=dict, repr=False, compare=False)
+    _near: dict[Kind, Sequence[float]] = field(default_factory=dict, repr=False, compare=False)
     """what was asked for before"""
 
-    def like(self, prompts: bool, seconds: float) -> Sequence[float]:
+    def ratios_near(self, prompts: bool, seconds: float) -> Sequence[float]:
         """Ratios of the steps that are most like one of so many seconds; none where none were seen."""
         kind = (prompts, _octave(seconds))
-        if kind not in self._like:
-            self._like[kind] = self._nearest(kind)
-        return self._like[kind]
+        if kind not in self._near:
+            self._near[kind] = self._nearest(kind)
+        return self._near[kind]
 
     def _nearest(self, kind: Kind) -> Sequence[float]:
         """Ever less like it until they are enough."""
@@ -45,12 +45,12 @@ class Scatter:
         return found
 
 
-def scatter_of(steps: Iterable[tuple[bool, float, float]]) -> Scatter:
+def step_noise(steps: Iterable[tuple[bool, float, float]]) -> StepNoise:
     """From (whether it had prompts, expected seconds, taken over expected) of each step."""
     found: dict[Kind, list[float]] = {}
     for prompts, seconds, ratio in steps:
         found.setdefault((prompts, _octave(seconds)), []).append(float(ratio))
-    return Scatter(ratios={kind: tuple(ratios) for kind, ratios in found.items()})
+    return StepNoise(ratios={kind: tuple(ratios) for kind, ratios in found.items()})
 
 
 def _octave(seconds: float) -> int:

@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from armillary.engine.build import NoText
-from armillary.engine.engine_thread import Worker
+from armillary.engine.engine_thread import EngineThread
 from armillary.engine.llm import LLM
 from armillary.engine.output.output_text import Answers
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.scheduler.request_checks import MakeConstraint
-from armillary.engine.telemetry.gauge_log import Recorder
+from armillary.engine.telemetry.gauge_log import GaugeLog
 from armillary.errors import ArmillaryError
 from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,
@@ -98,12 +98,12 @@ def run(orders: Orders, inbox: Iterator[Any], outlet: Outlet) -> None:
         os._exit(0)
 
 
-def _recorder(orders: Orders) -> Recorder | None:
+def _recorder(orders: Orders) -> GaugeLog | None:
     """None where nobody asked, or where there is no room to write."""
     if orders.gauges is None:
         return None
     try:
-        return Recorder(GaugeWriter(orders.gauges))
+        return GaugeLog(GaugeWriter(orders.gauges))
     except ArmillaryError as error:
         print(f"nothing is recorded: {error}", file=sys.stderr)
         return None
@@ -117,17 +117,17 @@ def _follow(llm: LLM) -> None:
     os._exit(1)  # without its leader a rank is of no use
 
 
-def _start(llm: LLM, outlet: Outlet) -> Worker:
+def _start(llm: LLM, outlet: Outlet) -> EngineThread:
     """Tokens go out as they are: text is made in the server."""
     llm.engine.answers = Answers(llm.engine.scheduler, NoText)
-    worker = Worker(llm.engine, Turns(llm.engine.scheduler, outlet.send))
+    worker = EngineThread(llm.engine, Turns(llm.engine.scheduler, outlet.send))
     worker.start()
     Pulse(worker, outlet.send).start()
     threading.Thread(target=_watch, args=(worker,), daemon=True).start()
     return worker
 
 
-def _watch(worker: Worker) -> None:
+def _watch(worker: EngineThread) -> None:
     """An engine whose thread is over is of no use: the server starts another."""
     worker.join()
     os._exit(1 if worker.failure else 0)
@@ -148,7 +148,7 @@ def _started(llm: LLM, phases: list[tuple[str, float]]) -> Started:
 class Intake:
     """Passes requests on to the engine. Structures are compiled beside, as that may take seconds."""
 
-    def __init__(self, llm: LLM, worker: Worker, outlet: Outlet) -> None:
+    def __init__(self, llm: LLM, worker: EngineThread, outlet: Outlet) -> None:
         self._worker, self._outlet = worker, outlet
         trials = Trials(Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab))
         self._compiling = Compiling(llm.structures, trials, self._submit, self._refuse)

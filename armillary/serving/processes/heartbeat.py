@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from armillary.engine.engine_thread import Worker
+from armillary.engine.engine_thread import EngineThread
 from armillary.serving.processes.engine_ipc import Beat
 
 EVERY_S = 0.5
@@ -20,7 +20,7 @@ EVERY_S = 0.5
 class Pulse:
     """Watches the thread of a worker."""
 
-    def __init__(self, worker: Worker, send: Callable[[Beat], None], every_s: float = EVERY_S) -> None:
+    def __init__(self, worker: EngineThread, send: Callable[[Beat], None], every_s: float = EVERY_S) -> None:
         self._worker, self._send, self._every_s = worker, send, every_s
         self._step_s = self._still_s = 0.0
         self._seen: tuple[int, ...] = ()

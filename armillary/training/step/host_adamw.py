@@ -74,7 +74,7 @@ class HostAdamW(torch.optim.AdamW):
         return laid_out(self.states.of(parameter, "weight"), parameter)
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def preempt(self) -> None:
         """Weights that were written here, from a checkpoint, to the device."""
         self.finish()
         for parameter in self.state:

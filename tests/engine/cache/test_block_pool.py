@@ -15,7 +15,7 @@ from armillary.engine.cache.block_pool import NULL, BlockPool
 
 def unname(pool: BlockPool, blocks: list[int]) -> None:
     for block in blocks:
-        pool.named[block] = 0
+        pool.hashed[block] = 0
 
 
 def test_blocks_are_handed_out_once_and_never_the_null_block() -> None:
@@ -50,7 +50,7 @@ def test_unnamed_blocks_are_reused_first_and_named_ones_least_recently_freed_fir
     pool.evict = lambda blocks: evicted.extend(blocks) or unname(pool, blocks)
     a, b, c, d, e = pool.allocate(5)
     for block in (a, b, c):
-        pool.named[block] = 1
+        pool.hashed[block] = 1
     for block in (b, d, a, e, c):
         pool.release(block)
     assert list(pool.free_blocks()) == [e, d, b, a, c]
@@ -61,7 +61,7 @@ def test_a_named_block_comes_back_to_life_from_the_middle_of_the_list() -> None:
     pool = BlockPool(6)
     blocks = pool.allocate(5)
     for block in blocks:
-        pool.named[block] = 1
+        pool.hashed[block] = 1
         pool.release(block)
     pool.share(blocks[2])
     assert list(pool.free_blocks()) == [blocks[0], blocks[1], blocks[3], blocks[4]]
@@ -86,13 +86,13 @@ class PoolMachine(RuleBasedStateMachine):
         (block,) = self.pool.allocate(1)
         assert not self.holders[block] and block != NULL
         self.holders[block] += 1
-        self.pool.named[block] = named
+        self.pool.hashed[block] = named
         return block
 
     @rule(target=held, block=held)
     def share(self, block: int) -> int:
-        if not self.holders[block] and not self.pool.named[block]:
-            self.pool.named[block] = 1
+        if not self.holders[block] and not self.pool.hashed[block]:
+            self.pool.hashed[block] = 1
         self.pool.share(block)
         self.holders[block] += 1
         return block
@@ -104,8 +104,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(block)
 
     @rule(block=held)
-    def lose_name(self, block: int) -> None:
-        self.pool.lose_name(block)
+    def unhash(self, block: int) -> None:
+        self.pool.unhash(block)
         if not self.holders[block]:
             assert next(self.pool.free_blocks()) == block
 
@@ -134,7 +134,7 @@ def test_a_hundred_thousand_operations_leave_nothing_allocated() -> None:
             place = dice.randrange(len(held))
             block, held[place] = held[place], held[-1]
             held.pop()
-            pool.named[block] = dice.random() < 0.5
+            pool.hashed[block] = dice.random() < 0.5
             pool.release(block)
     assert sum(pool.refs) == len(held)
     for block in held:

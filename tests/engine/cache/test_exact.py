@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.loop import Loop
 from tests.engine.fake import FakeExecutor, ask, expected, make_scheduler, run
@@ -25,7 +25,7 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 14), st.integers(1, 3)), m
 @given(
     wanted=requests,
     batching=st.sampled_from(["none", "static", "dynamic", "continuous"]),
-    groups=st.sampled_from([WHOLE, WHOLE, WINDOW, MIXED, CHUNKED]),
+    groups=st.sampled_from([FULL_ATTENTION, FULL_ATTENTION, WINDOW, MIXED, CHUNKED]),
     block_tokens=st.sampled_from([1, 2, 4, 7]),
     spare=st.integers(0, 12),
     step_tokens=st.integers(4, 24),
@@ -85,7 +85,7 @@ def test_a_hash_that_always_collides_costs_hits_and_nothing_else() -> None:
     wanted=requests,
     aborts=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), max_size=4),
     fails=st.lists(st.integers(0, 30), max_size=2),
-    groups=st.sampled_from([WHOLE, MIXED]),
+    groups=st.sampled_from([FULL_ATTENTION, MIXED]),
     spare=st.integers(0, 12),
     prefix=st.booleans(),
     overlap=st.booleans(),

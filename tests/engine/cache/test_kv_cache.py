@@ -31,7 +31,9 @@ def test_a_sequence_takes_a_block_when_it_needs_one() -> None:
     step(scheduler, 9)  # tokens 6 and 7 fill the second block
     assert len(seq.tables[0]) == 2
     decision = scheduler.schedule(0.0)
-    assert [(edit.row, edit.first, edit.blocks) for edit in decision.edits] == [(seq.row, 2, [seq.tables[0][2]])]
+    assert [(edit.row, edit.first, edit.blocks) for edit in decision.table_updates] == [
+        (seq.row, 2, [seq.tables[0][2]])
+    ]
 
 
 def test_where_there_are_plenty_blocks_are_taken_ahead_and_never_by_all_at_once() -> None:
@@ -42,16 +44,16 @@ def test_where_there_are_plenty_blocks_are_taken_ahead_and_never_by_all_at_once(
     for _ in range(12):
         decision = scheduler.schedule(0.0)
         scheduler.update(decision, [9] * 8, 0.0)
-        grown.append(len(decision.edits))
+        grown.append(len(decision.table_updates))
     assert sum(grown) >= 3 * 8 and max(grown[2:]) <= 4, grown
-    assert all(seq.computed <= seq.writable <= seq.computed + 8 for seq in made)
+    assert all(seq.computed <= seq.num_writable <= seq.computed + 8 for seq in made)
 
 
 def test_an_answer_gives_its_blocks_back_and_they_can_be_found_again() -> None:
     scheduler = make_scheduler(num_blocks=11)
     start(scheduler, "a", [2, 3, 4, 5, 6, 7, 8, 9, 10], 1)
     step(scheduler, 9)
-    assert scheduler.cache.pool.num_used == 0 and len(scheduler.cache.names) == 2
+    assert scheduler.cache.pool.num_used == 0 and len(scheduler.cache.prefix_cache) == 2
     again = start(scheduler, "b", [2, 3, 4, 5, 6, 7, 8, 9, 10], 1)
     decision = scheduler.schedule(0.0)
     assert again.cached_tokens == 8 and decision.num_tokens == 1 and decision.positions == [8]
@@ -137,7 +139,7 @@ def test_a_prefix_of_a_mixed_model_is_found_where_the_window_before_its_end_is_c
     again = start(scheduler, "b", prompt, 1)
     step(scheduler, 30)
     assert again.cached_tokens == 16 and again.miss == "partial"
-    names = scheduler.cache.names
+    names = scheduler.cache.prefix_cache
     # the window at the end is gone: the prefix before it counts
     names.forget(names.found[1].get(again.chain.digests[3]))
     third = start(scheduler, "c", prompt, 1)
@@ -187,9 +189,9 @@ def test_the_checker_sees(spoil: str) -> None:
     elif spoil == "free":
         pool.num_free += 1
     elif spoil == "name":
-        scheduler.cache.names.chunks[seq.tables[0][0]] = b"else"
+        scheduler.cache.prefix_cache.chunks[seq.tables[0][0]] = b"else"
     elif spoil == "row":
-        scheduler.roster.rows.pop()
+        scheduler.request_table.rows.pop()
     elif spoil == "table":
         seq.tables[0].pop()
     else:

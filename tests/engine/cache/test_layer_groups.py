@@ -115,7 +115,7 @@ def test_as_many_sequences_run_together_as_was_said(config: ModelConfig) -> None
     together = 0
     while scheduler.has_work:
         decision = scheduler.schedule(0.0)
-        together = max(together, len(scheduler.roster.running))
+        together = max(together, len(scheduler.request_table.running))
         scheduler.update(decision, [5] * len(decision.sampling), 0.0)
     assert 3 < count < 60 and together == count and not scheduler.totals.preempted
 

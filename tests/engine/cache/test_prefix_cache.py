@@ -118,5 +118,5 @@ def test_tokens_looked_up_and_found_are_counted() -> None:
 def test_clearing_forgets_everything() -> None:
     scheduler = make_scheduler(num_blocks=30)
     serve(scheduler, "a", TEXT)
-    scheduler.cache.names.clear()
+    scheduler.cache.prefix_cache.clear()
     assert serve(scheduler, "b", TEXT).miss == "cold"

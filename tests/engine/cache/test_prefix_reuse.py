@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.engine.cache.prefix_reuse import Repeats
+from armillary.engine.cache.prefix_reuse import PrefixReuse
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.telemetry.gauges import request_gauges, step_gauges
@@ -25,30 +25,33 @@ def test_what_was_there_before_is_counted_in_whole_blocks(prefix: bool) -> None:
     made = [submit(scheduler, name, prompt) for name, prompt in zip("abcde", prompts, strict=True)]
     assert [seq.number for seq in made] == [1, 2, 3, 4, 5]
     # the last block of a prompt that is there whole is computed again for its last token; blocks hold 4 tokens
-    assert [(seq.repeated, seq.repeats) for seq in made] == [(0, 0), (8, 1), (0, 0), (20, 1), (8, 4)]
+    assert [(seq.shared_prefix, seq.prefix_source) for seq in made] == [(0, 0), (8, 1), (0, 0), (20, 1), (8, 4)]
 
 
 def test_answers_are_part_of_what_may_be_repeated() -> None:
     scheduler = make_scheduler(num_blocks=40, prefix=False)
     found = run(scheduler, [ask("a", TEXT[:6], 14, min_tokens=14)])
     later = submit(scheduler, "b", TEXT[:6] + found["a"] + [30] * 5)
-    assert (later.repeated, later.repeats) == (20, 1)
+    assert (later.shared_prefix, later.prefix_source) == (20, 1)
 
 
 def test_another_salt_repeats_nothing() -> None:
     scheduler = make_scheduler(num_blocks=40)
     submit(scheduler, "a", TEXT)
     (seq,) = scheduler.submit(ask("b", TEXT, salt="another"), 0.0)
-    assert (seq.repeated, seq.repeats) == (0, 0)
+    assert (seq.shared_prefix, seq.prefix_source) == (0, 0)
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    scheduler, few = make_scheduler(num_blocks=40), Repeats(kept=8)
-    scheduler.roster.repeats = few
+    scheduler, few = make_scheduler(num_blocks=40), PrefixReuse(kept=8)
+    scheduler.request_table.prefix_source = few
     for i in range(20):
         submit(scheduler, f"r{i}", [2 + i] * 24)
     assert sum(len(part) for kept in (few._young, few._old) for part in kept.parts) <= 2 * (8 + 6)
-    assert submit(scheduler, "last", [21] * 24).repeated == 20 and submit(scheduler, "first", [2] * 24).repeated == 0
+    assert (
+        submit(scheduler, "last", [21] * 24).shared_prefix == 20
+        and submit(scheduler, "first", [2] * 24).shared_prefix == 0
+    )
 
 
 def test_records_say_what_was_repeated_and_what_was_found() -> None:

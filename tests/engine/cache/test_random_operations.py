@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.scheduler.invariants import check, check_idle
 from armillary.errors import BadInput
 from tests.engine.fake import VOCAB, ask, make_scheduler
@@ -18,7 +18,7 @@ from tests.engine.fake import VOCAB, ask, make_scheduler
 MIXED = (Group(), Group(sees="window", reach=6))
 
 
-@pytest.mark.parametrize(("groups", "operations"), [(WHOLE, 100_000), (MIXED, 20_000)])
+@pytest.mark.parametrize(("groups", "operations"), [(FULL_ATTENTION, 100_000), (MIXED, 20_000)])
 def test_random_operations_leave_nothing_allocated(groups: Any, operations: int) -> None:
     dice = random.Random(7)
     scheduler = make_scheduler(
@@ -47,9 +47,9 @@ def test_random_operations_leave_nothing_allocated(groups: Any, operations: int)
             try:
                 scheduler.submit(request, now)
             except BadInput:
-                assert len(scheduler.roster.waiting) >= 12
+                assert len(scheduler.request_table.waiting) >= 12
         elif action < 0.11 and scheduler.has_work:
-            scheduler.abort(dice.choice(list(scheduler.roster.requests)), now)
+            scheduler.abort(dice.choice(list(scheduler.request_table.requests)), now)
         elif len(scheduler.under_way) < 2 and action < 0.6:
             scheduler.schedule(now)
         elif scheduler.under_way:
@@ -62,7 +62,7 @@ def test_random_operations_leave_nothing_allocated(groups: Any, operations: int)
     totals = scheduler.totals
     assert totals.preempted and totals.found and totals.aborted and totals.discarded
     assert totals.rejected and totals.errors
-    for name in list(scheduler.roster.requests):
+    for name in list(scheduler.request_table.requests):
         scheduler.abort(name, 1e9)
     while scheduler.under_way:
         decision = scheduler.under_way[0]
@@ -79,7 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
         reserve=st.sampled_from([None, 0.0, 1.0]),
         mode=st.sampled_from(["continuous", "static", "none"]),
-        groups=st.sampled_from([WHOLE, MIXED]),
+        groups=st.sampled_from([FULL_ATTENTION, MIXED]),
     )
     def begin(self, blocks: int, size: int, prefix: bool, reserve: float | None, mode: str, groups: Any) -> None:
         self.scheduler = make_scheduler(
@@ -118,10 +118,10 @@ class EngineMachine(RuleBasedStateMachine):
         tokens = data.draw(st.lists(st.integers(-1, VOCAB - 1), min_size=count, max_size=count))
         self.scheduler.update(decision, tokens, self.now)
 
-    @precondition(lambda self: self.scheduler.roster.requests)
+    @precondition(lambda self: self.scheduler.request_table.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.scheduler.abort(data.draw(st.sampled_from(sorted(self.scheduler.roster.requests))), self.now)
+        self.scheduler.abort(data.draw(st.sampled_from(sorted(self.scheduler.request_table.requests))), self.now)
 
     @precondition(lambda self: self.scheduler.under_way)
     @rule()

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from armillary.engine.engine import Engine
-from armillary.engine.engine_thread import Worker
+from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import Answers
 from armillary.engine.scheduler.decision import Chunk, Decision
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.prefill_budget import Budget
-from armillary.engine.scheduler.prefill_pacing import Pace
+from armillary.engine.scheduler.prefill_pacing import PrefillController
 from armillary.errors import BadRecipe
 from armillary.spec.tables.serve import Serve
 from tests.engine.fake import FakeExecutor, ask, make_scheduler
@@ -43,7 +43,7 @@ def paced(
 ) -> tuple[list[float], float]:
     """Step times over those of decodes alone, and prompt tokens a second, with long prompts one after the other; step
     `held_up` takes 80 ms longer."""
-    pace, alone, now, found = Pace(slowdown, 10_000.0, 32), device.seconds(4, []), 0.0, []
+    pace, alone, now, found = PrefillController(slowdown, 10_000.0, 32), device.seconds(4, []), 0.0, []
     for _ in range(9):
         now += alone
         pace.took(decided([]), now - alone, now)
@@ -108,7 +108,7 @@ def test_one_step_that_was_held_up_says_nothing(held_up: int) -> None:
 
 def test_sizes_are_known_by_all_tokens_of_a_step() -> None:
     """40 streams and 216 tokens fill 256; with 41 the products are padded to the next size."""
-    pace = Pace(2.0, None, 8)
+    pace = PrefillController(2.0, None, 8)
     for rows in (40, 41):
         for now in range(9):
             pace.took(decided([], rows), 0.01 * now, 0.01 * (now + 1))
@@ -176,13 +176,13 @@ def test_a_scheduler_with_a_pace_gives_decodes_their_time() -> None:
         if decision.decodes:
             sizes += [chunk.size for chunk in decision.chunks]
             slow += took > 2.0 * 5e-3
-        if "long" not in scheduler.roster.requests and turn > 5:
+        if "long" not in scheduler.request_table.requests and turn > 5:
             break
     assert sum(sizes) == 3000 and sizes[0] == 64 and max(sizes) > 150 and slow <= 1  # it begins carefully
 
 
 def test_decodes_are_seen_alone_first_and_now_and_then() -> None:
-    pace = Pace(2.0, None)
+    pace = PrefillController(2.0, None)
     assert pace.allowance(4) == (0.0, None)
 
 
@@ -227,7 +227,11 @@ def test_whoever_reads_along_is_paced_unless_something_else_was_chosen() -> None
         scheduler.stream()
     assert longest_step(batch) > 8, "a batch is not held back"
     assert longest_step(streamed) < 2.3, "the first step with prompts is a guess"
-    assert chosen.pace is not None and chosen.pace.slowdown == 4.0 and fixed.pace is None
+    assert (
+        chosen.prefill_controller is not None
+        and chosen.prefill_controller.slowdown == 4.0
+        and fixed.prefill_controller is None
+    )
 
 
 @pytest.mark.parametrize(("waiting", "paced"), [(3, True), (4, True), (5, False), (40, False)])
@@ -252,7 +256,7 @@ def test_a_worker_streams_and_generate_does_not() -> None:
     scheduler = make_scheduler()
     engine = Engine(Loop(scheduler, FakeExecutor(scheduler.cache, 4)), Answers(scheduler, Letters))
     engine.generate([ask("a", [2, 3], 4)])
-    assert scheduler.pace is None
-    worker = Worker(engine).start()
+    assert scheduler.prefill_controller is None
+    worker = EngineThread(engine).start()
     worker.stop()
-    assert scheduler.pace is not None and scheduler.pace.slowdown == 2.0
+    assert scheduler.prefill_controller is not None and scheduler.prefill_controller.slowdown == 2.0

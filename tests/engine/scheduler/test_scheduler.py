@@ -69,7 +69,7 @@ def test_a_last_token_left_alone_still_ends_the_prompt(prefix: bool) -> None:
     leader, fork = scheduler.submit(ask("a", list(range(2, 11)), n=2), 0.0)
     assert sizes(step(scheduler)[0]) == {"a/0": 8}
     decision, _ = step(scheduler, now=2.0)
-    assert decision.decodes == decision.reached == [leader] and leader.first_token_at == 2.0
+    assert decision.decodes == decision.prefill_done == [leader] and leader.first_token_at == 2.0
     assert step(scheduler)[0].decodes == [leader, fork]
 
 
@@ -275,7 +275,7 @@ def test_abort(when: str) -> None:
             step(scheduler)
     ended = scheduler.abort("b", 3.0)
     assert [other.finish for other in ended] == ["abort", "abort"] and seq.finished_at == 3.0
-    assert scheduler.abort("b", 4.0) == [] and "b" not in scheduler.roster.requests
+    assert scheduler.abort("b", 4.0) == [] and "b" not in scheduler.request_table.requests
     while scheduler.has_work or scheduler.under_way:
         if scheduler.under_way:
             decision = scheduler.under_way[0]
@@ -396,7 +396,7 @@ def test_a_step_that_fails_ends_what_was_in_it_and_nothing_else() -> None:
     step(scheduler)
     scheduler.schedule(0.0)
     assert scheduler.fail(1.0, "out of memory; lower serve.kv_bytes") == [a, b]
-    assert len(scheduler.cache.names) == 0 and a.error.startswith("out of memory")
+    assert len(scheduler.cache.prefix_cache) == 0 and a.error.startswith("out of memory")
     while scheduler.has_work:
         step(scheduler)
     assert c.finish == "length"
@@ -455,7 +455,7 @@ def test_what_is_over_is_not_kept_until_its_deadline() -> None:
     scheduler = make_scheduler(num_blocks=30)
     start(scheduler, "a", most=1, timeout_s=1e6)
     step(scheduler)
-    assert not scheduler.roster.deadlines._alive and scheduler.schedule(1.0).ended == []
+    assert not scheduler.request_table.deadlines._alive and scheduler.schedule(1.0).ended == []
 
 
 def test_a_token_that_breaks_the_structure_is_an_error() -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from armillary.engine.telemetry.gauge_log import Recorder
+from armillary.engine.telemetry.gauge_log import GaugeLog
 from armillary.errors import BadData
 from armillary.store.gauges import GaugeWriter, read_gauges
 
 
 def test_every_request_and_some_steps(tmp_path: Path) -> None:
     path = tmp_path / "gauges.jsonl"
-    made = Recorder(GaugeWriter(path), whole=10)
+    made = GaugeLog(GaugeWriter(path), whole=10)
     made.every = 7
     for step in range(1, 101):
         made.record({"running": step}, step=step)
@@ -28,7 +28,7 @@ def test_every_request_and_some_steps(tmp_path: Path) -> None:
 def test_a_quick_engine_is_sampled_more_thinly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("armillary.engine.telemetry.gauge_log.time.monotonic", lambda: now[0])
-    made = Recorder(GaugeWriter(tmp_path / "gauges.jsonl"), a_second=50)
+    made = GaugeLog(GaugeWriter(tmp_path / "gauges.jsonl"), a_second=50)
     for step in range(1, 2001):
         now[0] += 0.001  # a thousand steps a second
         made.record({"running": 1}, step=step)
@@ -38,7 +38,7 @@ def test_a_quick_engine_is_sampled_more_thinly(tmp_path: Path, monkeypatch: pyte
 
 def test_the_file_is_cut_to_its_later_half_at_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "gauges.jsonl"
-    made = Recorder(GaugeWriter(path), most_bytes=4000)
+    made = GaugeLog(GaugeWriter(path), most_bytes=4000)
     made.record({"calibration_step_s": 0.5})
     for step in range(500):
         made.record({"running": step}, request=str(step))
@@ -62,7 +62,7 @@ def test_a_disk_that_is_full_does_not_end_it(tmp_path: Path, monkeypatch: pytest
         write(*args, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writer, "write", fails)
-    made = Recorder(writer)
+    made = GaugeLog(writer)
     made.record({"running": 1}, step=1)
     made.record({"running": 2}, step=2)
     made.close()

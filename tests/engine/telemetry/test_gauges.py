@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.engine.report import report
+from armillary.engine.cache.prefix_cache import MEANING
 from armillary.engine.scheduler.loop import Loop
-from armillary.engine.telemetry.gauges import request_gauges, step_gauges
+from armillary.engine.telemetry.gauges import request_gauges, state_gauges, step_gauges
 from armillary.spec.gauges import GAUGES
 from tests.engine.fake import FakeExecutor, ask, expected, make_scheduler, run
 
@@ -59,16 +59,16 @@ def test_a_request_that_never_ran_has_no_times_of_running() -> None:
     }
 
 
-def test_the_report_says_why_prompts_were_not_found_and_what_preemption_cost() -> None:
+def test_the_gauges_say_why_prompts_were_not_found_and_what_preemption_cost() -> None:
     scheduler = make_scheduler(num_blocks=7, reserve=0.0)
     made = [ask(f"r{i}", [2, 3, 4, 5, 6, 7, 8, 9, 10 + i], 12, min_tokens=12) for i in range(3)]
     run(scheduler, made, overlap=True)
-    text = report(scheduler)
-    assert text.startswith("0 running, 0 waiting, 3 requests done")
+    totals, state = scheduler.totals, state_gauges(scheduler)
+    assert (state["running"], state["waiting"], state["requests_total"]) == (0, 0, 3)
     # the second starts beside the first, computes a block, and finds the next one computed by then
-    assert "prefix cache found 12 of 27 prompt tokens (44%); prompts from 5 tokens on can be found" in text
-    assert "1 × partial: every full block was found" in text and "2 × cold: no request began like this" in text
-    assert "1 times a request was put back for lack of blocks, 15 tokens given up" in text
+    assert (state["prefix_hits_total"], state["prefix_queries_total"]) == (12, 27)
+    assert totals.misses == {"partial": 1, "cold": 2} and set(totals.misses) <= set(MEANING)
+    assert (state["preemptions_total"], state["recomputed_total"]) == (1, 15)
 
 
 def test_a_step_that_fails_ends_what_was_under_way() -> None:

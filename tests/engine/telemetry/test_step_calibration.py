@@ -12,8 +12,8 @@ from armillary.engine.build import make_engine
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.scheduler.loop import StepTooLarge
-from armillary.engine.telemetry import step_calibration as rehearsal
-from armillary.engine.telemetry.step_calibration import kinds_of, rehearse
+from armillary.engine.telemetry import step_calibration
+from armillary.engine.telemetry.step_calibration import calibrate_steps, step_shapes
 from armillary.model.transformer import build
 from armillary.spec.gauges import GAUGES
 from armillary.spec.tables.serve import Serve
@@ -29,7 +29,7 @@ def _engine(record: Any = None, device: str = "cpu") -> Any:
 
 
 def test_kinds_of_steps_that_a_run_may_never_show_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(make._REHEARSAL_S, "cpu", 60.0)
+    monkeypatch.setitem(make._CALIBRATION_S, "cpu", 60.0)
     records: list[dict[str, float]] = []
     _engine(lambda gauges, **of: records.append(gauges))
     assert all(one["calibration_step_s"] > 0 for one in records) and set().union(*records) <= set(GAUGES)
@@ -50,7 +50,7 @@ def test_kinds_of_steps_that_a_run_may_never_show_are_timed(monkeypatch: pytest.
 )
 def test_kinds_are_steps_that_the_engine_takes(settings: dict[str, int]) -> None:
     scheduler = make_scheduler(num_blocks=300, **settings)
-    kinds, limits = list(kinds_of(scheduler.cache, scheduler.settings)), scheduler.settings
+    kinds, limits = list(step_shapes(scheduler.cache, scheduler.settings)), scheduler.settings
     assert kinds
     for kind in kinds:
         assert kind.prompts + kind.decodes <= limits.max_running and kind.tokens <= limits.max_tokens_per_step
@@ -68,9 +68,9 @@ def test_requests_are_answered_as_if_there_had_been_none(device: str) -> None:
         for i in range(12)
     ]
     records: list[dict[str, float]] = []
-    rehearsed, not_rehearsed = _engine(lambda gauges, **of: records.append(gauges), device), _engine(None, device)
+    calibrated, uncalibrated = _engine(lambda gauges, **of: records.append(gauges), device), _engine(None, device)
     assert records
-    answers = [[one.tokens for one in engine.generate(asked)] for engine in (rehearsed, not_rehearsed)]
+    answers = [[one.tokens for one in engine.generate(asked)] for engine in (calibrated, uncalibrated)]
     assert answers[0] == answers[1]
     assert max(one.get("requests_total", 0) for one in records) <= len(asked)
 
@@ -86,7 +86,7 @@ def test_a_step_for_which_there_is_no_memory_ends_it_and_not_the_start() -> None
         def tokens(self, launched: None) -> list[int]:
             return []
 
-    found = rehearse(Full(), scheduler.cache, scheduler.settings, 60.0)
+    found = calibrate_steps(Full(), scheduler.cache, scheduler.settings, 60.0)
     assert found and all(one["prefill_tokens"] + one["decode_tokens"] <= 8 for one in found)
 
 
@@ -101,7 +101,7 @@ def test_it_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
         def tokens(self, launched: None) -> list[int]:
             return []
 
-    monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: now[0])
-    found = rehearse(Slow(), scheduler.cache, scheduler.settings, 0.5)
+    monkeypatch.setattr(step_calibration.time, "perf_counter", lambda: now[0])
+    found = calibrate_steps(Slow(), scheduler.cache, scheduler.settings, 0.5)
     assert len(found) == 2 and len(launched) == 6 and launched == sorted(launched)
     assert all(one["calibration_step_s"] == pytest.approx(0.1) for one in found)

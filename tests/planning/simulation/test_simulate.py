@@ -20,7 +20,7 @@ from armillary.model.transformer import build
 from armillary.planning.serving.replica import Replica
 from armillary.planning.simulation.fitted_step_time import (
     StepCost,
-    beyond_rows,
+    extrapolate_batch,
     fit_step_cost,
     least_queries,
     planned_step_cost,
@@ -218,7 +218,7 @@ def test_what_a_run_never_shows_is_as_it_was_rehearsed(seed: int) -> None:
     ]
     tried += [{"prefill_tokens": 0, "decode_tokens": rows, "context_tokens": 512 * rows} for rows in (1, 8)]
     tried = [one | {"calibration_step_s": planted.of(one) * dice.lognormvariate(0.0, 0.03)} for one in tried]
-    found = fit_step_cost(steps, rehearsed=tried)
+    found = fit_step_cost(steps, calibration=tried)
     assert found is not None and found.of(steps[0]) == pytest.approx(1.3 * planted.of(steps[0]), rel=0.1)
     for asked in (_whole(128, 8, 3200), _whole(256, 1, 800) | {"decode_tokens": 8, "context_tokens": 3440}):
         assert found.of(asked) == pytest.approx(1.3 * planted.of(asked), rel=0.15)
@@ -238,12 +238,12 @@ def _whole(tokens: int, rows: int, past: int = 0) -> dict[str, float]:
 def test_more_rows_than_ran_cost_what_the_planner_says_at_the_pace_of_those_that_did() -> None:
     dear = StepCost(base_s=7e-4, decode_s=6e-5, context_s=9e-8)
     planned = StepCost(base_s=3e-4, decode_s=1e-6, context_s=1e-8)
-    found = beyond_rows(dear, planned, 4, 100.0)
+    found = extrapolate_batch(dear, planned, 4, 100.0)
     assert found.seconds(0, 4, 400) == pytest.approx(dear.seconds(0, 4, 400))
     pace = dear.seconds(0, 4, 400) / planned.seconds(0, 4, 400)
     assert found.seconds(0, 64, 6400) == pytest.approx(pace * planned.seconds(0, 64, 6400))
     cheap = StepCost(base_s=7e-4, decode_s=1e-7)
-    assert beyond_rows(cheap, planned, 4, 100.0) is cheap
+    assert extrapolate_batch(cheap, planned, 4, 100.0) is cheap
 
 
 def test_few_queries_take_a_gpu_as_long_as_a_tile_for_each_of_its_processors() -> None:

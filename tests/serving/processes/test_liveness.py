@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.engine.engine_thread import Worker
+from armillary.engine.engine_thread import EngineThread
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.serving.http.problem import Problem
 from armillary.serving.processes.engine_client import EngineProcess
@@ -108,7 +108,7 @@ def test_beats_count_no_time_in_which_the_process_was_stopped() -> None:
     clock, sent = Clock(), list[Beat]()
     engine = make_engine(overlap=False)
     engine.loop.clock = clock
-    worker = Worker(engine)
+    worker = EngineThread(engine)
     pulse = Pulse(worker, sent.append, every_s=0.5)
     for _ in range(8):
         clock.now += 0.5
