@@ -44,14 +44,12 @@ def test_another_salt_repeats_nothing() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     scheduler, few = make_scheduler(num_blocks=40), PrefixReuse(kept=8)
-    scheduler.request_table.prefix_source = few
+    scheduler.request_table.prefix_reuse = few
     for i in range(20):
         submit(scheduler, f"r{i}", [2 + i] * 24)
     assert sum(len(part) for kept in (few._young, few._old) for part in kept.parts) <= 2 * (8 + 6)
-    assert (
-        submit(scheduler, "last", [21] * 24).shared_prefix == 20
-        and submit(scheduler, "first", [2] * 24).shared_prefix == 0
-    )
+    assert submit(scheduler, "last", [21] * 24).shared_prefix == 20
+    assert submit(scheduler, "first", [2] * 24).shared_prefix == 0
 
 
 def test_records_say_what_was_repeated_and_what_was_found() -> None:
