@@ -31,7 +31,7 @@ from armillary.parallel.mesh import DATA_AXES, Mesh
 from armillary.parallel.offload import Activations, offload_activations
 from armillary.parallel.pipeline.pipeline import make_pipeline
 from armillary.parallel.pipeline.stage import Chunk, Held
-from armillary.parallel.recompute import recompute, recomputed
+from armillary.parallel.recompute import recompute, recomputed_blocks
 from armillary.parallel.shard_weights import whole
 from armillary.parallel.tensor import cut_by_tensor, refuse_uneven
 from armillary.spec.layout import Layout
@@ -50,7 +50,7 @@ def apply(
     tp = cut_tokens = None
     if layout.tp > 1:
         cut_tokens = layout.sequence_parallel
-        kept = set(model.blocks) - set(recomputed(model, kind=layout.recompute, every=layout.recompute_every))
+        kept = set(model.blocks) - set(recomputed_blocks(model, kind=layout.recompute, every=layout.recompute_every))
         tp = cut_by_tensor(model, mesh.along("tp"), cut_tokens=cut_tokens, gather_again=kept)
     ep = cut_experts(model, mesh)
     recompute(model, kind=layout.recompute, every=layout.recompute_every)

@@ -1,11 +1,13 @@
-"""Activation recompute: what the backward pass makes again instead of keeping (Chen et al. 2016).
+"""Activation recompute: which activations the backward pass recomputes instead of saving (Chen et al. 2016).
 
-`full` keeps a layer's input only; `selective` keeps the results of matrix products, attention and exchanges between
-ranks, and makes the cheap rest again; either on one layer in `every`.
+`full` saves only the input of a layer; `selective` saves the results of GEMMs, attention and collectives and recomputes
+the cheap rest; either on one layer in `every`. This module decides for all of them: blocks with fused passes recompute
+their norms and activations themselves, the others are wrapped in torch's checkpoint.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,37 +19,33 @@ from armillary.model.fused.dispatch import fits
 from armillary.model.transformer import Transformer
 from armillary.parallel.local_tensors import become
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "grouped_linear", "fp8_linear")
-_PARTS = ("attention", "reduce_scatter", "all_reduce", "all_to_all")
+_GEMMS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "grouped_linear", "fp8_linear")
+_SAVED = ("attention", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def recompute(model: Transformer, *, kind: str, every: int = 1) -> None:
-    """Recompute the first of each `every` layers; call it before compiling and sharding."""
-    if kind == "none":
-        return
+    """Recompute the first of each `every` layers; called after kernels are selected, before compiling and sharding."""
     random = any(getattr(module, "dropout", 0.0) for module in model.modules())
-    for name in recomputed(model, kind=kind, every=every):
-        block = model.blocks[name]
-        if kind == "full" or not _recomputes_itself(block):
+    fused: dict[int, Any] = {}  # one object for all blocks that share one
+    for name in recomputed_blocks(model, kind=kind, every=every):
+        block: Any = model.blocks[name]
+        if kind == "selective" and block.fused is not None and fits(block):
+            block.fused = fused.setdefault(id(block.fused), replace(block.fused, recompute=True))
+        else:
             become(block, _recomputing, kind, random)
 
 
-def recomputed(model: Transformer, *, kind: str, every: int = 1) -> list[str]:
-    """Names of the blocks that are."""
+def recomputed_blocks(model: Transformer, *, kind: str, every: int = 1) -> list[str]:
+    """Names of the blocks whose activations are recomputed."""
     return [] if kind == "none" else list(model.blocks)[::every]
 
 
-def _recomputes_itself(block: Any) -> bool:
-    """Hand-written passes that make norms and activations again need no help."""
-    return block.fused is not None and block.fused.recompute and fits(block)
-
-
 @cache
-def _recomputing(kind: type[nn.Module], how: str, random: bool) -> type[nn.Module]:
-    """One subclass a kind of block: compiled code is shared between layers. Whoever times it sets a block's `watched`,
-    which is called in place of `plain`, both times."""
+def _recomputing(kind: type[nn.Module], mode: str, random: bool) -> type[nn.Module]:
+    """One subclass per class of block, so that layers share compiled code. A timer sets a block's `watched`, which is
+    called in place of `plain` in both passes."""
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
-    if how == "selective":
+    if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
 
     def forward(block: Any, *args: Any) -> Any:
@@ -57,12 +55,12 @@ def _recomputing(kind: type[nn.Module], how: str, random: bool) -> type[nn.Modul
 
 
 def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Which results selective recompute keeps."""
+    """Which results selective recompute saves."""
     name = op.name().split("::")[-1].split(".")[0] if isinstance(op, torch._ops.OpOverload) else str(op)
-    kept = (name in _PRODUCTS and not _is_added(name, args)) or any(part in name for part in _PARTS)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = (name in _GEMMS and not _is_added(name, args)) or any(part in name for part in _SAVED)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_added(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a product is added to another, which is kept: an adapter's second, over few numbers and so cheap."""
+    """Whether a GEMM is added to another, whose result is saved: an adapter's second GEMM, which is small and cheap."""
     return name == "addmm" and args[0].dim() == 2

@@ -1,6 +1,7 @@
-"""Manifest: what a release consists of, with a checksum of every file, so that any later change is noticed.
+"""Manifest: the files of a release or a checkpoint with size and checksum, so that any later change is noticed.
 
-Files are hashed while they are copied; reading them once is enough.
+The files of a release are hashed while they are copied. Each rank hashes the checkpoint files that it wrote and, before
+a run resumes, its share of all of them; older checkpoints have sizes only, or their checksums in a table of their own.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from armillary.errors import BadInput, NotFound
+from armillary.errors import ArmillaryError, BadInput, NotFound
+from armillary.spec.toml.fields import build
+from armillary.store import strict_json
 from armillary.store.progress import Progress, silent
 
 NAME = "manifest.json"
 _BLOCK = 1 << 20
+_HASHED_BLOCK, _THREADS = 16 << 20, 8
 _SUMMARY = (
     "architectures",
     "model_type",
@@ -33,12 +38,14 @@ _SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of a release."""
+    """One file of a release or a checkpoint."""
 
     bytes: int
     """its size"""
-    sha256: str
-    """of its content"""
+    sha256: str = ""
+    """of its content; empty where the blocks were hashed"""
+    block_sha256: str = ""
+    """SHA-256 of the SHA-256 hashes of its blocks of 16 MiB, which threads compute in parallel: for checkpoints"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,3 +130,65 @@ def changes(folder: Path, files: Mapping[str, FileEntry], progress: Progress = s
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- checkpoints
+
+
+def checkpoint_files(folder: Path, hashes: Mapping[str, str]) -> dict[str, FileEntry]:
+    """The files of a complete checkpoint; files that `hashes` lacks are hashed now."""
+    return {
+        path.name: FileEntry(bytes=path.stat().st_size, block_sha256=hashes.get(path.name) or block_sha256(path))
+        for path in sorted(folder.iterdir())
+    }
+
+
+def block_sha256(path: Path) -> str:
+    starts = range(0, path.stat().st_size, _HASHED_BLOCK)
+    with path.open("rb") as file, ThreadPoolExecutor(_THREADS) as pool:
+        digests = pool.map(lambda start: hashlib.sha256(os.pread(file.fileno(), _HASHED_BLOCK, start)).digest(), starts)
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def size_faults(folder: Path) -> list[str]:
+    """How the sizes of a checkpoint's files differ from its manifest, a few words per file."""
+    try:
+        entries = _checkpoint_entries(folder)
+    except (ArmillaryError, KeyError) as error:
+        return [f"no manifest ({error})"]
+    sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else 0 for name in entries}
+    return [
+        f"{name} is {sizes[name]} bytes, not {entry.bytes}"
+        for name, entry in entries.items()
+        if sizes[name] != entry.bytes
+    ]
+
+
+def content_faults(folder: Path, *, share: int = 0, of: int = 1) -> list[str]:
+    """Files of a checkpoint whose content is not what was written; of several readers each reads its share."""
+    hashed = sorted((name, entry.block_sha256) for name, entry in _checkpoint_entries(folder).items())
+    return [
+        f"the content of {name} has changed"
+        for name, expected in [pair for pair in hashed if pair[1]][share::of]
+        if _readable_hash(folder / name) != expected
+    ]
+
+
+def _readable_hash(path: Path) -> str | None:
+    """None where the disk fails to read it."""
+    try:
+        return block_sha256(path)
+    except OSError:
+        return None
+
+
+def _checkpoint_entries(folder: Path) -> dict[str, FileEntry]:
+    """Older manifests have `files` with sizes only, and the hashes, if any, in `sums`."""
+    table = strict_json.read_table(folder / NAME)
+    hashes = table.get("sums", {})
+    return {
+        name: build(FileEntry, entry, name)
+        if isinstance(entry, Mapping)
+        else FileEntry(bytes=entry, block_sha256=hashes.get(name, ""))
+        for name, entry in table["files"].items()
+    }

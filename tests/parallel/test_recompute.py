@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from armillary.model.fused.passes import FusedOptions
 from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
 from armillary.parallel.recompute import keep, recompute
 from armillary.spec.model import LayerKind
 from armillary.training.parity.case import Case, batch, tiny
 from armillary.training.step.loss import loss_sum
+from tests.model.layers.test_attention_forms import small
 
 LAYERS = 4
 
@@ -77,3 +79,18 @@ def test_an_adapter_s_second_product_is_made_again(inner: int) -> None:
     assert keep(None, ops.addmm.default, own, x, w.t()) == CheckpointPolicy.PREFER_RECOMPUTE
     assert keep(None, ops.mm.default, x, w.t()) == keep(None, ops.addmm.default, b, x, w.t()) == saved
     assert keep(None, ops.linear.default, x, w) == keep(None, ops.bmm.default, x[None], w.t()[None]) == saved
+
+
+@pytest.mark.parametrize(("kind", "every"), [("selective", 1), ("selective", 2), ("full", 2), ("none", 1)])
+def test_fused_blocks_recompute_by_themselves_and_others_are_wrapped(kind: str, every: int) -> None:
+    model = build(small(num_layers=LAYERS), dtype=torch.float32, device="cpu", seed=1)
+    fused = FusedOptions()
+    for block in list(model.blocks.values())[:3]:
+        block.fused = fused  # type: ignore[assignment]
+    recompute(model, kind=kind, every=every)
+    blocks: list[Any] = list(model.blocks.values())
+    chosen = [] if kind == "none" else list(range(0, LAYERS, every))
+    by_itself = [index for index in chosen if kind == "selective" and index < 3]
+    assert [index for index in range(3) if blocks[index].fused.recompute] == by_itself
+    assert len({id(block.fused) for block in blocks[:3] if block.fused.recompute}) == min(1, len(by_itself))
+    assert [i for i, block in enumerate(blocks) if hasattr(block, "watched")] == sorted(set(chosen) - set(by_itself))

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from armillary.errors import ArmillaryError, BadData
 from armillary.parallel.consensus import Consensus
+from armillary.spec.toml.fields import to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import remove_folder, staged_folder
 from armillary.store.manifest import NAME as MANIFEST
+from armillary.store.manifest import block_sha256, checkpoint_files, content_faults, size_faults
 from armillary.store.runs import Run
-from armillary.training.checkpoint.seal import changes, faults, file_sum, manifest
 from armillary.training.step.numerics import random_state, set_random_state
 
 STATE, RANDOM = "state.json", "rng.pt"
@@ -72,8 +73,8 @@ def save(
         about = {"version": VERSION, "step": step, "ranks": ranks.size, **facts}
         states = ranks.gather(random_state())
         parts = ranks.gather(ranks.run_on_all(lambda: _write_tensors(folder, tensors, ranks)))
-        sums = {name: found for part in parts for name, found in part.items()}
-        size = ranks.run_on_all(lambda: _commit(stack, folder, about, states, sums, allowed) if ranks.is_main else 0)
+        hashes = {name: digest for part in parts for name, digest in part.items()}
+        size = ranks.run_on_all(lambda: _commit(stack, folder, about, states, hashes, allowed) if ranks.is_main else 0)
         return Saved(step=step, folder=target, bytes=ranks.broadcast(size))
 
 
@@ -87,7 +88,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus
     with _plain(folder):
         with _quiet():
             dcp.save(dict(tensors), storage_writer=_Writer(folder), process_group=ranks.group, no_dist=ranks.size == 1)
-        return {path.name: file_sum(path) for path in folder.glob(f"__{ranks.rank}_*.distcp")}
+        return {path.name: block_sha256(path) for path in folder.glob(f"__{ranks.rank}_*.distcp")}
 
 
 def _commit(
@@ -95,18 +96,19 @@ def _commit(
     folder: Path,
     about: Mapping[str, Any],
     states: list[dict[str, Tensor]],
-    sums: Mapping[str, str],
+    hashes: Mapping[str, str],
     allowed: Callable[[], None],
 ) -> int:
     """The main rank's files, the manifest last; then the folder gets its name. Gives the size of all."""
     with _plain(folder):
         (folder / RANDOM).write_bytes(_bytes(states))
         (folder / STATE).write_text(strict_json.dumps(about, indent=1) + "\n")
-        whole = manifest(folder, about["step"], sums)
-        (folder / MANIFEST).write_text(strict_json.dumps(whole, indent=1) + "\n")
+        files = checkpoint_files(folder, hashes)
+        manifest = {"step": about["step"], "files": {name: to_plain(entry) for name, entry in files.items()}}
+        (folder / MANIFEST).write_text(strict_json.dumps(manifest, indent=1) + "\n")
         allowed()
         stack.close()
-        return int(sum(whole["files"].values()))
+        return sum(entry.bytes for entry in files.values())
 
 
 def _bytes(value: Any) -> bytes:
@@ -155,17 +157,17 @@ def kernels_of(run: Run, step: int) -> dict[str, str]:
 def saved_steps(run: Run) -> list[int]:
     """Steps with a whole checkpoint, in order; one that lost a file or was cut short does not count. Contents are not
     read: `newest` does."""
-    return [step for step in run.checkpoint_steps() if not faults(run.checkpoint(step))]
+    return [step for step in run.checkpoint_steps() if not size_faults(run.checkpoint(step))]
 
 
 def prune(run: Run, step: int, keep: int) -> list[int]:
     """Delete checkpoints before the one of `step`, which was just written, so that `keep` whole ones stay with it
     counted (0: all stay); gives the steps deleted. Nothing goes unless that one has its seal and every file that the
     seal names in full length; later ones, which a run that goes on from further back will overwrite, are left alone."""
-    if not keep or faults(run.checkpoint(step)):
+    if not keep or size_faults(run.checkpoint(step)):
         return []
     before = [one for one in run.checkpoint_steps() if one < step]
-    whole = [one for one in before if not faults(run.checkpoint(one))]
+    whole = [one for one in before if not size_faults(run.checkpoint(one))]
     stay = whole[len(whole) - (keep - 1) :] if len(whole) >= keep else whole
     gone = [one for one in before if one not in stay]
     for one in gone:
@@ -185,10 +187,10 @@ def newest(run: Run, ranks: Consensus, say: Callable[[str], None] = lambda text:
 
 def _damage(folder: Path, ranks: Consensus) -> list[str]:
     """What is wrong with a checkpoint, the same on every rank; they share the reading."""
-    found = ranks.broadcast(faults(folder))
+    found = ranks.broadcast(size_faults(folder))
     if found:
         return found
-    changed = ranks.run_on_all(lambda: changes(folder, share=ranks.rank, of=ranks.size))
+    changed = ranks.run_on_all(lambda: content_faults(folder, share=ranks.rank, of=ranks.size))
     return [each for part in ranks.gather(changed) for each in part]
 
 

@@ -188,15 +188,10 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, weights_16bit: W
     micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
     scaling = layout.fp8_scaling
     fp8 = Fp8Gemms(scaling=scaling, weights=Fp8Weights(scaling)) if layout.precision == "fp8" else None
-    options = {
-        recompute: FusedOptions(
-            weights_16bit=weights_16bit, recompute=recompute, accumulate=alone and micro_batches > 1, fp8=fp8, **how
-        )
-        for recompute in (False, True)
-    }
-    for index, block in enumerate(model.blocks.values()):
+    fused = FusedOptions(weights_16bit=weights_16bit, accumulate=alone and micro_batches > 1, fp8=fp8, **how)
+    for block in model.blocks.values():
         assert isinstance(block, Block)
-        block.fused = options[layout.recompute == "selective" and index % layout.recompute_every == 0]
+        block.fused = fused
     if alone and micro_batches == 1 and weights_16bit is not None:
         _narrow_gradients(model, weights_16bit.dtype)
 

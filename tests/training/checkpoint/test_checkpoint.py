@@ -25,9 +25,9 @@ from armillary.spec.recipe import Recipe
 from armillary.store import atomic
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
+from armillary.store.manifest import size_faults
 from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint.checkpoint import newest, save, saved_steps
-from armillary.training.checkpoint.seal import faults
 from armillary.training.loop import train
 from armillary.training.prepare_run import Start, start, starting_point
 from armillary.training.run_lifecycle import RunLifecycle
@@ -111,10 +111,10 @@ def test_what_is_kept(recipe: Make, home: Home) -> None:
     assert about["step"] == 2 and about["tokens_total"] == 512 and about["ranks"] == 1
     manifest = json.loads((folder / "manifest.json").read_text())
     assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "rng.pt", "state.json"}
-    assert not faults(folder) and saved_steps(run) == [2, 4]
+    assert not size_faults(folder) and saved_steps(run) == [2, 4]
     records = [record for record in read_gauges(run.gauges) if "checkpoint_s" in record]
     assert [record["step"] for record in records] == [1, 3]
-    assert records[0]["checkpoint_bytes"] == sum(manifest["files"].values())
+    assert records[0]["checkpoint_bytes"] == sum(entry["bytes"] for entry in manifest["files"].values())
 
 
 @pytest.mark.parametrize("harm", ["cut", "missing", "no manifest"])
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_passed_over(harm: str, recipe: Make, home: Home
         data.unlink()
     else:
         (run.checkpoint(4) / "manifest.json").unlink()
-    assert faults(run.checkpoint(4)) and saved_steps(run) == [2]
+    assert size_faults(run.checkpoint(4)) and saved_steps(run) == [2]
     assert train(begun.plan, run).resumed_at == 2
 
 
@@ -239,16 +239,25 @@ def test_one_changed_bit_anywhere_is_named_and_passed_over(two: Run, name: str, 
     assert newest(two, Consensus(rank=0, size=1)) == 2
 
 
-def test_a_checkpoint_without_sums_is_an_older_one(two: Run) -> None:
-    path = two.checkpoint(2) / "manifest.json"
-    before = path.read_text()
-    found = json.loads(before)
-    assert set(found.pop("sums")) == set(found["files"])
-    path.write_text(json.dumps(found))
+@pytest.mark.parametrize("hashes", [False, True])
+def test_the_manifest_of_an_older_checkpoint_is_read(two: Run, hashes: bool) -> None:
+    """Sizes only, or with the hashes in a table of their own."""
+    path, data = two.checkpoint(2) / "manifest.json", two.checkpoint(2) / "rng.pt"
+    before, content = path.read_text(), data.read_bytes()
+    entries = json.loads(before)["files"]
+    assert all(entry["bytes"] and entry["block_sha256"] for entry in entries.values())
+    older = {"step": 2, "files": {name: entry["bytes"] for name, entry in entries.items()}}
+    sums = {"sums": {name: entry["block_sha256"] for name, entry in entries.items()}} if hashes else {}
+    path.write_text(json.dumps(older | sums))
     try:
         assert newest(two, Consensus(rank=0, size=1)) == 2
+        data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert newest(two, Consensus(rank=0, size=1)) == (1 if hashes else 2)
+        data.write_bytes(content[:-1])
+        assert newest(two, Consensus(rank=0, size=1)) == 1
     finally:
         path.write_text(before)
+        data.write_bytes(content)
 
 
 def test_a_run_goes_on_from_the_one_before_a_spoilt_one(recipe: Make, home: Home) -> None:
