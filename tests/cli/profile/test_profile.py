@@ -14,7 +14,7 @@ import torch
 
 from armillary.machine.device_name import device_name
 from armillary.profiling.ceilings.ceilings import Ceilings
-from armillary.profiling.profile import Profile, read_profile
+from armillary.profiling.profile import Profile
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
 from tests.cli.test_model_verbs import RECIPE
@@ -101,7 +101,7 @@ def test_a_callable_and_its_trace(cli: Cli, module: str, here: Path) -> None:
     found = Profile.from_json(again.out)
     assert found.steps == 2 and next(row for row in found.operators if row.name == "aten::mm").calls == 2
     (here / "before.json").write_text(again.out)
-    assert read_profile(here / "before.json") == found
+    assert Profile.from_json((here / "before.json").read_text()) == found
     compared = cli("profile", "t.json", "--compare", "before.json")
     assert compared.code == 0 and ", 1.00 ×" in compared.out
     assert cli("profile", "before.json", "--quiet").out == "profile.html\n"
