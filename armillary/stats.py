@@ -6,48 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-# Student's t, two-sided 95 %, by degrees of freedom (any table of it)
-_T95 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-    2.086,
-    2.080,
-    2.074,
-    2.069,
-    2.064,
-    2.060,
-    2.056,
-    2.052,
-    2.048,
-    2.045,
-    2.042,
-)
-_T95_FAR = 1.96
 
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all do not exceed (nearest rank); 0 where there is none."""
+def percentile(values: Sequence[float], percent: float, weights: Sequence[float] | None = None) -> float:
+    """Nearest rank: the smallest value that at least `percent` of all values do not exceed; 0 without values. With
+    `weights`, a value counts as often as its weight says."""
     if not values:
         return 0.0
-    ordered = sorted(values)
-    return ordered[max(0, ceil(len(ordered) * percent / 100) - 1)]
+    if weights is None:
+        ordered = sorted(values)
+        return ordered[max(0, ceil(len(ordered) * percent / 100) - 1)]
+    wanted, below = sum(weights) * percent / 100, 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        below += weight
+        if below >= wanted:
+            return value
+    return max(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +43,15 @@ class Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean and interval of a figure that was measured once a repeat."""
+    from scipy.special import stdtrit  # slow to import
+
     count = len(values)
     mean = sum(values) / count
     if count < 2:
         return Estimate(mean=mean)
     deviation = sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-    factor = _T95[count - 2] if count - 2 < len(_T95) else _T95_FAR
-    return Estimate(mean=mean, half_width=factor * deviation / sqrt(count))
+    t = float(stdtrit(count - 1, 0.975))  # Student's t, two-sided 95 %
+    return Estimate(mean=mean, half_width=t * deviation / sqrt(count))
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:

@@ -14,13 +14,14 @@ import torch
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.engine import Engine, Record
-from armillary.engine.output.output_text import Answers
+from armillary.engine.output.output_text import Answers, NoText
 from armillary.engine.runner.cpu_packed_weights import PackedDense, packs, replace_head, replace_linears
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.fp8_weights import pick_fp8, to_fp8
 from armillary.engine.runner.int8_weights import Int8Dense
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.tensor_parallel import Leader, cut, local_kv_heads
+from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
@@ -43,16 +44,6 @@ _CALIBRATION_S = {"cuda": 0.5, "cpu": 1.0}
 """that a start takes longer where records are kept"""
 _SPARE = 0.25
 """of free memory that a second copy of the weights may take on a CPU"""
-
-
-class NoText:
-    """For models without a tokenizer: tokens are all there is."""
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 def make_engine(
@@ -100,7 +91,7 @@ def make_engine(
         begin = time.monotonic()
         for made in calibrate_steps(executor, scheduler.cache, settings, _CALIBRATION_S[_device_type(model)]):
             record(made)
-            loop.times.learn(made, made["calibration_step_s"])
+            loop.times.learn(StepWork.of(made), made["calibration_step_s"])
         tell("calibration", time.monotonic() - begin)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))

@@ -14,11 +14,10 @@ from armillary.engine.gc_freeze import gc_frozen
 from armillary.engine.output.output_text import Answers, Piece
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import Finish, Logprob, Sequence
-from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.decision import Decision, StepTimeModel
 from armillary.engine.scheduler.loop import Loop, StepFailed
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.telemetry.gauges import request_gauges, step_gauges
-from armillary.engine.telemetry.step_roofline import StepRoofline
 from armillary.errors import BadInput, MissingPart
 
 Record = Callable[..., None]
@@ -62,7 +61,7 @@ class Engine:
     """Steps, and what comes of them."""
 
     def __init__(
-        self, loop: Loop, answers: Answers, *, record: Record | None = None, roofline: StepRoofline | None = None
+        self, loop: Loop, answers: Answers, *, record: Record | None = None, roofline: StepTimeModel | None = None
     ) -> None:
         self.loop = loop
         self.scheduler = loop.scheduler
@@ -83,9 +82,9 @@ class Engine:
         """For another thread: tokens of the steps that are not over, and the seconds these may be expected to take, by
         steps so far or, before there are any, by the roofline; None where neither is known."""
         decisions = [decision for decision in tuple(self.scheduler.under_way) if not decision.empty]
-        expected = [self.loop.times.expected_s(decision) for decision in decisions]
+        expected = [self.loop.times.most_seconds(decision.work) for decision in decisions]
         if None in expected and self._roofline is not None:
-            expected = [self._roofline.seconds(decision) for decision in decisions]
+            expected = [self._roofline.seconds(decision.work) for decision in decisions]
         tokens = sum(decision.num_tokens for decision in decisions)
         return tokens, None if None in expected else sum(seconds or 0.0 for seconds in expected)
 
@@ -115,14 +114,15 @@ class Engine:
                 "engine_launch_s": loop.launch_s,
                 "engine_wait_s": 0.0,
             }
-            needed = {} if self._roofline is None else {"engine_roofline_fraction": self._roofline.seconds(decision)}
-            self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times | needed
+            if self._roofline is not None:
+                times["engine_roofline_fraction"] = self._roofline.seconds(decision.work)  # divided once it is over
+            self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times
         taken = [number for number in loop.taken if number in self._open]
         for number in taken:
             made = self._open.pop(number)
             made["engine_wait_s"] = loop.wait_s / len(taken)
             made["engine_step_s"] += made["engine_wait_s"]
-            if self._roofline is not None:  # until now, the seconds that the roofline needs
+            if self._roofline is not None:
                 made["engine_roofline_fraction"] /= max(made["engine_step_s"], 1e-9)
             record(made, step=number)
 

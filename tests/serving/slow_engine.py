@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.decision import Decision, StepWork
 from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.serving.processes import engine_main
 from armillary.serving.processes.engine_ipc import Outlet, Started, messages
@@ -37,7 +37,7 @@ def main() -> None:
     next(inbox)
     engine = make_engine(overlap=False)
     engine.loop.executor = Executor(engine.scheduler.cache, engine.scheduler.settings.max_running)
-    # as a rehearsal would have found: eight tokens take as long as they do, a single one no time
+    # as a calibration would have found: eight tokens take as long as they do, a single one no time
     engine.loop.times.learn(work(8), SLOW_S)
     engine.loop.times.learn(work(1), 0.001)
     llm: Any = SimpleNamespace(engine=engine, tokenizer=None, structures=None)
@@ -48,11 +48,10 @@ def main() -> None:
         intake.take(message)
 
 
-def work(tokens: int) -> dict[str, float]:
-    from armillary.engine.scheduler.decision import work_gauges
+def work(tokens: int) -> StepWork:
     from tests.engine.fake import make_scheduler
 
-    return work_gauges(decision_of(StepShape(prompts=1, size=tokens), make_scheduler().cache))
+    return decision_of(StepShape(prompts=1, size=tokens), make_scheduler().cache).work
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from armillary.diagnosis.readings.reading import Kind, Reading
+from armillary.engine.scheduler.decision import StepWork
 from armillary.errors import BadData, BadInput
-from armillary.planning.simulation.fitted_step_time import PARTS
 from armillary.planning.simulation.request_stats import served_gauges
 from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
@@ -161,4 +161,4 @@ def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Readi
 
 def _kind_of(record: Record) -> Record:
     """What a calibration step was; a server that cuts old records off writes these once more."""
-    return {name: value for name, value in record.items() if name in PARTS}
+    return {name: value for name, value in record.items() if name in StepWork._fields}

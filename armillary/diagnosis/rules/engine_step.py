@@ -113,7 +113,7 @@ def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
 def _alone_s(here: Service) -> float:
     """A step of the usual decodes without prompts."""
     assert here.cost is not None
-    return here.cost.seconds(0, here.decoding, here.decoding * here.context)
+    return here.cost.decode_seconds(here.decoding, here.context)
 
 
 def _largest(here: Service) -> float:

@@ -12,6 +12,7 @@ from armillary.engine.output.output_text import Piece
 from armillary.engine.request.request import Request
 from armillary.errors import BadInput
 from armillary.model.transformer import Transformer
+from armillary.stats import percentile
 
 _NAP_S = 0.001
 
@@ -144,14 +145,6 @@ class Watch:
             schedule_s=sum(self.decided) / max(1, len(self.decided)),
             preempted=preempted,
         )
-
-
-def percentile(values: Items[float], percent: float) -> float:
-    """The value that `percent` of all do not exceed; 0 where there is none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def decode_bytes(model: Transformer, context: float, *, batch: int = 1) -> float:

@@ -23,6 +23,16 @@ class Detokenizer(Protocol):
         """What was waiting for more tokens."""
 
 
+class NoText:
+    """For models without a tokenizer: there are tokens and no text."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """What is new of one answer."""

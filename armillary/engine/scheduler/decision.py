@@ -8,10 +8,40 @@ positions, sampled ones included.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 from armillary.engine.cache.kv_cache import Copy, TableUpdate
 from armillary.engine.request.sequence import Sequence
+
+
+class StepWork(NamedTuple):
+    """How much one engine step computes; the fields are gauges of its record."""
+
+    prefill_tokens: float = 0
+    """prompt tokens computed"""
+    decode_tokens: float = 0
+    """sequences that decode one token each"""
+    context_tokens: float = 0
+    """keys that the decodes read"""
+    prefill_pairs: float = 0
+    """(query, key) pairs of the prefill chunks"""
+    prefill_rows: float = 0
+    """prefill chunks"""
+    prefill_past: float = 0
+    """prompt tokens before the chunks, computed earlier or found in the prefix cache"""
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> StepWork:
+        """The work of a recorded step."""
+        return StepWork(*(float(record.get(name, 0.0)) for name in StepWork._fields))
+
+
+class StepTimeModel(Protocol):
+    """A model of how long an engine step takes."""
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of a step with that work."""
 
 
 class Chunk(NamedTuple):
@@ -94,17 +124,23 @@ class Decision:
 
     @property
     def num_prefill_pairs(self) -> float:
-        """Pairs of a prompt's query and a key that it sees."""
+        """(query, key) pairs of the prefill chunks."""
         return sum(chunk.size * (chunk.start + (chunk.size + 1) / 2) for chunk in self.chunks)
-
-    @property
-    def num_past_tokens(self) -> int:
-        """Keys that parts of prompts read of what was computed, or found, before."""
-        return sum(chunk.start for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + self.num_prefill_tokens
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(
+            prefill_tokens=self.num_prefill_tokens,
+            decode_tokens=len(self.decodes),
+            context_tokens=sum(self.positions) + len(self.positions),
+            prefill_pairs=self.num_prefill_pairs,
+            prefill_rows=len(self.chunks),
+            prefill_past=sum(chunk.start for chunk in self.chunks),
+        )
 
     def text(self) -> str:
         """One line for people."""
@@ -125,15 +161,3 @@ class Outcome(NamedTuple):
     """the token of each"""
     finished: list[Sequence]
     """answers that are complete"""
-
-
-def work_gauges(decision: Decision) -> dict[str, float]:
-    """What a step is made of."""
-    return {
-        "prefill_tokens": decision.num_prefill_tokens,
-        "decode_tokens": len(decision.decodes),
-        "context_tokens": sum(decision.positions) + len(decision.positions),
-        "prefill_pairs": decision.num_prefill_pairs,
-        "prefill_rows": len(decision.chunks),
-        "prefill_past": decision.num_past_tokens,
-    }

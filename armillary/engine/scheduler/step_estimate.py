@@ -7,9 +7,7 @@ none was seen, it is taken for w/w' times what the largest so far took, of work 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from armillary.engine.scheduler.decision import Decision, work_gauges
+from armillary.engine.scheduler.decision import Decision, StepWork
 
 _CLASSES = 48
 _SLOW_S = 0.1
@@ -33,25 +31,24 @@ class StepTimes:
         """A step is over; cheap where it need not be measured."""
         if (self.wanted or seconds > _SLOW_S) and not decision.empty:
             self.wanted = False
-            self.learn(work_gauges(decision), seconds)
+            self.learn(decision.work, seconds)
 
-    def learn(self, work: Mapping[str, float], seconds: float) -> None:
-        """A step of such work (`work_gauges`) took so long."""
-        at = _class(self.work(work))
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """A step with that work took so many seconds."""
+        at = _class(self._tokens(work))
         self._seconds[at] = max(seconds, _KEEP * self._seconds[at])
 
-    def work(self, work: Mapping[str, float]) -> float:
-        """In tokens."""
-        tokens = work["prefill_tokens"] + work["decode_tokens"]
-        pairs = work["context_tokens"] + work["prefill_pairs"]
-        return tokens + (pairs / self._attention if self._attention else 0.0)
+    def _tokens(self, work: StepWork) -> float:
+        """The work in tokens: those computed, and attention as tokens that cost as much."""
+        pairs = work.context_tokens + work.prefill_pairs
+        return work.prefill_tokens + work.decode_tokens + (pairs / self._attention if self._attention else 0.0)
 
-    def expected_s(self, decision: Decision) -> float | None:
-        """Seconds that a step takes at most, as far as steps so far say; None where there were none."""
-        work = self.work(work_gauges(decision))
-        found = [(i, seconds * max(1.0, work / 2 ** (i - 1))) for i, seconds in enumerate(self._seconds) if seconds]
-        as_large = [seconds for i, seconds in found if i >= _class(work)]
-        return min(as_large) if as_large else found[-1][1] if found else None
+    def most_seconds(self, work: StepWork) -> float | None:
+        """Upper estimate of a step's seconds from the steps so far; None where there were none."""
+        tokens = self._tokens(work)
+        known = [(i, seconds * max(1.0, tokens / 2 ** (i - 1))) for i, seconds in enumerate(self._seconds) if seconds]
+        as_large = [seconds for i, seconds in known if i >= _class(tokens)]
+        return min(as_large) if as_large else known[-1][1] if known else None
 
 
 def _class(work: float) -> int:

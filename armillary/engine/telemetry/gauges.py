@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from armillary.engine.request.sequence import Sequence
-from armillary.engine.scheduler.decision import Decision, work_gauges
+from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.scheduler import Scheduler
 
 
 def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict[str, float]:
     """The state after a step was decided, and totals so far; `left` have ended since, and were running then."""
     running = {"running": len(scheduler.request_table.running) + left}
-    return state_gauges(scheduler) | work_gauges(decision) | running
+    return state_gauges(scheduler) | decision.work._asdict() | running
 
 
 def state_gauges(scheduler: Scheduler) -> dict[str, float]:

@@ -17,7 +17,7 @@ from armillary.engine.cache.kv_cache import KVCache, TableUpdate
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
-from armillary.engine.scheduler.decision import Chunk, Decision, work_gauges
+from armillary.engine.scheduler.decision import Chunk, Decision
 from armillary.engine.scheduler.loop import Executor, StepTooLarge
 from armillary.engine.scheduler.settings import Settings
 
@@ -70,7 +70,7 @@ def calibrate_steps(
             seconds = min(_timed(executor, decision) for _ in range(REPEATS))
         except StepTooLarge:  # for a step that nobody asked for: requests may be smaller
             break
-        found.append(work_gauges(decision) | {"calibration_step_s": seconds})
+        found.append(decision.work._asdict() | {"calibration_step_s": seconds})
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.decision import StepWork
 from armillary.spec.arithmetic.ops import size_of
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import ModelConfig
@@ -30,15 +30,12 @@ class StepRoofline:
     read_bytes_per_s: float
     flops_per_s: float
 
-    def seconds(self, decision: Decision) -> float:
-        """Windows are not counted: layers that have one read less."""
-        keys = sum(decision.positions) + len(decision.positions)
-        pairs = float(keys)
-        for chunk in decision.chunks:
-            keys += chunk.start + chunk.size
-            pairs += chunk.size * (chunk.start + (chunk.size + 1) / 2)
+    def seconds(self, work: StepWork) -> float:
+        """Sliding windows are not counted: layers that have one read less."""
+        keys = work.context_tokens + work.prefill_past + work.prefill_tokens
         moved = self.weight_bytes + keys * self.kv_bytes
-        flops = decision.num_tokens * self.token_flops + pairs * self.pair_flops
+        tokens, pairs = work.prefill_tokens + work.decode_tokens, work.context_tokens + work.prefill_pairs
+        flops = tokens * self.token_flops + pairs * self.pair_flops
         return max(moved / self.read_bytes_per_s, flops / self.flops_per_s)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, exp, log, sqrt
+from math import ceil, log, sqrt
 
 import numpy as np
 
@@ -213,14 +213,10 @@ def _beside_s(server: Server, arrivals: float, quantile: float) -> float:
 
 
 def _poisson_quantile(mean: float, quantile: float) -> int:
-    """Smallest n with P(N ≤ n) ≥ quantile; a few beyond the mean are enough for a step budget."""
-    n, term = 0, exp(-mean)
-    total = term
-    while total < quantile and n < _MOST_PROMPTS:
-        n += 1
-        term *= mean / n
-        total += term
-    return n
+    """Smallest n with P(N ≤ n) ≥ quantile, at most `_MOST_PROMPTS`."""
+    from scipy.special import pdtr  # slow to import
+
+    return int(np.searchsorted(pdtr(np.arange(_MOST_PROMPTS), mean), quantile))
 
 
 def _waiting(server: Server, rate: float, running: float, decode: float) -> tuple[float, float] | None:

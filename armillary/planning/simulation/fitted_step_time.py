@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from armillary.engine.scheduler.decision import StepWork
 from armillary.planning.simulation.step_noise import StepNoise, step_noise
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ Array = Any
 """of numpy's numbers"""
 Tried = tuple[Array, Array]
 """rehearsed steps: what they are made of, and their seconds"""
-PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs", "prefill_rows", "prefill_past")
-"""gauges of a step that its time is made of, besides the base"""
 TOKENS, PAST = 3, 8
 """columns of what is fitted: tokens, and what was computed before"""
 QUERY_TILE = 64
@@ -113,16 +111,9 @@ class StepCost:
     basis: str = "given"
     """where it comes from"""
 
-    def seconds(
-        self,
-        prefill: float,
-        decode: float,
-        context: float = 0.0,
-        pairs: float = 0.0,
-        rows: float = 0.0,
-        past: float = 0.0,
-    ) -> float:
-        """Of a step with so many tokens of prompts and decodes."""
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of a step with that work."""
+        prefill, decode, context, pairs, rows, past = work
         more = (self.prompt_s if prefill else 0.0) + (self.mixed_s if prefill and decode else 0.0)
         pairs *= max(1.0, self.least_queries / prefill) if prefill else 0.0
         return (
@@ -136,9 +127,13 @@ class StepCost:
             + past * self.past_s
         )
 
+    def decode_seconds(self, rows: float, context: float) -> float:
+        """Seconds of a step that only decodes `rows` sequences of `context` tokens each."""
+        return self.seconds(StepWork(decode_tokens=rows, context_tokens=rows * context))
+
     def of(self, step: Mapping[str, Any]) -> float:
-        """Of a recorded step."""
-        return self.seconds(*(float(step.get(name, 0.0)) for name in PARTS))
+        """Seconds of a recorded step."""
+        return self.seconds(StepWork.of(step))
 
 
 def least_queries(plan: Plan | None) -> float:
@@ -212,7 +207,7 @@ def _mean_ratio(predicted: Array, taken: Array) -> float:
 
 def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
     """What each step is made of: 1, prompts, mixed, tokens, decodes, context, pairs, rows, past."""
-    found = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in PARTS)
+    found = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in StepWork._fields)
     tokens, decodes, context, pairs, rows, past = found
     prompts = np.where(tokens > 0, 1.0, 0.0)
     pairs = pairs * np.maximum(1.0, least / np.maximum(tokens, 1.0))
@@ -285,33 +280,23 @@ def _spread(errors: Array, kinds: Array) -> Array:
 
 
 def _non_negative(rows: Array, wanted: Array) -> Array:
-    """Least squares with no number below 0: of all choices of numbers that are 0, but never the first, the best that
-    leaves none below."""
-    size = np.maximum(np.abs(rows).max(axis=0), 1e-30)  # columns of one size, so that none is lost to rounding
-    rows, count = rows / size, rows.shape[1]
-    products, sums = rows.T @ rows, rows.T @ wanted
-    whole = float(wanted @ wanted)
-    best, least = np.zeros(count), whole
-    others = [i for i in range(1, count) if products[i, i] > 0]
-    for chosen in ((0, *kept) for much in range(len(others) + 1) for kept in combinations(others, much)):
-        mine = products[np.ix_(chosen, chosen)] + _EVEN * np.diag(products.diagonal()[list(chosen)])
-        found = np.linalg.solve(mine, sums[list(chosen)])
-        if (found < 0).any():
-            continue
-        left = whole - 2 * float(found @ sums[list(chosen)]) + float(found @ mine @ found)
-        if left < least - 1e-9 * whole:
-            best, least = np.zeros(count), left
-            best[list(chosen)] = found
-    return best / size
+    """Non-negative least squares, with columns scaled to one size so that none is lost to rounding. A trace of ridge
+    makes the solution unique where columns are the same."""
+    from scipy.optimize import nnls  # slow to import
+
+    size = np.maximum(np.abs(rows).max(axis=0), 1e-30)
+    scaled = rows / size
+    ridge = np.diag(np.sqrt(_EVEN) * np.linalg.norm(scaled, axis=0))
+    return nnls(np.vstack([scaled, ridge]), np.concatenate([wanted, np.zeros(len(size))]))[0] / size
 
 
 def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: float) -> StepCost:
     """A GPU's steps as they were with `rows` decodes, and as the planner has them grow with more: few of them go
     through other kernels than many, and the next of a few costs more than one of many."""
     many = 16 * rows
-    now = cost.seconds(0, rows, rows * context)
-    pace = now / planned.seconds(0, rows, rows * context)
-    then = pace * planned.seconds(0, many, many * context)
+    now = cost.decode_seconds(rows, context)
+    pace = now / planned.decode_seconds(rows, context)
+    then = pace * planned.decode_seconds(many, context)
     each = max(0.0, then - now) / (many - rows)
     if each >= cost.decode_s + context * cost.context_s:
         return cost

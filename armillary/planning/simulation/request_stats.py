@@ -8,8 +8,9 @@ totals       as the last record has them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
+
+from armillary.stats import percentile
 
 Records = Sequence[Mapping[str, Any]]
 PERCENTS = (50, 90, 99)
@@ -19,16 +20,18 @@ def served_gauges(steps: Records, requests: Records) -> dict[str, float]:
     """Gauge -> value; what cannot be said is left out."""
     found: dict[str, float] = {}
     for base in ("ttft", "tpot", "e2e", "queue"):
-        values = sorted(float(one[f"{base}_s"]) for one in requests if f"{base}_s" in one)
-        found |= {f"{base}_p{percent}_s": _at(values, percent) for percent in PERCENTS if values}
+        values = [float(one[f"{base}_s"]) for one in requests if f"{base}_s" in one]
+        found |= {f"{base}_p{percent}_s": percentile(values, percent) for percent in PERCENTS if values}
     gaps = _gaps(steps, requests)
-    found |= {f"itl_p{percent}_s": _weighted(gaps, percent) for percent in PERCENTS if gaps}
+    if gaps:
+        seconds, tokens = zip(*gaps, strict=True)
+        found |= {f"itl_p{percent}_s": percentile(seconds, percent, tokens) for percent in PERCENTS}
     return found | _rates(requests) | _totals(steps)
 
 
 def _gaps(steps: Records, requests: Records) -> list[tuple[float, float]]:
-    """(gap, how many tokens had it), ordered: that of each step, and those of answers that were put back, which are
-    longer than any step."""
+    """(gap, number of tokens with that gap): one per step, and those of preempted sequences, which are longer than any
+    step."""
     found = [
         (float(one["engine_step_s"]), float(one["decode_tokens"]))
         for one in steps
@@ -36,19 +39,7 @@ def _gaps(steps: Records, requests: Records) -> list[tuple[float, float]]:
     ]
     longest = max((gap for gap, _ in found), default=float("inf"))
     found += [(float(one["itl_max_s"]), 1.0) for one in requests if one.get("itl_max_s", 0.0) > 1.5 * longest]
-    return sorted(found)
-
-
-def _at(ordered: Sequence[float], percent: float) -> float:
-    """The value that `percent` of all do not exceed."""
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
-
-
-def _weighted(ordered: Sequence[tuple[float, float]], percent: float) -> float:
-    """The same, where each value counts as often as it says."""
-    sums = list(accumulate(weight for _, weight in ordered))
-    wanted = sums[-1] * percent / 100
-    return next(value for (value, _), total in zip(ordered, sums, strict=True) if total >= wanted)
+    return found
 
 
 def _rates(requests: Records) -> dict[str, float]:

@@ -15,6 +15,8 @@ from typing import Any
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
+from armillary.engine.engine import Engine
+from armillary.engine.output.output_text import Answers, NoText
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence as Answer
@@ -22,7 +24,7 @@ from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
-from armillary.engine.telemetry.gauges import request_gauges, state_gauges, step_gauges
+from armillary.engine.telemetry.gauges import state_gauges
 from armillary.errors import BadInput
 from armillary.planning.serving.queueing import Server
 from armillary.planning.simulation.fitted_step_time import StepCost, planned_step_cost
@@ -113,17 +115,10 @@ class _Device:
         return self.now
 
     def launch(self, decision: Decision) -> tuple[Decision, float]:
-        keys = sum(decision.positions) + len(decision.positions)
-        taken = self._cost.seconds(
-            decision.num_prefill_tokens,
-            len(decision.decodes),
-            keys,
-            decision.num_prefill_pairs,
-            len(decision.chunks),
-            decision.num_past_tokens,
-        )
-        like = self._cost.noise.ratios_near(decision.num_prefill_tokens > 0, taken)
-        taken *= self._rng.choice(like) if like else 1.0
+        work = decision.work
+        taken = self._cost.seconds(work)
+        ratios = self._cost.noise.ratios_near(work.prefill_tokens > 0, taken)
+        taken *= self._rng.choice(ratios) if ratios else 1.0
         self._free_at = max(self.now, self._free_at) + taken
         if not self._cost.waits:
             self.now = self._free_at
@@ -139,74 +134,47 @@ class _Device:
 
 
 class _Run:
-    """One copy of the engine and the requests that it gets."""
+    """One replica's engine, and the requests that it gets."""
 
     def __init__(self, arrivals: Sequence[Arrival], system: System, cost: StepCost) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.requests: list[dict[str, float]] = []
+        self.steps: list[Mapping[str, float]] = []
+        self.requests: list[Mapping[str, float]] = []
         self.refused = 0
         self._left = deque(arrivals)
         self._prompts = Prompts(arrivals)
         self._device = _Device(cost)
         self.scheduler = system.scheduler()
-        self._loop = Loop(self.scheduler, self._device, overlap=system.overlap, clock=self._device.clock)
-        self._open: dict[int, dict[str, float]] = {}
-        """records of steps whose tokens are not back"""
-        self._last: dict[Answer, float] = {}
-        """when each answer got its last token"""
+        loop = Loop(self.scheduler, self._device, overlap=system.overlap, clock=self._device.clock)
+        self._engine = Engine(loop, Answers(self.scheduler, NoText), record=self._record)
+
+    def _record(self, gauges: Mapping[str, float], *, step: int | None = None, request: str | None = None) -> None:
+        (self.requests if step is None else self.steps).append(gauges)
 
     def all(self) -> None:
-        """Until every request is over."""
-        scheduler, device = self.scheduler, self._device
-        while self._left or scheduler.has_work or scheduler.under_way:
+        """Serve until every request is over."""
+        engine, device = self._engine, self._device
+        while self._left or engine.busy:
             while self._left and self._left[0].at_s <= device.now:
                 self._submit(self._left.popleft())
-            if not scheduler.has_work and not scheduler.under_way:
-                if self._left:
-                    device.now = self._left[0].at_s
-                continue
-            self._step()
+            if engine.busy:
+                pieces = engine.step()
+                if not pieces and not self.scheduler.under_way and not self.scheduler.request_table.running:
+                    self._nap()
+            elif self._left:
+                device.now = self._left[0].at_s
 
-    def _submit(self, one: Arrival) -> None:
-        params = SamplingParams(max_tokens=one.limit, n=one.answers)
-        request = Request(id=str(one.number), prompt=self._prompts.of(one), params=params)
-        self._device.lengths[request.id] = one.tokens_out
+    def _submit(self, arrival: Arrival) -> None:
+        params = SamplingParams(max_tokens=arrival.limit, n=arrival.answers)
+        request = Request(id=str(arrival.number), prompt=self._prompts.of(arrival), params=params)
+        self._device.lengths[request.id] = arrival.tokens_out
         try:
-            for seq in self.scheduler.submit(request, one.at_s):
-                seq.number = one.number
+            for seq in self.scheduler.submit(request, arrival.at_s):
+                seq.number = arrival.number
         except BadInput:
             self.refused += 1
 
-    def _step(self) -> None:
-        device, begin = self._device, self._device.now
-        decision, outcome = self._loop.step()
-        now, last = device.now, self._last
-        for seq in outcome.sequences:
-            before = last.get(seq)
-            last[seq] = now
-            if before is not None and now - before > seq.largest_gap_s:
-                seq.largest_gap_s = now - before
-        self._record(decision, now - begin, len(outcome.finished))
-        for seq in (*decision.ended, *outcome.finished):
-            last.pop(seq, None)
-            self.requests.append(request_gauges(seq))
-        if decision.empty and not outcome.sequences and not self.scheduler.request_table.running:
-            self._nap()
-
-    def _record(self, decision: Decision, seconds: float, left: int) -> None:
-        """As the engine does it: a turn's own part is of the step it launched, its wait of the one it waited for."""
-        loop = self._loop
-        if not decision.empty:
-            made = step_gauges(self.scheduler, decision, left)
-            self.steps.append(made | {"engine_step_s": seconds - loop.wait_s, "engine_wait_s": 0.0})
-            self._open[decision.number] = self.steps[-1]
-        for number in loop.taken:
-            if (one := self._open.pop(number, None)) is not None:
-                one["engine_step_s"] += loop.wait_s
-                one["engine_wait_s"] = loop.wait_s
-
     def _nap(self) -> None:
-        """Nobody can start now: until a window closes, a deadline passes or another request comes."""
+        """No sequence can start now: wait until a window closes, a deadline passes or another request arrives."""
         device = self._device
         wake = self.scheduler.wake_at(device.now)
         times = [wake] if wake is not None and wake > device.now else []

@@ -18,10 +18,9 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
-from armillary.engine.build import NoText
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.llm import LLM
-from armillary.engine.output.output_text import Answers
+from armillary.engine.output.output_text import Answers, NoText
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.scheduler.request_checks import MakeConstraint

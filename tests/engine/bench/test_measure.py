@@ -10,11 +10,12 @@ import torch
 
 from armillary.engine.bench.bench import bench_serve
 from armillary.engine.bench.bench_page import bench_page, picture
-from armillary.engine.bench.measure import decode_bytes, percentile, serve_all
+from armillary.engine.bench.measure import decode_bytes, serve_all
 from armillary.engine.bench.workload import fixed, nano_vllm, ragged
 from armillary.engine.build import make_engine
 from armillary.model.transformer import build
 from armillary.spec.tables.serve import Serve
+from armillary.stats import percentile
 from tests.conftest import Ran
 from tests.model.layers.test_attention_forms import small
 

@@ -23,8 +23,8 @@ def test_a_decode_is_bound_by_bytes_and_a_prompt_by_products() -> None:
     decode.positions = [127]
     decode.decodes = [None]  # type: ignore[list-item]
     weights = parameters(config).multiplied
-    assert roofline.seconds(decode) == pytest.approx((2 * weights + 128 * roofline.kv_bytes) / 4e12)
+    assert roofline.seconds(decode.work) == pytest.approx((2 * weights + 128 * roofline.kv_bytes) / 4e12)
     prompt = Decision(2)
     prompt.chunks = [Chunk(None, 0, 0, 8192, True)]  # type: ignore[arg-type]
-    assert roofline.seconds(prompt) >= 2 * weights * 8192 / 7e14
+    assert roofline.seconds(prompt.work) >= 2 * weights * 8192 / 7e14
     assert step_roofline(config, None, "bf16") is None

@@ -15,6 +15,7 @@ from armillary.engine.build import make_engine
 from armillary.engine.engine import Engine
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.settings import Settings
 from armillary.model.transformer import build
 from armillary.planning.serving.replica import Replica
@@ -239,17 +240,18 @@ def test_more_rows_than_ran_cost_what_the_planner_says_at_the_pace_of_those_that
     dear = StepCost(base_s=7e-4, decode_s=6e-5, context_s=9e-8)
     planned = StepCost(base_s=3e-4, decode_s=1e-6, context_s=1e-8)
     found = extrapolate_batch(dear, planned, 4, 100.0)
-    assert found.seconds(0, 4, 400) == pytest.approx(dear.seconds(0, 4, 400))
-    pace = dear.seconds(0, 4, 400) / planned.seconds(0, 4, 400)
-    assert found.seconds(0, 64, 6400) == pytest.approx(pace * planned.seconds(0, 64, 6400))
+    assert found.decode_seconds(4, 100.0) == pytest.approx(dear.decode_seconds(4, 100.0))
+    pace = dear.decode_seconds(4, 100.0) / planned.decode_seconds(4, 100.0)
+    assert found.decode_seconds(64, 100.0) == pytest.approx(pace * planned.decode_seconds(64, 100.0))
     cheap = StepCost(base_s=7e-4, decode_s=1e-7)
     assert extrapolate_batch(cheap, planned, 4, 100.0) is cheap
 
 
 def test_few_queries_take_a_gpu_as_long_as_a_tile_for_each_of_its_processors() -> None:
     cost = StepCost(base_s=0.0, pair_s=1e-9, least_queries=512.0)
-    assert cost.seconds(64, 0, pairs=64 * 1000) == pytest.approx(512 * 1000 * 1e-9)
-    assert cost.seconds(1024, 0, pairs=1024 * 1000) == pytest.approx(1024 * 1000 * 1e-9) and cost.seconds(0, 4) == 0.0
+    assert cost.seconds(StepWork(64, prefill_pairs=64 * 1000)) == pytest.approx(512 * 1000 * 1e-9)
+    assert cost.seconds(StepWork(1024, prefill_pairs=1024 * 1000)) == pytest.approx(1024 * 1000 * 1e-9)
+    assert cost.seconds(StepWork(decode_tokens=4)) == 0.0
     made = {
         chip: Plan(
             created="",
@@ -268,7 +270,7 @@ def test_few_steps_are_not_enough_and_the_planner_stands_in() -> None:
     assert fit_step_cost(steps) is None
     replica = Replica(config=catalogue.model("qwen3-0.6b").config, cluster=catalogue.cluster("h200"))
     planned, scaled = planned_step_cost(replica), planned_step_cost(replica, steps=steps)
-    assert planned.seconds(0, 32, 32 * 512) == pytest.approx(replica.decode(32, 512).total_s, rel=0.25)
+    assert planned.decode_seconds(32, 512) == pytest.approx(replica.decode(32, 512).total_s, rel=0.25)
     assert scaled.of(steps[0]) == pytest.approx(0.01) and "planner" in scaled.basis
 
 
