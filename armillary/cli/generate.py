@@ -18,7 +18,8 @@ from armillary.errors import BadInput
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
-    from armillary.model.reference_generate import Completion, Sampling
+    from armillary.engine.engine import Completion
+    from armillary.model.reference_generate import Sampling
     from armillary.model.text.tokenizer import Tokenizer
     from armillary.model.transformer import Transformer
 
@@ -102,22 +103,23 @@ def stream_completion(
 ) -> Completion:
     """Complete one prompt, handing text to `emit` as whole characters become known; `before` goes ahead of it, once
     there is something to follow it. Seconds to the first token go to `phases`."""
+    from armillary.engine.engine import Completion
     from armillary.engine.generate import answer
-    from armillary.model.reference_generate import Completion, check_tokenizer
+    from armillary.model.reference_generate import check_tokenizer
 
     check_tokenizer(model, tokenizer)
-    waiting, texts, tokens, finish = [before], list[str](), list[int](), ""
+    completion: Completion | None = None
     spent, begin = {} if phases is None else phases, time.monotonic()
     ids = tokenizer.encode(text, special=special)
     for piece in answer(model, tokenizer, ids, sampling, lambda name, seconds: spent.update({name: seconds})):
-        if waiting:
-            emit(waiting.pop())
+        if completion is None:
+            completion = Completion(request=piece.sequence.request, prompt=text)
+            emit(before)
             spent["first token"] = time.monotonic() - begin - spent.get("kernels and KV cache", 0.0)
         emit(piece.text)
-        texts.append(piece.text)
-        tokens += piece.tokens
-        finish = piece.finish or ""
-    return Completion(prompt=text, text="".join(texts), tokens=tuple(tokens), finish=finish)
+        completion.add(piece)
+    assert completion is not None, "an engine ends every request with a piece"
+    return completion
 
 
 def generate_ids(out: Output, model: Transformer, name: str, text: str, sampling: Sampling) -> None:

@@ -6,11 +6,12 @@ stopped.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from armillary.engine.gc_freeze import gc_frozen
 from armillary.engine.output.output_text import Answers, Piece
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import Finish, Logprob, Sequence
@@ -31,7 +32,9 @@ class Completion:
     """One answer, whole."""
 
     request: Request
-    """what was asked"""
+    """the request"""
+    prompt: str = ""
+    """text of its prompt, where `generate` was given texts"""
     index: int = 0
     """which of its answers"""
     tokens: list[int] = field(default_factory=list)
@@ -164,3 +167,13 @@ class Engine:
                 if not pieces and not self.scheduler.under_way and not self.scheduler.request_table.running:
                     time.sleep(_NAP_S)
         return found
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    """What exists now is left out of collections until the end."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -14,8 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Protocol
 
-from armillary.engine.engine import Engine
-from armillary.engine.gc_freeze import gc_frozen
+from armillary.engine.engine import Engine, gc_frozen
 from armillary.engine.output.output_text import Piece
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import Sequence

@@ -7,14 +7,14 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 
 from armillary.engine.build import Phase, make_engine
-from armillary.engine.engine import Engine
+from armillary.engine.engine import Completion, Engine
 from armillary.engine.llm import dtype_to_load
 from armillary.engine.output.output_text import Piece
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadModel
 from armillary.model.device import pick_device
-from armillary.model.reference_generate import Completion, Sampling, check_prompts, check_tokenizer, default_sampling
+from armillary.model.reference_generate import Sampling, check_prompts, check_tokenizer, default_sampling
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_weights import load_model
@@ -47,13 +47,12 @@ def generate(
     check_tokenizer(loaded, tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     engine = _engine(loaded, tokenizer, encoded, wished)
-    found = engine.generate([_request(i, prompt, wished) for i, prompt in enumerate(encoded)])
-    if any(made.finish == "error" for made in found):
-        raise BadModel(_BROKEN)
-    return [
-        Completion(prompt=prompt, text=made.text, tokens=tuple(made.tokens), finish=str(made.finish))
-        for prompt, made in zip(prompts, found, strict=True)
-    ]
+    completions = engine.generate([_request(i, tokens, wished) for i, tokens in enumerate(encoded)])
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if completion.finish == "error":
+            raise BadModel(_BROKEN)
+        completion.prompt = prompt
+    return completions
 
 
 def _engine(

@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadInput, BadModel
-from armillary.model.device import pick_device
 from armillary.model.generation_config import sampling_defaults
 from armillary.model.layers.attention_forms import ContiguousCache
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
-from armillary.model.weights.hf_weights import load_model
-from armillary.store.home import Home
-from armillary.store.resolve_model import resolve_model
 
 # B prompts, T tokens, V vocabulary
 OnToken = Callable[[int, int], None]
@@ -66,59 +62,6 @@ def default_sampling(folder: Path | None) -> Sampling:
     """What the model's generation_config.json says, where it says something."""
     own = sampling_defaults(folder).given
     return Sampling(**{name: value for name, value in own.items() if name in MODELS_OWN})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """What came after one prompt."""
-
-    prompt: str
-    text: str
-    tokens: tuple[int, ...]
-    finish: str
-    """stop: an end token came; length: max_tokens were made"""
-
-
-def generate(
-    model: Path | str,
-    prompts: Sequence[str],
-    sampling: Sampling | None = None,
-    *,
-    home: Home | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-) -> list[Completion]:
-    """Complete `prompts` with a Hugging Face folder, a Hub id, a run or a release."""
-    source = resolve_model(str(model), home or Home.default(), need_weights=True)
-    assert source.folder is not None
-    loaded = load_model(source.folder, dtype=dtype, device=pick_device(device))
-    return complete(loaded, Tokenizer.load(source.folder), prompts, sampling or default_sampling(source.folder))
-
-
-def complete(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    sampling: Sampling,
-    on_token: OnToken | None = None,
-    *,
-    special: bool = True,
-) -> list[Completion]:
-    """Text to text; `on_token(prompt index, token id)` is called as tokens come. A rendered chat has its special
-    tokens already (`special=False`)."""
-    check_tokenizer(model, tokenizer)
-    encoded = [tokenizer.encode(prompt, special=special) for prompt in prompts]
-    made = generate_tokens(model, encoded, sampling, stop_ids=tokenizer.eos_ids, on_token=on_token)
-    stops = set(tokenizer.eos_ids)
-    return [
-        Completion(
-            prompt=prompt,
-            text=tokenizer.decode([token for token in tokens if token not in stops]),
-            tokens=tuple(tokens),
-            finish="stop" if tokens and tokens[-1] in stops else "length",
-        )
-        for prompt, tokens in zip(prompts, made, strict=True)
-    ]
 
 
 def check_tokenizer(model: Transformer, tokenizer: Tokenizer) -> None:

@@ -139,7 +139,8 @@ def test_generate_draws_as_the_model_says_where_no_flag_does(cli: Cli, tmp_path:
 
 def test_generate_penalises_repetitions_as_the_model_says(cli: Cli, tmp_path: Path) -> None:
     """Greedily, so that the engine and its slow twin must agree."""
-    from armillary.model.reference_generate import default_sampling, generate
+    from armillary.model.reference_generate import default_sampling
+    from tests.model.plain_generation import plain_completions
 
     folder = make_folder(tmp_path)
     line = ("generate", str(folder), "def main", "--max-tokens=12", "--temperature=0", "--device=cpu", "--json")
@@ -147,8 +148,8 @@ def test_generate_penalises_repetitions_as_the_model_says(cli: Cli, tmp_path: Pa
     (folder / "generation_config.json").write_text('{"repetition_penalty": 5.0, "min_p": 0.1, "temperature": 0}')
     penalised, sampling = cli(*line).json["tokens"], default_sampling(folder)
     assert penalised != plain and len(set(penalised)) >= len(set(plain))
-    twin = generate(folder, ["def main"], replace(sampling, max_tokens=12), device="cpu", dtype="fp32")
-    assert sampling.min_p == 0.1 and list(twin[0].tokens) == penalised
+    ((tokens, _, _),) = plain_completions(folder, ["def main"], replace(sampling, max_tokens=12))
+    assert sampling.min_p == 0.1 and tokens == penalised
 
 
 def test_generate_from_a_shape_takes_token_ids(cli: Cli) -> None:

@@ -18,7 +18,7 @@ from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput, BadRecipe
-from armillary.model.reference_generate import Sampling, default_sampling, generate
+from armillary.model.reference_generate import Sampling, default_sampling
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import save_model
@@ -29,6 +29,7 @@ from armillary.store.home import Home
 from armillary.store.peaks import Peaks, save_peaks
 from tests.model.families import random_model
 from tests.model.layers.test_attention_forms import small
+from tests.model.plain_generation import plain_completions
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 TEXTS = ["def main", "return", "def main():\n    re"]
@@ -44,20 +45,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_texts_are_continued_as_by_plain_generation(folder: Path, tmp_path: Path) -> None:
-    plain = generate(folder, TEXTS, Sampling(max_tokens=12, temperature=0))
+    plain = plain_completions(folder, TEXTS, Sampling(max_tokens=12, temperature=0))
     with GaugeWriter(tmp_path / "gauges.jsonl") as writer:
         llm = LLM(folder, Serve(block_tokens=4, kv_bytes=100_000, max_running=4), device="cpu", record=writer.write)
         found = llm.generate(TEXTS, GREEDY)
-    assert [(made.tokens, made.text, made.finish) for made in found] == [
-        (list(made.tokens), made.text, made.finish) for made in plain
-    ]
+    assert [(made.tokens, made.text, made.finish) for made in found] == plain
     records = list(read_gauges(tmp_path / "gauges.jsonl"))
     assert sum("request" in record for record in records) == 3 and any("engine_step_s" in record for record in records)
 
 
 def test_one_call_does_the_same(folder: Path) -> None:
     sampling = Sampling(max_tokens=12, temperature=0)
-    assert armillary.generate(folder, TEXTS, sampling, device="cpu") == generate(folder, TEXTS, sampling, device="cpu")
+    found = armillary.generate(folder, TEXTS, sampling, device="cpu")
+    assert [made.prompt for made in found] == list(TEXTS)
+    assert [(made.tokens, made.text, made.finish) for made in found] == plain_completions(folder, TEXTS, sampling)
     with pytest.raises(BadInput, match="exceed the context"):
         armillary.generate(folder, TEXTS, Sampling(max_tokens=1000), device="cpu")
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
-from armillary.model.reference_generate import Sampling, generate, generate_tokens
+from armillary.model.reference_generate import Sampling, generate_tokens
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import load_model, save_model
 from tests.model.families import FAMILIES, random_model
 from tests.model.layers.test_attention_forms import small
+from tests.model.plain_generation import plain_completions
 
 GREEDY = Sampling(max_tokens=12, temperature=0)
 
@@ -72,10 +73,10 @@ def test_text_to_text_from_a_folder(tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "tokenizer")
     model = build(small(vocab=tokenizer.vocab_size), dtype=torch.float32, device="cpu", seed=3)
     folder = save_model(model, tmp_path / "m", like=tmp_path / "tokenizer")
-    made = generate(folder, ["def main", "return"], Sampling(max_tokens=5, seed=1))
-    assert [len(each.tokens) <= 5 for each in made] == [True, True]
-    assert made == generate(folder, ["def main", "return"], Sampling(max_tokens=5, seed=1))
-    assert made[0].finish in ("length", "stop")
+    made = plain_completions(folder, ["def main", "return"], Sampling(max_tokens=5, seed=1))
+    assert [len(tokens) <= 5 for tokens, _, _ in made] == [True, True]
+    assert made == plain_completions(folder, ["def main", "return"], Sampling(max_tokens=5, seed=1))
+    assert made[0][2] in ("length", "stop")
 
 
 @pytest.mark.parametrize(

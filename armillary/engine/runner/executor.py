@@ -17,11 +17,10 @@ from torch import Tensor
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.request.sequence import Logprob, Sequence
 from armillary.engine.runner.batch_encoder import Encoder
-from armillary.engine.runner.cuda_graphs import GraphSteps, Steps
+from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, is_out_of_memory
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
 from armillary.engine.runner.forward import Forward, gathered, inputs_of
-from armillary.engine.runner.out_of_memory import first_line, is_out_of_memory
 from armillary.engine.runner.sampler import DeviceSampler, Masks
 from armillary.engine.runner.step_input import Ints, Shape, Step
 from armillary.engine.scheduler.decision import Decision

@@ -19,12 +19,12 @@ from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.full_qk_norm import whole_norm
 from armillary.engine.runner.layer import Dense, Layer, Product, make_layer
-from armillary.engine.runner.rope_tables import angle_tables
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.single_token import plain
 from armillary.model.layers.norm import Norm
+from armillary.model.layers.rope import RotaryTable, inverse_frequencies
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.transformer import Transformer
 
@@ -263,3 +263,26 @@ def _weight(product: Product | None) -> Tensor:
 def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:
     """[B, H]: the last token of each sequence."""
     return torch.index_select(hidden_TH, 0, inputs.long("lasts_B"))
+
+
+# A positions, R rotated dims / 2
+
+
+def angle_tables(rotary: RotaryTable, length: int) -> dict[bool, tuple[Tensor, Tensor]]:
+    """{False: (cos, sin) of full layers, True: of sliding layers}, each [A, R] in fp32."""
+    rope, device = rotary.rope, rotary.full_R.device
+    frequencies = [rotary.full_R]
+    if rope.scaling == "longrope" and rotary.fixed_length is None:
+        frequencies = [
+            inverse_frequencies(rope, rope.theta, rotary.dim, rotary.context, at).to(device) for at in (0, 1 << 60)
+        ]
+    positions_1A = torch.arange(length, device=device)[None]
+
+    def table(kinds: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
+        made = [RotaryTable._cos_sin(positions_1A, kind, factor) for kind in kinds]
+        cos, sin = (torch.cat([pair[i][0, :, 0] for pair in made]) for i in (0, 1))
+        return cos.contiguous(), sin.contiguous()
+
+    full = table(frequencies, rotary.factor)
+    local = full if rope.local_theta is None else table([rotary.local_R] * len(frequencies), 1.0)
+    return {False: full, True: local}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from armillary.engine.cache.kv_cache import Copy, TableUpdate
-from armillary.engine.request.sequence import Sequence
+from armillary.engine.request.sequence import BROKEN, Finish, Sequence
 
 
 class StepWork(NamedTuple):
@@ -161,3 +161,77 @@ class Outcome(NamedTuple):
     """the token of each"""
     finished: list[Sequence]
     """answers that are complete"""
+
+
+class Ending(NamedTuple):
+    """Why a sequence is finished."""
+
+    finish: Finish
+    error: str = ""
+
+
+_BROKEN = Ending("error", "the model gave no number that can be drawn from; check its weights and dtype")
+
+
+def find_endings(sequences: list[Sequence], tokens: list[int]) -> list[tuple[Sequence, Ending]]:
+    """The sequences that end with the token just sampled; constraints advance by theirs."""
+    looked = ((seq, _ending(seq, token)) for seq, token in zip(sequences, tokens, strict=True) if token in seq.watched)
+    return [(seq, ending) for seq, ending in looked if ending is not None]
+
+
+def without_broken(sequences: list[Sequence], tokens: list[int]) -> tuple[list[Sequence], list[int]]:
+    """The sequences with a usable token, and their tokens; a broken token is removed from its sequence."""
+    for seq in sequences:
+        if seq.tokens[-1] == BROKEN:
+            seq.tokens.pop()
+    kept = [(seq, token) for seq, token in zip(sequences, tokens, strict=True) if token != BROKEN]
+    return [seq for seq, _ in kept], [token for _, token in kept]
+
+
+def _ending(seq: Sequence, token: int) -> Ending | None:
+    if token == BROKEN:
+        return _BROKEN
+    if token in seq.stops and seq.num_output >= seq.request.params.min_tokens:
+        return Ending("stop")
+    constraint = seq.constraint
+    if constraint is not None and not constraint.advance(token):
+        return Ending("error", f"token {token} breaks the asked-for structure; report this as a bug")
+    return Ending("stop") if constraint is not None and constraint.finished() else None
+
+
+def take_back(decision: Decision) -> list[Sequence]:
+    """Roll back a decision of which nothing was computed: every sequence is where it was before. Blocks, rows and table
+    entries stay assigned, and the executor learns of them with the next decision. Returns the unfinished sequences of
+    the decision."""
+    ends = [
+        *zip(decision.decodes, decision.positions, strict=True),
+        *((chunk.sequence, chunk.start) for chunk in decision.chunks),
+    ]
+    inside = [(seq, begin) for seq, begin in ends if seq.finish is None]
+    prompts = {id(seq) for seq in (*decision.prefill_done, *(chunk.sequence for chunk in decision.chunks))}
+    for seq, begin in inside:
+        seq.computed = begin
+        if id(seq) in prompts:
+            seq.is_prefilling, seq.num_allocated = True, 0
+    return [seq for seq, _ in inside]
+
+
+def keep_some(decision: Decision, first: int, count: int) -> None:
+    """Keep `count` decodes of a decision that has only decodes so far, round robin from `first` on; the others wait."""
+    pairs = list(zip(decision.decodes, decision.positions, strict=True))
+    first %= len(pairs)
+    pairs = pairs[first:] + pairs[:first]
+    for seq, position in pairs[count:]:
+        seq.computed = position
+    kept = {id(seq) for seq, _ in pairs[:count]}
+    decision.decodes = [seq for seq, _ in pairs[:count]]
+    decision.positions = [position for _, position in pairs[:count]]
+    decision.last = [seq for seq in decision.last if id(seq) in kept]
+
+
+def as_one(copies: list[Copy]) -> list[Copy]:
+    """Consecutive copies as copies that are all read before any is written."""
+    sources: dict[int, int] = {}
+    for source, target in copies:
+        sources[target] = sources.get(source, source)
+    return [Copy(source, target) for target, source in sources.items() if source != target]

@@ -88,3 +88,38 @@ class Budget:
         self.tokens -= chunk_cost(count, past, self.attention_tokens, self.free)
         self.most -= count
         self._begun = True
+
+
+_FIRST_STEPS, _MOST_STEPS = 32, 8192
+"""successful steps before a larger one is tried: at first, and at most"""
+
+
+class StepLimit:
+    """Most tokens of a step, decodes and prefill together. After a step that found no memory it is halved, and doubled
+    again after so many successful steps; the number of steps doubles with every failure."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens = most
+        self.next_decode = 0
+        """first decode of the next step, while not all of them fit"""
+        self._patience, self._good = _FIRST_STEPS, 0
+
+    @property
+    def tight(self) -> bool:
+        return self.tokens < self.most
+
+    def failed(self, tokens: int) -> None:
+        """A step of so many tokens found no memory."""
+        self.tokens, self._good = max(1, tokens // 2), 0
+        self._patience = min(_MOST_STEPS, 2 * self._patience)
+
+    def went_well(self) -> None:
+        """A step succeeded."""
+        self._good += 1
+        if self._good >= self._patience:
+            self.tokens, self._good = min(self.most, 2 * self.tokens), 0
+
+    def reset(self) -> None:
+        """The request that did not fit alone is gone: the others may fit together."""
+        self.tokens, self._good = self.most, 0

@@ -1,8 +1,8 @@
-"""The scheduler: what the next step computes, and what its tokens mean.
+"""The scheduler: what the next step computes, and what its sampled tokens mean.
 
-`schedule(now)` decides a step, `update(decision, tokens, now)` takes its tokens; time is an argument, and one decision
-may be under way while the next is made. There are no phases: every running sequence's computed tokens catch up with its
-tokens. Decodes go first, parts of prompts fill the rest of the step, then waiting requests start.
+`schedule(now)` decides a step and `update(decision, tokens, now)` takes its tokens. Time is an argument, and one
+decision may be in flight while the next is made. There are no phases: the computed tokens of every running sequence
+catch up with its tokens. Decodes go first, prefill chunks fill the rest of the step, then waiting requests start.
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import BROKEN, Finish, Sequence, State
 from armillary.engine.scheduler import invariants
 from armillary.engine.scheduler.admission import Admission
-from armillary.engine.scheduler.decision import Chunk, Decision, Outcome
-from armillary.engine.scheduler.finish import Ending, find_endings
-from armillary.engine.scheduler.preemption import fitting, preempt_until_fits
-from armillary.engine.scheduler.prefill_budget import Budget
+from armillary.engine.scheduler.decision import (
+    Chunk,
+    Decision,
+    Ending,
+    Outcome,
+    as_one,
+    find_endings,
+    keep_some,
+    take_back,
+    without_broken,
+)
+from armillary.engine.scheduler.prefill_budget import Budget, StepLimit
 from armillary.engine.scheduler.prefill_pacing import PrefillController
 from armillary.engine.scheduler.request_checks import MakeConstraint
-from armillary.engine.scheduler.request_table import RequestTable
-from armillary.engine.scheduler.rollback import as_one, keep_some, take_back
+from armillary.engine.scheduler.request_table import RequestTable, fitting, preempt_until_fits
 from armillary.engine.scheduler.settings import STREAMED_SLOWDOWN, Settings
-from armillary.engine.scheduler.step_limit import StepLimit
 from armillary.errors import BadInput
 
 _RUNNING = State.RUNNING
 
 
 class Scheduler:
-    """Decides steps over a request_table of sequences and a cache of blocks."""
+    """Decides steps over the request table and the KV cache."""
 
     def __init__(self, settings: Settings, cache: KVCache) -> None:
         if settings.max_tokens_per_step < settings.max_running:
@@ -50,30 +56,30 @@ class Scheduler:
         self.prefill_controller = (
             None if slowdown is None else PrefillController(slowdown, settings.attention_tokens, self._tile)
         )
-        """keeps steps with prompts short; none: they take as long as they take"""
+        """limits how long prefill makes a step; none: no limit"""
         self.totals = self.request_table.totals
         self.limit = StepLimit(settings.max_tokens_per_step)
         self.under_way: deque[Decision] = deque()
-        """decided, and their tokens not back"""
+        """decided steps whose tokens are not back"""
         self._admitted: list[Sequence] = []
         self._fresh: list[Sequence] = []
         self._ended: list[Sequence] = []
-        """ended by decisions that were taken back: the next one tells"""
+        """sequences ended by decisions that were rolled back: the next decision reports them"""
         self._watched = {BROKEN}
-        """tokens that end somebody's answer"""
+        """tokens that may end a running sequence"""
         self._lookups = 0
         self._stalled = False
         self._full = False
         self._retreated = False
         self._gives_way = False
-        """the pace is not kept where more wait for their first token than decode"""
+        """prefill is not limited while more sequences wait for their first token than decode"""
         self._waits = not settings.late_masks
-        """structured answers are not run ahead"""
+        """a structured sequence is not scheduled before its last token is known"""
 
     def stream(self) -> None:
-        """Answers are read as they come from now on: where nobody chose how long prompts may hold them up, steps are
-        paced by the default, as long as no more wait for their first token than for their next: beyond that a server
-        would answer fewer requests than it can. Batches that are read when they are done are quicker without."""
+        """Outputs are streamed from now on. Unless a recipe says how long prefill may delay decodes, steps are limited
+        by the default, as long as no more sequences wait for their first token than decode: beyond that, the limit
+        would cost throughput. Batches that are read when they are complete are faster without a limit."""
         settings = self.settings
         if self.prefill_controller is None and settings.prefill_tokens is None and settings.batching == "continuous":
             self.prefill_controller = PrefillController(STREAMED_SLOWDOWN, settings.attention_tokens, self._tile)
@@ -82,25 +88,26 @@ class Scheduler:
     # --- requests
 
     def submit(self, request: Request, now: float, constraint: MakeConstraint | None = None) -> list[Sequence]:
-        """Queue a request, one sequence an answer; BadInput says what is wrong with it, and nothing else changes."""
+        """Queue a request, one sequence per completion; BadInput says what is wrong with it, and nothing else
+        changes."""
         made = self.request_table.prepare(request, constraint)
         self.request_table.enter(made, now)
         return made
 
     def abort(self, request_id: str, now: float, reason: Finish = "abort") -> list[Sequence]:
-        """End what is left of a request; the sequences that were not over."""
+        """End what is left of a request; returns the sequences that were not finished."""
         ended = [seq for seq in self.request_table.requests.get(request_id, ()) if seq.finish is None]
         self._end([(seq, Ending(reason)) for seq in ended], now)
         return ended
 
     def finish(self, seq: Sequence, reason: Finish, now: float, *, num_output: int | None = None) -> None:
-        """End one sequence from outside (a stop text was seen), keeping its first `num_output` tokens."""
+        """End one sequence from outside (a stop string was seen), keeping its first `num_output` tokens."""
         self._end([(seq, Ending(reason))], now)
         if num_output is not None:
             del seq.tokens[seq.num_prompt + num_output :]
 
     def _end(self, ended: list[tuple[Sequence, Ending]], now: float) -> None:
-        """Take sequences out of wherever they are."""
+        """Remove sequences from wherever they are."""
         for seq, ending in ended:
             self.request_table.end(seq, ending.finish, now, ending.error)
         if ended:
@@ -114,7 +121,8 @@ class Scheduler:
         return bool(self.request_table.requests)
 
     def wake_at(self, now: float) -> float | None:
-        """When to call `schedule` again if nothing else happens: now, at a deadline or a window's end, or never."""
+        """When to call `schedule` next if nothing else happens: now, at a deadline, at a window's end, or never
+        (None)."""
         if self.request_table.running:
             return now
         times = [self.request_table.deadlines.next()]
@@ -129,7 +137,7 @@ class Scheduler:
     # --- deciding a step
 
     def schedule(self, now: float) -> Decision:
-        """Decide what is computed next. At most one decision before this may be without its tokens."""
+        """Decide the next step. At most one earlier decision may still be in flight."""
         assert len(self.under_way) <= 1, "update the step before last first"
         self.totals.steps += 1
         decision = Decision(self.totals.steps)
@@ -144,7 +152,7 @@ class Scheduler:
         return decision
 
     def _budget(self, decodes: int, prompts: int) -> Budget:
-        """What is left for so many prompts beside so many decodes."""
+        """Prefill budget of a step with so many decodes, for so many prompts."""
         settings = self.settings
         left = self.limit.tokens - decodes
         if decodes and settings.prefill_tokens is not None:
@@ -162,7 +170,7 @@ class Scheduler:
         )
 
     def _settle(self, decision: Decision, now: float) -> None:
-        """What came before: names of computed blocks, forks that can start, blocks to give back, deadlines."""
+        """After the last step: register computed blocks, wake forks, free blocks, expire deadlines."""
         self._lookups, self._stalled = self.settings.lookups, False
         self.cache.settle(self.settings.lookups)
         for seq in self._fresh:
@@ -181,7 +189,7 @@ class Scheduler:
             self._switch_rope(decision, self.settings.rope_switch)
 
     def _switch_rope(self, decision: Decision, switch: int) -> None:
-        """Answers that grow across the length at which rotary frequencies change are computed anew, as transformers
+        """Recompute sequences that grow beyond the length at which the RoPE frequencies change, as transformers
         does."""
         for seq in [
             seq
@@ -192,10 +200,10 @@ class Scheduler:
             decision.preempted.append(seq)
 
     def _decode(self, decision: Decision) -> list[Sequence]:
-        """One token for everyone who has one to compute; returns the others, whose prompts are under way."""
+        """One token for every sequence that decodes; returns the sequences that are still prefilling."""
         prompts: list[Sequence] = []
         take, place = decision.decodes.append, decision.positions.append
-        for seq in self.request_table.running:  # those put back meanwhile stand behind the one at hand
+        for seq in self.request_table.running:  # sequences preempted meanwhile come after this one
             at = seq.computed
             if at >= seq.num_allocated and not self._may_advance(decision, seq, prompts):
                 continue
@@ -208,37 +216,29 @@ class Scheduler:
         return prompts
 
     def _may_advance(self, decision: Decision, seq: Sequence, prompts: list[Sequence]) -> bool:
-        """Whether one that has reached its `room` goes on: at the end of its block, its length or its known tokens."""
+        """Whether a sequence at its `num_allocated` goes on: it is at the end of its blocks, its limit or its
+        prefill."""
         if seq.is_prefilling:
             prompts.append(seq)
             return False
         if seq.computed >= seq.limit - 1 or (seq.constraint is not None and self._waits and seq.num_pending):
-            return False  # its last token is on its way, or the next depends on it
-        found = seq.computed < seq.num_writable or preempt_until_fits(
-            self.request_table, decision, seq, seq.computed + 1
-        )
-        self._stalled |= not found
+            return False  # its last token is in flight, or the next one depends on it
+        at = seq.computed
+        fits = at < seq.num_writable or preempt_until_fits(self.request_table, decision, seq, at + 1)
+        self._stalled |= not fits
         decision.has_constraints |= seq.constraint is not None
-        if found and seq.computed == seq.limit - 2:
+        if fits and at == seq.limit - 2:
             decision.last.append(seq)
-        return found
+        return fits
 
     def _chunk(self, decision: Decision, seq: Sequence, budget: Budget) -> None:
-        """The next part of a prompt, as large as budget and blocks allow."""
+        """The next prefill chunk of a sequence, as large as budget and blocks allow."""
         if budget.spent or seq.state is not _RUNNING:
             return
         self._lookups -= search(self.cache, seq, self._lookups, self.totals)
         if seq.matching:
-            return  # this step's share of searching is used up
-        settings, start = self.settings, seq.computed
-        left = seq.prefill_target - start
-        count = self._paced(
-            decision,
-            budget,
-            left,
-            start,
-            min(budget.size(left, start, self.cache.block_tokens, settings.query_tile), settings.max_chunk or left),
-        )
+            return  # the step's share of prefix lookups is used up
+        count = self._chunk_size(decision, seq, budget)
         if not count:
             budget.close()
             return
@@ -246,6 +246,12 @@ class Scheduler:
         if not count:
             self._stalled = True
             return
+        self._add_chunk(decision, seq, count)
+        self._fresh.append(seq)
+        budget.pay(count, seq.computed - count)
+
+    def _add_chunk(self, decision: Decision, seq: Sequence, count: int) -> None:
+        start = seq.computed
         seq.computed = start + count
         samples = seq.computed == seq.prefill_target
         if samples:
@@ -255,17 +261,19 @@ class Scheduler:
             if seq.computed == seq.limit - 1:
                 decision.last.append(seq)
         else:
-            seq.num_allocated = 0  # a last token that is left alone is not a decode yet
+            seq.num_allocated = 0  # a single remaining token is not a decode yet
         if samples and count == 1:
             decision.decodes.append(seq)
             decision.positions.append(start)
         else:
             decision.chunks.append(Chunk(seq, seq.row, start, count, samples))
-        self._fresh.append(seq)
-        budget.pay(count, start)
 
-    def _paced(self, decision: Decision, budget: Budget, left: int, start: int, count: int) -> int:
-        """The same tokens, or those that were seen to keep the pace; what the first part is denied nobody else gets."""
+    def _chunk_size(self, decision: Decision, seq: Sequence, budget: Budget) -> int:
+        """Tokens of the next chunk: what the budget pays for, or the size that the controller has seen to keep the
+        time limit. What the first chunk is denied goes to no other sequence."""
+        settings, start = self.settings, seq.computed
+        left = seq.prefill_target - start
+        count = min(budget.size(left, start, self.cache.block_tokens, settings.query_tile), settings.max_chunk or left)
         if self.prefill_controller is None or not budget.is_paced or count >= left:
             return count
         allowed = self.prefill_controller.size(len(decision.decodes), count, start, min(left - 1, budget.most))
@@ -275,12 +283,12 @@ class Scheduler:
 
     @property
     def _tile(self) -> int:
-        """Tokens by which parts of prompts grow."""
+        """Tokens by which prefill chunks grow."""
         tile, block = self.settings.query_tile, self.cache.block_tokens
         return tile if tile % block == 0 else block
 
     def _admit(self, decision: Decision, budget: Budget, now: float) -> None:
-        """Start those who wait, in order, as long as rows, blocks and budget last."""
+        """Start waiting sequences in order, as long as rows, blocks and budget last."""
         request_table, admission = self.request_table, self.admission
         admission.begin_step(preempted=bool(decision.preempted))
         first = request_table.waiting.first()
@@ -292,7 +300,7 @@ class Scheduler:
             if decision.preempted or self._stalled or not admission.lets_in(first, request_table.running):
                 return
             if request_table.running and (self._full or not admission.fits(first, request_table.running)):
-                self._full = True  # until somebody leaves: to look again each step would cost and change nothing
+                self._full = True  # until a sequence ends: until then the answer stays the same
                 return
             if not self._can_share(first):
                 return
@@ -303,7 +311,7 @@ class Scheduler:
             first = request_table.waiting.first()
 
     def _can_share(self, seq: Sequence) -> bool:
-        """Sharing a long prompt's blocks takes time: one such fork a step."""
+        """Whether this step may fork it: sharing the blocks of a long prompt takes time, so one such fork per step."""
         blocks = seq.blocks_at_start if seq.can_fork else 0
         if blocks > self._lookups and self._lookups < self.settings.lookups:
             return False
@@ -319,14 +327,15 @@ class Scheduler:
             if self._retreated:
                 decision.copies, self._retreated = as_one(decision.copies), False
         decision.rows = [seq.row for seq in decision.decodes]
-        reached = [chunk.sequence for chunk in decision.chunks if chunk.samples]
-        decision.sampling = decision.decodes + reached if reached else decision.decodes
+        prefilled = [chunk.sequence for chunk in decision.chunks if chunk.samples]
+        decision.sampling = decision.decodes + prefilled if prefilled else decision.decodes
         self.under_way.append(decision)
         self._check()
 
     def retreat(self, decision: Decision, now: float, error: str) -> None:
-        """The executor found no memory for the last decision and did nothing of it: it is taken back, and the next is
-        half as large. A request that is alone in a step of one block at most ends with an error; no other ever does."""
+        """The executor found no memory for the last decision and did nothing of it: the decision is rolled back, and
+        the next one is half as large. A request that is alone in a step of at most one block ends with an error; no
+        other request does."""
         assert self.under_way and decision is self.under_way[-1], "only the last decision can be taken back"
         self.under_way.pop()
         inside, tokens = take_back(decision), decision.num_tokens
@@ -349,7 +358,7 @@ class Scheduler:
     # --- taking its tokens
 
     def update(self, decision: Decision, tokens: Items[int], now: float) -> Outcome:
-        """Take the tokens drawn for `decision.sampling`; -1 stands for a row without usable numbers."""
+        """Take the tokens sampled for `decision.sampling`; -1 marks a row with non-finite logits."""
         assert self.under_way and decision is self.under_way[0], "steps are updated in the order they were decided"
         assert len(tokens) == len(decision.sampling), f"{len(tokens)} tokens for {len(decision.sampling)} sequences"
         self.under_way.popleft()
@@ -364,21 +373,25 @@ class Scheduler:
             self.totals.discarded += len(tokens) - len(kept)
         for seq, token in zip(sequences, kept, strict=True):
             seq.tokens.append(token)
-        over = find_endings(sequences, kept) if decision.has_constraints or not self._watched.isdisjoint(kept) else []
-        if decision.last:
-            ended = {id(seq) for seq, _ in over}
-            over += [(seq, Ending("length")) for seq in decision.last if seq.finish is None and id(seq) not in ended]
+        over = self._endings(decision, sequences, kept)
         for seq in decision.prefill_done:
             if seq.first_token_at is None:
                 seq.first_token_at = now
         if BROKEN in kept:
-            broken = [seq for seq in sequences if seq.tokens[-1] == BROKEN]
-            sequences = [seq for seq in sequences if seq not in broken]
-            kept = [token for token in kept if token != BROKEN]
-            for seq in broken:
-                seq.tokens.pop()
+            sequences, kept = without_broken(sequences, kept)
         self.totals.tokens_out += len(kept)
         return Outcome(sequences, kept, self._finished(over, now))
+
+    def _endings(
+        self, decision: Decision, sequences: list[Sequence], tokens: list[int]
+    ) -> list[tuple[Sequence, Ending]]:
+        """The sequences whose last token has just come, and why."""
+        may_end = decision.has_constraints or not self._watched.isdisjoint(tokens)
+        over = find_endings(sequences, tokens) if may_end else []
+        if decision.last:
+            ended = {id(seq) for seq, _ in over}
+            over += [(seq, Ending("length")) for seq in decision.last if seq.finish is None and id(seq) not in ended]
+        return over
 
     def _finished(self, over: list[tuple[Sequence, Ending]], now: float) -> list[Sequence]:
         for seq, _ in over:
@@ -388,8 +401,8 @@ class Scheduler:
         return [seq for seq, _ in over]
 
     def fail(self, now: float, error: str) -> list[Sequence]:
-        """The executor could not do a step: what was under way ends with an error. Nothing in the cache is trusted any
-        more, so the rest is computed again."""
+        """The executor could not do a step: the sequences in flight end with an error. The KV cache is invalid from
+        then on, so all others are recomputed."""
         hit = {id(seq): seq for step in self.under_way for seq in (*step.decodes, *(c.sequence for c in step.chunks))}
         ended = [seq for seq in hit.values() if seq.finish is None]
         self.under_way.clear()

@@ -16,12 +16,11 @@ from armillary.engine.cache.kv_cache import Copy
 from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.engine import Engine
 from armillary.engine.output.output_text import Answers
-from armillary.engine.runner.out_of_memory import is_out_of_memory
-from armillary.engine.scheduler.decision import Decision
+from armillary.engine.runner.cuda_graphs import is_out_of_memory
+from armillary.engine.scheduler.decision import Decision, as_one
 from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.loop import Loop, StepTooLarge
-from armillary.engine.scheduler.rollback import as_one
-from armillary.engine.scheduler.step_limit import StepLimit
+from armillary.engine.scheduler.prefill_budget import StepLimit
 from tests.engine.fake import FakeExecutor, ask, expected, make_scheduler
 from tests.engine.output.test_output_text import Letters
 
