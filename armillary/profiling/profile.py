@@ -1,7 +1,7 @@
-"""Profile: what one look at a program found, whatever it was read from; torch-free, and the same as JSON.
+"""Profile: where the time of a program's steps went, from any source; torch-free, and stored as JSON.
 
-The budget says where the wall time of the steps went, in seconds that add up to it; rows say what operators and kernels
-did against the measured roofline; gaps say when the device waited, and for what.
+The budget says where the wall time of the steps went, in seconds that add up to it; rows compare operators and
+kernels with the measured roofline; gaps say when the device was idle, and why.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Row:
     work: str = "other"
     """class: gemm, attention, conv, norm, elementwise, softmax, embedding, optimizer, copy, collective or other"""
     calls: int
-    """how often"""
+    """number of calls"""
     device_s: float = 0.0
     """time on the device, of all calls"""
     cpu_s: float = 0.0
@@ -52,9 +52,9 @@ class Row:
     bytes: float | None = None
     """memory traffic of all calls, where a model of it exists"""
     roofline_s: float | None = None
-    """least time the measured roofline allows for that work"""
+    """least time for that work on the measured roofline"""
     bound: Bound = "unknown"
-    """which side of the roofline it is under; overhead: too short to be either"""
+    """which side of the roofline limits it; overhead: too short for either"""
     module: str = ""
     """the module it was called from, where the trace says"""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs a byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes if self.flops is not None and self.bytes else None
 
     @property
@@ -79,20 +79,20 @@ class Row:
 
     @property
     def roofline_fraction(self) -> float | None:
-        """Share of the roofline that was reached."""
+        """Least time on the roofline over time taken."""
         return self.roofline_s / self.seconds if self.roofline_s is not None and self.seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """A stretch in which the device did nothing."""
+    """An interval in which the device was idle."""
 
     start_s: float
     """from the beginning of the window"""
     seconds: float
     """how long"""
     cause: Cause
-    """what the host was at"""
+    """what the host did meanwhile"""
     what: str = ""
     """the host's event that ran longest in it"""
     where: str = ""
@@ -108,9 +108,9 @@ class MemoryTimeline:
     bytes: tuple[float, ...]
     """in use at those times"""
     peak_bytes: float
-    """most of it"""
+    """largest value"""
     peak_s: float
-    """when"""
+    """time of the peak"""
     by_category: Mapping[str, float] = field(default_factory=dict)
     """at the peak: weights, gradients, optimizer, activations, other"""
     by_module: Mapping[str, float] = field(default_factory=dict)

@@ -75,7 +75,7 @@ def test_an_item_in_the_loop_is_pointed_at(here: Home) -> None:
     x = torch.randn(256, 256)
     found = whole(profile(lambda: sum((x @ x).sum().item() for _ in range(20)), steps=2, warmup=1, home=here))
     assert {"aten::item", "aten::_local_scalar_dense"} & {row.name for row in found.rows}
-    assert any("20 times a step" in note and ".item()" in note for note in found.notes), found.notes
+    assert any("20 times per step" in note and ".item()" in note for note in found.notes), found.notes
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def read_file(path: Path, home: Home) -> Profile:
     """A profile; of a trace, held against the roofline of the device it names."""
     from armillary.profiling.analysis.analyse import analyse, device_name
     from armillary.profiling.analysis.roofline import roofline_for
-    from armillary.profiling.trace.trace import read_trace
+    from armillary.profiling.trace.read_trace import read_trace
 
     if _holds_profile(path):
         return _read_profile(path)

@@ -26,7 +26,7 @@ def read_profiled(path: Path, home: Home) -> Reading:
     """A trace of torch.profiler or Nsight Systems, or what `armillary profile --json` printed."""
     from armillary.profiling.analysis.analyse import analyse, device_name
     from armillary.profiling.analysis.roofline import roofline_for
-    from armillary.profiling.trace.trace import read_trace
+    from armillary.profiling.trace.read_trace import read_trace
 
     if (profile := _written(path)) is not None:
         return reading_of(profile, str(path))

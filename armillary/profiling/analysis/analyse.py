@@ -12,12 +12,12 @@ from armillary.profiling.analysis.idle_gaps import as_gaps
 from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
 from armillary.profiling.analysis.memory_timeline import memory_timeline
 from armillary.profiling.analysis.op_table import rows
-from armillary.profiling.analysis.profiler_overhead import overhead_note, without_recording
 from armillary.profiling.analysis.roofline_attribution import Judged, judge
-from armillary.profiling.analysis.step_budget import Budget, budget
+from armillary.profiling.analysis.step_budget import Budget, budget, busiest_device, overhead_note, without_recording
 from armillary.profiling.profile import Profile, Roofline
 from armillary.profiling.trace.event_classes import is_host_copy, is_launch
-from armillary.profiling.trace.trace import OP, RUNTIME, Trace, read_trace
+from armillary.profiling.trace.read_trace import read_trace
+from armillary.profiling.trace.trace import OP, RUNTIME, Trace
 
 
 def analyse(
@@ -53,8 +53,6 @@ def device_of(trace: Trace, spent: Budget) -> str:
 
 def device_name(trace: Trace) -> str:
     """What the driver calls the device a trace was recorded on, or '' where the trace does not say."""
-    from armillary.profiling.analysis.step_budget import busiest_device
-
     number = busiest_device(trace)
     return trace.devices[number] if 0 <= number < len(trace.devices) else ""
 
@@ -69,8 +67,8 @@ def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
     for row in worked:
         share = row.device_s / total * kernel_s / profile.wall_s if total and profile.wall_s else 0.0
         shares[row.work] = shares.get(row.work, 0.0) + share
-    others = {part: profile.fraction(part) for part in profile.budget if part not in KERNEL_PARTS}
-    return amdahl({**{work: share for work, share in shares.items() if share > 0}, **others})
+    other_parts = {part: profile.fraction(part) for part in profile.budget if part not in KERNEL_PARTS}
+    return amdahl({**{work: share for work, share in shares.items() if share > 0}, **other_parts})
 
 
 def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, ...]:
@@ -110,7 +108,7 @@ def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, .
 
 
 def _items(judged: Judged, spent: Budget) -> str:
-    """Free on a CPU, `.item()` in a loop is dear on a GPU: said before the program moves there."""
+    """A warning that `.item()` in a loop, free on a CPU, is expensive on a GPU."""
     trace, window = judged.trace, spent.window
     inside = (trace.start >= window.low) & (trace.start < window.high)
     calls = np.flatnonzero((trace.kind == OP) & trace.named("aten::item") & inside)
@@ -119,4 +117,4 @@ def _items(judged: Judged, spent: Budget) -> str:
         return ""
     where = judged.host.where(int(calls[0]))
     at = f" at {where}" if where else ""
-    return f".item() is called {count:,.0f} times a step{at}: on a GPU each call would wait for the device"
+    return f".item() is called {count:,.0f} times per step{at}: on a GPU each call would wait for the device"

@@ -94,8 +94,8 @@ def _quiet(judged: Judged, segments: Segments, span: tuple[float, float]) -> lis
 def _others(judged: Judged, states: tuple[str, ...]) -> tuple[Array, Array]:
     """Stretches in which any other thread is in one of the states."""
     wanted = [STATES.index(name) for name in states]
-    others = [s for thread, s in judged.host.threads.items() if thread != judged.host.main_thread]
-    picked = [(s.start[np.isin(s.state, wanted)], s.end[np.isin(s.state, wanted)]) for s in others]
+    other_threads = [s for thread, s in judged.host.threads.items() if thread != judged.host.main_thread]
+    picked = [(s.start[np.isin(s.state, wanted)], s.end[np.isin(s.state, wanted)]) for s in other_threads]
     if not picked:
         return np.zeros(0), np.zeros(0)
     return np.concatenate([start for start, _ in picked]), np.concatenate([end for _, end in picked])

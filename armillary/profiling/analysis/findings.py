@@ -1,4 +1,4 @@
-"""What to look at first, in plain words: each finding with the speedup if what it names cost nothing."""
+"""Findings of a profile in plain words, each with the speedup if what it names cost nothing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from armillary.profiling.trace.trace import Array
 from armillary.units import seconds_text
 
 _WORTH = 0.03
-"""share of the time below which nothing is said"""
+"""share of the time below which a finding is left out"""
 _NEARLY_ALL = 0.95
 _SHORT_S = 50e-6
 """kernels below this are too short for the host to keep ahead of"""
 _REACHED = 0.1
-"""share of the memory roofline from which a chain is held up by memory, and fusing it helps"""
+"""share of the memory roofline from which a chain is memory-bound, and fusing it helps"""
 _LARGE = 0.3
-"""share of the time from which a kernel is spoken of though it is near its roofline"""
+"""share of the time from which a kernel is named even near its roofline"""
 _MOST_KERNELS = 4
-"""kernels that are spoken of one by one"""
+"""kernels that are named one by one"""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Finding:
 
 def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
     """The profile with its findings, the largest gain first."""
-    found = [*_launches(profile, spent), *_causes(profile, judged, spent), *_kernels(profile), *_tiny(profile)]
-    ranked = sorted((one for one in found if one.saves >= _WORTH), key=lambda one: -one.saves)
-    lines = [one.line() for one in ranked]
+    candidates = [*_launches(profile, spent), *_causes(profile, judged, spent), *_kernels(profile), *_tiny(profile)]
+    ranked = sorted((finding for finding in candidates if finding.saves >= _WORTH), key=lambda finding: -finding.saves)
+    lines = [finding.line() for finding in ranked]
     if not lines:
         lines = [_nothing(profile)]
     return replace(profile, findings=tuple(lines))
@@ -109,11 +109,11 @@ def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding
 
 def _worst(gaps: tuple[Gap, ...], cause: Cause) -> Gap | None:
     """The place that cost most in sum, shown by its longest gap."""
-    mine = [gap for gap in gaps if gap.cause == cause]
+    of_cause = [gap for gap in gaps if gap.cause == cause]
     places: dict[tuple[str, str], float] = {}
-    for gap in mine:
+    for gap in of_cause:
         places[(gap.what, gap.where)] = places.get((gap.what, gap.where), 0.0) + gap.seconds
-    return max(mine, key=lambda gap: (places[(gap.what, gap.where)], gap.seconds), default=None)
+    return max(of_cause, key=lambda gap: (places[(gap.what, gap.where)], gap.seconds), default=None)
 
 
 def _what(gap: Gap | None, cause: Cause) -> str:
@@ -133,12 +133,12 @@ def _kernels(profile: Profile) -> Iterator[Finding]:
     reached = sum(min(row.roofline_s or 0.0, row.seconds) for row in chain) / seconds if seconds else 0.0
     if calls > 1 and reached > _REACHED:
         count = f"{calls / profile.steps:,.0f}"
-        text = f"{count} memory-bound operations a step pass data through memory again and again; fuse them"
+        text = f"{count} memory-bound operations per step read and write the same data repeatedly; fuse them"
         yield Finding(seconds / profile.wall_s * (1 - 1 / max(2, min(calls / profile.steps, 4))), text)
 
 
 def _tiny(profile: Profile) -> Iterator[Finding]:
-    """Kernels too short for any roofline: each is little, and inside a CUDA graph no launch is there to blame."""
+    """Kernels too short for any roofline: each takes little time, and inside a CUDA graph no launch is to blame."""
     rows = [row for row in profile.kernels if row.bound == "overhead"]
     calls, seconds = sum(row.calls for row in rows), sum(row.seconds for row in rows)
     if calls:
@@ -146,7 +146,7 @@ def _tiny(profile: Profile) -> Iterator[Finding]:
         each = seconds_text(seconds / calls)
         yield Finding(
             lost,
-            f"{calls / profile.steps:,.0f} kernels a step are too short for any roofline ({each} each) and "
+            f"{calls / profile.steps:,.0f} kernels per step are too short for any roofline ({each} each) and "
             f"take {seconds / profile.wall_s:.0%} of the time; fuse them",
         )
 

@@ -1,8 +1,8 @@
-"""Why the device stood still: each idle stretch is split by what the host was at until the next launch.
+"""Why the device was idle: each idle interval is split by what the host did until the next launch.
 
-The thread that made the next launch is the one to ask. Short stretches of Python between operators belong to the
+The thread that made the next launch is examined. Short stretches of Python between operators belong to the
 launches they prepare; a stretch beyond _GLUE_S is the program's own. After a synchronisation the queue is empty, so
-what it takes to fill it again is the synchronisation's price.
+the time to refill it is charged to the synchronisation.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from armillary.profiling.trace.trace import Array, Trace
 
 GLUE_S = 50e-6
 """Python between two operators; longer is the program's own time"""
-_TURN_S = 20e-6
-"""longest turn-around of a device with work in its queue"""
+_BETWEEN_KERNELS_S = 20e-6
+"""longest delay between kernels of a device with work in its queue"""
 _LATENCY_S = 200e-6
-"""longest way of a launch to a device that stands still: a graph is slower than a kernel"""
+"""longest latency of a launch on an idle device: a graph is slower than a kernel"""
 _SLOW_LAUNCH_S = 1e-3
 """a launch that takes longer loads its code or grows a pool first"""
 _CPU_OP_S = 100e-6
@@ -52,7 +52,7 @@ CAUSE_OF_STATE: dict[str, Cause] = {
 
 @dataclass(slots=True)
 class Stretch:
-    """One idle stretch and what it went to."""
+    """One idle interval and its causes."""
 
     start: float
     end: float
@@ -61,7 +61,7 @@ class Stretch:
     longest: dict[Cause, tuple[float, int]] = field(default_factory=dict)
     """cause -> the host's event that took most of it"""
     note: str = ""
-    """said instead of an event"""
+    """text shown instead of an event"""
 
     def add(self, cause: Cause, seconds: float, event: int = -1, part: str = "") -> None:
         if seconds > 0:
@@ -80,26 +80,26 @@ def idle_stretches(trace: Trace, host: Host, links: Links, device: Array, window
     starts, ends = gaps_between(trace.start[device], trace.end[device], *window)
     ordered = device[np.argsort(trace.start[device], kind="stable")]
     begins = trace.start[ordered]
-    asker = _Asker(trace, host, links)
+    causes = _IdleCauses(trace, host, links)
     stretches = []
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         index = int(np.searchsorted(begins, end, side="left"))
         following = int(ordered[index]) if index < len(ordered) else -1
         before = int(ordered[index - 1]) if index else -1
         stretch = Stretch(start, end)
-        asker.ask(stretch, before, following)
+        causes.attribute(stretch, before, following)
         stretches.append(stretch)
     return stretches
 
 
 @dataclass
-class _Asker:
+class _IdleCauses:
     trace: Trace
     host: Host
     links: Links
     syncs: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
-    def ask(self, stretch: Stretch, before: int, following: int) -> None:
+    def attribute(self, stretch: Stretch, before: int, following: int) -> None:
         launch = int(self.links.launch[following]) if following >= 0 else -1
         if launch < 0:
             thread, until = self.host.main_thread, stretch.end
@@ -121,24 +121,24 @@ class _Asker:
             self._queued(stretch, at, launch, returned, fresh=True)
 
     def _queued(self, stretch: Stretch, since: float, launch: int, returned: float, *, fresh: bool = False) -> None:
-        """From the launch to the start: the call itself (beyond _SLOW_LAUNCH_S it loads code), a turn-around, and then
-        a wait for a copy that some thread is at. A queue that still does not move is held by work that the trace does
-        not have: of before the recording, of another device or rank, or left out of the file."""
+        """From the launch to the start: the call itself (beyond _SLOW_LAUNCH_S it loads code), the launch latency, and
+        then a wait for a copy of some thread. A queue that still does not move is held by work that the trace does not
+        have: of before the recording, of another device or rank, or left out of the file."""
         launching = max(0.0, min(returned, stretch.end) - since)
         copying = STATES[self.host.state[launch]] == "copy"
         stretch.add("copy" if copying else "host" if launching > _SLOW_LAUNCH_S else "launch", launching, launch)
         rest = stretch.end - since - launching
-        turn = min(rest, _LATENCY_S if fresh else _TURN_S)
-        if fresh or launching or rest <= _TURN_S:
-            stretch.add("launch", turn, launch, part="launch_gap" if fresh or launching else "idle")
-            rest -= turn
+        latency = min(rest, _LATENCY_S if fresh else _BETWEEN_KERNELS_S)
+        if fresh or launching or rest <= _BETWEEN_KERNELS_S:
+            stretch.add("launch", latency, launch, part="launch_gap" if fresh or launching else "idle")
+            rest -= latency
         if rest <= 0:
             return
         edges = covered_before(*self._copies, np.array([stretch.end - rest, stretch.end]))
         copies = float(edges[1] - edges[0])
         stretch.add("copy", copies, launch)
         stretch.add("unrecorded", rest - copies)
-        if rest - copies > _TURN_S:
+        if rest - copies > _BETWEEN_KERNELS_S:
             stretch.note = "queued behind work that the trace does not hold"
 
     @cached_property
@@ -166,11 +166,11 @@ class _Asker:
             self.syncs[thread] = (events[order], ends[order])
         events, ends = self.syncs[thread]
         index = int(np.searchsorted(ends, high, side="right")) - 1
-        return int(events[index]) if index >= 0 and ends[index] >= low - _TURN_S else -1
+        return int(events[index]) if index >= 0 and ends[index] >= low - _BETWEEN_KERNELS_S else -1
 
 
 def charge(stretch: Stretch, host: Host, segments: Segments | None, low: float, high: float) -> None:
-    """Split [low, high] by what one thread was at."""
+    """Split [low, high] by what one thread did."""
     if segments is None or high <= low:
         stretch.add("unknown", max(0.0, high - low))
         return
@@ -253,19 +253,19 @@ def gil_waits(stretches: list[Stretch], host: Host) -> bool:
 
 
 def _others_computed(host: Host, low: float, high: float) -> float:
-    """Seconds of a stretch in which a thread other than the main one stood in somebody's Python code."""
+    """Seconds of an interval in which a thread other than the main one ran Python code."""
     most = 0.0
     for thread, segments in host.threads.items():
         if thread == host.main_thread:
             continue
         first, last = np.searchsorted(segments.end, low, side="right"), np.searchsorted(segments.start, high)
-        mine = [i for i in range(first, last) if _in_python(host, int(segments.event[i]))]
-        most = max(most, sum(min(high, segments.end[i]) - max(low, segments.start[i]) for i in mine))
+        in_python = [i for i in range(first, last) if _in_python(host, int(segments.event[i]))]
+        most = max(most, sum(min(high, segments.end[i]) - max(low, segments.start[i]) for i in in_python))
     return float(most)
 
 
 def _in_python(host: Host, event: int) -> bool:
-    """Whether a thread is in code of somebody's and not inside a call of C, where it may wait."""
+    """Whether a thread runs Python code and is not inside a call of C, where it may wait."""
     return ".py(" in host.trace.name_of(event) and bool(host.where(event))
 
 

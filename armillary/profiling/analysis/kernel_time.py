@@ -1,4 +1,4 @@
-"""Kernel time divided into what the roofline asks for and the rest.
+"""Kernel time split into the time that the roofline needs and the rest.
 
 Time whose least time is not known (no shapes in the trace, no ceiling of the device) cannot be judged, and is kept
 apart: it is neither called useful nor wasted.
@@ -23,7 +23,7 @@ class KernelTime:
     """The time in which work was done."""
 
     useful_s: float = 0.0
-    """what the roofline asks for"""
+    """time that the roofline needs"""
     inefficient_s: float = 0.0
     """the rest of the time that could be judged"""
     unjudged_s: float = 0.0
@@ -49,8 +49,8 @@ NO_TIME = KernelTime()
 def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Callable[[Array], float]) -> KernelTime:
     """`seconds` is each event's time; `covered` tells what some of them cover together, overlap counted once.
 
-    Kernels side by side share the time they cover: what the roofline asks of all of them is useful, as far as there is
-    time for it, and time is unjudged only where none of the judged ones runs.
+    Concurrent kernels share the time they cover: their roofline times together are useful, up to that time, and time is
+    unjudged only where no judged kernel runs.
     """
     if float(seconds.sum()) <= 0:
         return NO_TIME

@@ -24,19 +24,19 @@ def memory_timeline(judged: Judged, window: Window, device: int) -> MemoryTimeli
     memory = judged.trace.memory
     if memory is None:
         return None
-    mine = np.flatnonzero((memory.device == device) & (memory.start >= window.low) & (memory.start <= window.high))
-    if not len(mine):
+    inside = np.flatnonzero((memory.device == device) & (memory.start >= window.low) & (memory.start <= window.high))
+    if not len(inside):
         return None
-    total = memory.total[mine].astype(float)
+    total = memory.total[inside].astype(float)
     peak = int(total.argmax())
-    categories, modules = _alive(judged, mine[: peak + 1])
+    categories, modules = _alive(judged, inside[: peak + 1])
     categories[BEFORE] = max(0.0, total[peak] - sum(categories.values()))
     keep = _thin(total)
     return MemoryTimeline(
-        times_s=tuple((memory.start[mine][keep] - window.low).tolist()),
+        times_s=tuple((memory.start[inside][keep] - window.low).tolist()),
         bytes=tuple(total[keep].tolist()),
         peak_bytes=float(total[peak]),
-        peak_s=float(memory.start[mine[peak]] - window.low),
+        peak_s=float(memory.start[inside[peak]] - window.low),
         by_category=_largest(categories),
         by_module=_largest(modules),
     )

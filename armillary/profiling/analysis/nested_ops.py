@@ -1,5 +1,4 @@
-"""Who does the work where operators call operators: one that hands it on has none of its own, one that does it keeps
-the time of its parts."""
+"""Work of nested operators: a wrapper has none of its own; one that does the work keeps the time of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _MOST = 0.3
 _SCALAR = 32
 """bytes moved when one number is cast"""
 _BESIDE = frozenset(f"aten::{name}{end}" for name in ("add", "sub", "mul", "div", "relu", "gelu") for end in ("", "_"))
-"""what is done beside a product inside its operator, a bias or a scale: work of its own"""
+"""elementwise operators inside a GEMM's operator (bias, scale): work of their own"""
 
 
 def drop_wrappers(host: Host, model: Array, table: list[Op]) -> None:
@@ -34,9 +33,9 @@ def drop_wrappers(host: Host, model: Array, table: list[Op]) -> None:
     inside = moved[model[inner]]
     counts = (same | ~explicit[model[outer]]) & (inside > _SCALAR)  # a number's cast is not the operator's work
     handed = np.bincount(outer, weights=np.where(counts, inside, 0.0), minlength=len(model))
-    whole = (handed[outer] > 0) & (handed[outer] >= _MOST * moved[model[outer]])
+    handed_on = (handed[outer] > 0) & (handed[outer] >= _MOST * moved[model[outer]])
     one_by_one = listed[model[outer]]  # a list of tensors, each handed to an operator of its own
-    model[outer[whole | one_by_one]] = -1
+    model[outer[handed_on | one_by_one]] = -1
 
 
 def _above(host: Host, events: Array) -> Array:
@@ -46,17 +45,17 @@ def _above(host: Host, events: Array) -> Array:
 
 
 def take_in_parts(trace: Trace, host: Host, model: Array, table: list[Op]) -> None:
-    """An operator that is only taken for a pass over its tensors does not speak for one with a rule around it: its time
-    is the outer one's, except where it is done beside a product. Nor does a sum inside a norm or a softmax."""
+    """The time of an operator without a rule of its own, or of a sum inside a norm or softmax, belongs to the enclosing
+    operator with a rule, except where it runs beside a GEMM."""
     if not table:
         return
     guess = np.array([is_guess(op.name) for op in table], dtype=bool)
     sums = np.array([op.kind == "reduction" for op in table], dtype=bool)
-    product = np.array([op.on_matrix_units for op in table], dtype=bool)
+    gemm = np.array([op.on_matrix_units for op in table], dtype=bool)
     rows = np.array([op.kind in ("norm", "softmax", "loss") for op in table], dtype=bool)
     beside = np.array([name in _BESIDE for name in trace.names], dtype=bool)
     parts, outer = _around(host, model, guess | sums)
-    apart = product[model[outer]] & beside[trace.name[parts]]
+    apart = gemm[model[outer]] & beside[trace.name[parts]]
     taken = (outer >= 0) & ((guess[model[parts]] & ~apart) | rows[model[outer]])
     owner: Array = np.full(len(trace), -1, dtype=np.int64)
     owner[parts[taken]] = outer[taken]
@@ -75,6 +74,6 @@ def _around(host: Host, model: Array, partial: Array) -> tuple[Array, Array]:
     through[~through] = partial[model[~through]]
     parts = np.flatnonzero((model >= 0) & through)
     outer = up[parts]
-    while (again := (outer >= 0) & through[outer]).any():
-        outer[again] = up[outer[again]]
+    while (wrapped := (outer >= 0) & through[outer]).any():
+        outer[wrapped] = up[outer[wrapped]]
     return parts, outer

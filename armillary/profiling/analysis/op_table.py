@@ -27,12 +27,14 @@ def rows(judged: Judged, budget: Budget) -> tuple[Row, ...]:
         inside = (trace.start < window.high) & (trace.end > window.low)
         on_it = np.flatnonzero(trace.on_device & (trace.device == budget.device) & inside)
         start, end = clip(trace.start[on_it], trace.end[on_it], *window.span)
-        found = _kernels(judged, on_it, end - start)
-        found += _operators(judged, inside & _same_process(judged), on_it, judged.links.op[on_it], end - start)
+        table = _kernels(judged, on_it, end - start)
+        table += _operators(judged, inside & _same_process(judged), on_it, judged.links.op[on_it], end - start)
     else:
-        mine = (trace.start >= window.low) & (trace.start < window.high) & (trace.thread == judged.host.main_thread)
-        found = _operators(judged, mine, budget.events, budget.events, _own_time(judged, budget.events))
-    return tuple(sorted(found, key=lambda row: -row.seconds))
+        on_main_thread = (
+            (trace.start >= window.low) & (trace.start < window.high) & (trace.thread == judged.host.main_thread)
+        )
+        table = _operators(judged, on_main_thread, budget.events, budget.events, _own_time(judged, budget.events))
+    return tuple(sorted(table, key=lambda row: -row.seconds))
 
 
 def _same_process(judged: Judged) -> Array:
@@ -70,12 +72,12 @@ def _operators(judged: Judged, inside: Array, work: Array, owner: Array, seconds
     np.add.at(device_s, owner[owner >= 0], seconds[owner >= 0])
     shown = np.flatnonzero(inside & (trace.kind == OP))
     kernels = _kernels_of(judged, work, owner, seconds)
-    made = []
+    table = []
     for name, group in _groups(trace.name[shown], shown):
         cpu_s = float(judged.host.self_s[group].sum())
         row = _row(judged, trace.names[name], "operator", group, device_s[group], cpu_s)
-        made.append(replace(row, details={**row.details, "kernels": kernels[name]}) if name in kernels else row)
-    return made
+        table.append(replace(row, details={**row.details, "kernels": kernels[name]}) if name in kernels else row)
+    return table
 
 
 def _kernels_of(judged: Judged, work: Array, owner: Array, seconds: Array) -> dict[int, list[str]]:
@@ -85,10 +87,10 @@ def _kernels_of(judged: Judged, work: Array, owner: Array, seconds: Array) -> di
     pairs = trace.name[owner[known]].astype(np.int64) << 32 | trace.name[work[known]]
     keys, inverse = np.unique(pairs, return_inverse=True)
     total = np.bincount(inverse, weights=seconds[known], minlength=len(keys))
-    found: dict[int, list[str]] = {}
+    by_operator: dict[int, list[str]] = {}
     for key in keys[np.argsort(-total, kind="stable")].tolist():
-        found.setdefault(key >> 32, []).append(trace.names[key & 0xFFFFFFFF])
-    return {name: kernels[:_MOST_KERNELS] for name, kernels in found.items()}
+        by_operator.setdefault(key >> 32, []).append(trace.names[key & 0xFFFFFFFF])
+    return {name: kernels[:_MOST_KERNELS] for name, kernels in by_operator.items()}
 
 
 def _groups(keys: Array, events: Array) -> list[tuple[int, Array]]:
@@ -148,9 +150,9 @@ def _module(judged: Judged, events: Array) -> str:
     modules: Counter[str] = Counter()
     for event in events[:200].tolist():
         op = event if trace.kind[event] == OP else int(judged.links.launch[event])
-        found = module_of(judged, op) if op >= 0 else ""
-        if found:
-            modules[found] += 1
+        caller = module_of(judged, op) if op >= 0 else ""
+        if caller:
+            modules[caller] += 1
     return modules.most_common(1)[0][0] if modules else ""
 
 

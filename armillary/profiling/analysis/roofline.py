@@ -51,9 +51,9 @@ def _measured(peaks: Peaks) -> Roofline:
 def _in_catalogue(device: str, memory_bytes: float | None) -> Chip | None:
     """By the driver's name; boards of the big clouds carry codes (A100-PG509-200), so the model alone is tried too."""
     words = device.replace("_", "-").split()
-    found = chip_of(Gpu(name=device, vendor="", memory_bytes=memory_bytes))
-    if found.flops:
-        return found
+    known = chip_of(Gpu(name=device, vendor="", memory_bytes=memory_bytes))
+    if known.flops:
+        return known
     models = [part for word in words for part in (word, word.split("-")[0])]
     chips = [chip for model in models if (chip := _chip(model.lower())) is not None]
     return next((chip for chip in chips if chip.kind != "cpu"), None)

@@ -1,4 +1,4 @@
-"""Each operator and kernel of a trace held against the roofline: its FLOPs, its bytes, and the least time they need."""
+"""Each operator and kernel of a trace against the roofline: its FLOPs, its bytes, and the least time they need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from armillary.profiling.analysis.roofline import peak_flops
 from armillary.profiling.analysis.work_corrections import (
     correct_lists,
     correct_plain_fp32,
-    drop_false_passes,
+    drop_false_elementwise,
     drop_impossible,
     drop_impossible_kernels,
     drop_unlaunched,
@@ -72,7 +72,7 @@ def judge(trace: Trace, roofline: Roofline) -> Judged:
     works = tuple(sorted({*WORK_OF_KIND.values(), "other", "collective"}))
     if trace.on_device.any():
         drop_unlaunched(trace, links, columns)
-        drop_false_passes(trace, links, model, table, columns)
+        drop_false_elementwise(trace, links, model, table, columns)
         correct_lists(trace, links, model, assumed, columns)
         _share_among_kernels(trace, links, model, columns)
         correct_plain_fp32(trace, links, model, table, columns, roofline)
@@ -81,14 +81,14 @@ def judge(trace: Trace, roofline: Roofline) -> Judged:
     if trace.on_device.any():
         _copies(trace, columns, roofline)
         drop_impossible_kernels(trace, _by_twin(trace, wrong, columns), columns)
-        for values in columns.values():  # a wire has another roofline
+        for values in columns.values():  # a link has another roofline
             values[trace.on_device & (work == works.index("collective"))] = np.nan
     return Judged(trace=trace, host=host, links=links, roofline=roofline, work=work, works=works, **columns)
 
 
 def _models(trace: Trace) -> tuple[Array, list[Op], Array]:
     """A number into the table of models for each operator; each (name, signature) is modelled once. With the table,
-    the bytes an element that its lists of tensors were taken to have (0: nothing was assumed)."""
+    the bytes per element that its tensor lists were assumed to have (0: none)."""
     model: Array = np.full(len(trace), -1, dtype=np.int64)
     ops = np.flatnonzero((trace.kind == OP) & (trace.signature >= 0) & (state_codes(trace) == STATES.index("op")))
     pairs, inverse = np.unique(trace.name[ops].astype(np.int64) << 32 | trace.signature[ops], return_inverse=True)
@@ -140,8 +140,8 @@ def _share_among_kernels(trace: Trace, links: Links, model: Array, columns: dict
     kernels = kernels[model[links.op[kernels]] >= 0]
     total = np.zeros(len(trace))
     np.add.at(total, links.op[kernels], trace.seconds[kernels])
-    whole = total[links.op[kernels]]
-    share = np.where(whole > 0, trace.seconds[kernels] / np.where(whole > 0, whole, 1), 0.0)
+    op_total = total[links.op[kernels]]
+    share = np.where(op_total > 0, trace.seconds[kernels] / np.where(op_total > 0, op_total, 1), 0.0)
     for values in columns.values():
         values[kernels] = values[links.op[kernels]] * share
 
@@ -178,8 +178,8 @@ def _by_twin(trace: Trace, wrong: Array, columns: dict[str, Array]) -> Array:
     known = ~np.isnan(columns["flops"][kernels])
     count = np.bincount(key[known], minlength=key.max() + 1)
     for values in columns.values():
-        mine = values[kernels]
-        total = np.bincount(key[known], weights=np.nan_to_num(mine[known]), minlength=key.max() + 1)
+        of_kernels = values[kernels]
+        total = np.bincount(key[known], weights=np.nan_to_num(of_kernels[known]), minlength=key.max() + 1)
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = total / count
         values[kernels[~known]] = mean[key[~known]]

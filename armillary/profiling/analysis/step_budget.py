@@ -1,14 +1,14 @@
 """The step budget: where the wall time of a window went, in parts that add up to it, overlap counted once.
 
 On a GPU every moment belongs to the first that holds: a kernel computes, communication runs alone, a copy to or from
-the host runs alone, or the device stands still and the host says why. Without a GPU the operators are the device's
+the host runs alone, or the device is idle and the host says why. Without a GPU the operators are the device's
 work: see cpu_budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,13 +21,14 @@ from armillary.profiling.trace.event_classes import is_host_copy
 from armillary.profiling.trace.intervals import clip, length
 from armillary.profiling.trace.launch_correlation import Links
 from armillary.profiling.trace.trace import ANNOTATION, MEMCPY, Array, Trace
+from armillary.units import seconds_text
 
 STEP = "ProfilerStep#"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The stretch of a trace that is looked at."""
+    """The analysed window of a trace."""
 
     low: float
     high: float
@@ -48,7 +49,7 @@ class Budget:
     """Where the time went, and the evidence."""
 
     window: Window
-    """what was looked at"""
+    """the analysed window"""
     parts: Mapping[str, float]
     """part of BUDGET -> seconds, adding up to the window"""
     stretches: list[Stretch] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Budget:
     events: Array
     """work inside the window: kernels, or operators where there are none"""
     device: int = -1
-    """the device that was looked at; -1 the host"""
+    """the analysed device; -1 the host"""
     overhead_s: float = 0.0
     """what the recording itself cost, taken off the parts"""
     kept: Mapping[str, float] = field(default_factory=dict)
@@ -75,7 +76,7 @@ def budget(judged: Judged, window: Window | None = None) -> Budget:
     window = window or window_of(judged.trace, judged.links)
     if not judged.on_gpu:
         parts, stretches, kernels, events = cpu_budget(judged, window.span)
-        return Budget(window=window, parts=_whole(parts, window), stretches=stretches, kernels=kernels, events=events)
+        return Budget(window=window, parts=_filled(parts, window), stretches=stretches, kernels=kernels, events=events)
     return _gpu_budget(judged, window)
 
 
@@ -121,7 +122,12 @@ def _gpu_budget(judged: Judged, window: Window) -> Budget:
         for (part, _), seconds in stretch.causes.items():
             parts[part] = parts.get(part, 0.0) + seconds
     return Budget(
-        window=window, parts=_whole(parts, window), stretches=stretches, kernels=kernels, events=compute, device=device
+        window=window,
+        parts=_filled(parts, window),
+        stretches=stretches,
+        kernels=kernels,
+        events=compute,
+        device=device,
     )
 
 
@@ -135,8 +141,49 @@ def _running(spans: tuple[Array, Array], what: str) -> list[Stretch]:
     return stretches
 
 
-def _whole(parts: Mapping[str, float], window: Window) -> dict[str, float]:
-    """Every part, in order; what is missing to the window (rounding) is unknown."""
+def _filled(parts: Mapping[str, float], window: Window) -> dict[str, float]:
+    """Every part, in order; what the parts lack of the window (rounding) is unknown."""
     result = {part: max(0.0, parts.get(part, 0.0)) for part in BUDGET}
     result["unknown"] += max(0.0, window.seconds - sum(result.values()))
     return result
+
+
+WORTH = 1.05
+"""times the plain step from which anything is taken off: less is noise"""
+_MOST = 0.95
+"""share of the host's time that may go: some of it is always real"""
+_SLOWED = ("launch_gap", "host")
+
+
+def without_recording(spent: Budget, plain_s: float | None) -> Budget:
+    """The budget of the step as it runs without the profiler, where that time is known.
+
+    A profiler slows the host, not a GPU's kernels: a step that takes longer under it does so in launch gaps and host
+    time, and the difference is taken off these in proportion. Where the CPU is the device, every operator is
+    slowed too: then the recorded step is shown, and `overhead_note` says by how much.
+    """
+    steps, wall_s = spent.window.steps, spent.window.seconds
+    if not plain_s or spent.device < 0 or wall_s <= WORTH * plain_s * steps:
+        return spent
+    slowed = sum(spent.parts[part] for part in _SLOWED)
+    off = min(wall_s - plain_s * steps, _MOST * slowed)
+    kept = 1 - off / slowed if slowed else 1.0
+    return replace(spent, overhead_s=off, kept=dict.fromkeys(_SLOWED, kept), parts=_scaled(spent.parts, kept))
+
+
+def _scaled(parts: Mapping[str, float], kept: float) -> dict[str, float]:
+    return {part: seconds * (kept if part in _SLOWED else 1.0) for part, seconds in parts.items()}
+
+
+def overhead_note(spent: Budget, plain_s: float | None) -> str:
+    """What a step takes without the profiler, and what was made of it; '' where that is not known."""
+    step_s = spent.window.seconds / spent.window.steps
+    if not plain_s:
+        return ""
+    note = f"a step takes {seconds_text(plain_s)} without the profiler, {seconds_text(step_s)} with it"
+    if not spent.overhead_s:
+        slower = step_s / plain_s
+        return f"{note}: {slower:.2f} × as long" if slower > WORTH else note
+    left = spent.wall_s / spent.window.steps
+    rest = "" if left <= WORTH * plain_s else f"; more than that cannot be, so {seconds_text(left)} are shown"
+    return f"{note}: the difference is taken off launch gaps and host time{rest}"

@@ -1,4 +1,4 @@
-"""What the device's side of a trace says of the models of work: a kernel's name and its time are facts, a model is not.
+"""Corrections of modelled work by the device's events: a kernel's name and time are facts, a model is an assumption.
 
 Where the two contradict each other the model goes, and the time counts as unjudged: it is not known to be useful.
 """
@@ -20,7 +20,7 @@ Columns = dict[str, Array]
 _CACHED = 128e6
 """bytes that may lie in a cache, so that they beat the memory's bandwidth: the last level holds 6 to 256 MB"""
 _MARGIN = 1.5
-"""beyond the roofline by this much is no error of measurement"""
+"""more than this factor beyond the roofline is no measurement error"""
 _CACHE_MARGIN = 4.0
 """a GPU's caches are two to three times as fast as its memory; a CPU's have no such bound"""
 _FAST_CONV = 4.0
@@ -38,14 +38,14 @@ def drop_unlaunched(trace: Trace, links: Links, columns: Columns) -> None:
         values[(trace.kind == OP) & ~launched] = np.nan
 
 
-def drop_false_passes(trace: Trace, links: Links, model: Array, table: Sequence[Op], columns: Columns) -> None:
-    """An operator taken for a pass over its tensors whose kernel is a product, by its name, was something else."""
+def drop_false_elementwise(trace: Trace, links: Links, model: Array, table: Sequence[Op], columns: Columns) -> None:
+    """An operator without a rule whose kernel is a GEMM, attention or convolution by its name gets no work."""
     if not table:
         return
-    products = np.array([kernel_work(name) in ("gemm", "attention", "conv") for name in trace.names], dtype=bool)
+    gemms = np.array([kernel_work(name) in ("gemm", "attention", "conv") for name in trace.names], dtype=bool)
     guess = np.array([is_guess(op.name) for op in table], dtype=bool)
     kernels = _modelled(trace, links, model)
-    kernels = kernels[products[trace.name[kernels]] & guess[model[links.op[kernels]]]]
+    kernels = kernels[gemms[trace.name[kernels]] & guess[model[links.op[kernels]]]]
     owners = np.unique(links.op[kernels])
     model[owners] = -1
     for values in columns.values():
@@ -80,7 +80,7 @@ def correct_plain_fp32(
 
 
 def drop_impossible(trace: Trace, links: Links, model: Array, table: Sequence[Op], columns: Columns) -> Array:
-    """Operators that the model has done faster than the device can, and their kernels, which are returned."""
+    """Drop the work of operators that would be faster than the device allows; their kernels are returned."""
     owners = np.flatnonzero((model >= 0) & (trace.kind == OP))
     seconds = trace.seconds.copy()
     if trace.on_device.any():

@@ -1,6 +1,6 @@
-"""Fused causal attention, forward and backward: far from the rate of plain products, so a ceiling of its own.
+"""Fused causal attention, forward and backward: far from the rate of plain GEMMs, so it has a ceiling of its own.
 
-Pairs that the mask leaves out are not counted. It is timed without rests, as training runs it. A processor is measured
+Pairs that the mask leaves out are not counted. It is timed without rests, as training runs it. A CPU is measured
 at several lengths: short sequences reach a tenth of what long ones do, which no other ceiling tells.
 """
 
@@ -71,8 +71,8 @@ def _call(case: dict[str, Any], device: torch.device) -> Call:
     if not case["backward"]:
         return lambda: _attend(q, k, v)
     operands = [x.requires_grad_() for x in (q, k, v)]
-    made = _attend(*operands)
-    return lambda: torch.autograd.grad(made, operands, dy, retain_graph=True)
+    output = _attend(*operands)
+    return lambda: torch.autograd.grad(output, operands, dy, retain_graph=True)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Memory bandwidth over working sets: copy, read, write and triad, from memory and from the caches.
 
 `bytes` of a point is everything one pass touches, read and written together; a copy of n bytes counts 2n. Points of
-kind copy, read, write and triad come from memory: buffers are taken in turn from a pool several times the last cache.
-Points of kind cache go over the same buffers again and again.
+kind copy, read, write and triad come from memory: buffers rotate through a pool several times the last-level cache.
+Points of kind cache use the same buffers repeatedly.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
         num_buffers, make = OPS[case["op"]]
         length = case["bytes"] // num_buffers // _DTYPE.itemsize
         moved = length * num_buffers * _DTYPE.itemsize
-        mine = rows[:num_buffers]
-        sets = 1 if case["hot"] else min(row.numel() for row in mine) // set_elements([(length,)])
-        columns = [Pool(row).sets(sets, [(length,)]) for row in mine]
+        used = rows[:num_buffers]
+        sets = 1 if case["hot"] else min(row.numel() for row in used) // set_elements([(length,)])
+        columns = [Pool(row).sets(sets, [(length,)]) for row in used]
         calls = [make(*(buffer for (buffer,) in buffers)) for buffers in zip(*columns, strict=True)]
         timing = settings.time(*calls)
         tried = {"bytes": case["bytes"]} | ({"op": case["op"]} if case["hot"] else {})

@@ -79,7 +79,7 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measure every section, or `only` some, within about `limit_s`."""
     limit_s = limit_s or (QUICK_LIMIT_S if quick else LIMIT_S[device.type])
-    begin, others = time.monotonic(), Others()
+    begin, background = time.monotonic(), Others()
     with clocks_of(device) as clocks:
         settings = replace(settings_for(device, quick=quick, folder=folder), clocks=clocks)
         plan = {name: cases for name in _chosen(only) if (cases := SECTIONS[name].cases(settings))}
@@ -89,7 +89,7 @@ def measure_ceilings(
             for kind, point in SECTIONS[name].measure(work.through(name, cases), settings):
                 peaks = peaks.with_points(kind, [point])
             _forget(device)
-    busy = others.cores()
+    busy = background.cores()
     return Ceilings(
         peaks=replace(peaks, about={**peaks.about, "other_cores": busy}),
         skipped=work.skipped,
@@ -99,7 +99,7 @@ def measure_ceilings(
 
 
 def name_of(device: torch.device) -> str:
-    """The name under which its peaks are kept: the threads torch uses count on a processor."""
+    """The name under which its peaks are kept: on a CPU it includes the number of torch's threads."""
     return device_name(device, threads=torch.get_num_threads())
 
 

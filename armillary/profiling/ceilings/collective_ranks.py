@@ -149,10 +149,10 @@ def _timed(op: str, size: int, rank: int, plan: Plan) -> Sample:
     count = calls_per_sample(once)
     total = min(_MAX_SAMPLES, num_samples(once, count, plan.budget_s))
     began = time.monotonic()
-    mine = torch.tensor([_clocked(call, count, device) / count for _ in range(total)], device=device)
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    found = summary(mine.tolist(), calls=count, method="host clock", began=began)
-    return Sample(op=op, bytes=elements * 4, seconds=found.seconds, spread=found.spread, samples=found.samples)
+    local = torch.tensor([_clocked(call, count, device) / count for _ in range(total)], device=device)
+    dist.all_reduce(local, dist.ReduceOp.MAX)
+    result = summary(local.tolist(), calls=count, method="host clock", began=began)
+    return Sample(op=op, bytes=elements * 4, seconds=result.seconds, spread=result.spread, samples=result.samples)
 
 
 def _agreed(seconds: float, device: Any) -> float:
@@ -198,17 +198,17 @@ def _all_reduce(elements: int, rank: int, world: int, device: Any) -> Call:
 def _all_gather(elements: int, rank: int, world: int, device: Any) -> Call:
     import torch.distributed as dist
 
-    whole, part = _random(elements, device), _random(elements // world, device)
+    full, part = _random(elements, device), _random(elements // world, device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    return lambda: gather(whole, part)
+    return lambda: gather(full, part)
 
 
 def _reduce_scatter(elements: int, rank: int, world: int, device: Any) -> Call:
     import torch.distributed as dist
 
-    whole, part = _random(elements, device), _random(elements // world, device)
+    full, part = _random(elements, device), _random(elements // world, device)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-    return lambda: scatter(part, whole)
+    return lambda: scatter(part, full)
 
 
 def _all_to_all(elements: int, rank: int, world: int, device: Any) -> Call:
@@ -226,15 +226,15 @@ def _broadcast(elements: int, rank: int, world: int, device: Any) -> Call:
 
 
 def _send(elements: int, rank: int, world: int, device: Any) -> Call:
-    """There and half back: rank 0 and the last rank take turns, call by call; the ranks between look on."""
+    """A ping-pong: rank 0 and the last rank send alternately, call by call; the ranks between are idle."""
     import torch.distributed as dist
 
     row, last = _random(elements, device), world - 1
-    turns = [0]
+    calls = [0]
 
     def call() -> None:
-        turns[0] += 1
-        source, target = (0, last) if turns[0] % 2 else (last, 0)
+        calls[0] += 1
+        source, target = (0, last) if calls[0] % 2 else (last, 0)
         if rank == source:
             dist.send(row, target)
         elif rank == target:

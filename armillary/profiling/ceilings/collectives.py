@@ -2,7 +2,9 @@
 
 Ranks are started here, gloo on a CPU and NCCL on GPUs. `bytes` is what nccl-tests calls the size: the whole array,
 gathered for all-gather and reduce-scatter, one rank's row for all-to-all. Algorithm bandwidth is bytes over time; bus
-bandwidth is what each link carries (`spec.layer_ops.wire_factor`).
+bandwidth is what each link carries (`spec.layer_ops.wire_factor`). The model is t = alpha + bytes / beta (Hockney
+1994). Times span orders of magnitude, so relative errors are fitted; outliers, frequent on a shared machine, are
+weighted down (Huber 1964).
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from armillary.errors import BadInput, unknown
-from armillary.profiling.ceilings.alpha_beta import fit
 from armillary.profiling.ceilings.ceilings import about, name_of
 from armillary.profiling.ceilings.collective_ranks import OPS, Plan, Sample, run_ranks
 from armillary.spec.arithmetic.layer_ops import wire_factor
@@ -78,8 +80,8 @@ def _check(device: torch.device, worlds: Sequence[int], ops: Sequence[str], size
         if world < 2:
             raise BadInput(f"{world} rank has nobody to talk to; use --world 2 or more")
         if device.type == "cuda" and world > torch.cuda.device_count():
-            found = torch.cuda.device_count()
-            raise BadInput(f"{world} ranks need {world} GPUs and there are {found}; use fewer, or --device cpu")
+            gpus = torch.cuda.device_count()
+            raise BadInput(f"{world} ranks need {world} GPUs and there are {gpus}; use fewer, or --device cpu")
 
 
 def _time_point(sample: Sample, plan: Plan) -> dict[str, Any]:
@@ -93,8 +95,8 @@ def _time_point(sample: Sample, plan: Plan) -> dict[str, Any]:
 def _models(samples: Sequence[Sample], plan: Plan) -> Iterator[dict[str, Any]]:
     """One alpha-beta line an operation; beta is algorithm bandwidth."""
     for op in plan.ops:
-        mine = [sample for sample in samples if sample.op == op]
-        model = fit([sample.bytes for sample in mine], [sample.seconds for sample in mine])
+        of_op = [sample for sample in samples if sample.op == op]
+        model = fit([sample.bytes for sample in of_op], [sample.seconds for sample in of_op])
         bus = model.bytes_per_s * wire_factor(op, plan.world)  # type: ignore[arg-type]
         yield {
             "op": op,
@@ -104,3 +106,54 @@ def _models(samples: Sequence[Sample], plan: Plan) -> Iterator[dict[str, Any]]:
             "bytes_per_s": model.bytes_per_s,
             "beside": {"error": model.error, "bus_bytes_per_s": bus, "date": time.strftime("%Y-%m-%d")},
         }
+
+
+_ROUNDS = 30
+_HUBER = 1.345
+"""residuals beyond this many standard deviations lose weight; 95 % efficient on clean data"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBeta:
+    """Start-up time and asymptotic bandwidth."""
+
+    alpha_s: float
+    """time of the smallest message"""
+    bytes_per_s: float
+    """beta: bytes per second of the largest messages"""
+    error: float
+    """median relative error of the fit"""
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.alpha_s + num_bytes / self.bytes_per_s
+
+
+def fit(num_bytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
+    """Robust weighted least squares with alpha ≥ 0; needs two different sizes."""
+    assert len(set(num_bytes)) >= 2, "a line needs two sizes"
+    size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
+    weight = np.ones_like(size)
+    alpha = slope = 0.0
+    for _ in range(_ROUNDS):
+        alpha, slope = _solve(size, time, weight)
+        off = np.abs((alpha + slope * size - time) / time)
+        scale = float(np.median(off)) / 0.6745 + 1e-12
+        weight = 1 / np.maximum(1.0, off / scale / _HUBER)
+    off = np.abs((alpha + slope * size - time) / time)
+    return AlphaBeta(alpha_s=alpha, bytes_per_s=1 / slope, error=float(np.median(off)))
+
+
+def _solve(size: np.ndarray, time: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
+    """Least squares of relative errors; where the line would start below zero, or fall, the nearest that does not."""
+    scale = np.sqrt(weight) / time
+    columns = np.stack([scale, size * scale], axis=1)
+    norm = np.linalg.norm(columns, axis=0)
+    (alpha, slope), *_ = np.linalg.lstsq(columns / norm, np.sqrt(weight), rcond=None)
+    alpha, slope = float(alpha / norm[0]), float(slope / norm[1])
+    if alpha < 0:
+        through_zero = columns[:, 1]
+        return 0.0, float(through_zero @ np.sqrt(weight) / (through_zero @ through_zero))
+    if slope <= 0:  # flat: start-up is all there is, and the largest size bounds the bandwidth from below
+        largest = int(np.argmax(size))
+        return 0.0, float(time[largest] / size[largest])
+    return alpha, slope

@@ -73,12 +73,12 @@ def measure_loader(
     feed: Feed | None = None,
 ) -> list[Fed]:
     """Feed in each way for about `budget_s`, through torch's DataLoader or a `feed` of one's own."""
-    found = []
+    points = []
     for number, way in enumerate(ways):
         watch(number, len(ways), way.text())
-        found.append(_timed((feed or _batches)(factory, way, device), way, budget_s))
+        points.append(_timed((feed or _batches)(factory, way, device), way, budget_s))
     watch(len(ways), len(ways), "done")
-    return found
+    return points
 
 
 def _timed(batches: Iterator[Mapping[str, torch.Tensor]], way: Way, budget_s: float) -> Fed:

@@ -1,7 +1,7 @@
 """What plain operators reach: norm, gated activation and loss as torch runs them one by one, with their gradients.
 
 A copy is the best case. Exponentials, every other element and fresh memory make real passes slower, by as much as only
-a measurement can tell; a processor runs them for much of a step. Bytes are those that operators move
+a measurement can tell; a CPU spends much of a step in them. Bytes are those that operators move
 (spec.plain_passes).
 """
 
@@ -46,12 +46,12 @@ def moved_bytes(dtype: str, tokens: int) -> float:
         activation("mlp.act", tokens, _FFN, dtype=dtype),
         cross_entropy("loss", tokens, _VOCAB, dtype=dtype),
     )
-    found = [eager_bytes(catalogue.model(_LIKE).config, op) for op in ops]
-    return sum(one.forward + one.backward for one in found)
+    traffic = [eager_bytes(catalogue.model(_LIKE).config, op) for op in ops]
+    return sum(op_bytes.forward + op_bytes.backward for op_bytes in traffic)
 
 
 def _call(dtype: str, tokens: int) -> Call:
-    """The three, each with a gradient of its own: between them would be products."""
+    """The three, each with a gradient of its own: in a model GEMMs lie between them."""
     half = torch.bfloat16 if dtype == "bf16" else torch.float32
     x, gates, logits = (
         torch.randn(tokens, size, dtype=kind).requires_grad_()

@@ -1,7 +1,7 @@
 """Plain multiply-adds, as many as the device can do without its matrix units: the other compute ceiling.
 
 Norms, softmaxes and activations run there. The loop needs a compiler for the device (Triton); on a CPU the fp32
-matrix product runs on the same units, so it is the ceiling.
+GEMM runs on the same units, so it is the ceiling.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def is_emulated(dtype: str, settings: Settings) -> bool:
     if dtype == "fp32":
         return False
     with onednn.kept():
-        mine = _once_s(dtype, settings)
+        once_s = _once_s(dtype, settings)
     wide = _once_s("fp32", settings)
-    return mine * EMULATED > wide
+    return once_s * EMULATED > wide
 
 
 def _once_s(dtype: str, settings: Settings) -> float:
@@ -135,7 +135,7 @@ def _sustained(calls: list[Call], case: dict[str, Any], settings: Settings) -> T
 
 
 def make_calls(case: dict[str, Any], settings: Settings) -> list[Call]:
-    """Enough sets of random matrices that none is still in a cache when its turn comes again."""
+    """Enough sets of random matrices that none is still in a cache when it is used next."""
     m, n, k, dtype = case["m"], case["n"], case["k"], _TORCH[case["dtype"]]
     elements = m * k + n * k
     fitting = int(settings.free_bytes / 3 / (elements * dtype.itemsize + 4 * m * n))
@@ -152,9 +152,11 @@ def _plain(a: Any, b: Any) -> Call:
 
 
 def _fp8(a: Any, b: Any) -> Call:
-    """e4m3 with one scale a tensor, result in bf16; the second matrix lies transposed, as the units want it."""
-    one = torch.ones((), device=a.device)
-    return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    """e4m3 with one scale per tensor, result in bf16; the second matrix lies transposed, as the units want it."""
+    scale = torch.ones((), device=a.device)
+    return lambda: torch._scaled_mm(
+        a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def _int8(a: Any, b: Any) -> Call:

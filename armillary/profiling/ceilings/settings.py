@@ -80,7 +80,7 @@ def clocks_of(device: torch.device) -> Clocks:
 
 
 def cache_bytes(device: torch.device, root: Path = Path("/")) -> int:
-    """The L2 of a GPU; the largest cache of a processor."""
+    """The L2 of a GPU; the largest cache of a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text().strip() for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")]

@@ -39,8 +39,8 @@ def resolve_training(
     rates = cluster_rates(home, cluster, run_shape(config, rows=rows, keys=job.sequence), device=device)
     if layout.precision != "auto":
         return Resolved(dtype=layout.precision, warning=check_asked(layout.precision, rates, "layout.precision"))
-    made = training_dtype(rates)
-    return Resolved(dtype=made.dtype, reason=made.reason)
+    resolved = training_dtype(rates)
+    return Resolved(dtype=resolved.dtype, reason=resolved.reason)
 
 
 def kept_precision(kept: Precision, now: str) -> Resolved:
@@ -57,21 +57,21 @@ def resolve_serving(serve: Serve, rates: DtypeRates, *, stored: str, traffic: Tr
     if serve.dtype != "auto":
         return Resolved(dtype=serve.dtype, warning=check_asked(serve.dtype, rates, "serve.dtype"))
     usual = traffic or Traffic()
-    made = serving_dtype(rates, stored=stored, tokens_in=usual.tokens_in, tokens_out=usual.tokens_out)
-    return Resolved(dtype=made.dtype, reason=made.reason)
+    resolved = serving_dtype(rates, stored=stored, tokens_in=usual.tokens_in, tokens_out=usual.tokens_out)
+    return Resolved(dtype=resolved.dtype, reason=resolved.reason)
 
 
 def serving_shape(config: ModelConfig, serve: Serve) -> RunShape:
-    """Of the passes over prompts that an engine makes."""
+    """The shape of an engine's prefill steps."""
     rows = min(PREFILL_ROWS, serve.max_tokens_per_step)
     return run_shape(config, rows=rows, keys=min(serve.max_model_len or config.context, rows))
 
 
-def with_precision(layout: Layout, found: Resolved) -> Layout:
+def with_precision(layout: Layout, resolved: Resolved) -> Layout:
     """The layout with what was resolved."""
-    return replace(layout, precision=found.dtype)
+    return replace(layout, precision=resolved.dtype)
 
 
-def with_dtype(serve: Serve, found: Resolved) -> Serve:
+def with_dtype(serve: Serve, resolved: Resolved) -> Serve:
     """The settings of a server with what was resolved."""
-    return replace(serve, dtype=found.dtype)  # type: ignore[arg-type]  # neither tf32 nor fp8 is ever resolved to
+    return replace(serve, dtype=resolved.dtype)  # type: ignore[arg-type]  # neither tf32 nor fp8 is ever resolved to

@@ -1,6 +1,6 @@
 """A probe of well under a second: GEMM, a decode step's GEMM and attention in fp32, bf16 and fp16.
 
-Feature flags say what to expect: a format without units is looked at on one small GEMM first, and no further where that
+Feature flags say what to expect: a dtype without units is tried on one small GEMM first, and no further where that
 shows it to be emulated (one call at full size would take seconds there).
 """
 
@@ -24,7 +24,7 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = (64, 256, 256)
 """the GEMM that shows emulation: 8 MFLOP, 33 ms at the slowest rate seen (0.25 GFLOP/s)"""
 LOOK_S = 0.03
-"""how long a case is looked at, beyond its first call"""
+"""how long a case is timed, beyond its first call"""
 MOST = 1024
 """sizes of a GEMM are no larger: what matters is how dtypes compare"""
 DECODE_BYTES = 48 << 20

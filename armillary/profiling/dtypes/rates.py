@@ -77,8 +77,8 @@ def cpu_rates(home: Home, shape: RunShape) -> DtypeRates:
 
 def gpu_rates(home: Home, chip: Chip, name: str, shape: RunShape, device: str) -> DtypeRates:
     """Of a GPU of this machine, `name` as its driver has it: measured, else the catalogue's, else probed."""
-    found = _measured(home, name, shape) or (catalogue_rates(chip) if chip.flops else _probed(home, device, shape))
-    return found or DtypeRates(by_dtype={WIDE: DtypeRate(gemm=1.0), "fp16": DtypeRate(gemm=2.0)}, source="every GPU")
+    rates = _measured(home, name, shape) or (catalogue_rates(chip) if chip.flops else _probed(home, device, shape))
+    return rates or DtypeRates(by_dtype={WIDE: DtypeRate(gemm=1.0), "fp16": DtypeRate(gemm=2.0)}, source="every GPU")
 
 
 def _measured(home: Home, name: str, shape: RunShape) -> DtypeRates | None:
@@ -93,25 +93,25 @@ def _probed(home: Home, device: str, shape: RunShape) -> DtypeRates | None:
     from armillary.profiling.dtypes.probe import probe
 
     try:
-        found = probe(device, shape)
+        probed = probe(device, shape)
     except (RuntimeError, AssertionError) as error:  # torch's own, of a GPU whose driver does not do
         raise BadInput(
             f"{device} cannot be used ({str(error).splitlines()[0]}); take --device cpu, or see armillary doctor"
         ) from None
-    return probe_rates(save_peaks(home, found).points[PROBE])
+    return probe_rates(save_peaks(home, probed).points[PROBE])
 
 
 # --- where rates come from
 
 
 def measured_rates(peaks: Peaks, shape: RunShape) -> DtypeRates | None:
-    """From ceilings at the nearest shapes that were measured, else from an earlier probe; None where fp32 and a 16-bit
-    format were not both looked at."""
+    """From ceilings at the nearest shapes that were measured, else from an earlier probe; None unless fp32 and a 16-bit
+    dtype were both measured."""
     gemms = peaks.points.get("gemm", ())
     large, few = ([point for point in gemms if (point["m"] <= FEW_ROWS) is small] for small in (False, True))
-    found = {dtype: rate for dtype in DTYPES if (rate := _rate_of(dtype, shape, large, few, peaks)) is not None}
-    if WIDE in found and any(half in found for half in SIXTEEN_BIT):
-        return DtypeRates(by_dtype=_marked(found), source=f"measured {peaks.date}")
+    by_dtype = {dtype: rate for dtype in DTYPES if (rate := _rate_of(dtype, shape, large, few, peaks)) is not None}
+    if WIDE in by_dtype and any(half in by_dtype for half in SIXTEEN_BIT):
+        return DtypeRates(by_dtype=_marked(by_dtype), source=f"measured {peaks.date}")
     return probe_rates(peaks.points.get(PROBE, ()))
 
 
@@ -135,8 +135,10 @@ def _rate_of(
 
 def _nearest(points: Iterable[Point], dtype: str, sizes: Mapping[str, int]) -> Point | None:
     """The point of a dtype whose sizes are nearest by factors."""
-    mine = [point for point in points if point["dtype"] == dtype]
-    return min(mine, key=lambda point: sum(abs(log(point[name] / size)) for name, size in sizes.items()), default=None)
+    of_dtype = [point for point in points if point["dtype"] == dtype]
+    return min(
+        of_dtype, key=lambda point: sum(abs(log(point[name] / size)) for name, size in sizes.items()), default=None
+    )
 
 
 def probe_rates(points: Iterable[Point]) -> DtypeRates | None:
@@ -144,7 +146,7 @@ def probe_rates(points: Iterable[Point]) -> DtypeRates | None:
     rows = {str(point["dtype"]): point for point in points}
     if WIDE not in rows:
         return None
-    found = {
+    by_dtype = {
         dtype: DtypeRate(
             gemm=float(row["flops"]),
             attention=row.get("attention"),
@@ -153,28 +155,30 @@ def probe_rates(points: Iterable[Point]) -> DtypeRates | None:
         )
         for dtype, row in rows.items()
     }
-    return DtypeRates(by_dtype=_marked(found), source="a short probe")
+    return DtypeRates(by_dtype=_marked(by_dtype), source="a short probe")
 
 
 def catalogue_rates(chip: Chip) -> DtypeRates:
     """Published dense peaks; attention is taken to gain what GEMM gains, decoding by the bytes of a weight."""
     wide = chip.flops.get(WIDE) or min(chip.flops.values(), default=1.0)
-    found = {dtype: DtypeRate(gemm=flops, decode=2 * wide) for dtype in DTYPES[1:] if (flops := chip.flops.get(dtype))}
-    return DtypeRates(by_dtype={WIDE: DtypeRate(gemm=wide, decode=wide), **found}, source="the catalogue's peaks")
+    by_dtype = {
+        dtype: DtypeRate(gemm=flops, decode=2 * wide) for dtype in DTYPES[1:] if (flops := chip.flops.get(dtype))
+    }
+    return DtypeRates(by_dtype={WIDE: DtypeRate(gemm=wide, decode=wide), **by_dtype}, source="the catalogue's peaks")
 
 
 def flag_rates() -> DtypeRates:
-    """By the CPU's feature flags: a format without units is emulated, one with units twice as fast as fp32."""
-    found = {
+    """By the CPU's feature flags: a dtype without units is emulated, one with units twice as fast as fp32."""
+    by_dtype = {
         dtype: DtypeRate(gemm=2.0 if native else 0.1, emulated=not native)
         for dtype in DTYPES[1:]
         if (native := has_native(dtype)) is not None
     }
-    return DtypeRates(by_dtype={WIDE: DtypeRate(gemm=1.0), **found}, source="the CPU's feature flags")
+    return DtypeRates(by_dtype={WIDE: DtypeRate(gemm=1.0), **by_dtype}, source="the CPU's feature flags")
 
 
 def _marked(rates: Mapping[str, DtypeRate]) -> dict[str, DtypeRate]:
-    """Emulated where marked, or where a narrower format is far slower than fp32."""
+    """Emulated where marked, or where a narrower dtype is far slower than fp32."""
     wide = rates[WIDE].gemm
     return {
         name: replace(rate, emulated=rate.emulated or (name != WIDE and rate.gemm < EMULATED * wide))

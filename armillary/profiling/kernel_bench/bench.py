@@ -31,7 +31,7 @@ from armillary.store.home import Home
 Watch = Callable[[int, int, str], None]
 """called with cases done, cases in all, and what comes next"""
 Keep = Callable[[KernelBench], None]
-"""called after every case with what there is so far, so that a run that is cut off is not lost"""
+"""called after every case with the rows so far, so that an interrupted run is not lost"""
 Todo = tuple[Op, str, Case]
 LIMIT_S = 440.0
 _CEILING_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
@@ -86,8 +86,8 @@ def bench_kernels(
 
 
 def _in_turn(by_op: list[list[Todo]]) -> list[Todo]:
-    """The first case of every op, then the second of each …: when time is over, no op goes without."""
-    return [one for turn in zip_longest(*by_op) for one in turn if one is not None]
+    """The first case of every op, then the second of each …: so that every op has cases when the time is over."""
+    return [case for round_ in zip_longest(*by_op) for case in round_ if case is not None]
 
 
 def _cases(op: Op, device: torch.device, quick: bool) -> Iterator[tuple[str, Case]]:
@@ -100,18 +100,18 @@ def _cases(op: Op, device: torch.device, quick: bool) -> Iterator[tuple[str, Cas
 def measure_some(settings: Settings, wanted: set[Any]) -> dict[str, float]:
     """The ceilings that these kernels are held against."""
     kind = settings.device.type
-    found = {}
+    peaks = {}
     for op in sorted(wanted & {"copy", "read"}):
         case = {"op": op, "bytes": _CEILING_BYTES[kind], "hot": False}
-        found[op] = float(next(bandwidth.measure([case], settings))[1]["bytes_per_s"])
+        peaks[op] = float(next(bandwidth.measure([case], settings))[1]["bytes_per_s"])
         _forget(settings.device)
     size = _SQUARE[kind]
     for name, dtype in (("gemm", "bf16"), ("fp8", "fp8")):
         if name in wanted and dtype in gemm.dtypes(settings.device):
             case = {"m": size, "n": size, "k": size, "dtype": dtype}
-            found[name] = float(next(gemm.measure([case], settings))[1]["flops"])
+            peaks[name] = float(next(gemm.measure([case], settings))[1]["flops"])
             _forget(settings.device)
-    return found
+    return peaks
 
 
 def _timed_row(op: Op, name: str, case: Case, ceilings: dict[str, float], home: Home | None, budget_s: float) -> Any:
@@ -154,10 +154,10 @@ def _with_memory(row: KernelRow, bar: Bar | None, op: Op, case: Case) -> KernelR
     return replace(
         row,
         measured=tuple(
-            replace(one, extra_bytes=extra_bytes(op, case, one.version))
-            if one.version in names and one.seconds
-            else one
-            for one in row.measured
+            replace(measured, extra_bytes=extra_bytes(op, case, measured.version))
+            if measured.version in names and measured.seconds
+            else measured
+            for measured in row.measured
         ),
     )
 

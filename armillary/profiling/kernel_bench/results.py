@@ -1,4 +1,4 @@
-"""What the kernel bench found: a row a case, a figure a version, and whether the bar for it holds."""
+"""Results of the kernel bench: a row per case, a figure per version, and whether the target is met."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class KernelRow:
     name: str
     """whose shape it is"""
     shape: str
-    """sizes and format"""
+    """sizes and dtype"""
     ceiling: str
     """copy, read, gemm or fp8"""
     chosen: str
@@ -71,45 +71,47 @@ class KernelRow:
     """GPU memory that the bench still has after the case"""
 
     def of(self, version: str) -> Measured | None:
-        return next((one for one in self.measured if one.version == version), None)
+        return next((measured for measured in self.measured if measured.version == version), None)
 
     @property
     def ours(self) -> Measured | None:
         """Our own kernel: the best of those in Triton."""
-        own = [one for one in self.measured if one.version.startswith(_OURS)]
-        return min(own, key=lambda one: one.seconds if one.seconds is not None else float("inf"), default=None)
+        own = [measured for measured in self.measured if measured.version.startswith(_OURS)]
+        return min(
+            own, key=lambda measured: measured.seconds if measured.seconds is not None else float("inf"), default=None
+        )
 
-    def misses(self, one: Measured | None) -> list[str]:
+    def misses(self, measured: Measured | None) -> list[str]:
         """What of the bar this version does not hold; nothing where there is no bar."""
         if self.bar is None:
             return []
-        if one is None or one.seconds is None:
+        if measured is None or measured.seconds is None:
             return ["not timed"]
         bar = self.bar
-        found = [
+        missed = [
             f"{way} {100 * share:.1f}% < {100 * least:.0f}%"
             for way, share, least in (
-                ("forward", one.forward_share, bar.forward),
-                ("backward", one.backward_share, bar.backward),
+                ("forward", measured.forward_share, bar.forward),
+                ("backward", measured.backward_share, bar.backward),
             )
             if least is not None and share is not None and share < least
         ]
-        if bar.extra_bytes is not None and one.extra_bytes is not None and one.extra_bytes > bar.extra_bytes:
-            found.append(f"{one.extra_bytes / 1e9:.2f} GB extra > {bar.extra_bytes / 1e9:.1f}")
+        if bar.extra_bytes is not None and measured.extra_bytes is not None and measured.extra_bytes > bar.extra_bytes:
+            missed.append(f"{measured.extra_bytes / 1e9:.2f} GB extra > {bar.extra_bytes / 1e9:.1f}")
         named = [rival for rival in self.measured if rival.version.startswith(bar.never_behind)]
-        return found + [text for rival in named for text in _behind(one, rival)]
+        return missed + [text for rival in named for text in _behind(measured, rival)]
 
 
-def _behind(one: Measured, rival: Measured) -> list[str]:
+def _behind(measured: Measured, rival: Measured) -> list[str]:
     """In what a version takes longer than a rival: in all, else in one direction."""
-    if _longer(one.seconds, rival.seconds):
+    if _longer(measured.seconds, rival.seconds):
         return [f"behind {rival.version}"]
-    ways = (("forward", one.forward_s, rival.forward_s), ("backward", one.backward_s, rival.backward_s))
-    return [f"{way} behind {rival.version}" for way, mine, other in ways if _longer(mine, other)]
+    ways = (("forward", measured.forward_s, rival.forward_s), ("backward", measured.backward_s, rival.backward_s))
+    return [f"{way} behind {rival.version}" for way, own, other in ways if _longer(own, other)]
 
 
-def _longer(mine: float | None, other: float | None) -> bool:
-    return mine is not None and other is not None and other * _SAME < mine
+def _longer(own: float | None, other: float | None) -> bool:
+    return own is not None and other is not None and other * _SAME < own
 
 
 @dataclass(frozen=True, kw_only=True)

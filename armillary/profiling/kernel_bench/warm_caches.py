@@ -39,7 +39,7 @@ def warm(cases: Sequence[tuple[Op, Case]], done: Callable[[int, int], None]) -> 
         for count, future in enumerate(as_completed(waiting, timeout=LIMIT_S), 1):
             future.result()
             done(count, len(jobs))
-    except (TimeoutError, BrokenProcessPool) as error:  # then the compilers work when their turn comes
+    except (TimeoutError, BrokenProcessPool) as error:  # then versions are compiled when they are timed
         note_once(f"compiling ahead was given up: {type(error).__name__}")
         for process in list((pool._processes or {}).values()):  # they would disturb what is timed next
             process.terminate()
@@ -61,7 +61,7 @@ def warm_version(name: str, case: Case, version: str) -> None:
     torch._logging.set_logs(all=logging.ERROR)
     torch.set_num_threads(1)
     op = find_op(name)
-    wanted = next(one for one in (*op.versions, *op.rivals) if one.name == version)
+    wanted = next(candidate for candidate in (*op.versions, *op.rivals) if candidate.name == version)
     for _ in range(_TRIES):
         try:
             generator = torch.Generator(torch.device(case.device)).manual_seed(0)

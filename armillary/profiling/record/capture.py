@@ -21,8 +21,8 @@ from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.analysis.analyse import device_name as traced_device
 from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.profile import Profile
-from armillary.profiling.record.recorder import Recorder, finish
-from armillary.profiling.trace.trace import read_trace
+from armillary.profiling.record.recorder import TraceRecorder, finish
+from armillary.profiling.trace.read_trace import read_trace
 from armillary.store.home import Home
 
 
@@ -50,17 +50,17 @@ def profile(
     for _ in range(warmup):
         step()
     plain_s = _timed(step, steps)
-    recorder = Recorder(memory=memory, stacks=stacks)
+    recorder = TraceRecorder(memory=memory, stacks=stacks)
     record(recorder, step, steps, twin)
     with ExitStack() as stack:
         folder = Path(trace_path).parent if trace_path else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         path = recorder.save(folder / (Path(trace_path).name if trace_path else "trace.json"))
-        found = read(path, home=home, source=source or getattr(step, "__name__", "step"), plain_s=plain_s)
-    return found
+        result = read(path, home=home, source=source or getattr(step, "__name__", "step"), plain_s=plain_s)
+    return result
 
 
 def record(
-    recorder: Recorder, step: Callable[[], object], steps: int, twin: Callable[[], object] | None = None
+    recorder: TraceRecorder, step: Callable[[], object], steps: int, twin: Callable[[], object] | None = None
 ) -> None:
     """`steps` calls in a recording, after one that pays what the first costs; one that raises still ends it."""
     recorder.start()

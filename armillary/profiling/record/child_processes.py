@@ -1,4 +1,4 @@
-"""The processes a script starts: they are not recorded, and a profile that shows their parent waiting has to say so."""
+"""Child processes that a script starts: they are not recorded, and the profile of the waiting parent says so."""
 
 from __future__ import annotations
 

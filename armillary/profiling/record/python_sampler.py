@@ -1,7 +1,7 @@
-"""Where Python stands, looked at about every millisecond from a thread of its own.
+"""Sampling of Python stacks, about every millisecond, from a thread of its own.
 
 torch's own stacks trace every call, which makes Python-heavy steps several times slower and names only the line a
-function begins at; samples cost a few per cent and name the very line. `sample_places` makes trace events of them.
+function begins at; samples cost a few per cent and name the very line. `sample_events` turns them into trace events.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FRAME = re.compile(rb'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at one thread."""
+    """One sample of one thread's stack."""
 
     time_ns: int
     """on the clock of the trace: since 1970"""
@@ -38,14 +38,14 @@ class Sample:
 
 
 class Sampler:
-    """Looks at the thread that started it always, and at others while they compute.
+    """Samples the thread that started it, and other threads while they use a core.
 
-    Looking is left to faulthandler: frame objects of a thread that is just leaving a function crash Python 3.11.
+    Stacks are dumped by faulthandler: frame objects of a thread that is just leaving a function crash Python 3.11.
     """
 
     def __init__(self, every_s: float = _EVERY_S) -> None:
         self.every_s = every_s
-        self._looks: list[tuple[int, int, dict[int, int]]] = []
+        self._samples: list[tuple[int, int, dict[int, int]]] = []
         """when, where its dump ends, and the threads worth showing: Python's id -> the system's"""
         self._cpu_ns: dict[int, int] = {}
         self._dumps = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
@@ -70,10 +70,10 @@ class Sampler:
         last = time.perf_counter_ns()
         while not self._stop.wait(self.every_s):
             now = time.perf_counter_ns()
-            self._look(main, now - last)
+            self._sample(main, now - last)
             last = now
 
-    def _look(self, main: threading.Thread, passed_ns: int) -> None:
+    def _sample(self, main: threading.Thread, passed_ns: int) -> None:
         shown = {
             thread.ident: thread.native_id or 0
             for thread in threading.enumerate()
@@ -81,16 +81,16 @@ class Sampler:
         }
         now, file = time.time_ns(), self._dumps.fileno()
         faulthandler.dump_traceback(file, all_threads=True)
-        self._looks.append((now, os.lseek(file, 0, os.SEEK_CUR), shown))
+        self._samples.append((now, os.lseek(file, 0, os.SEEK_CUR), shown))
 
     def _computed(self, thread: threading.Thread, passed_ns: int) -> bool:
-        """Whether it used a core since the last look; where the system cannot say, it counts as waiting."""
+        """Whether it used a core since the last sample; where the system cannot say, it counts as waiting."""
         assert thread.ident is not None
         if not hasattr(time, "pthread_getcpuclockid"):
             return False
         try:
             used = time.clock_gettime_ns(time.pthread_getcpuclockid(thread.ident))
-        except OSError:  # it ended between the list and the look
+        except OSError:  # it ended meanwhile
             return False
         before = self._cpu_ns.get(thread.ident)
         self._cpu_ns[thread.ident] = used
@@ -99,7 +99,7 @@ class Sampler:
     def samples(self) -> Iterator[Sample]:
         """What was seen, in the order of time."""
         begin = 0
-        for time_ns, end, shown in self._looks:
+        for time_ns, end, shown in self._samples:
             for thread, stack in _stacks(self._text[begin:end]):
                 if thread in shown:
                     yield Sample(time_ns=time_ns, thread=shown[thread], stack=stack)

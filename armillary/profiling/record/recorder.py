@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,13 @@ from armillary.profiling.record.module_scopes import ModuleNames
 from armillary.profiling.record.optimizer_sizes import OptimizerSizes
 from armillary.profiling.record.python_sampler import Sampler
 from armillary.profiling.record.sample_events import sample_events
-from armillary.profiling.record.torch_stderr_filter import freed_unknown_block
 from armillary.profiling.trace.tensor_lists import KEY as OPTIMIZERS
 
 STEP = "ProfilerStep#"
 """what the annotation of a step begins with, as torch.profiler writes it"""
 
 
-class Recorder:
+class TraceRecorder:
     """`start()`, then `begin_step()` before each step, `stop()`, and `save(path)`; all from one thread.
 
     Without `hooks` modules have no names, and optimisers are told of by `see`.
@@ -110,19 +112,19 @@ class Recorder:
         text = raw.read_text(errors="replace")
         mark = re.search(r'"traceEvents":\s*\[', text)
         assert mark, "a trace has events"
-        whole = json.loads(text, strict=False)
-        base_ns, pid = int(whole.get("baseTimeNanoseconds", 0)), os.getpid()
+        parsed = json.loads(text, strict=False)
+        base_ns, pid = int(parsed.get("baseTimeNanoseconds", 0)), os.getpid()
         added = self._modules.events(pid, base_ns)
         if self._sampler:
-            added += sample_events(self._sampler.samples(), [*added, *whole["traceEvents"]], base_ns, pid)
+            added += sample_events(self._sampler.samples(), [*added, *parsed["traceEvents"]], base_ns, pid)
         lines = "".join(json.dumps(event) + ",\n" for event in added)
         about = f'"{OPTIMIZERS}": {json.dumps(self._optimizers.lists)},\n'
         path.write_text(f"{text[: mark.start()]}{about}{mark.group()}\n{lines}{text[mark.end() :]}")
 
 
 def activities() -> list[ProfilerActivity]:
-    found = [ProfilerActivity.CPU]
-    return [*found, ProfilerActivity.CUDA] if torch.cuda.is_available() else found
+    cpu = [ProfilerActivity.CPU]
+    return [*cpu, ProfilerActivity.CUDA] if torch.cuda.is_available() else cpu
 
 
 def finish() -> None:
@@ -134,3 +136,32 @@ def finish() -> None:
 def _quiet() -> None:
     """The profiler prints lines of its own on stderr at every start; its variable is read at the first."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+_LINE = b"Memory block of unknown size was allocated before"
+
+
+@contextmanager
+def freed_unknown_block() -> Iterator[None]:
+    """Drops the line that torch prints on stderr when memory allocated before a recording is freed.
+
+    torch prints it for the first such block, then for every thousandth. Around the start of a recording, a block of our
+    own is the first, and its line is left out; everything else written to stderr in that moment is passed on.
+    """
+    block = [torch.empty(1)]
+    yield
+    try:
+        stderr = os.dup(2)
+    except OSError:  # there is none
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            block.clear()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        file.seek(0)
+        rest = b"".join(line for line in file if _LINE not in line)
+    if rest:
+        os.write(2, rest)

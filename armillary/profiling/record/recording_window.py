@@ -1,8 +1,8 @@
-"""The window of a script's run that is recorded: when it opens and closes, decided from the script's own steps.
+"""The recorded window of a script's run: when it opens and closes, decided from the script's own steps.
 
 A call of an optimiser's `step` ends a step of training; where there is none, a call that repeats without gradients is a
-step of inference; where there is neither, the whole run is one step, up to a limit. torch records one thread at a time
-and for one at a time: a recording is ended by the thread that began it, and gives way to the script's own.
+step of inference; where there is neither, the whole run is one step, up to a limit. torch allows one
+recording at a time, of one thread: the thread that began it ends it, and it yields to the script's own profiler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from armillary.profiling.record.child_processes import Children
-from armillary.profiling.record.recorder import Recorder, finish
+from armillary.profiling.record.recorder import TraceRecorder, finish
 from armillary.profiling.record.step_detector import ScriptSteps
 from armillary.profiling.record.user_profiler import TheirProfiler
 
@@ -33,14 +33,14 @@ class Window:
         self.wanted = steps
         self.seen = 0
         self.plain: list[float] = []
-        self.recorder: Recorder | None = None
+        self.recorder: TraceRecorder | None = None
         self.finished = False
         self.lost = False
         """whether torch still records a thread that is gone, or not ours to end"""
         self.script = ScriptSteps(ended=self._end_of_step, anew=self._anew, compiling=self._compiling)
         self.theirs = TheirProfiler(self._give_way)
         self.children = Children()
-        self._cold = Recorder()
+        self._cold = TraceRecorder()
         self._in_cold = False
         self._done = done
         self._last = 0.0
@@ -58,7 +58,7 @@ class Window:
         self._in_cold = True
         self._limit(WHOLE_RUN_S)
 
-    def close(self) -> Recorder:
+    def close(self) -> TraceRecorder:
         """The best recording there is: of warm steps, else of the run's beginning."""
         self._forget()
         if self.recorder is not None and self.recorder.running:
@@ -114,7 +114,7 @@ class Window:
         self._last = now
 
     def _start(self) -> None:
-        self.recorder = Recorder(hooks=not self.script.compiled)
+        self.recorder = TraceRecorder(hooks=not self.script.compiled)
         with self.theirs.ours():
             self.recorder.start()  # the step that follows pays what the first recorded one costs
 

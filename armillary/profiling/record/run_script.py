@@ -1,4 +1,4 @@
-"""Runs somebody's script, unmodified, with a window of it recorded: the inside of `armillary profile -- python …`.
+"""Runs a user's unmodified script and records a window of it: the child process of `armillary profile -- python …`.
 
     python -c '…; main()' REQUEST SCRIPT ARGUMENTS…      or: REQUEST -m MODULE ARGUMENTS…
 
@@ -72,7 +72,7 @@ def rank() -> None:
         sys.exit(run(target))
     code = _recorded(request, target)
     _leave_in_order()
-    _end_at_once(code)  # threads of gloo and of the recording have been seen to abort a rank in its last moment
+    _end_at_once(code)  # threads of gloo and of the recording have been seen to abort a rank at exit
 
 
 def _leave_in_order() -> None:
@@ -113,7 +113,7 @@ def _recorded(request: dict[str, Any], target: list[str]) -> int:
 
 
 def _end_at_once(code: int) -> None:
-    """Python's own end breaks on a recording that nobody ended."""
+    """Python's own shutdown crashes on a recording that was never stopped."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Where in a trace samples may stand: in stretches of a thread in which Python itself runs or waits.
+"""Trace events from samples of Python stacks, placed where a thread runs Python or waits.
 
 A sample says where Python was at one moment; drawn as an event it must not seem to hold, or be held by, operators whose
-times are exact. So it is cut to the stretch between two exact events, and left out inside operators.
+times are exact. So it is clipped to the interval between two exact events, and left out inside operators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXACT = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_
 _APART = 0.01
 """µs between neighbours, which rounding would otherwise put inside one another"""
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-"""frames of the recording itself are nobody's to look at"""
+"""frames of the recording itself are left out"""
 
 Event = dict[str, Any]
 Stretch = tuple[float, float]
@@ -40,14 +40,14 @@ def sample_events(samples: Iterable[Sample], exact: list[Event], base_ns: int, p
     """Trace events of the samples: a stack of frames for each stretch that a sample stands for."""
     threads = _by_thread(exact)
     free = {thread: free_stretches(events) for thread, events in threads.items()}
-    made: list[Event] = []
-    mine: dict[int, list[Sample]] = {}
+    events: list[Event] = []
+    by_thread: dict[int, list[Sample]] = {}
     for sample in samples:
-        mine.setdefault(sample.thread, []).append(sample)
-    for thread, taken in mine.items():
+        by_thread.setdefault(sample.thread, []).append(sample)
+    for thread, taken in by_thread.items():
         for start, end, stack in merged(placed(taken, free.get(thread), base_ns)):
-            made += [_event(frame, start, end, thread, pid) for frame in stack if not frame[0].startswith(_OURS)]
-    return made
+            events += [_event(frame, start, end, thread, pid) for frame in stack if not frame[0].startswith(_OURS)]
+    return events
 
 
 def placed(samples: list[Sample], free: list[Stretch] | None, base_ns: int) -> Iterator[Stay]:

@@ -1,4 +1,4 @@
-"""Profile somebody's script as it is: start it with a recording window inside, and read the trace it leaves."""
+"""Profiling a user's unmodified script: it runs with a recording window, and its trace is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.profile import Profile
 from armillary.profiling.record.run_script import NO_TORCH, inside, split
 from armillary.profiling.record.torchrun import LAUNCHERS, launches
-from armillary.profiling.trace.trace import read_trace
+from armillary.profiling.trace.read_trace import read_trace
 from armillary.store.home import Home
 
 _WHOSE = {
@@ -102,10 +102,10 @@ def parse(words: Sequence[str]) -> Command:
 
 def _python_beside(program: str) -> str:
     """The interpreter that a program was installed for."""
-    found = shutil.which(program)
-    if found is None:
+    path = shutil.which(program)
+    if path is None:
         raise NotFound(f"no program {program}; check the path")
-    beside = Path(found).parent / "python"
+    beside = Path(path).parent / "python"
     return str(beside) if beside.exists() else sys.executable
 
 
@@ -129,28 +129,28 @@ def _nothing_recorded(command: Command, code: int) -> ArmillaryError:
 def _read(command: Command, trace: Path, seen: dict[str, Any], home: Home) -> Profile:
     events = read_trace(trace)
     name = traced_device(events) or device_name("cpu", threads=seen["threads"])
-    found = analyse(events, roofline=roofline_for(name, home), source=command.name, plain_s=seen["plain_s"])
-    return replace(found, notes=(*found.notes, *_notes(seen)))
+    result = analyse(events, roofline=roofline_for(name, home), source=command.name, plain_s=seen["plain_s"])
+    return replace(result, notes=(*result.notes, *_notes(seen)))
 
 
 def _notes(seen: dict[str, Any]) -> list[str]:
     """What the reader has to know of how the recording was made."""
-    made = [_steps_note(seen)]
+    notes = [_steps_note(seen)]
     if seen["rank"]:
-        made.append(f"{seen['rank']}; the others ran beside it and were not")
+        notes.append(f"{seen['rank']}; the others ran beside it and were not")
     if seen["their_profiler"]:
-        made.append(
+        notes.append(
             "the script uses torch's profiler itself: nothing was recorded while its own ran; what it exports "
             "can be read with armillary profile TRACE"
         )
     if seen["compiled"]:
-        made.append("modules have no names here, as hooks on them would change what torch.compile makes")
+        notes.append("modules have no names here, as hooks on them would change what torch.compile makes")
     if seen["children"]:
-        made.append(
+        notes.append(
             f"{seen['children']} child process{'es were' if seen['children'] > 1 else ' was'} not recorded, "
             "only the one that started them; torchrun's first rank would be"
         )
-    return made
+    return notes
 
 
 def _steps_note(seen: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The ends of a script's steps, seen from outside: optimiser steps, else calls that repeat without a gradient.
+"""Detecting the ends of a script's steps from outside: optimiser steps, else repeated calls without a gradient.
 
 Dynamo compiles hooks into what it traces, so those on all modules go before anything is compiled; from then on what
 torch.compile returned is followed instead. The one hook on optimisers stays, empty to Dynamo, as taking it away would
@@ -8,16 +8,19 @@ compile an optimiser's step again.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
-
-from armillary.profiling.record.import_hook import after_import
 
 What = Literal["run", "forward", "compiled", "optimizer"]
 
@@ -55,7 +58,7 @@ class ScriptSteps:
         after_import("torch._dynamo", self._free_before_dynamo)
 
     def release(self) -> None:
-        """Steps are nobody's business any more."""
+        """Stop following the script's steps."""
         self._over, self._owner = True, None
         for holder, name, plain in self._replaced:
             setattr(holder, name, plain)
@@ -108,24 +111,24 @@ class ScriptSteps:
         if model is None:  # as a decorator with options: it comes back here with the function
             return self._compile(model, *args, **kwargs)
         self._free()
-        made = self._compile(model, *args, **kwargs)
-        if isinstance(made, torch.nn.Module):
-            made.register_forward_pre_hook(self._before_forward)
-            made.register_forward_hook(self._after_forward, always_call=True)
-            return made
-        if not hasattr(made, "_torchdynamo_orig_callable"):
-            return made
+        compiled = self._compile(model, *args, **kwargs)
+        if isinstance(compiled, torch.nn.Module):
+            compiled.register_forward_pre_hook(self._before_forward)
+            compiled.register_forward_hook(self._after_forward, always_call=True)
+            return compiled
+        if not hasattr(compiled, "_torchdynamo_orig_callable"):
+            return compiled
         in_place = isinstance(getattr(model, "__self__", None), torch.nn.Module)  # module.compile()
-        return self._followed(made, "forward" if in_place else "compiled")
+        return self._followed(compiled, "forward" if in_place else "compiled")
 
-    def _followed(self, made: Any, what: What) -> Any:
+    def _followed(self, compiled: Any, what: What) -> Any:
         """What was made, telling of its calls; Dynamo sees through it as through what was made."""
 
-        @functools.wraps(made)
+        @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._local.depth = self._depth() + 1
             try:
-                result = made(*args, **kwargs)
+                result = compiled(*args, **kwargs)
             finally:
                 self._local.depth = max(0, self._depth() - 1)
             if not _needs_gradient(result):
@@ -178,3 +181,36 @@ def _needs_gradient(result: Any) -> bool:
     if isinstance(result, dict):
         return any(map(_needs_gradient, result.values()))
     return isinstance(result, list | tuple) and any(map(_needs_gradient, result))
+
+
+def after_import(name: str, then: Callable[[Any], None]) -> None:
+    """Call `then(module)` now if the module is imported already, else at the end of its import, should it ever come:
+    torch's compiler takes seconds to import."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Waiting(name, then))
+
+
+class _Waiting(MetaPathFinder):
+    """Finds nothing itself: the other finders find the module, and `then` is called once it is loaded."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                self._then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,4 +1,4 @@
-"""The script's own profiler: torch has one recording at a time, so ours gives way to it.
+"""The script's own profiler: torch allows one recording at a time, so ours yields to it.
 
 Every way of torch to record (torch.profiler, torch.autograd.profiler, nvtx ranges) begins and ends in the same few
 functions, which are followed here.

@@ -80,13 +80,13 @@ def _budget(profile: Profile) -> str:
 def budget_bar(fractions: Iterable[tuple[str, float]], step_s: float) -> str:
     """One stacked bar of a step's parts: (name, share of the step). A part that BUDGET does not list keeps its name."""
     parts = [(part, share) for part, share in fractions if share >= _SEEN]
-    others = [part for part, _ in parts if part not in BUDGET]
+    other_parts = [part for part, _ in parts if part not in BUDGET]
     return shares(
         [
             (
                 PART_WORDS.get(part, part.replace("_", " ")),
                 share,
-                f"var(--{part})" if part in BUDGET else _OTHERS[others.index(part) % len(_OTHERS)],
+                f"var(--{part})" if part in BUDGET else _OTHERS[other_parts.index(part) % len(_OTHERS)],
                 seconds_text(share * step_s),
                 BUDGET.get(part, ""),
             )
@@ -183,9 +183,9 @@ def _table(profile: Profile) -> str:
 
 
 def _row(row: Row, steps: int) -> list[str]:
-    """The name is cut short; the whole of it, and what else is known, shows on hovering."""
-    name, *others = row_cells(row, steps)
-    return [Hover(short_name(name), f"{name}\n{figures(row, steps)}"), *others]
+    """The name is shortened; the full name and the details show on hovering."""
+    name, *cells = row_cells(row, steps)
+    return [Hover(short_name(name), f"{name}\n{figures(row, steps)}"), *cells]
 
 
 def _gaps(profile: Profile) -> str:

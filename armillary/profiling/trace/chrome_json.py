@@ -1,7 +1,7 @@
 """Chrome trace JSON read as a stream: an event at a time, whatever the size of the file.
 
 Only a window of the text is held. A file that breaks off or is no trace is refused with how far it could be read,
-because a budget of half a step would look like an answer.
+because the budget of half a step would look like a result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK = 1 << 22
 _LONGEST_VALUE = 1 << 27
 """characters: no event and no header is longer, so a longer one is a broken file"""
 _EDGE = 64
-"""characters from the window's end within which a fault may only be a cut"""
+"""characters from the window's end within which a syntax error may only mean that the text is truncated"""
 _BETWEEN = re.compile(r"\}\s*,\s*\{")
 _LAST = 1 << 16
 """characters at the window's end in which the last whole event is looked for"""
@@ -72,18 +72,18 @@ class ChromeTrace:
 
     def _object(self, text: _Text) -> Iterator[dict[str, Any]]:
         text.skip()
-        found = False
+        reached = False
         while text.peek() != "}":
             key = text.value()
             if text.peek() != ":":
                 raise json.JSONDecodeError("a key without a value", "", 0)
             text.skip()
             if key == "traceEvents" and text.peek() == "[":
-                found = True
+                reached = True
                 yield from self._array(text)
             else:
                 self.about[str(key)] = text.value()
-        if not found:
+        if not reached:
             raise BadData(f"{self.path} is JSON without traceEvents; give a torch-profiler trace")
 
     def _array(self, text: _Text) -> Iterator[dict[str, Any]]:
@@ -129,7 +129,7 @@ class _Text:
         self.at += 1
 
     def value(self) -> Any:
-        """The next JSON value; a value cut by the window's edge is tried again with more text."""
+        """The next JSON value; a value truncated at the window's edge is parsed again with more text."""
         self.peek()
         while True:
             try:
@@ -153,7 +153,7 @@ class _Text:
             return []
         try:
             values: list[Any] = _DECODER.decode(f"[{self.buffer[self.at : last.start() + 1]}]")
-        except json.JSONDecodeError:  # the cut was inside an event: not again before there is more text
+        except json.JSONDecodeError:  # truncated inside an event: retried once there is more text
             self.one_by_one = True
             return []
         self.at = last.start() + 1

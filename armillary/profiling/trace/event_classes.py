@@ -1,6 +1,6 @@
 """What a name in a trace means: the class of work of an operator or kernel, and what a host call waits for.
 
-Names are all that is left of a kernel inside a CUDA graph, so the tables are ordered from the most telling part on.
+Names are all that is left of a kernel inside a CUDA graph, so the patterns are ordered from the most specific on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ELEMENT = re.compile(
     r"(?:CatArrayBatchedCopy\w*|\w*Functor\w*|\bCopy)<(?:at::native::\(anonymous namespace\)::)?"
     r"(?:OpaqueType<(\d+)u?>|(c10::BFloat16|c10::Half|__half|float|double|long|int|short|bool|(?:un)?signed char))"
 )
-"""what a kernel over lists of tensors is instantiated for"""
+"""the element type that a kernel over lists of tensors is instantiated for"""
 _SIZES = {"float": 4, "int": 4, "double": 8, "long": 8, "bool": 1, "unsigned char": 1, "signed char": 1}
 _VIEWS = """
     view as_strided expand expand_as t transpose permute reshape _reshape_alias _unsafe_view detach detach_ alias empty
@@ -83,19 +83,14 @@ VIEWS = frozenset("aten::" + name for name in _VIEWS.split())
 def kernel_work(name: str) -> str:
     """gemm, attention, conv … by a kernel's name."""
     text = name.lower()
-    if text.startswith(("triton_poi", "triton_red", "triton_per")):  # their names list what was fused, products too
+    if text.startswith(("triton_poi", "triton_red", "triton_per")):  # their names list what was fused, GEMMs too
         return "elementwise"
     return next((work for work, pattern in _KERNEL_PATTERNS if pattern.search(text)), "other")
 
 
 @cache
-def is_comm_kernel(name: str) -> bool:
-    return kernel_work(name) == "collective"
-
-
-@cache
 def host_state(name: str, kind: str) -> str:
-    """What the host is at during a call: sync, comm, loader, slow, launch, view, code (autograd, compiled), op, python
+    """What the host does during a call: sync, comm, loader, slow, launch, view, code (autograd, compiled), op, python
     or annotation."""
     if _LOADER.search(name):
         return "loader"
@@ -115,19 +110,19 @@ def is_launch(name: str) -> bool:
 
 @cache
 def is_plain_fp32(name: str) -> bool:
-    """A matrix product in fp32 outside the matrix units, as cuBLAS, cuDNN and CUTLASS name them."""
+    """A GEMM in fp32 outside the matrix units, as cuBLAS, cuDNN and CUTLASS name them."""
     text = name.lower()
     return "tf32" not in text and "s1688" not in text and bool(_PLAIN_FP32.search(text))
 
 
 @cache
 def element_size(name: str) -> float:
-    """Bytes an element of what a kernel over a list of tensors (cat, foreach, fused optimisers) goes over; 0 where its
-    name does not tell."""
-    found = _ELEMENT.search(name)
-    if found is None:
+    """Bytes per element of the tensors that a kernel over a list of tensors (cat, foreach, fused optimisers) reads; 0
+    where its name does not tell."""
+    match = _ELEMENT.search(name)
+    if match is None:
         return 0
-    return float(found[1]) if found[1] else _SIZES.get(found[2], 2)
+    return float(match[1]) if match[1] else _SIZES.get(match[2], 2)
 
 
 def is_host_copy(name: str) -> bool:

@@ -155,7 +155,7 @@ def state_codes(trace: Trace) -> Array:
 def _sweep(
     trace: Trace, events: Array, columns: dict[str, Array], state: Array, codes: Array, has_work: Array, modules: Array
 ) -> Segments:
-    """One thread from left to right with a stack of what is open; a child that outlasts its parent is cut there."""
+    """One thread from left to right with a stack of what is open; a child that outlasts its parent is clipped there."""
     held = {STATES.index(name) for name in _HELD}
     starts, ends = trace.start[events].tolist(), trace.end[events].tolist()
     kinds, own, works = trace.kind[events].tolist(), codes[events].tolist(), has_work[events].tolist()

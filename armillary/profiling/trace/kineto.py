@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from armillary.profiling.trace.chrome_json import ChromeTrace
 from armillary.profiling.trace.tensor_lists import fill_lists
-from armillary.profiling.trace.trace import ANNOTATION, KERNEL, MEMCPY, MEMSET, OP, PYTHON, RUNTIME, Recorder, Trace
+from armillary.profiling.trace.trace import ANNOTATION, KERNEL, MEMCPY, MEMSET, OP, PYTHON, RUNTIME, Trace, TraceBuilder
 
 CATEGORIES = {
     "cpu_op": OP,
@@ -85,45 +85,45 @@ _LATEST_US = 1e17
 
 def read(path: Path, *, gzipped: bool) -> Trace:
     file = ChromeTrace(path, gzipped)
-    recorder = Recorder(source=str(path))
+    builder = TraceBuilder(source=str(path))
     origin: float | None = None
     for event in file:
         if origin is None and _is_time(event.get("ts")):
             origin = float(int(event["ts"]))
-        _take(recorder, event, origin or 0.0, file.about)
+        _take(builder, event, origin or 0.0, file.about)
     devices = sorted((d for d in _list(file.about.get("deviceProperties"))), key=lambda d: int(d.get("id", 0)))
     job = file.about.get("distributedInfo")
     world = job.get("world_size", 1) if isinstance(job, dict) else 1
-    return recorder.finish(
+    return builder.finish(
         devices=tuple(str(d.get("name", "")) for d in devices),
         device_bytes=tuple(float(d.get("totalGlobalMem", 0)) for d in devices),
         world=world if isinstance(world, int) else 1,
     )
 
 
-def _take(recorder: Recorder, event: dict[str, Any], origin: float, about: dict[str, Any]) -> None:
+def _take(builder: TraceBuilder, event: dict[str, Any], origin: float, about: dict[str, Any]) -> None:
     phase = event.get("ph")
     if phase == "X":
         category = event.get("cat")
         kind = CATEGORIES.get(category.lower()) if isinstance(category, str) else None
         start, length = event.get("ts"), event.get("dur", 0)
         if kind is not None and _is_time(start) and _is_time(length):
-            _keep(recorder, kind, event, (start - origin) * 1e-6, max(length, 0) * 1e-6, about)
+            _keep(builder, kind, event, (start - origin) * 1e-6, max(length, 0) * 1e-6, about)
     elif phase == "i" and event.get("name") == "[memory]":
-        _keep_memory(recorder, event, origin)
+        _keep_memory(builder, event, origin)
 
 
 def _keep(
-    recorder: Recorder, kind: int, event: dict[str, Any], start: float, seconds: float, about: dict[str, Any]
+    builder: TraceBuilder, kind: int, event: dict[str, Any], start: float, seconds: float, about: dict[str, Any]
 ) -> None:
     args = event.get("args")
     args = args if isinstance(args, dict) else {}
     name = str(event.get("name", ""))
     thread = f"{event.get('pid')}/{event.get('tid')}"
     if kind == PYTHON:
-        recorder.add(kind, name, start, seconds, thread)
+        builder.add(kind, name, start, seconds, thread)
     elif kind in (OP, ANNOTATION):
-        recorder.add(
+        builder.add(
             _kind_of(kind, name),
             name,
             start,
@@ -131,11 +131,11 @@ def _keep(
             thread,
             external=_integer(args, "External id"),
             sequence=_integer(args, "Sequence number"),
-            signature=_signature(recorder, name, args, about),
-            detail=_context(recorder, args),
+            signature=_signature(builder, name, args, about),
+            detail=_context(builder, args),
         )
     elif kind == RUNTIME:
-        recorder.add(
+        builder.add(
             kind,
             name,
             start,
@@ -148,7 +148,7 @@ def _keep(
         device = _integer(args, "device")
         device = device if device >= 0 else event["pid"] if isinstance(event.get("pid"), int) else 0
         stream = args.get("stream", event.get("tid"))
-        recorder.add(
+        builder.add(
             kind,
             name,
             start,
@@ -157,7 +157,7 @@ def _keep(
             device=device % 32768,
             correlation=_integer(args, "correlation"),
             external=_integer(args, "External id"),
-            detail=_detail(recorder, args),
+            detail=_detail(builder, args),
             size=float(_integer(args, "bytes")),
         )
 
@@ -168,13 +168,13 @@ def _kind_of(kind: int, name: str) -> int:
     return OP if compiled else kind
 
 
-def _keep_memory(recorder: Recorder, event: dict[str, Any], origin: float) -> None:
+def _keep_memory(builder: TraceBuilder, event: dict[str, Any], origin: float) -> None:
     args = event.get("args")
     if not isinstance(args, dict) or not _is_time(event.get("ts")):
         return
     on_host = _integer(args, "Device Type") <= 0
     address = args.get("Addr", 0)
-    recorder.add_memory(
+    builder.add_memory(
         (float(event["ts"]) - origin) * 1e-6,
         _integer(args, "Bytes", 0),
         _integer(args, "Total Allocated", 0),
@@ -184,7 +184,7 @@ def _keep_memory(recorder: Recorder, event: dict[str, Any], origin: float) -> No
     )
 
 
-def _signature(recorder: Recorder, name: str, args: dict[str, Any], about: dict[str, Any]) -> int:
+def _signature(builder: TraceBuilder, name: str, args: dict[str, Any], about: dict[str, Any]) -> int:
     dims = args.get("Input Dims") or args.get("Input dims")
     if not isinstance(dims, list) or not dims:
         return -1
@@ -195,7 +195,7 @@ def _signature(recorder: Recorder, name: str, args: dict[str, Any], about: dict[
     numbers = args.get("Concrete Inputs") if name.startswith(_WITH_NUMBERS) else []
     numbers = numbers if isinstance(numbers, list) else []
     strides = _expanded(args.get("Input Strides"))
-    return recorder.intern_signature((str(dims), str(types), str(numbers), str(strides)), dims, types, numbers, strides)
+    return builder.intern_signature((str(dims), str(types), str(numbers), str(strides)), dims, types, numbers, strides)
 
 
 def _expanded(strides: Any) -> list[Any]:
@@ -204,17 +204,17 @@ def _expanded(strides: Any) -> list[Any]:
     return strides if some else []
 
 
-def _context(recorder: Recorder, args: dict[str, Any]) -> int:
+def _context(builder: TraceBuilder, args: dict[str, Any]) -> int:
     """Call stack and module, as traces of 2021 to 2022 carry them."""
     stack, module = args.get("Call stack"), args.get("Module Hierarchy")
     if not stack and not module:
         return -1
-    return recorder.intern_detail((stack, module), {"stack": stack or "", "module": module or ""})
+    return builder.intern_detail((stack, module), {"stack": stack or "", "module": module or ""})
 
 
-def _detail(recorder: Recorder, args: dict[str, Any]) -> int:
-    found = {ours: args[theirs] for theirs, ours in _DETAILS.items() if theirs in args}
-    return recorder.intern_detail(str(found), found) if found else -1
+def _detail(builder: TraceBuilder, args: dict[str, Any]) -> int:
+    detail = {ours: args[theirs] for theirs, ours in _DETAILS.items() if theirs in args}
+    return builder.intern_detail(str(detail), detail) if detail else -1
 
 
 def _integer(args: dict[str, Any], key: str, default: int = -1) -> int:

@@ -50,8 +50,8 @@ def _launches(trace: Trace) -> Array:
     if not len(calls) or not len(device):
         return result
     launching = launches[trace.name[calls]]
-    others = ~np.isin(trace.correlation[calls], trace.correlation[calls[launching]])
-    calls = calls[launching | others]
+    unrelated = ~np.isin(trace.correlation[calls], trace.correlation[calls[launching]])
+    calls = calls[launching | unrelated]
     calls = calls[np.lexsort((trace.start[calls], trace.correlation[calls]))]
     ids, first = np.unique(trace.correlation[calls], return_index=True)
     at = np.minimum(np.searchsorted(ids, trace.correlation[device]), len(ids) - 1)
@@ -66,17 +66,17 @@ def _launches(trace: Trace) -> Array:
 
 def _by_external_id(trace: Trace, host: Host, lost: Array) -> Array:
     """Kineto's own join, for launches outside any operator's time; old traces put the correlation id there."""
-    found: Array = np.full(int(lost.sum()), -1, dtype=np.int64)
+    launches: Array = np.full(int(lost.sum()), -1, dtype=np.int64)
     ops = np.flatnonzero((trace.kind == OP) & (trace.external >= 0))
     wanted = np.where(trace.external[lost] == trace.correlation[lost], -1, trace.external[lost])
     if not len(ops) or not len(wanted):
-        return found
+        return launches
     ids, first = np.unique(trace.external[ops], return_index=True)
     at = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
     match = ids[at] == wanted
     event = ops[first[at[match]]]
-    found[match] = np.where(host.worker[event] >= 0, host.worker[event], event)
-    return found
+    launches[match] = np.where(host.worker[event] >= 0, host.worker[event], event)
+    return launches
 
 
 def mark_blocking_copies(trace: Trace, host: Host, links: Links) -> None:

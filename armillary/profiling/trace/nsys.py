@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadData
-from armillary.profiling.trace.trace import ANNOTATION, KERNEL, MEMCPY, MEMSET, OP, RUNTIME, Recorder, Trace
+from armillary.profiling.trace.trace import ANNOTATION, KERNEL, MEMCPY, MEMSET, OP, RUNTIME, Trace, TraceBuilder
 
 _NS = 1e-9
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
@@ -24,42 +24,42 @@ _VERSION = re.compile(r"_(v\d+|ptsz|ptds)\w*$")
 
 
 def read(path: Path) -> Trace:
-    recorder = Recorder(source=str(path))
+    builder = TraceBuilder(source=str(path))
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             tables = {row[0] for row in database.execute("select name from sqlite_master where type='table'")}
             if not tables & {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"}:
                 raise BadData(f"{path} is SQLite but no nsys export; make one with nsys export --type sqlite")
             database.row_factory = sqlite3.Row
-            _take_all(recorder, database, tables)
+            _take_all(builder, database, tables)
             devices = _devices(database, tables)
     except IndexError as error:  # a Row's way to say that it has no such column
         raise BadData(f"{path} lacks a column of nsys exports ({error}); export it with a recent nsys") from None
     except sqlite3.DatabaseError as error:
         raise BadData(f"{path} is a broken SQLite file ({error}); export it again") from None
-    return recorder.finish(devices=tuple(name for name, _ in devices), device_bytes=tuple(size for _, size in devices))
+    return builder.finish(devices=tuple(name for name, _ in devices), device_bytes=tuple(size for _, size in devices))
 
 
-def _take_all(recorder: Recorder, database: sqlite3.Connection, tables: set[str]) -> None:
+def _take_all(builder: TraceBuilder, database: sqlite3.Connection, tables: set[str]) -> None:
     texts = dict(database.execute("select id, value from StringIds").fetchall()) if "StringIds" in tables else {}
     kernel_columns = {row["name"] for row in database.execute("pragma table_info(CUPTI_ACTIVITY_KIND_KERNEL)")}
     processes: dict[int, int] | None = {} if "globalPid" in kernel_columns else None
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_RUNTIME"):
         name = _VERSION.sub("", str(texts.get(row["nameId"], "runtime")))
-        recorder.add(RUNTIME, name, *_span(row), _host(row), correlation=_correlation(row, processes))
+        builder.add(RUNTIME, name, *_span(row), _host(row), correlation=_correlation(row, processes))
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_KERNEL"):
         detail = _detail(row)
-        recorder.add(
+        builder.add(
             KERNEL,
             str(texts.get(row["demangledName"], "kernel")),
             *_span(row),
             _stream(row),
             device=row["deviceId"],
             correlation=_correlation(row, processes),
-            detail=recorder.intern_detail(str(detail), detail),
+            detail=builder.intern_detail(str(detail), detail),
         )
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"):  # a graph as one, unless nodes are asked for
-        recorder.add(
+        builder.add(
             KERNEL,
             "CUDA graph",
             *_span(row),
@@ -68,7 +68,7 @@ def _take_all(recorder: Recorder, database: sqlite3.Connection, tables: set[str]
             correlation=_correlation(row, processes),
         )
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_MEMCPY"):
-        recorder.add(
+        builder.add(
             MEMCPY,
             _copy_name(row),
             *_span(row),
@@ -78,7 +78,7 @@ def _take_all(recorder: Recorder, database: sqlite3.Connection, tables: set[str]
             size=float(row["bytes"]),
         )
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_MEMSET"):
-        recorder.add(
+        builder.add(
             MEMSET,
             "Memset (Device)",
             *_span(row),
@@ -91,7 +91,7 @@ def _take_all(recorder: Recorder, database: sqlite3.Connection, tables: set[str]
         text = row["text"] or texts.get(_get(row, "textId"))
         if text and row["end"] is not None:
             kind = OP if _OPERATOR.match(text) else ANNOTATION
-            recorder.add(kind, str(text).partition(", seq =")[0], *_span(row), _host(row))
+            builder.add(kind, str(text).partition(", seq =")[0], *_span(row), _host(row))
 
 
 def _rows(database: sqlite3.Connection, tables: set[str], table: str) -> Iterator[sqlite3.Row]:

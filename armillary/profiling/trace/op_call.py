@@ -25,7 +25,7 @@ _TYPES = {
     "c10::Float8_e5m2": ("fp8", 1),
     "c10::Float8_e4m3fnuz": ("fp8", 1),
 }
-"""torch's name -> arithmetic, bytes an element; integers outside the matrix units count as fp32"""
+"""torch's name -> (dtype, bytes per element); integers outside the matrix units count as fp32"""
 LIST = "TensorList"
 """type of a list of tensors: torch does not tell theirs; our recordings do ('TensorList float')"""
 _LARGEST = 1 << 48
@@ -120,7 +120,7 @@ def call_of(name: str, signature: Signature, list_type: str = "float") -> Call:
 
 
 def assumed_size(signature: Signature, list_type: str = "float") -> float:
-    """Bytes an element that a list of tensors was taken to have; 0 where nothing was assumed."""
+    """Bytes per element that a list of tensors was assumed to have; 0 where nothing was assumed."""
     lists = any(kind == LIST and dims for kind, dims in zip(signature.types, signature.dims, strict=False))
     return _TYPES[list_type][1] if lists else 0
 

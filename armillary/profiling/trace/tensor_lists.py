@@ -1,7 +1,7 @@
-"""Shapes of the long lists of tensors that torch's trace leaves out: an optimiser's, told by the recording beside it.
+"""Shapes of long tensor lists, which torch's trace leaves out: an optimiser's are taken from the recording.
 
 A list of more than thirty tensors is written as []. Where the recording says how many weights the optimisers step, such
-a list stands for one tensor of that many: the mean, where a program has several groups of them.
+a list is replaced by one tensor with that many elements (the mean, where there are several parameter groups).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 KEY = "armillaryOptimizers"
 """what our recordings call the list of {"weights", "dtype"} beside the events"""
 _FUSED_LISTS = {"adam": 4, "adamw": 4, "sgd": 3, "adagrad": 3, "lamb": 4}
-"""weights, gradients and states of a fused optimiser; the counts of steps, one number a tensor, are left out"""
+"""weights, gradients and states of a fused optimiser; the step counts, one number per tensor, are left out"""
 
 
 def fill_lists(

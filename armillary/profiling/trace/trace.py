@@ -1,7 +1,6 @@
-"""A trace as columns: what ran when, on which thread or stream, wherever it was recorded.
+"""A trace as columns: what ran when, on which thread or stream, whichever program recorded it.
 
-Millions of events fit in memory because a column is a number an event and texts are kept once. `read_trace` takes
-torch-profiler (Kineto) JSON, plain or gzipped, and Nsight Systems SQLite exports; it never imports torch.
+Millions of events fit in memory because a column holds one number per event and every text is kept once.
 """
 
 from __future__ import annotations
@@ -9,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from struct import Struct
 from typing import Any
 
 import numpy as np
-
-from armillary.errors import BadData, NotFound
 
 Array = Any
 """a numpy array: numpy's own types are not followed"""
@@ -23,8 +19,6 @@ Array = Any
 KINDS = ("op", "annotation", "python", "runtime", "kernel", "memcpy", "memset")
 OP, ANNOTATION, PYTHON, RUNTIME, KERNEL, MEMCPY, MEMSET = range(len(KINDS))
 HOST_KINDS = (OP, ANNOTATION, PYTHON, RUNTIME)
-DEVICE_KINDS = (KERNEL, MEMCPY, MEMSET)
-_SQLITE, _GZIP = b"SQLite format 3\x00", b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -32,13 +26,13 @@ class Signature:
     """What an operator was called with."""
 
     dims: tuple[Any, ...] = ()
-    """a shape an argument; a list of tensors is a tuple of shapes"""
+    """a shape per argument; a list of tensors is a tuple of shapes"""
     types: tuple[str, ...] = ()
     """torch's name of each argument's type"""
     concrete: tuple[str, ...] = ()
-    """numbers that are no tensors, as text; only where a model of the work needs them"""
+    """scalar arguments as text; only where a model of the work needs them"""
     strides: tuple[Any, ...] = ()
-    """steps in memory, an argument each; only where one is expanded (a step of 0)"""
+    """strides per argument; only where one is expanded (a stride of 0)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +50,7 @@ class Memory:
     device: Array
     """-1 is the host"""
     thread: Array
-    """who asked"""
+    """the thread that allocated or freed"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +66,7 @@ class Trace:
     start: Array
     """seconds from the beginning of the trace"""
     seconds: Array
-    """how long"""
+    """duration"""
     thread: Array
     """index into threads; of a device event: its stream"""
     device: Array
@@ -127,26 +121,6 @@ class Trace:
         return hits[self.name] if len(self.names) else np.zeros(0, dtype=bool)
 
 
-def read_trace(path: str | Path) -> Trace:
-    """A trace from a file, whatever wrote it."""
-    from armillary.profiling.trace import kineto, nsys
-
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(16)
-    except FileNotFoundError:
-        raise NotFound(f"no trace {path}; record one with armillary profile") from None
-    except OSError as error:
-        raise BadData(f"{path} cannot be read ({error.strerror}); give a trace file") from None
-    if not head:
-        raise BadData(f"{path} is empty; record the trace again")
-    trace = nsys.read(path) if head.startswith(_SQLITE) else kineto.read(path, gzipped=head.startswith(_GZIP))
-    if not len(trace):
-        raise BadData(f"{path} holds no operator and no kernel; record it with torch.profiler around some work")
-    return trace
-
-
 # --- building one
 
 _COLUMNS: dict[str, str] = {
@@ -165,17 +139,17 @@ _COLUMNS: dict[str, str] = {
 }
 _MEMORY: dict[str, str] = {"start": "d", "change": "q", "total": "q", "address": "q", "device": "h", "thread": "i"}
 _PACK, _PACK_MEMORY = (Struct("=" + "".join(codes.values())).pack for codes in (_COLUMNS, _MEMORY))
-"""a row as bytes: one call an event, where a number a column would be a dozen"""
+"""packs a row into bytes: one call per event instead of one per column"""
 
 
 @dataclass
-class Recorder:
+class TraceBuilder:
     """Takes events one by one and keeps them as columns."""
 
     source: str
     """file they come from"""
     rows: bytearray = field(default_factory=bytearray)
-    """grows by a row an event"""
+    """grows by one row per event"""
     blocks: bytearray = field(default_factory=bytearray)
     """memory events"""
     names: dict[str, int] = field(default_factory=dict)
@@ -222,19 +196,19 @@ class Recorder:
         self.blocks += _PACK_MEMORY(start, change, total, address, device, who)
 
     def intern_signature(self, key: Any, dims: Any, types: Any, concrete: Any, strides: Any = ()) -> int:
-        found = self.signatures.get(key)
-        if found is None:
-            found = self.signatures[key] = len(self.kept[0])
+        number = self.signatures.get(key)
+        if number is None:
+            number = self.signatures[key] = len(self.kept[0])
             texts = tuple(map(str, types)), tuple(map(str, concrete))
             self.kept[0].append(Signature(_frozen(dims), *texts, _frozen(strides)))
-        return found
+        return number
 
     def intern_detail(self, key: Any, detail: Mapping[str, Any]) -> int:
-        found = self.details.get(key)
-        if found is None:
-            found = self.details[key] = len(self.kept[1])
+        number = self.details.get(key)
+        if number is None:
+            number = self.details[key] = len(self.kept[1])
             self.kept[1].append(dict(detail))
-        return found
+        return number
 
     def finish(self, **about: Any) -> Trace:
         """The trace, in the order of time, its first event at 0."""

@@ -56,7 +56,7 @@ def _activate(call: Call) -> Op:
 
 
 def _linear_loss(call: Call) -> Op:
-    """The pass over the logits; the products are operators of their own."""
+    """Reading and writing the logits; the GEMMs are operators of their own."""
     x, weight = call.tensor(0), call.tensor(1)
     logits = prod(x.shape[:-1]) * weight.shape[0]
     return call.op("loss", 5 * logits, logits * x.size, logits * x.size if call.flag(6) or call.flag(7) else 0)
@@ -87,14 +87,14 @@ def _grouped_backward(call: Call) -> Op:
 
 
 def _quantise(call: Call) -> Op:
-    """What fp8 products need beforehand: each operand read, a byte an element written."""
+    """What fp8 GEMMs need beforehand: each operand is read, and one byte per element written."""
     operands = call.tensors
     count = sum(t.count for t in operands)
     return call.op("elementwise", 2 * count, sum(t.bytes for t in operands), count * ops.size_of("fp8"))
 
 
 def _fp8_matmul(call: Call) -> Op:
-    """(x, weight [n, k] in fp8, scale, norm, gated, eps, library): the library's product is an operator of its own."""
+    """(x, weight [n, k] in fp8, scale, norm, gated, eps, library): the library's GEMM is an operator of its own."""
     x, w = call.tensor(0), call.tensor(1)
     tokens, (n, k) = prod(x.shape[:-1]), w.shape
     if call.flag(6):

@@ -57,13 +57,13 @@ def conv_backward(call: Call) -> Op:
     dy, x, w = (call.tensor(i) for i in range(3))
     transposed = call.flag(7) if len(call.concrete) > 7 else dy.shape[1] != w.shape[0]
     wanted = call.concrete[-1].strip("[]() ").split(",")[:2] if call.concrete else []
-    products = max(1, sum("True" in flag for flag in wanted)) if wanted and wanted[0] else 2
-    flops = products * 2 * (x.count if transposed else dy.count) * prod(w.shape[1:])
-    return call.op("conv", flops, products * dy.bytes + x.bytes + w.bytes, w.bytes + (products - 1) * x.bytes)
+    gemms = max(1, sum("True" in flag for flag in wanted)) if wanted and wanted[0] else 2
+    flops = gemms * 2 * (x.count if transposed else dy.count) * prod(w.shape[1:])
+    return call.op("conv", flops, gemms * dy.bytes + x.bytes + w.bytes, w.bytes + (gemms - 1) * x.bytes)
 
 
 def pool(*, indices: bool = False) -> Callable[[Call], Op]:
-    """Windows `kernel` (argument 1) every `stride` (2, else the kernel): one result a step, and its place in a max."""
+    """Windows `kernel` (argument 1) every `stride` (2, else the kernel): one result each, plus its index for max."""
 
     def rule(call: Call) -> Op:
         x = call.tensor(0)

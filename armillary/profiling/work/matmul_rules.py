@@ -1,4 +1,4 @@
-"""Rules for matrix products: plain, batched, grouped by expert, and the recurrent layers that are made of them."""
+"""Rules for GEMMs: plain, batched, grouped by expert, and the recurrent layers that are made of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from armillary.spec.arithmetic import ops
 from armillary.spec.arithmetic.ops import Op
 
 
-def product(first: int) -> Callable[[Call], Op]:
+def gemm(first: int) -> Callable[[Call], Op]:
     """[b,] m, k @ [b,] k, n; the operands are arguments `first` and the next."""
 
     def rule(call: Call) -> Op:
@@ -51,12 +51,12 @@ def dot(call: Call) -> Op:
 
 
 def grouped(call: Call) -> Op:
-    """One product an expert. Rows [rows, k] with weights [g, k, n]; both with a group's dim; or the gradient of the
+    """One GEMM per expert. Rows [rows, k] with weights [g, k, n]; both with a group's dim; or the gradient of the
     weights, [m, rows] with [rows, n], the rows in groups."""
     a, b = call.tensor(0), call.tensor(1)
     out = "bf16" if a.dtype == "fp8" else ""
     if len(a.shape) == len(b.shape) == 3:
-        return product(0)(call)
+        return gemm(0)(call)
     if len(a.shape) == 2 and len(b.shape) == 3:
         op = ops.grouped_matmul(call.name, a.shape[0], b.shape[2], a.shape[1], groups=b.shape[0], dtype=a.dtype)
         return replace(op, bytes_written=a.shape[0] * b.shape[2] * ops.size_of(out or a.dtype))
@@ -73,7 +73,7 @@ def _groups(call: Call) -> int:
     return ends[-1].count if ends else 1
 
 
-def recurrent(*, weights: slice | None = None, products: int = 1) -> Callable[[Call], Op]:
+def recurrent(*, weights: slice | None = None, gemms: int = 1) -> Callable[[Call], Op]:
     """Every matrix of the layer meets every step of every sequence; `weights` are arguments where they are no list."""
 
     def rule(call: Call) -> Op:
@@ -84,7 +84,7 @@ def recurrent(*, weights: slice | None = None, products: int = 1) -> Callable[[C
             raise NoModel
         steps, held = prod(x.shape[:-1]), sum(w.count for w in matrices)
         hidden = steps * matrices[1].shape[-1]
-        return call.op("matmul", products * 2 * steps * held, products * (x.count + held) * x.size, hidden * x.size)
+        return call.op("matmul", gemms * 2 * steps * held, gemms * (x.count + held) * x.size, hidden * x.size)
 
     return rule
 
@@ -113,7 +113,7 @@ def _flat(shape: Shape, batched: bool) -> tuple[int, int]:
 
 
 def _inner(a: tuple[int, int], b: tuple[int, int], m: int, n: int) -> int:
-    """k of (m, k) and (k, n), each as given or turned; 0 where they do not fit."""
+    """k of (m, k) and (k, n), each as given or transposed; 0 where they do not fit."""
     left = {y for x, y in (a, a[::-1]) if x == m}
     right = {y for x, y in (b, b[::-1]) if x == n}
     return max(left & right, default=0)

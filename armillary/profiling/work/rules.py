@@ -1,4 +1,4 @@
-"""The rules by which an operator's arguments give its FLOPs and bytes: rows and passes over memory here, products,
+"""The rules by which an operator's arguments give its FLOPs and bytes: memory-bound operators here, GEMMs,
 convolutions, attention and indices in files of their own, and one table of names."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from armillary.profiling.work.index_rules import (
     select,
     subscript,
 )
-from armillary.profiling.work.matmul_rules import dot, grouped, linear, product, recurrent, template
+from armillary.profiling.work.matmul_rules import dot, gemm, grouped, linear, recurrent, template
 from armillary.profiling.work.serving_engine_rules import SERVING
 from armillary.spec.arithmetic import layer_ops, ops
 from armillary.spec.arithmetic.ops import Op
@@ -69,7 +69,7 @@ def _softmax(*, backward: bool = False) -> Callable[[Call], Op]:
 
 
 def _nll(call: Call) -> Op:
-    """One logit a row is read."""
+    """One logit per row is read."""
     rows = call.tensor(1).count
     return call.op("loss", rows, rows * (call.tensor(0).size + ops.INDEX_BYTES), 8)
 
@@ -98,7 +98,7 @@ def _fits(shapes: Sequence[Shape]) -> bool:
 
 
 def _cell(call: Call) -> Op:
-    """The part of a recurrent cell behind its products, element by element."""
+    """The elementwise part of a recurrent cell, after its GEMMs."""
     return broadcast(call)
 
 
@@ -150,7 +150,7 @@ def fused_optimizer(call: Call) -> Op:
 def fused(call: Call) -> Op:
     """An Inductor kernel gets its results as arguments too, so its tensors are its traffic; of an embedding's table
     only the picked rows are touched, and of an indexed tensor no more than the next in size. Templates (triton_tem)
-    are matrix products and attention."""
+    are GEMMs and attention."""
     tensors = sorted(call.tensors, key=lambda t: t.count)
     if "triton_tem" in call.name:
         return (flex_template if "attention" in call.name else template)(call)
@@ -189,8 +189,8 @@ _RESIZED = (
     "upsample_trilinear3d",
 )
 RULES: dict[str, Callable[[Call], Op]] = {
-    **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "mv"), product(0)),
-    **dict.fromkeys(("addmm", "baddbmm", "_addmm_activation", "addmv", "addmv_", "addmm_", "baddbmm_"), product(1)),
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "mv"), gemm(0)),
+    **dict.fromkeys(("addmm", "baddbmm", "_addmm_activation", "addmv", "addmv_", "addmm_", "baddbmm_"), gemm(1)),
     **dict.fromkeys(
         (
             "linear",
@@ -205,9 +205,9 @@ RULES: dict[str, Callable[[Call], Op]] = {
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), grouped),
     **dict.fromkeys(("dot", "vdot"), dot),
     **dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), recurrent()),
-    **dict.fromkeys(("_cudnn_rnn_backward", "miopen_rnn_backward"), recurrent(products=2)),
+    **dict.fromkeys(("_cudnn_rnn_backward", "miopen_rnn_backward"), recurrent(gemms=2)),
     "mkldnn_rnn_layer": recurrent(weights=slice(1, 3)),
-    "mkldnn_rnn_layer_backward": recurrent(weights=slice(1, 3), products=2),
+    "mkldnn_rnn_layer_backward": recurrent(weights=slice(1, 3), gemms=2),
     **dict.fromkeys(
         (
             "_thnn_fused_lstm_cell",

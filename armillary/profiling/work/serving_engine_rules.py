@@ -32,10 +32,10 @@ def _updated(kind: Kind, tensors: int, flops_each: float = 5) -> Callable[[Call]
 def _rotary(call: Call) -> Op:
     """(positions, queries, keys, head size, table of sines): a row of the table a position."""
     positions, table = call.tensor(0), call.tensor(4)
-    turned = [call.tensor(i) for i in (1, 2) if call.has_tensor(i)]
-    moved = sum(t.bytes for t in turned)
+    rotated = [call.tensor(i) for i in (1, 2) if call.has_tensor(i)]
+    moved = sum(t.bytes for t in rotated)
     read = positions.bytes + positions.count * table.shape[-1] * table.size
-    return call.op("elementwise", 3 * sum(t.count for t in turned), read + moved, moved, turned[0].dtype)
+    return call.op("elementwise", 3 * sum(t.count for t in rotated), read + moved, moved, rotated[0].dtype)
 
 
 def _store(call: Call) -> Op:

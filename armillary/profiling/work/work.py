@@ -1,7 +1,7 @@
 """From an operator's name and the shapes it was called with to its FLOPs and bytes, in the terms of spec.ops.
 
 Compulsory traffic, as everywhere: operands read once, results written once. One of torch's own operators without a rule
-is taken to go over its tensors element by element, which is the least it can do; products, attention, embeddings and
+is assumed to read and write each tensor once, which is the least it can do; GEMMs, attention, embeddings and
 operators of other libraries without a rule have no model, rather than a wrong one.
 """
 

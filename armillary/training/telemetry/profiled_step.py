@@ -20,14 +20,13 @@ from armillary.machine.cores import compute_threads
 from armillary.machine.device_name import device_name
 from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
 from armillary.profiling.analysis.op_table import rows
-from armillary.profiling.analysis.profiler_overhead import without_recording
 from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.analysis.roofline_attribution import Judged, judge
-from armillary.profiling.analysis.step_budget import Budget, budget
+from armillary.profiling.analysis.step_budget import Budget, budget, without_recording
 from armillary.profiling.profile import Roofline, Row
-from armillary.profiling.record.recorder import Recorder
+from armillary.profiling.record.recorder import TraceRecorder
 from armillary.profiling.trace.intervals import clip, length
-from armillary.profiling.trace.trace import read_trace
+from armillary.profiling.trace.read_trace import read_trace
 from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
@@ -47,7 +46,7 @@ def profiled(roofline: Roofline = NO_ROOFLINE, unprofiled_s: float | None = None
     """Runs its block under the profiler; the dict it yields has the gauges of the block's time afterwards.
     `unprofiled_s` is what such a step takes without the profiler."""
     gauges: dict[str, float] = {}
-    recorder = Recorder(memory=False, stacks=False, hooks=False)
+    recorder = TraceRecorder(memory=False, stacks=False, hooks=False)
     recorder.start()
     try:
         recorder.begin_step()

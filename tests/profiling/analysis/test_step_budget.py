@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.profiling.analysis.analyse import amdahl_of, analyse
 from armillary.profiling.profile import Profile
-from armillary.profiling.trace.trace import read_trace
+from armillary.profiling.trace.read_trace import read_trace
 from tests.profiling.traces import EXCERPTS, ROOFLINE, HandMade
 
 
@@ -133,7 +133,7 @@ def test_a_memory_bound_chain(profiled) -> None:
         made.kernel("vectorized_elementwise_kernel", launched=i * 5 + 1, at=60 + i * 94, takes=94)
     profile = profiled(made)
     assert profile.kernels[0].bound == "memory" and profile.kernels[0].bytes == 10 * 12e6
-    assert any("memory-bound operations a step" in line for line in profile.findings)
+    assert any("memory-bound operations per step" in line for line in profile.findings)
 
 
 def test_a_hog_of_the_interpreter_lock(profiled) -> None:
@@ -327,4 +327,4 @@ def test_many_kernels_too_short_for_a_roofline_are_named(profiled) -> None:
         made.op("aten::neg", i * 0.2, 0.1, [16]).kernel(
             f"neg{i}_elementwise", launched=i * 0.2 + 0.01, at=10 + i * 4, takes=4, call_takes=0.05
         )
-    assert "100 kernels a step are too short for any roofline (4 µs each)" in " ".join(profiled(made).findings)
+    assert "100 kernels per step are too short for any roofline (4 µs each)" in " ".join(profiled(made).findings)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadInput, NotFound
 from armillary.profiling.ceilings import collective_ranks
-from armillary.profiling.ceilings.alpha_beta import fit
 from armillary.profiling.ceilings.collective_ranks import OPS, Plan, RanksFailed, run_ranks
-from armillary.profiling.ceilings.collectives import SIZES, default_worlds, measure_collectives
+from armillary.profiling.ceilings.collectives import SIZES, default_worlds, fit, measure_collectives
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from armillary.errors import BadInput
 from armillary.profiling.record.capture import profile, record
 from armillary.profiling.record.module_scopes import PREFIX, ModuleNames
 from armillary.profiling.record.python_sampler import Sample, Sampler
-from armillary.profiling.record.recorder import Recorder
+from armillary.profiling.record.recorder import TraceRecorder
 from armillary.profiling.record.sample_events import free_stretches, merged, placed
 from armillary.store.home import Home
 
@@ -30,7 +30,7 @@ def events(path: Path, category: str) -> list[dict[str, Any]]:
 
 
 def recorded(step: Callable[[], object], path: Path, steps: int = 2, **options: bool) -> Path:
-    recorder = Recorder(**options)
+    recorder = TraceRecorder(**options)
     record(recorder, step, steps)
     return recorder.save(path / "trace.json")
 

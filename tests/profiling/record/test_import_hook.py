@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.profiling.record.import_hook import after_import
+from armillary.profiling.record.step_detector import after_import
 
 
 def test_it_waits_for_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

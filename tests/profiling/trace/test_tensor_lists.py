@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.profiling.record.recorder import Recorder
+from armillary.profiling.record.recorder import TraceRecorder
+from armillary.profiling.trace.read_trace import read_trace
 from armillary.profiling.trace.tensor_lists import KEY, fill_lists
-from armillary.profiling.trace.trace import read_trace
 from armillary.profiling.work.work import op_of
 from tests.profiling.traces import HandMade
 
@@ -61,7 +61,7 @@ def test_the_recording_counts_weights_with_gradients(tmp_path: Path, groups: int
     halves = [layers[i::groups] for i in range(groups)]
     optimizer = torch.optim.AdamW([{"params": [p for layer in half for p in layer.parameters()]} for half in halves])
     sum(layer(torch.ones(1, 8)).sum() for layer in layers).backward()
-    recorder = Recorder(memory=False, stacks=False)
+    recorder = TraceRecorder(memory=False, stacks=False)
     recorder.start()
     recorder.begin_step()
     optimizer.step()

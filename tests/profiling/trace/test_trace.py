@@ -14,7 +14,8 @@ from armillary.errors import ArmillaryError, BadData
 from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.analysis.roofline_attribution import judge
 from armillary.profiling.trace import chrome_json as chrome
-from armillary.profiling.trace.trace import KERNEL, OP, RUNTIME, read_trace
+from armillary.profiling.trace.read_trace import read_trace
+from armillary.profiling.trace.trace import KERNEL, OP, RUNTIME
 from tests.profiling.traces import ROOFLINE, HandMade
 
 
