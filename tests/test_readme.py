@@ -1,9 +1,10 @@
-"""The README's claims that a machine can check: counts, error lines, links, commands."""
+"""The README's claims that a machine can check: counts, error lines, commands; and the links of every page."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,41 @@ def test_families_are_those_with_weights() -> None:
     assert all(re.sub(r"[^a-z0-9]", "", family) in plain for family in FAMILIES)
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert (ROOT / target).exists(), target
+FILES = [
+    str(path.relative_to(ROOT))
+    for top in ("armillary", "tests", "benchmarks", "examples")
+    for path in (ROOT / top).rglob("*.py")
+]
+PAGES = sorted(path for place in (".", "docs", "docs/exercises", "benchmarks") for path in (ROOT / place).glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(#([^)]+))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in {slug(title) for title in re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)}, (
+                anchor
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_imports_exist(page: Path) -> None:
+    """Python files in backticks, by the end of their path, and what the Python examples import."""
+    if page.name == "CHANGELOG.md" or page.parent.name == "benchmarks":
+        return  # of their time
+    text = page.read_text()
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        placeholder = "NAME" in name or name.startswith("_")
+        assert placeholder or any(f"/{file}".endswith(f"/{name}") for file in FILES), name
+    for module, names in re.findall(r"^from (armillary[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
+        assert all(hasattr(import_module(module), name.strip()) for name in names.split(",")), module
+
+
+def slug(title: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def test_verbs_exist() -> None:
