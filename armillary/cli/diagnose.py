@@ -149,7 +149,7 @@ def _in_a_word(found: Diagnosis) -> str:
 
 def say(out: Output, found: Diagnosis, target: str, *, applies: bool = True) -> None:
     """The verdict as people read it; `applies`: there is a recipe that levers can change."""
-    from armillary.diagnosis.evidence.thresholds import WORTH
+    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 
     out.say(found.headline)
     for name, text in [*_evidence(found), *_others(found), *_levers(found)]:
@@ -158,7 +158,7 @@ def say(out: Output, found: Diagnosis, target: str, *, applies: bool = True) -> 
         out.say(f"  {'note':<11} {note}")
     if found.loop and not found.findings[0].levers:
         out.say(f"  {'lever':<11} no change of the recipe is known that acts on this")
-    worth = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > WORTH), None)
+    worth = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None)
     if worth is not None and found.loop and applies:
         out.say(f"apply: armillary diagnose {target} --apply {worth}")
 
@@ -192,10 +192,10 @@ def _levers(found: Diagnosis) -> list[tuple[str, str]]:
 
 
 def lever_text(lever: Lever, width: int = 0) -> str:
-    from armillary.diagnosis.evidence.thresholds import WORTH
+    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 
     gain = f"predicted {lever.gain_text}" + (f" in {lever.of}" if lever.of != "step_s" else "")
-    if lever.speedup <= WORTH and lever.at_most is None:
+    if lever.speedup <= MIN_SPEEDUP and lever.at_most is None:
         return f"{lever.title:<{width}}   {gain}   not worth it"
     return f"{lever.title:<{width}}   {gain}   risk {lever.risk}   {lever.sets or lever.action}"
 

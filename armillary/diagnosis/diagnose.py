@@ -1,7 +1,7 @@
-"""Diagnose: every rule asked, its levers priced, and the verdict: which loop limits, what in it, what each lever buys.
+"""Diagnosis of one run: every rule is evaluated, its levers are priced, and the verdict names loop, cause and levers.
 
-The cause with the largest share among those that a lever can do something about names the loop; where no lever buys
-anything worth having, the run is healthy and the verdict says how much is left.
+The cause with the largest share among those that a lever acts on names the loop; where no lever gains anything worth
+having, the run is healthy and the verdict says how much is left.
 """
 
 from __future__ import annotations
@@ -9,194 +9,204 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from armillary.diagnosis.evidence.finding import Finding, Lever
+from armillary.diagnosis.evidence.finding import Finding, Lever, Rule
 from armillary.diagnosis.evidence.serving_run import Service
 from armillary.diagnosis.evidence.step_parts import parts_of
-from armillary.diagnosis.evidence.thresholds import WORTH, Rule
-from armillary.diagnosis.levers import advice as their_levers
-from armillary.diagnosis.levers import serving as serving_levers
-from armillary.diagnosis.levers import training as training_levers
+from armillary.diagnosis.evidence.thresholds import (
+    BASELINE_SPEEDUP_CPU,
+    BASELINE_SPEEDUP_GPU,
+    BUDGET_SUM_TOLERANCE,
+    MIN_SPEEDUP,
+    MIN_TIMED,
+    NAME_WITHOUT_LEVER_SHARE,
+)
+from armillary.diagnosis.levers import advice, serving, training
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import is_disturbed
-from armillary.diagnosis.rules import device as inner_rules
+from armillary.diagnosis.rules import device as device_rules
 from armillary.diagnosis.rules import logs as log_rules
 from armillary.diagnosis.rules import metrics_page as page_rules
-from armillary.diagnosis.rules import serving as product_rules
+from armillary.diagnosis.rules import serving as serving_rules
 from armillary.diagnosis.rules import training as training_rules
 from armillary.profiling.profile import BUDGET
-from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
-STANDS_BY_LEVER = ("needless_recompute", "needless_offload", "precision")
-"""causes that are none where no lever acts on them: it was needed after all"""
-GENERAL = ("compute", "memory_bandwidth")
-"""causes that only say what the time is: any other that explains a lever goes before"""
-HEAVY = 0.25
-"""share from which a cause is named though no lever is known against it"""
-FEWEST = 4
-"""steps or requests that must have been timed before a run is called healthy"""
-GENERAL_WORTH = {"gpu": 1.3, "cpu": 1.4}
-"""predicted speed-up from which kernels that are merely the time are said to limit a training run. A processor runs
-operator by operator, so compiling is always worth something there: a run that is well set otherwise is told so, and is
-not ill for want of it"""
-PRICED_SHARE = (*GENERAL, *STANDS_BY_LEVER)
-"""causes whose share is what their best lever would take away, where that is more than was seen"""
-NEARLY = 0.2
-"""how far parts that were recorded whole may be from 1: each is a median over several recorded steps"""
+NEEDS_LEVER = ("needless_recompute", "needless_offload", "precision")
+"""causes that are dropped where no lever acts on them: what looked needless was needed"""
+BASELINE_CAUSES = ("compute", "memory_bandwidth")
+"""causes that only say what the time is spent on: any other cause of the same lever goes first"""
+PRICED_CAUSES = (*BASELINE_CAUSES, *NEEDS_LEVER)
+"""causes whose share is what their best lever would save, where that is more than was seen"""
 LOOPS = {"inner": "inner loop", "training": "training loop", "product": "product loop"}
-
-
-def rules_for(reading: Reading) -> tuple[Rule, ...]:
-    """The rules that are asked of this kind of reading."""
-    if reading.kind != "serving":
-        return (*inner_rules.RULES, *training_rules.RULES, *log_rules.RULES)
-    return product_rules.RULES if reading.steps else page_rules.RULES
 
 
 def diagnose(reading: Reading, home: Home) -> Diagnosis:
     """The verdict on one reading."""
-    found = [finding for rule in rules_for(reading) if (finding := rule(reading, reading.plan)) is not None]
-    levered = [replace(one, levers=one.levers or _levers(one, reading, home)) for one in found]
-    priced = serving_levers.settled([_priced(finding, reading) for finding in _each_once(levered)])
-    kept = [finding for finding in priced if finding.cause not in STANDS_BY_LEVER or is_worth(finding, reading)]
+    findings = [finding for rule in rules_for(reading) if (finding := rule(reading, reading.plan)) is not None]
+    findings = [replace(finding, levers=finding.levers or _levers(finding, reading, home)) for finding in findings]
+    priced = serving.settled([_priced(finding, reading) for finding in _without_shared_levers(findings)])
+    kept = [finding for finding in priced if finding.cause not in NEEDS_LEVER or is_worth(finding, reading)]
     kept.sort(key=lambda finding: _order(finding, reading))
     limiting = kept[0] if kept and limits(kept[0], reading) else None
-    levers = _ranked(kept, limiting)
+    return _verdict(reading, kept, limiting)
+
+
+def rules_for(reading: Reading) -> tuple[Rule, ...]:
+    """The rules for this kind of reading."""
+    if reading.kind != "serving":
+        return (*device_rules.RULES, *training_rules.RULES, *log_rules.RULES)
+    return serving_rules.RULES if reading.steps else page_rules.RULES
+
+
+def limits(finding: Finding, reading: Reading) -> bool:
+    """Whether a cause may name the loop: a lever acts on it, or it costs so much that it is named without one."""
+    heavy = finding.share >= NAME_WITHOUT_LEVER_SHARE and finding.cause not in PRICED_CAUSES
+    return heavy or is_worth(finding, reading)
+
+
+def is_worth(finding: Finding, reading: Reading) -> bool:
+    """Whether any lever against it gains enough. Kernels limit a training run only where much can be gained."""
+    if finding.cause not in BASELINE_CAUSES or reading.kind != "training":
+        return any(lever.speedup > MIN_SPEEDUP for lever in finding.levers)
+    enough = BASELINE_SPEEDUP_CPU if _on_cpu(reading) else BASELINE_SPEEDUP_GPU
+    # kernels that wait for a core look slow
+    return not is_disturbed(reading) and any(lever.speedup > enough for lever in finding.levers)
+
+
+def is_enough(reading: Reading) -> bool:
+    """Whether there is enough to judge: timed steps or requests, a page with traffic, or a recorded budget."""
+    timed = len(reading.series("step_s")) or len(reading.series("engine_step_s")) or len(reading.requests)
+    known = any(name in reading.values for name in ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s"))
+    return timed >= MIN_TIMED or known
+
+
+# --- ranking
+
+
+def _order(finding: Finding, reading: Reading) -> tuple[bool, bool, float]:
+    """Sort key. Causes of a server overlap, so one that a lever acts on goes before the others; in a planned training
+    run a wrong setting goes before what its kernels could do better."""
+    unpriced = reading.kind == "serving" and not is_worth(finding, reading)
+    return not limits(finding, reading), unpriced or _is_baseline(finding, reading), -finding.share
+
+
+def _is_baseline(finding: Finding, reading: Reading) -> bool:
+    """Whether a planned training run merely computes. On a CPU every operator is a call, so calls are part of that
+    unless they are a large share of the time."""
+    if reading.kind != "training" or reading.plan is None:
+        return False
+    calls = finding.cause == "launch_overhead" and _on_cpu(reading) and finding.share < NAME_WITHOUT_LEVER_SHARE
+    return calls or finding.cause in BASELINE_CAUSES
+
+
+def _on_cpu(reading: Reading) -> bool:
+    return reading.plan is not None and reading.plan.cluster.chip.kind == "cpu"
+
+
+# --- levers
+
+
+def _levers(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
+    if reading.kind == "serving":
+        return serving.levers_for(finding, reading, home)
+    if reading.plan is None:
+        return advice.levers_for(finding, reading)
+    return training.levers_for(finding, reading, home)
+
+
+def _without_shared_levers(findings: list[Finding]) -> list[Finding]:
+    """Each lever belongs to one cause: baseline causes lose the levers that another cause has."""
+    owned = {lever.sets for finding in findings if finding.cause not in BASELINE_CAUSES for lever in finding.levers} - {
+        ""
+    }
+    return [
+        replace(finding, levers=tuple(lever for lever in finding.levers if lever.sets not in owned))
+        if finding.cause in BASELINE_CAUSES
+        else finding
+        for finding in findings
+    ]
+
+
+def _priced(finding: Finding, reading: Reading) -> Finding:
+    """The finding with the share that its levers would save, where only they tell it."""
+    throughput = max((lever.speedup for lever in finding.levers if lever.of == "tokens_out_per_s"), default=0.0)
+    if throughput and Service(reading, reading.plan).batch_job:  # one rate measures all causes of a batch job
+        return replace(finding, share=max(0.0, 1 - 1 / throughput))
+    if finding.cause not in PRICED_CAUSES:
+        return finding
+    best = max((lever.speedup for lever in finding.levers if lever.of == "step_s"), default=1.0)
+    return replace(finding, share=max(finding.share, 1 - 1 / best))
+
+
+def _ranked_levers(findings: list[Finding], limiting: Finding | None) -> tuple[Lever, ...]:
+    """The best lever of the limiting cause first, then all others by their gain; each once."""
+    first = limiting.levers[:1] if limiting else ()
+    of = first[0].of if first else "step_s"
+    others = [lever for finding in findings for lever in finding.levers]
+    others.sort(key=lambda lever: (lever.of != of, -lever.speedup))
+    unique: dict[str, Lever] = {}
+    for lever in (*first, *others):
+        unique.setdefault(lever.sets or lever.title, lever)
+    return tuple(unique.values())
+
+
+# --- the verdict
+
+
+def _verdict(reading: Reading, findings: list[Finding], limiting: Finding | None) -> Diagnosis:
+    levers = _ranked_levers(findings, limiting)
     gain = _gain(levers, limiting)
     judged = limiting is not None or is_enough(reading)
+    unit = "requests" if reading.kind == "serving" else "steps"
     return Diagnosis(
         source=reading.source,
         kind=reading.kind,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         loop=limiting.loop if limiting else None,
         cause=limiting.cause if limiting else None,
-        headline=_headline(limiting, kept, gain) if judged else f"cannot be judged: {_lacks(reading)}",
+        headline=_headline(limiting, findings, gain)
+        if judged
+        else f"cannot be judged: {reading.source} has measured too few {unit}; let it run on",
         judged=judged,
         gain=gain,
         budget=budget_of(reading),
-        findings=tuple(kept),
+        findings=tuple(findings),
         levers=levers,
         notes=reading.notes,
     )
 
 
-def limits(finding: Finding, reading: Reading) -> bool:
-    """Whether a cause may name the loop: a lever acts on it, or it costs so much that it must be said all the same."""
-    heavy = finding.share >= HEAVY and finding.cause not in (*GENERAL, *STANDS_BY_LEVER)
-    return heavy or is_worth(finding, reading)
-
-
-def _order(finding: Finding, reading: Reading) -> tuple[bool, bool, float]:
-    """What limits first. Causes of a server overlap, and the one that a lever acts on is told before the others; of a
-    training run that was planned, what was chosen wrongly before what its kernels could do better."""
-    unpriced = reading.kind == "serving" and not is_worth(finding, reading)
-    return not limits(finding, reading), unpriced or _is_general(finding, reading), -finding.share
-
-
-def _is_general(finding: Finding, reading: Reading) -> bool:
-    """Whether a planned training run merely computes; on a processor, where every operator is a call, calls are a part
-    of that unless they are a good deal of the time."""
-    if reading.kind != "training" or reading.plan is None:
-        return False
-    calls = finding.cause == "launch_overhead" and reading.plan.cluster.chip.kind == "cpu" and finding.share < HEAVY
-    return calls or finding.cause in GENERAL
-
-
-def is_enough(reading: Reading) -> bool:
-    """Whether there is anything to judge: steps or requests that were timed, a page with traffic, a recorded budget."""
-    timed = len(reading.series("step_s")) or len(reading.series("engine_step_s")) or len(reading.requests)
-    told = any(name in reading.values for name in ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s"))
-    return timed >= FEWEST or told
-
-
-def _lacks(reading: Reading) -> str:
-    what = "requests" if reading.kind == "serving" else "steps"
-    return f"{reading.source} has measured too few {what}; let it run on"
-
-
 def _gain(levers: tuple[Lever, ...], limiting: Finding | None) -> float:
     """What the best lever adds to the gauge that limits, or to the speed where none does."""
     of = limiting.levers[0].of if limiting and limiting.levers else "step_s"
-    same = [lever.speedup for lever in levers if lever.of == of] or [lever.speedup for lever in levers]
-    return max(0.0, max(same, default=1.0) - 1)
-
-
-def is_worth(finding: Finding, reading: Reading) -> bool:
-    """Whether any lever against it buys something; a run that merely computes is held back by its kernels only where
-    that is a good deal, and otherwise is told what is left."""
-    chip = "cpu" if reading.plan is not None and reading.plan.cluster.chip.kind == "cpu" else "gpu"
-    general = finding.cause in GENERAL and reading.kind == "training"
-    if general and is_disturbed(reading):  # kernels that wait for a core look slow
-        return False
-    enough = GENERAL_WORTH[chip] if general else WORTH
-    return any(lever.speedup > enough for lever in finding.levers)
-
-
-def _priced(finding: Finding, reading: Reading) -> Finding:
-    """With the share that its levers tell, where only they do."""
-    served = max((lever.speedup for lever in finding.levers if lever.of == "tokens_out_per_s"), default=0.0)
-    if served and Service(reading, reading.plan).batch_job:  # played again: all its causes are measured by one rate
-        return replace(finding, share=max(0.0, 1 - 1 / served))
-    best = max((lever.speedup for lever in finding.levers if lever.of == "step_s"), default=1.0)
-    share = max(finding.share, 1 - 1 / best) if finding.cause in PRICED_SHARE else finding.share
-    return replace(finding, share=share)
-
-
-def _each_once(findings: list[Finding]) -> list[Finding]:
-    """A lever belongs to the cause it acts on; kernels that are merely the time come last."""
-    causes = {lever.sets for one in findings if one.cause not in GENERAL for lever in one.levers if lever.sets}
-    return [
-        replace(one, levers=tuple(lever for lever in one.levers if lever.sets not in causes))
-        if one.cause in GENERAL
-        else one
-        for one in findings
-    ]
-
-
-def _levers(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
-    if reading.plan is None and reading.kind != "serving":
-        return their_levers.levers_for(finding, reading)
-    price = serving_levers.levers_for if reading.kind == "serving" else training_levers.levers_for
-    return price(finding, reading, home)
-
-
-def _ranked(findings: list[Finding], limiting: Finding | None) -> tuple[Lever, ...]:
-    """The best lever of what limits first, then all others by what they buy; each once."""
-    first = limiting.levers[0] if limiting and limiting.levers else None
-    of = first.of if first else "step_s"
-    rest = [lever for one in findings for lever in one.levers]
-    rest.sort(key=lambda lever: (lever.of != of, -lever.speedup))
-    seen: dict[str, Lever] = {}
-    for lever in ([first] if first else []) + rest:
-        seen.setdefault(lever.sets or lever.title, lever)
-    return tuple(seen.values())
+    speedups = [lever.speedup for lever in levers if lever.of == of] or [lever.speedup for lever in levers]
+    return max(0.0, max(speedups, default=1.0) - 1)
 
 
 def _headline(limiting: Finding | None, findings: list[Finding], gain: float) -> str:
     if limiting is not None:
         return f"{LOOPS[limiting.loop]} limits this run · {limiting.says}"
-    state = next((one.says for one in findings if one.cause in ("compute", "memory_bandwidth")), "")
-    left = f"nothing to gain beyond {max(0.0, gain):.0%}"
-    return f"healthy: {left} · {state}" if state else f"healthy: {left}"
+    state = next((f" · {finding.says}" for finding in findings if finding.cause in BASELINE_CAUSES), "")
+    return f"healthy: nothing to gain beyond {gain:.0%}{state}"
 
 
 def budget_of(reading: Reading) -> dict[str, float]:
     """Where the time went, as shares of all of it; empty where nothing was recorded."""
     parts = parts_of(reading)
-    inside = {part: share for part in BUDGET if (share := reading.get(budget_gauge(part))) is not None}
-    whole = sum(inside.values())
-    if abs(whole - 1) < NEARLY:
-        inside = {part: share / whole for part, share in inside.items()}
+    budget = {part: share for part in BUDGET if (share := reading.get(f"{part}_fraction")) is not None}
+    total = sum(budget.values())
+    if abs(total - 1) < BUDGET_SUM_TOLERANCE:
+        budget = {part: share / total for part, share in budget.items()}
     if parts is None:
-        return inside
-    stood = parts.share(parts.step - parts.data_wait)
+        return budget
+    step = parts.share(parts.step - parts.data_wait)
     beside = {
         "data_wait": parts.data_wait,
         "checkpoints": parts.checkpoint,
         "validation": parts.validation,
         "between_steps": parts.between,
     }
-    return {part: share * stood for part, share in inside.items()} | {
+    return {part: share * step for part, share in budget.items()} | {
         name: parts.share(seconds) for name, seconds in beside.items()
     }

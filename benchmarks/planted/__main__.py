@@ -23,7 +23,7 @@ from tests.planted.catalogue import PROBLEMS, chosen
 from tests.planted.judge import TIMES, Verdict, holds, judged
 from tests.planted.problem import Wish
 from tests.planted.recorded import MISSING
-from tests.planted.table import as_page, as_text, summary
+from tests.planted.table import as_page, as_text, summary, summary_of_sets
 
 PAGE = Path(__file__).parent.parent / "planted.md"
 
@@ -43,7 +43,9 @@ def main() -> int:
                 print(f"    {verdicts[-1].found.headline}", flush=True)
     for name in MISSING if not asked.only else ():
         print(f"{name:19} not recorded: python -m benchmarks.planted.record makes it on a GPU")
-    print("\n".join(["", *summary(verdicts), f"{sum(one.seconds for one in verdicts):.0f} s"]))
+    print(
+        "\n".join(["", *summary(verdicts), *summary_of_sets(verdicts), f"{sum(one.seconds for one in verdicts):.0f} s"])
+    )
     if asked.write:
         PAGE.write_text(as_page(verdicts, wish))
     return 0 if holds(verdicts) else 1

@@ -18,7 +18,8 @@ from tests.planted.catalogue import PROBLEMS, chosen
 from tests.planted.judge import counts, holds, judged
 from tests.planted.problem import Problem, Wish
 from tests.planted.quiet import STAT, Quiet
-from tests.planted.table import row, summary
+from tests.planted.sets import JUDGING, TUNING, set_of
+from tests.planted.table import row, summary, summary_of_sets
 
 LIVE = tuple(problem for problem in PROBLEMS if not problem.recorded)
 
@@ -49,6 +50,15 @@ def test_a_wrong_verdict_is_counted_as_wrong(home: Home) -> None:
     assert not holds(verdicts) and holds(verdicts[:1])
     assert summary(verdicts)[0] == "right loop 1 of 2 (needed 2)"
     assert row(verdicts[1])[-1] == "no: loop, cause, lever"
+    assert summary_of_sets(verdicts)[0].startswith("tuning set (2 runs): right loop 1 of 2")
+
+
+def test_every_recording_is_either_for_tuning_or_for_judging() -> None:
+    names = {problem.name for problem in recorded.PROBLEMS} | set(recorded.MISSING)
+    assert names == {*TUNING, *JUDGING} and not set(TUNING) & set(JUDGING)
+    (graphs,) = chosen(["gpu-graphs"])
+    assert set_of(graphs, Wish()) == "judging" and set_of(LIVE[0], Wish()) == "tuning"
+    assert set_of(LIVE[0], Wish(seed=7)) == "judging"
 
 
 def test_a_run_is_made_again_until_nothing_runs_beside_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from armillary.diagnosis.readings.open_reading import open_reading
 from armillary.store.home import Home
 from tests.planted.problem import ACTION, Problem, Wish
 from tests.planted.quiet import LOUD, Quiet
+from tests.planted.sets import Set, set_of
 
 NEEDED = {"loop": 17 / 18, "cause": 16 / 18, "lever": 14 / 18}
 """share of the problems in which each must be right; no healthy run may be called ill"""
@@ -31,6 +32,8 @@ class Verdict:
     """to make the run and diagnose it"""
     others: float = 0.0
     """cores that other programs had meanwhile"""
+    of_set: Set = "tuning"
+    """whether thresholds may have been set on this run"""
 
     @property
     def lever(self) -> Lever | None:
@@ -65,7 +68,8 @@ def judged(problem: Problem, wish: Wish, home: Home, *, times: int = 1) -> Verdi
         made.append((0.0 if problem.recorded else quiet.others, folder))
     others, folder = min(made)
     found = diagnose(open_reading(str(folder), home), home)
-    return Verdict(problem=problem, found=found, seconds=time.monotonic() - begin, others=others)
+    seconds = time.monotonic() - begin
+    return Verdict(problem=problem, found=found, seconds=seconds, others=others, of_set=set_of(problem, wish))
 
 
 def counts(verdicts: Sequence[Verdict]) -> dict[str, tuple[int, int]]:

@@ -35,6 +35,16 @@ def summary(verdicts: Sequence[Verdict]) -> list[str]:
     return lines
 
 
+def summary_of_sets(verdicts: Sequence[Verdict]) -> list[str]:
+    """The same apart for the runs that thresholds were set on and for those they were not."""
+    lines = []
+    for name in ("tuning", "judging"):
+        inside = [verdict for verdict in verdicts if verdict.of_set == name]
+        texts = [f"{_WHAT[what]} {right} of {of}" for what, (right, of) in counts(inside).items()]
+        lines.append(f"{name} set ({len(inside)} runs): {', '.join(texts) or 'none'}")
+    return lines
+
+
 def as_page(verdicts: Sequence[Verdict], wish: Wish) -> str:
     """As Markdown, dated, with the machine's name."""
     day, machine = time.strftime("%Y-%m-%d", time.gmtime()), here().text()
@@ -46,6 +56,8 @@ def as_page(verdicts: Sequence[Verdict], wish: Wish) -> str:
         "recorded ones on an H200 (`tests/planted/recorded`).",
         "",
         f"{'; '.join(summary(verdicts))}.",
+        "",
+        f"{'; '.join(summary_of_sets(verdicts))} (`tests/planted/sets.py`).",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),

@@ -66,10 +66,10 @@ def pull(walk: Walk, trained: Run, service: Run) -> None:
 
 def _pull(walk: Walk, trained: Run, run: Run, found: Diagnosis) -> Comparison | None:
     from armillary.cli.diagnose import say_comparison, write_lever
-    from armillary.diagnosis.evidence.thresholds import WORTH
+    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
     from armillary.diagnosis.outcome.compare import compare
 
-    number = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > WORTH), None)
+    number = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None)
     if number is None:
         walk.out.say(f"{run.name}: what would help is no key of the recipe; nothing is pulled")
         return None

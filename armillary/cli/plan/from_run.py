@@ -28,14 +28,14 @@ class Changed:
 
 def from_run(out: Output, home: Home, name: str) -> Changed:
     """The recipe that a run's diagnosis asks for; says which lever that is."""
-    from armillary.diagnosis.evidence.thresholds import WORTH
+    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
     from armillary.diagnosis.levers.apply import overrides_of
     from armillary.diagnosis.outcome.diagnosis import read_diagnosis
     from armillary.store.runs import find_run
 
     run = find_run(home, name)
     found = read_diagnosis(run.folder)
-    worth = [lever for lever in found.levers if lever.change and lever.speedup > WORTH and not found.is_healthy]
+    worth = [lever for lever in found.levers if lever.change and lever.speedup > MIN_SPEEDUP and not found.is_healthy]
     lever = worth[0] if worth else None
     out.say(_pulled(found, run, found.levers.index(lever) + 1) if lever else f"{run.name} as it is: {found.headline}")
     return Changed(

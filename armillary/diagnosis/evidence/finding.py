@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.gauges import Loop
+from armillary.spec.plan import Plan
 
 Cause = Literal[
     # inner loop: one device
@@ -102,6 +104,10 @@ class Finding:
     """what it rests on"""
     levers: tuple[Lever, ...] = ()
     """against it, best first"""
+
+
+Rule = Callable[[Reading, Plan | None], Finding | None]
+"""rule(reading, plan) -> a finding, or None"""
 
 
 def _text(value: Any) -> str:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from statistics import median
 
+from armillary.diagnosis.evidence.thresholds import MAX_LAUNCH_SHARE
 from armillary.diagnosis.readings.reading import Reading
 from armillary.planning.device_model.efficiency import CALL_S
 from armillary.spec.plan import Plan
-
-MOST = 0.95
-"""share that may be launching: some of it is always work"""
 
 
 def launching(reading: Reading, plan: Plan | None) -> float | None:
@@ -25,7 +23,7 @@ def launching(reading: Reading, plan: Plan | None) -> float | None:
     seen = gaps + (reading.get("launch_bound_fraction") or 0.0)
     calls, ran = reading.get("kernels"), reading.get("host_cpu_s")
     if plan is None or plan.cluster.chip.kind != "cpu" or not calls or not ran:
-        return min(MOST, seen)
+        return min(MAX_LAUNCH_SHARE, seen)
     beside = [
         calls * float(one["torch_call_s"]) / float(one["host_cpu_s"])
         for one in reading.steps
@@ -33,7 +31,7 @@ def launching(reading: Reading, plan: Plan | None) -> float | None:
     ]
     # a run measures torch_call_s once, before its first step; older ones measured it beside several
     once = calls * (reading.get("torch_call_s") or CALL_S) / ran
-    return min(MOST, median(beside) if len(beside) > 1 else once)
+    return min(MAX_LAUNCH_SHARE, median(beside) if len(beside) > 1 else once)
 
 
 def a_micro_batch(reading: Reading) -> float | None:
@@ -49,4 +47,4 @@ def a_micro_batch(reading: Reading) -> float | None:
         for one in steps
         if float(one["step_s"]) > float(one.get("data_wait_s", 0.0))
     ]
-    return min(MOST, found[-1] * max(0.0, 1 - (median(updating) if updating else 0.0)))
+    return min(MAX_LAUNCH_SHARE, found[-1] * max(0.0, 1 - (median(updating) if updating else 0.0)))

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence
 from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.thresholds import (
+    QUEUE_CLEARING_SHARE,
+)
 from armillary.diagnosis.readings.reading import Reading
-
-WAITS = 0.1
-"""of the time in steps, or of a request's time: below it a queue is the chance of arrivals, not a cause"""
-CROWDED = 0.25
-"""of both: a server that is well used has short queues now and then, one that cannot keep up has them all along"""
-EXPLAINS = 0.15
-"""of the time in steps: a server that is so much quicker may not have the queue; one that is less so still has it"""
-GAINS = 0.05
-"""of the time: what would save less is not worth a line"""
 
 
 def with_queue(here: Service, saved: float) -> float:
     """The share of a cause that saves so much of the steps' time: where that is a good part, and as much as was too
     much, the queue goes with it."""
-    return saved if here.batch_job or saved < max(EXPLAINS, here.excess) else max(saved, here.queue_share)
+    return saved if here.batch_job or saved < max(QUEUE_CLEARING_SHARE, here.excess) else max(saved, here.queue_share)
 
 
 def prompt_of_ttft(here: Service) -> float:

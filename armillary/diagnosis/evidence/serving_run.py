@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from armillary.diagnosis.evidence.thresholds import (
+    BATCH_JOB_SPAN_SHARE,
+    BUDGET_SPENT_SHARE,
+    FIRST_RECORDED_STEP,
+    KV_HELD_SHARE,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.planning.simulation.fitted_step_time import StepCost
 from armillary.spec.plan import Plan
@@ -19,14 +25,6 @@ from armillary.store.gauges import Record
 
 Door = Literal["rows", "budget", "blocks", "batch", "unknown"]
 OBJECTIVES = ("ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
-AT_ONCE = 0.05
-"""of the run's time: where all requests came within it, it is a batch job, and its queue is its own"""
-_SPENT = 0.5
-"""of a budget: parts of prompts end at blocks and tiles of queries, and late tokens count for more than one"""
-_BEGINNING = 4
-"""steps: records that begin there are of a whole run"""
-_HELD = 0.5
-"""of the KV cache: below it blocks cannot be what is lacking, whatever admission keeps in reserve"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Service:
             return False
         came = [float(one["arrived_s"]) for one in timed]
         over = max(float(one["arrived_s"]) + float(one["e2e_s"]) for one in timed)
-        return max(came) - min(came) <= AT_ONCE * (over - min(came))
+        return max(came) - min(came) <= BATCH_JOB_SPAN_SHARE * (over - min(came))
 
     @cached_property
     def excess(self) -> float:
@@ -128,7 +126,7 @@ class Service:
             return "rows"
         if self._is_full(step) or self.serve.prefill_slowdown is not None:
             return "budget"
-        return "blocks" if float(step.get("kv_used_fraction", 1.0)) >= _HELD else "unknown"
+        return "blocks" if float(step.get("kv_used_fraction", 1.0)) >= KV_HELD_SHARE else "unknown"
 
     def _is_full(self, step: Record) -> bool:
         """Whether a step took as much of prompts as it may."""
@@ -136,7 +134,7 @@ class Service:
         limit = self.serve.max_tokens_per_step - decodes
         if decodes and self.serve.prefill_tokens is not None:
             limit = min(limit, self.serve.prefill_tokens)
-        return prompts >= _SPENT * limit
+        return prompts >= BUDGET_SPENT_SHARE * limit
 
     @property
     def rows(self) -> int:
@@ -191,7 +189,7 @@ class Service:
         """What a counter grew by over the records that there are: a server's older ones may have been cut off."""
         steps = [one for one in self.reading.steps if gauge in one]
         last = self.reading.get(gauge) or 0.0
-        if len(steps) < 2 or steps[0].get("step", 0) <= _BEGINNING:
+        if len(steps) < 2 or steps[0].get("step", 0) <= FIRST_RECORDED_STEP:
             return last
         return max(0.0, last - float(steps[0][gauge]))
 

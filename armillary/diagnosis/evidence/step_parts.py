@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median
 
+from armillary.diagnosis.evidence.thresholds import MAX_REMOVABLE_SHARE, WINSORISE_ABOVE
 from armillary.diagnosis.readings.reading import Reading
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.store.gauges import Record
-
-MOST = 0.95
-"""share beyond which a trace is of something other than steps, and no gain is promised"""
-HIGH = 0.9
-"""percentile to which higher values are lowered"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +89,7 @@ def steady(values: Sequence[float]) -> float:
     if not values:
         return 0.0
     ordered = sorted(values)
-    cap = ordered[int(HIGH * (len(ordered) - 1))]
+    cap = ordered[int(WINSORISE_ABOVE * (len(ordered) - 1))]
     return sum(min(value, cap) for value in ordered) / len(ordered)
 
 
@@ -127,4 +123,4 @@ def computing(reading: Reading) -> float:
 
 def without(share: float) -> float:
     """Speed-up if a share of the time went."""
-    return speedup(min(MOST, max(0.0, share)), inf)
+    return speedup(min(MAX_REMOVABLE_SHARE, max(0.0, share)), inf)

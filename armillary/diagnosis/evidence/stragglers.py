@@ -14,21 +14,17 @@ from math import sqrt
 from statistics import median
 
 from armillary.diagnosis.evidence.step_parts import parts_of, steady
+from armillary.diagnosis.evidence.thresholds import (
+    MIN_SPREAD_STEPS,
+    SAME_SLOWEST_RANK_SHARE,
+    STRAGGLER_PART_SHARE,
+    STRAGGLER_RUN_PARTS,
+    STRAGGLER_STANDARD_ERRORS,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.layout_rules.pipeline_split import chunks_of, places, split
 from armillary.spec.plan import Plan
 
-SAME_RANK = 0.65
-"""share of the steps in which the slowest rank is the same one; chance gives 1 / ranks"""
-FEWEST = 5
-"""steps that must have been timed: of two ranks, chance makes the same one slowest in four of four one time in eight"""
-STANDS_OUT = 2.5
-"""standard errors of the median by which a rank must be late: chance comes to that once in a hundred runs"""
-STRETCHES = 4
-"""parts of the run, one after the other, in each of which it must be late: steps beside each other are held up by the
-same thing, so that many of them say little more than one"""
-LASTS = 0.25
-"""of how late it is on the whole, in each of them: less, and it was late only for a time"""
 MEDIAN_ERROR = 1.2533 * 1.4826
 """standard error of a median of n normal values over their median deviation / √n"""
 
@@ -53,12 +49,12 @@ def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
         for one in reading.steps
         if "rank_spread_s" in one and "slowest_rank" in one
     ]
-    if len(found) < FEWEST:
+    if len(found) < MIN_SPREAD_STEPS:
         return None
     rank, times = Counter(rank for rank, _ in found).most_common(1)[0]
     behind = [seconds if slowest == rank else -seconds for slowest, seconds in found]
     often, net = times / len(found), median(behind)
-    if often < SAME_RANK or net <= STANDS_OUT * _error(behind) or not _lasts(behind, net):
+    if often < SAME_SLOWEST_RANK_SHARE or net <= STRAGGLER_STANDARD_ERRORS * _error(behind) or not _lasts(behind, net):
         return None
     seconds = net - _given_more(reading, plan, rank)
     return Late(rank=rank, seconds=seconds, often=often) if seconds > 0 else None
@@ -83,8 +79,8 @@ def _error(values: list[float]) -> float:
 
 def _lasts(behind: list[float], net: float) -> bool:
     """Whether no part of the run was without it."""
-    ends = [part * len(behind) // STRETCHES for part in range(STRETCHES + 1)]
-    return all(median(behind[begin:end]) >= LASTS * net for begin, end in pairwise(ends))
+    ends = [part * len(behind) // STRAGGLER_RUN_PARTS for part in range(STRAGGLER_RUN_PARTS + 1)]
+    return all(median(behind[begin:end]) >= STRAGGLER_PART_SHARE * net for begin, end in pairwise(ends))
 
 
 def _given_more(reading: Reading, plan: Plan | None, rank: int) -> float:

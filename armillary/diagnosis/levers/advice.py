@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterator
 from math import ceil
 
 from armillary.diagnosis.evidence.finding import Cause, Finding, Lever
-from armillary.diagnosis.evidence.step_parts import MOST, computing, without
+from armillary.diagnosis.evidence.step_parts import computing, without
+from armillary.diagnosis.evidence.thresholds import (
+    FUSION_TRAFFIC_RATIO,
+    MAX_REMOVABLE_SHARE,
+    MAX_WORKERS,
+    WORKER_MARGIN,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.profiling.profile import Profile, Row
 
 AMDAHL = "Amdahl over the recorded budget"
 AT_MOST = f"at most: {AMDAHL}"
-MOST_WORKERS = 16
-SPARE = 1.25
-"""loader workers beyond what the step needs, since they are not equally quick"""
-FUSED = 2.0
-"""times less traffic when passes over memory are fused with a neighbour: each was read and written once more"""
 _PASSES = ("elementwise", "norm", "softmax", "copy")
 _Levers = Callable[[Finding, Reading], Iterator[Lever]]
 
@@ -33,7 +34,7 @@ def levers_for(finding: Finding, reading: Reading) -> tuple[Lever, ...]:
 
 def workers(step_s: float, busy_s: float, now: int = 1) -> int:
     """Processes that make a batch in the time for which a step computes, where `now` of them take a whole step."""
-    return min(MOST_WORKERS, max(2, ceil(SPARE * now * step_s / max(0.05 * step_s, busy_s))))
+    return min(MAX_WORKERS, max(2, ceil(WORKER_MARGIN * now * step_s / max(0.05 * step_s, busy_s))))
 
 
 def read_ahead(finding: Finding, reading: Reading) -> Iterator[Lever]:
@@ -89,7 +90,7 @@ def _fuse(finding: Finding, reading: Reading) -> Iterator[Lever]:
             title="fuse passes over memory",
             action="torch.compile(model)",
             risk="time to compile",
-            speedup=speedup(min(MOST, share), FUSED),
+            speedup=speedup(min(MAX_REMOVABLE_SHARE, share), FUSION_TRAFFIC_RATIO),
             basis=AMDAHL,
         )
 

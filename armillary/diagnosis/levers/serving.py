@@ -14,6 +14,15 @@ from typing import Any
 
 from armillary.diagnosis.evidence.finding import Finding, Lever
 from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.thresholds import (
+    GRAPH_HOST_S,
+    GRAPH_REPLAY_S,
+    GROWING_QUEUE_SHARE,
+    MIN_CHUNK_TOKENS,
+    NEAR_BEST_SHARE,
+    QUEUE_OWNER_SHARE,
+    USABLE_MEMORY_SHARE,
+)
 from armillary.diagnosis.levers.serving_replay import Replay
 from armillary.diagnosis.levers.side_effects import Change, harms, risk_of, waits
 from armillary.diagnosis.readings.reading import Reading
@@ -25,22 +34,6 @@ from armillary.planning.simulation.fitted_step_time import StepCost, extrapolate
 from armillary.spec.arithmetic.params import parameters
 from armillary.store.home import Home
 from armillary.units import bytes_text
-
-NEARLY = 0.97
-"""of the best gain: a smaller change that buys as much is the better one"""
-OVERLOAD = 0.25
-"""of a request's time in the queue, and of the run's time after the last request came: a queue that grows as long as
-requests come. How long anybody waits in it says how long was measured; how many are answered a second does not"""
-CLEARS = 0.5
-"""of what more servers would gain: a lever that gains as much has dealt with the queue"""
-HOST_S = 5e-4
-"""the host's part of a step in graphs where nobody measured it: 0.5 ms and 3.4 µs a row on an H200's host"""
-REPLAY_S = 2e-4
-"""to encode a step and replay its graph: the host's part of steps in graphs (0.7 ms with 64 rows, on an H200's host)
-less what deciding and answers take of it"""
-_USABLE = 0.9
-"""of a device's memory"""
-_SMALLEST_CHUNK = 16
 
 
 def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
@@ -72,7 +65,7 @@ def limiting_gauge(finding: Finding, service: Service) -> str:
 
 def is_overloaded(service: Service) -> bool:
     """Whether requests come so fast that the queue grows without end."""
-    return not service.batch_job and min(service.queue_share, service.excess) >= OVERLOAD
+    return not service.batch_job and min(service.queue_share, service.excess) >= GROWING_QUEUE_SHARE
 
 
 def settled(findings: list[Finding]) -> list[Finding]:
@@ -87,7 +80,7 @@ def settled(findings: list[Finding]) -> list[Finding]:
         for one in findings
         if one is not crowd
     }
-    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < CLEARS * (whole.speedup - 1)}
+    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < QUEUE_OWNER_SHARE * (whole.speedup - 1)}
     if not weak:
         return findings
     shares = {rule: max(0.0, 1 - 1 / gain) for rule, gain in weak.items()}
@@ -148,7 +141,7 @@ def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]
     """The best gaps that cost nobody much: prompts take more steps, so that their own first token comes later."""
     mixed = [one for one in replay.service.reading.steps if one.get("decode_tokens")]
     largest = max((one.get("prefill_tokens", 0) for one in mixed), default=0)
-    size = _SMALLEST_CHUNK
+    size = MIN_CHUNK_TOKENS
     tried: list[Change] = []
     while size < largest:
         tried.append({"serve.prefill_tokens": size})
@@ -236,9 +229,9 @@ def _host_s(service: Service) -> float:
     """What the host still does in a step of decodes that is launched at once: all but its launches, and a graph's."""
     steps = [one for one in service.reading.steps if "engine_launch_s" in one and not one.get("prefill_tokens")]
     if not steps:
-        return max(HOST_S, service.reading.get("engine_schedule_s") or 0.0)
+        return max(GRAPH_HOST_S, service.reading.get("engine_schedule_s") or 0.0)
     rest = [float(one["engine_step_s"] - one["engine_wait_s"] - one["engine_launch_s"]) for one in steps]
-    return REPLAY_S + median(rest)
+    return GRAPH_REPLAY_S + median(rest)
 
 
 def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
@@ -270,7 +263,9 @@ def _one(
     by = "e2e_p99_s" if is_overloaded(service) and gauge == "tokens_out_per_s" else gauge
     tried = list(tried)
     gains = [_gain(replay, by, change) or 0.0 for change in tried]
-    enough = [change for change, gain in zip(tried, gains, strict=True) if gain - 1 >= NEARLY * (max(gains) - 1)]
+    enough = [
+        change for change, gain in zip(tried, gains, strict=True) if gain - 1 >= NEAR_BEST_SHARE * (max(gains) - 1)
+    ]
     return [
         Lever(
             title=title(change),
@@ -304,7 +299,7 @@ def _room_bytes(replay: Replay) -> float:
     memory = plan.cluster.chip.memory_bytes if plan is not None else None
     if not memory:
         return 8.0 * replay.kv_bytes
-    return max(0.0, _USABLE * memory - 2 * parameters(config).total - replay.kv_bytes)
+    return max(0.0, USABLE_MEMORY_SHARE * memory - 2 * parameters(config).total - replay.kv_bytes)
 
 
 _LEVERS: dict[str, Callable[[Finding, Replay, Home], list[Lever]]] = {

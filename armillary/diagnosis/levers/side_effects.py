@@ -8,17 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from armillary.diagnosis.evidence.serving_run import OBJECTIVES
+from armillary.diagnosis.evidence.thresholds import (
+    MAX_E2E_LOSS,
+    MAX_THROUGHPUT_LOSS,
+    MAX_TTFT_LOSS,
+    SPARED_QUEUE_SHARE,
+    UNNOTICED_TTFT_S,
+)
 from armillary.diagnosis.levers.serving_replay import Replay
 from armillary.units import bytes_text, seconds_text
-
-QUEUE = 0.1
-"""of a request's time: less waiting than that need not go"""
-HARM = {"ttft_p50_s": 1.5, "e2e_s": 1.15, "tokens_out_per_s": 1.15}
-"""times that others may lose by a change of gaps: prompts that go in by parts end later themselves, and first tokens
-may come later by as much as gaps get shorter. Of e2e the mean: where short and long requests mix, a median is of
-neither"""
-AT_ONCE_S = 0.1
-"""a first token: what comes sooner seems to come at once, so nobody loses by it"""
 
 Change = dict[str, Any]
 """key of the recipe -> value"""
@@ -28,7 +26,7 @@ def waits(replay: Replay, change: Change) -> bool:
     """Whether requests still wait for a good part of their time, or an objective is still missed."""
     gauges, objective = replay.simulated(change).gauges, replay.service.objective
     late = any(gauges.get(name, 0.0) > getattr(objective, name) for name in replay.service.missed)
-    return late or gauges.get("queue_p50_s", 0.0) > QUEUE * gauges.get("e2e_p50_s", 0.0)
+    return late or gauges.get("queue_p50_s", 0.0) > SPARED_QUEUE_SHARE * gauges.get("e2e_p50_s", 0.0)
 
 
 def harms(replay: Replay, change: Change) -> bool:
@@ -43,11 +41,11 @@ def harms(replay: Replay, change: Change) -> bool:
     if any(then.get(name, 0.0) > limit for name, limit in kept.items()):
         return True
     rate, shorter = (replay.speedup(gauge, change) or 1.0 for gauge in ("tokens_out_per_s", "itl_p99_s"))
-    if rate * HARM["tokens_out_per_s"] < 1 or "itl_p99_s" in service.missed:
-        return rate * HARM["tokens_out_per_s"] < 1
-    first, limit = replay.speedup("ttft_p50_s", change) or 1.0, max(HARM["ttft_p50_s"], shorter)
-    late = then.get("ttft_p50_s", 0.0) > AT_ONCE_S and first * limit < 1
-    return late or _mean_e2e(replay, change) > HARM["e2e_s"] * _mean_e2e(replay)
+    if rate * MAX_THROUGHPUT_LOSS < 1 or "itl_p99_s" in service.missed:
+        return rate * MAX_THROUGHPUT_LOSS < 1
+    first, limit = replay.speedup("ttft_p50_s", change) or 1.0, max(MAX_TTFT_LOSS, shorter)
+    late = then.get("ttft_p50_s", 0.0) > UNNOTICED_TTFT_S and first * limit < 1
+    return late or _mean_e2e(replay, change) > MAX_E2E_LOSS * _mean_e2e(replay)
 
 
 def _mean_e2e(replay: Replay, change: Change | None = None) -> float:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from armillary.diagnosis.evidence.finding import Cause, Finding, Lever
-from armillary.diagnosis.evidence.thresholds import CALM
-from armillary.diagnosis.levers.advice import MOST_WORKERS, read_ahead, workers
+from armillary.diagnosis.evidence.thresholds import (
+    BALANCED_EXPERT_LOAD,
+    GRADIENT_BUCKET_RATIO,
+    LARGER_BATCH_SHARE,
+    MAX_WORKERS,
+    MIN_FREED_SHARE,
+    STALL_TARGET_SHARE,
+)
+from armillary.diagnosis.levers.advice import read_ahead, workers
 from armillary.diagnosis.levers.training_price import Priced, Pricing, pricing_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.profiling.analysis.amdahl import speedup
@@ -16,14 +23,6 @@ from armillary.units import bytes_text
 
 PLANNER = "planner, on the measured parts of a step"
 AMDAHL = "Amdahl over the measured parts of a step"
-PIECES = 8
-"""times more pieces in which gradients are sent: each then finds more of the backward pass to hide behind"""
-LARGER_BATCH = 0.2
-"""share of exposed exchanges from which another batch is offered: it changes what is learnt, not only how fast"""
-FREED = 0.06
-"""share of what is held that a change must free to be of use to a device that is full"""
-EVEN = 1.3
-"""load of the busiest expert over the mean that routers with a balance loss settle at"""
 _Levers = Callable[[Finding, Reading, "Pricing | None"], Iterator[Lever]]
 
 
@@ -51,7 +50,7 @@ def _workers(finding: Finding, reading: Reading, pricing: Pricing | None) -> Ite
         return
     parts, now = pricing.parts, max(1, pricing.plan.data.workers)
     busy = max(1e-9, parts.step - parts.data_wait)
-    count = max(workers(parts.step, busy, now), min(MOST_WORKERS, now + 1))
+    count = max(workers(parts.step, busy, now), min(MAX_WORKERS, now + 1))
     if count <= pricing.plan.data.workers:
         return
     wait = max(0.0, parts.step * now / count - busy)
@@ -147,13 +146,13 @@ def _sum_gradients(finding: Finding, pricing: Pricing) -> Iterator[Lever]:
     """Copies sum their gradients once a step: in pieces beside the backward pass, or after twice the tokens."""
     layout, job = pricing.plan.layout, pricing.plan.train
     assert job is not None
-    bucket, tokens = layout.bucket_bytes // PIECES, 2 * job.batch_tokens
+    bucket, tokens = layout.bucket_bytes // GRADIENT_BUCKET_RATIO, 2 * job.batch_tokens
     if layout.zero == 0 and bucket:
         yield from _lever(
             pricing.price({"layout.bucket_bytes": bucket}),
             f"gradients in pieces of {bytes_text(layout.bucket_bytes)} → {bytes_text(bucket)}",
         )
-    priced = pricing.price({"train.batch_tokens": tokens}) if finding.share >= LARGER_BATCH else None
+    priced = pricing.price({"train.batch_tokens": tokens}) if finding.share >= LARGER_BATCH_SHARE else None
     if priced is not None:
         yield Lever(
             title=f"sum gradients after {job.batch_tokens:,} → {tokens:,} tokens",
@@ -229,7 +228,7 @@ def _make_room(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
     for title, change in changes.items():
         priced = pricing.price(change)
         held = pricing.held_bytes
-        if priced is None or priced.memory_bytes > -FREED * held:
+        if priced is None or priced.memory_bytes > -MIN_FREED_SHARE * held:
             continue
         slower = f"a step takes {1 / priced.speedup:.2f} times as long" if priced.speedup < 0.995 else "none"
         yield Lever(
@@ -251,8 +250,12 @@ def _balance(finding: Finding, reading: Reading, pricing: Pricing | None) -> Ite
     change: dict[str, object] = {}
     if moe is not None and job is not None:
         weight = moe.aux_loss if job.balance_loss is None else job.balance_loss
-        change = {"train.balance_loss": max(0.01, 10 * weight)} if weight < 0.1 else {"train.expert_capacity": EVEN}
-    least = min([EVEN, *reading.series("expert_load_max_over_mean")])
+        change = (
+            {"train.balance_loss": max(0.01, 10 * weight)}
+            if weight < 0.1
+            else {"train.expert_capacity": float(BALANCED_EXPERT_LOAD)}
+        )
+    least = min([BALANCED_EXPERT_LOAD, *reading.series("expert_load_max_over_mean")])
     yield Lever(
         title="balance the experts",
         change=change,
@@ -270,7 +273,7 @@ def _save_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
     every = pricing.plan.train.save_every
     if every is None:
         return
-    period = _rounded(every * pricing.parts.share(pricing.parts.checkpoint) / CALM, every)
+    period = _rounded(every * pricing.parts.share(pricing.parts.checkpoint) / STALL_TARGET_SHARE, every)
     seconds = pricing.parts.checkpoint * every / period
     yield from _lever(
         pricing.priced({"train.save_every": period}, checkpoint=seconds),
@@ -284,7 +287,7 @@ def _validate_less(finding: Finding, reading: Reading, pricing: Pricing | None) 
     if pricing is None or pricing.parts is None or pricing.plan.train is None:
         return
     every = pricing.plan.train.eval_every
-    period = _rounded(every * pricing.parts.share(pricing.parts.validation) / CALM, every)
+    period = _rounded(every * pricing.parts.share(pricing.parts.validation) / STALL_TARGET_SHARE, every)
     seconds = pricing.parts.validation * every / period
     yield from _lever(
         pricing.priced({"train.eval_every": period}, validation=seconds),

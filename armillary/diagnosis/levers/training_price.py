@@ -13,6 +13,7 @@ from typing import Any
 
 from armillary.diagnosis.evidence.launch_overhead import a_micro_batch, launching
 from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recomputed
+from armillary.diagnosis.evidence.thresholds import FILLABLE_MEMORY_SHARE
 from armillary.diagnosis.levers.apply import overrides_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import ArmillaryError
@@ -24,9 +25,6 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.units import bytes_text
-
-ROOM = 0.92
-"""share of a device's memory that a change may fill: beyond, the allocator has nothing to spare"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +144,7 @@ class Pricing:
         before, after = float(self.now.memory.total[0]), float(then.memory.total[0])
         measured = self.reading.get("memory_peak_bytes") or 0.0
         factor = max(1.0, measured / before) if before and self.plan.cluster.chip.kind != "cpu" else 1.0
-        fits = after * factor <= ROOM * then.memory_limit and bool(then.fits[0])
+        fits = after * factor <= FILLABLE_MEMORY_SHARE * then.memory_limit and bool(then.fits[0])
         return after - before if fits or after <= before else None
 
     # --- a measured step, changed as predicted

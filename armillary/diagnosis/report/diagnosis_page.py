@@ -9,7 +9,7 @@ from html import escape
 
 from armillary.diagnosis.evidence.finding import Lever
 from armillary.diagnosis.evidence.finding_text import evidence_text, value_text
-from armillary.diagnosis.evidence.thresholds import WORTH
+from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.compare import Comparison
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.outcome.prediction_errors import HEADS
@@ -133,7 +133,7 @@ def _diagnosis(found: Diagnosis, pulled: tuple[Comparison, ...]) -> str:
 
 def _lever_row(number: int, lever: Lever, pulled: tuple[Comparison, ...]) -> list[str]:
     done = next((one for one in pulled if one.title == lever.title and one.of == lever.of), None)
-    risk = f"risk {lever.risk} · " if lever.speedup > WORTH or lever.at_most is not None else "not worth it · "
+    risk = f"risk {lever.risk} · " if lever.speedup > MIN_SPEEDUP or lever.at_most is not None else "not worth it · "
     told = Below(lever.gain_text, "" if lever.of == "step_s" else f"in {lever.of}")
     return [
         f"{number}",

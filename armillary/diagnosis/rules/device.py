@@ -6,25 +6,22 @@ the whole, so that they can be held against waiting for data and for other ranks
 
 from __future__ import annotations
 
-from armillary.diagnosis.evidence.finding import Evidence, Finding
+from armillary.diagnosis.evidence.finding import Evidence, Finding, Rule
 from armillary.diagnosis.evidence.launch_overhead import launching
 from armillary.diagnosis.evidence.step_parts import Parts, computing, parts_of
-from armillary.diagnosis.evidence.thresholds import Rule
+from armillary.diagnosis.evidence.thresholds import (
+    BUSY_SHARE,
+    DATA_WAIT_SHARE,
+    HOST_STALL_SHARE,
+    LAUNCH_SHARE,
+    SYNC_SHARE,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.gauges import budget_gauge
 from armillary.spec.plan import Plan
 from armillary.spec.precision import SIXTEEN_BIT
 from armillary.units import seconds_text
 
-STARVED = 0.04
-"""share of the time spent waiting for batches that a loader which reads ahead never comes to"""
-LATE_LAUNCHES = 0.08
-"""share of launch gaps and kernels too short for any roofline: runs whose operators are of a fair size stay below"""
-HELD_UP = 0.08
-"""share in which Python alone held the device up: logging and the learning rate take a tenth of that"""
-ASKS = 0.06
-"""share of synchronisations from which launches that come late are their doing: a host that asks the device for numbers
-cannot run ahead of it"""
 WIDE = ("fp32", "tf32")
 """precisions that leave the chip's fastest units idle"""
 
@@ -34,14 +31,16 @@ def data_starvation(reading: Reading, plan: Plan | None) -> Finding | None:
     parts = parts_of(reading)
     if parts is None:
         share = reading.get("data_wait_fraction")
-        return _starved(share, None) if share is not None and share >= STARVED else None
+        return _starved(share, None) if share is not None and share >= DATA_WAIT_SHARE else None
     share = parts.share(parts.data_wait)
-    return _starved(share, parts) if share >= STARVED else None
+    return _starved(share, parts) if share >= DATA_WAIT_SHARE else None
 
 
 def _starved(share: float, parts: Parts | None) -> Finding:
     each = f"{seconds_text(parts.data_wait)} of {seconds_text(parts.step)}" if parts else f"{share:.0%} of the time"
-    evidence = [Evidence(gauge="data_wait_fraction", value=share, expected=STARVED, against="most a healthy run has")]
+    evidence = [
+        Evidence(gauge="data_wait_fraction", value=share, expected=DATA_WAIT_SHARE, against="most a healthy run has")
+    ]
     if parts:
         evidence.append(Evidence(gauge="data_wait_s", value=parts.data_wait))
     return Finding(
@@ -58,7 +57,7 @@ def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
     """The device, or the processor, is kept busy by many small operations rather than by their work."""
     found = launching(reading, plan)
     share = computing(reading) * (found or 0.0)
-    if found is None or share < LATE_LAUNCHES or _asks(reading) >= ASKS:
+    if found is None or share < LAUNCH_SHARE or _asks(reading) >= SYNC_SHARE:
         return None
     count = reading.get("kernels")
     gauges = ("launch_gap_fraction", "launch_bound_fraction", "kernels")
@@ -79,11 +78,11 @@ def sync(reading: Reading, plan: Plan | None) -> Finding | None:
     inside = max(reading.get("host_stall_fraction") or 0.0, _asks(reading))
     if reading.get("host_stall_fraction") is None:
         inside += reading.get("host_fraction") or 0.0
-    if _asks(reading) >= ASKS:
+    if _asks(reading) >= SYNC_SHARE:
         inside += reading.get("launch_gap_fraction") or 0.0
     parts, share = parts_of(reading), computing(reading) * inside
     between = parts.share(parts.between) if parts else 0.0
-    if share + between < HELD_UP:
+    if share + between < HOST_STALL_SHARE:
         return None
     evidence = [
         Evidence(gauge=name, value=value)
@@ -135,7 +134,7 @@ def memory_bandwidth(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def _kernels(reading: Reading, *, bound: str) -> Finding | None:
     busy = sum(reading.get(budget_gauge(name)) or 0.0 for name in ("useful", "inefficiency", "unjudged"))
-    if busy < 0.5 or _bound(reading) != bound:
+    if busy < BUSY_SHARE or _bound(reading) != bound:
         return None
     reached = reading.get("roofline_fraction")
     evidence = [

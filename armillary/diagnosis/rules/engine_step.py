@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding
 from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.thresholds import (
+    CHOSEN_ITL_STRETCH,
+    GRAPHS_ROOFLINE_FRACTION,
+    HOST_BOUND_WAIT_SHARE,
+    ITL_STRETCH,
+    NOTICEABLE_GAP_S,
+    REPEATED_PREFILL_SHARE,
+    SCHEDULE_SHARE,
+    STRETCHED_TOKEN_SHARE,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text
-
-STRETCHED = 4.0
-"""times the usual gap: steps with prompts in them are always longer, but a well chosen budget keeps them below it"""
-CHOSEN = 2.0
-"""times that, where somebody chose how much of prompts a step takes: an objective must say that it is too much"""
-NOTICED_S = 0.02
-"""a gap: nobody reads or speaks faster than fifty tokens a second"""
-SOMETIMES = 0.01
-"""of tokens: what the 99th percentile sees"""
-FAR_BELOW = 0.35
-"""of the roofline: a GPU's step of kernels that do run reaches more, even at one row"""
-OVERHEAD = 0.15
-"""of a step in which the device has nothing to do because the host decides"""
-KNOWN = 0.5
-"""of the prompt tokens computed: where more of them were there before, what they hold up is the cache's doing"""
 
 
 def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -31,11 +26,13 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
     if usual is None or worst is None or here.cost is None:
         return None
     chosen = here.serve.prefill_tokens is not None or here.serve.prefill_slowdown is not None
-    times = STRETCHED * (CHOSEN if chosen else 1.0)
-    limit = here.objective.itl_p99_s or (None if here.batch_job else max(times * _alone_s(here), NOTICED_S))
-    if limit is None or worst <= limit or here.stretched(limit) < SOMETIMES:
+    times = ITL_STRETCH * (CHOSEN_ITL_STRETCH if chosen else 1.0)
+    limit = here.objective.itl_p99_s or (None if here.batch_job else max(times * _alone_s(here), NOTICEABLE_GAP_S))
+    if limit is None or worst <= limit or here.stretched(limit) < STRETCHED_TOKEN_SHARE:
         return None
-    if here.not_found > KNOWN * here.computed:  # the deeper cause: such prompts need not be computed at all
+    if (
+        here.not_found > REPEATED_PREFILL_SHARE * here.computed
+    ):  # the deeper cause: such prompts need not be computed at all
         return None
     alone = min(worst, _alone_s(here))
     return Finding(
@@ -70,14 +67,19 @@ def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     reached, waited = reading.get("engine_roofline_fraction"), reading.get("engine_wait_s")
     step = reading.get("engine_step_s") or 0.0
-    host_bound = waited is not None and step > 0 and waited < 0.5 * step
-    if not host_bound or (reached is not None and reached > FAR_BELOW):
+    host_bound = waited is not None and step > 0 and waited < HOST_BOUND_WAIT_SHARE * step
+    if not host_bound or (reached is not None and reached > GRAPHS_ROOFLINE_FRACTION):
         return None
     share = 1 - (waited or 0.0) / step
     found = [Evidence(gauge="engine_wait_s", value=waited or 0.0, expected=step, against="a whole step")]
     if reached is not None:
         found.append(
-            Evidence(gauge="engine_roofline_fraction", value=reached, expected=FAR_BELOW, against="launches hidden")
+            Evidence(
+                gauge="engine_roofline_fraction",
+                value=reached,
+                expected=GRAPHS_ROOFLINE_FRACTION,
+                against="launches hidden",
+            )
         )
     return Finding(
         loop="inner",
@@ -94,7 +96,7 @@ def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
     """Without overlap the device has nothing to do while the next step is decided."""
     here = Service(reading, plan)
     decided, step = reading.get("engine_schedule_s"), reading.get("engine_step_s")
-    if here.serve.overlap or not _on_gpu(plan) or not decided or not step or decided < OVERHEAD * step:
+    if here.serve.overlap or not _on_gpu(plan) or not decided or not step or decided < SCHEDULE_SHARE * step:
         return None
     return Finding(
         loop="inner",
@@ -104,7 +106,10 @@ def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
         says=f"the device waits {seconds_text(decided)} of every {seconds_text(step)} while the next step is decided",
         evidence=(
             Evidence(
-                gauge="engine_schedule_s", value=decided, expected=OVERHEAD * step, against="most a healthy run has"
+                gauge="engine_schedule_s",
+                value=decided,
+                expected=SCHEDULE_SHARE * step,
+                against="most a healthy run has",
             ),
         ),
     )

@@ -6,25 +6,24 @@ Where running requests lack blocks themselves, what was evicted is no cause of i
 from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding
-from armillary.diagnosis.evidence.queue_wait import GAINS, WAITS, blocks, prompt_of_ttft, queue, waiting, with_queue
+from armillary.diagnosis.evidence.queue_wait import blocks, prompt_of_ttft, queue, waiting, with_queue
 from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.thresholds import (
+    EVICTED_REQUEST_SHARE,
+    MIN_SAVED_SHARE,
+    MISSED_PREFIX_SHARE,
+    PREEMPTIONS_PER_REQUEST,
+    QUEUE_SHARE,
+    RECOMPUTED_TOKEN_SHARE,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.plan import Plan
-
-PUT_BACK = 0.1
-"""preemptions a request: more than one in ten, and put back is what they are, not unlucky"""
-COMPUTED_AGAIN = 0.03
-"""of all tokens computed"""
-IN_VAIN = 0.1
-"""of prompt tokens that were there before and are computed again"""
-EVICTED = 0.05
-"""of requests: those of which more would have been found a moment before"""
 
 
 def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait for blocks of the KV cache while rows and budget are free."""
     here = Service(reading, plan)
-    if here.door != "blocks" or here.doors["blocks"] < WAITS or preempt(here):
+    if here.door != "blocks" or here.doors["blocks"] < QUEUE_SHARE or put_back(here):
         return None
     return _blocks_lacking(here, "kv_pressure")
 
@@ -47,9 +46,9 @@ def prefix_cache_too_small(reading: Reading, plan: Plan | None) -> Finding | Non
     """Prompts begin alike, but what was kept had to make room before it was asked for again."""
     here = Service(reading, plan)
     evicted, ended = here.total("prefix_evicted_total"), here.total("requests_total")
-    if not here.serve.prefix_cache or evicted < EVICTED * max(1.0, ended):
+    if not here.serve.prefix_cache or evicted < EVICTED_REQUEST_SHARE * max(1.0, ended):
         return None  # what came twice at once was not there to be found
-    if (here.door == "blocks" and here.doors["blocks"] >= WAITS) or preempt(here):
+    if (here.door == "blocks" and here.doors["blocks"] >= QUEUE_SHARE) or put_back(here):
         return None  # running requests lack blocks themselves: that is the deeper cause
     return _misses(here, "prefix_cache_too_small", "the KV cache is too small to keep them")
 
@@ -59,7 +58,9 @@ def preempt(here: Service) -> bool:
     times, again = here.total("preemptions_total"), here.total("recomputed_total")
     done = here.total("tokens_in_total") + here.total("tokens_out_total")
     ended = here.total("requests_total") or len(here.reading.requests)
-    return bool(times) and (times > PUT_BACK * max(1.0, ended) or again > COMPUTED_AGAIN * max(1.0, done))
+    return bool(times) and (
+        times > PREEMPTIONS_PER_REQUEST * max(1.0, ended) or again > RECOMPUTED_TOKEN_SHARE * max(1.0, done)
+    )
 
 
 def _blocks_lacking(here: Service, cause: str) -> Finding | None:
@@ -68,7 +69,7 @@ def _blocks_lacking(here: Service, cause: str) -> Finding | None:
     again_s = again * cost.prefill_s / here.whole_s if cost is not None and here.whole_s else 0.0
     saved = min(0.99, here.share_saved(min(here.wanted, here.serve.max_running)) + again_s)
     share = with_queue(here, saved)
-    if share < GAINS:
+    if share < MIN_SAVED_SHARE:
         return None
     times = here.total("preemptions_total")
     how = (
@@ -93,12 +94,12 @@ def in_vain(here: Service) -> float:
 
 def _misses(here: Service, rule: str, why: str) -> Finding | None:
     asked = here.total("tokens_in_total") or here.computed
-    if here.not_found < IN_VAIN * max(1.0, asked):
+    if here.not_found < MISSED_PREFIX_SHARE * max(1.0, asked):
         return None
     saved = in_vain(here)
     of_first = min(0.99, here.not_found / max(1.0, here.computed)) * prompt_of_ttft(here)
     share = saved if here.batch_job else max(with_queue(here, saved), of_first)
-    if share < GAINS:
+    if share < MIN_SAVED_SHARE:
         return None
     return Finding(
         loop="product",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever
-from armillary.diagnosis.evidence.thresholds import IDLE_STAGES, Rule
+from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever, Rule
+from armillary.diagnosis.evidence.thresholds import BUBBLE_SHARE, RECOMPUTE_MEMORY_SHARE, WELL_SET_GEMM_SHARE
 from armillary.diagnosis.readings.log_lines import number
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import BadInput
@@ -15,11 +15,6 @@ from armillary.planning.device_model.efficiency import curves
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 
-USUAL = 0.5
-"""share of the speed of the chip's largest products that well-set dense runs keep: 35 to 50 % MFU where products reach
-65 to 75 % (benchmarks/planning_accuracy.md has them)"""
-ROOMY = 0.5
-"""share of a device's memory below which keeping activations is worth a try"""
 AGAIN = {"full": 1 / 4, "fullac": 1 / 4}
 """share of a step's FLOPs that making all activations again takes: a forward pass beside a forward and a backward"""
 
@@ -32,7 +27,7 @@ def idle_stages(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     stages, virtual, count, layers = shape
     share = _idle(stages, virtual, count)
-    if share < IDLE_STAGES:
+    if share < BUBBLE_SHARE:
         return None
     levers = []
     each = layers // (stages * virtual) if layers else 0
@@ -98,7 +93,12 @@ def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
     """All activations are made again though half the device is empty."""
     kind = reading.settings.get("recompute", reading.settings.get("recompute_granularity", "")).lower()
     used = max(reading.series("memory_used_fraction"), default=None)
-    if reading.by not in ("torchtitan", "megatron") or kind not in AGAIN or used is None or used > ROOMY:
+    if (
+        reading.by not in ("torchtitan", "megatron")
+        or kind not in AGAIN
+        or used is None
+        or used > RECOMPUTE_MEMORY_SHARE
+    ):
         return None
     share = AGAIN[kind]
     action = (
@@ -111,7 +111,7 @@ def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
         basis="at most: FLOPs of a step, 6 instead of 8 a weight and token",
         risk=f"more memory: {used:.0%} are in use now",
     )
-    evidence = Evidence(gauge="memory_used_fraction", value=used, expected=ROOMY, against="roomy")
+    evidence = Evidence(gauge="memory_used_fraction", value=used, expected=RECOMPUTE_MEMORY_SHARE, against="roomy")
     return Finding(
         loop="training",
         cause="needless_recompute",
@@ -129,7 +129,7 @@ def low_mfu(reading: Reading, plan: Plan | None) -> Finding | None:
     if found is None:
         return None
     mfu, products = found
-    usual = USUAL * products
+    usual = WELL_SET_GEMM_SHARE * products
     if mfu >= usual:
         return None
     lever = Lever(

@@ -10,26 +10,24 @@ from itertools import pairwise
 from math import ceil
 from statistics import mean, median
 
-from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Lever
+from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Lever, Rule
 from armillary.diagnosis.evidence.step_parts import without
-from armillary.diagnosis.evidence.thresholds import CALM, FULL, STALLS, Rule
+from armillary.diagnosis.evidence.thresholds import (
+    MEMORY_FULL_SHARE,
+    MIN_SPIKES,
+    MIN_TREND_LINES,
+    MIN_TREND_S,
+    SLOWDOWN_RATIO,
+    SPIKE_RATIO,
+    STALL_SHARE,
+    STALL_TARGET_SHARE,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.log_settings import RULES as SETTINGS_RULES
 from armillary.diagnosis.rules.traces import RULES as TRACE_RULES
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text
-
-SPIKE = 1.5
-"""times the usual from which a line is a spike: noise of shared machines stays below"""
-FEWEST_SPIKES = 3
-"""that make a rhythm"""
-SLOWER = 1.1
-"""times the beginning's step from which a run has become slow"""
-FEWEST_STEPS = 9
-"""lines that make a trend"""
-LONG_S = 120.0
-"""a run shorter than that says nothing about heat or leaks"""
 
 
 def saving(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -45,16 +43,16 @@ def validating(reading: Reading, plan: Plan | None) -> Finding | None:
 def rhythm(reading: Reading, plan: Plan | None) -> Finding | None:
     """Steps that are much longer at regular intervals: something is done every so often, and the log does not say."""
     timed = _timed(reading)
-    if len(timed) < FEWEST_STEPS or _told(reading):
+    if len(timed) < MIN_TREND_LINES or _told(reading):
         return None
     usual = median(seconds for _, seconds in timed)
-    spikes = [(step, seconds) for step, seconds in timed if seconds > SPIKE * usual]
+    spikes = [(step, seconds) for step, seconds in timed if seconds > SPIKE_RATIO * usual]
     period = _period([step for step, _ in spikes])
     if period is None:
         return None
     each = _steps_a_line(timed)
     share = sum((seconds - usual) * each for _, seconds in spikes) / max(1e-12, sum(s for _, s in timed) * each)
-    if share < STALLS:
+    if share < STALL_SHARE:
         return None
     validated = any("val_loss" in record for record in reading.steps)
     cause: Cause = "validation_stall" if validated else "checkpoint_stall"
@@ -68,13 +66,13 @@ def rhythm(reading: Reading, plan: Plan | None) -> Finding | None:
 def slowing_down(reading: Reading, plan: Plan | None) -> Finding | None:
     """Steps become longer and longer."""
     timed = _timed(reading)
-    if len(timed) < FEWEST_STEPS or (_run_s(reading) or 0.0) < LONG_S:
+    if len(timed) < MIN_TREND_LINES or (_run_s(reading) or 0.0) < MIN_TREND_S:
         return None
     third = len(timed) // 3
     first, middle, last = (
         median(seconds for _, seconds in part) for part in (timed[:third], timed[third:-third], timed[-third:])
     )
-    if last < SLOWER * first or not 0.98 * first <= middle <= 1.02 * last:
+    if last < SLOWDOWN_RATIO * first or not 0.98 * first <= middle <= 1.02 * last:
         return None
     fuller = _grows(reading.series("memory_reserved_bytes"))
     cause: Cause = "memory_pressure" if fuller else "straggler"
@@ -102,7 +100,7 @@ def slowing_down(reading: Reading, plan: Plan | None) -> Finding | None:
 def nearly_full(reading: Reading, plan: Plan | None) -> Finding | None:
     """The device's memory is all but taken; where the allocator had to try again, slow steps are its doing."""
     used = max(reading.series("memory_used_fraction"), default=0.0)
-    if not _theirs(reading) or used < FULL:
+    if not _theirs(reading) or used < MEMORY_FULL_SHARE:
         return None
     times, tried = [seconds for _, seconds in _timed(reading)], reading.settings.get("retries", "0")
     lost = 1 - sorted(times)[len(times) // 10] / mean(times) if times and tried != "0" else 0.0
@@ -120,7 +118,7 @@ def nearly_full(reading: Reading, plan: Plan | None) -> Finding | None:
         rule="nearly_full",
         share=max(0.0, lost),
         levers=(lever,),
-        evidence=(Evidence(gauge="memory_used_fraction", value=used, expected=FULL, against="full"),),
+        evidence=(Evidence(gauge="memory_used_fraction", value=used, expected=MEMORY_FULL_SHARE, against="full"),),
         says=f"{used:.0%} of the device's memory is taken{again}: a longer batch ends the run",
     )
 
@@ -151,7 +149,7 @@ def _steps_a_line(timed: Sequence[tuple[int, float]]) -> float:
 def _period(steps: Sequence[int]) -> int | None:
     """Steps between events that come regularly."""
     gaps = [after - before for before, after in pairwise(steps)]
-    if len(steps) < FEWEST_SPIKES:
+    if len(steps) < MIN_SPIKES:
         return None
     usual = round(median(gaps))
     even = all(abs(gap - usual * max(1, round(gap / usual))) <= 1 + 0.02 * gap for gap in gaps)
@@ -181,12 +179,14 @@ def _stall(reading: Reading, gauge: str, cause: Cause, doing: str) -> Finding | 
     if not whole:
         return None
     share, once = min(0.95, sum(seconds for _, seconds in found) / whole), mean(seconds for _, seconds in found)
-    if share < STALLS:
+    if share < STALL_SHARE:
         return None
     period = _period([step for step, _ in found])
     often = f"every {period} steps" if period else f"{len(found)} times"
     says = f"{doing} takes {seconds_text(once)} {often}: {share:.0%} of the time"
-    calm = Evidence(gauge=gauge, value=once, expected=CALM * once / share, against="a hundredth of the time")
+    calm = Evidence(
+        gauge=gauge, value=once, expected=STALL_TARGET_SHARE * once / share, against="a hundredth of the time"
+    )
     return _stalled(reading, cause, share, period, says, calm)
 
 
@@ -204,7 +204,7 @@ _SAY = {
 def _stalled(reading: Reading, cause: Cause, share: float, period: int | None, says: str, seen: Evidence) -> Finding:
     """Less often, so that it takes a hundredth of the time; or beside the steps."""
     often, beside = _SAY.get((reading.by, cause), ("every {} steps", ""))
-    times = ceil(share / CALM)
+    times = ceil(share / STALL_TARGET_SHARE)
     every = often.format(period * times) if period else f"{times} times less often"
     levers = [
         Lever(

@@ -9,9 +9,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
-from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Lever
+from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Lever, Rule
 from armillary.diagnosis.evidence.server_load import Load, load_of
-from armillary.diagnosis.evidence.thresholds import WORTH, Rule
+from armillary.diagnosis.evidence.thresholds import (
+    ARRIVALS_OVER_FINISHED,
+    ITL_P99_OVER_P50,
+    KV_FULL_SHARE,
+    KV_SPARE_SHARE,
+    MAX_REPLICAS,
+    MIN_SPEEDUP,
+    MIN_STEP_TOKENS,
+    PAGE_PREEMPTIONS_PER_REQUEST,
+    PAGE_QUEUE_SHARE,
+    PREFILL_DOMINATES_SHARE,
+    PREFILL_GAP_SHARE,
+    PREFILL_SHARE,
+    PROMPT_BURST_RATIO,
+    SERVER_MEMORY_SHARE,
+    TTFT_QUEUE_SHARE,
+    WAITING_PER_RUNNING,
+)
 from armillary.diagnosis.readings.prometheus import number_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.server_metrics import SERVERS
@@ -21,42 +38,16 @@ from armillary.units import seconds_text
 
 LITTLE = "Little's law over the page's means"
 AT_MOST = f"at most: {LITTLE}, and a decode costs no more than a prompt's token"
-QUEUES = 0.1
-"""share of a request's time in the queue: below, requests hardly wait"""
-FIRST = 0.5
-"""share of the time to first token in the queue that is felt though answers are long"""
-LONG_QUEUE = 0.5
-"""requests that wait over those that run, beyond what comes between two steps"""
-FULL = 0.9
-"""share of the KV cache from which the next request does not fit: schedulers keep a little free"""
-ROOM = 0.8
-"""share of the KV cache below which memory is not what keeps requests out"""
-OFTEN = 0.03
-"""preemptions a request that a well-sized server does not come to"""
-SPREAD = 4.0
-"""99th percentile of the gaps between tokens over their median; steps of decodes alone stay within twice"""
-UNEVEN = 0.1
-"""share of the engine's time, and so of the mean gap, that is prompts': below, they are rare"""
-PROMPTS = 0.3
-"""share of the engine's time spent on prompts, from which not keeping them is worth a question"""
-MOST_MEMORY = 0.95
-"""share of a device's memory that a server can be given; the rest is the driver's and the libraries'"""
-LEAST_CHUNK = 64
-"""tokens of a step below which nothing is gained: the weights are read for so many as quickly as for one"""
-KEEPS_UP = 2.0
-"""times the prompt tokens of a mean step that a step must have room for: prompts come in bursts"""
-MOST_REPLICAS = 8
-"""replicas proposed at once: further ones are better asked for after a look at these"""
-MOSTLY = 0.5
-"""share of the engine's time spent on prompts, from which it is they that requests wait for"""
-SUSTAINED = 1.2
-"""requests that came over those answered, from which the queue is no burst: it has grown since the start"""
 
 
 def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests are started, thrown out for lack of KV memory, and computed again."""
     load, used = load_of(reading), reading.get("kv_used_fraction")
-    if load is None or load.preempted < OFTEN or (used is not None and used < ROOM and not load.over):
+    if (
+        load is None
+        or load.preempted < PAGE_PREEMPTIONS_PER_REQUEST
+        or (used is not None and used < KV_SPARE_SHARE and not load.over)
+    ):
         return None
     levers = tuple(_more_kv(reading, load))
     share = min(0.95, load.again_share + _queued(load) * (1 - load.again_share))
@@ -75,7 +66,13 @@ def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
 def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait because the KV cache is full."""
     load, used = load_of(reading), reading.get("kv_used_fraction")
-    if load is None or used is None or used < FULL or load.preempted >= OFTEN or not _waits(load):
+    if (
+        load is None
+        or used is None
+        or used < KV_FULL_SHARE
+        or load.preempted >= PAGE_PREEMPTIONS_PER_REQUEST
+        or not _waits(load)
+    ):
         return None
     levers = tuple(_more_kv(reading, load))
     return _finding(
@@ -91,11 +88,13 @@ def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
 def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait though there is KV memory left and a larger batch would hardly slow a step."""
     load, used = load_of(reading), reading.get("kv_used_fraction")
-    if load is None or used is None or used >= ROOM or not _waits(load) or load.waiting < 1:
+    if load is None or used is None or used >= KV_SPARE_SHARE or not _waits(load) or load.waiting < 1:
         return None
-    if load.waiting < LONG_QUEUE * load.running:  # those wait for the prompts before them, or came at once
+    if load.waiting < WAITING_PER_RUNNING * load.running:  # those wait for the prompts before them, or came at once
         return None
-    if load.prompts_share >= MOSTLY:  # requests are kept out by the prompts before them, not by a limit of the batch
+    if (
+        load.prompts_share >= PREFILL_DOMINATES_SHARE
+    ):  # requests are kept out by the prompts before them, not by a limit of the batch
         return None
     batch = _batch(load, used)
     lever = _change(
@@ -107,7 +106,7 @@ def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
         risk="longer gaps between tokens",
         basis=AT_MOST,
     )
-    if lever.speedup <= WORTH:
+    if lever.speedup <= MIN_SPEEDUP:
         return None
     return _finding(
         "batch_too_small",
@@ -141,7 +140,12 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests waited much since the server started, though nobody waits now: bursts."""
     load = load_of(reading)
-    if load is None or load.waiting >= 1 or _queued(load) < QUEUES or load.preempted >= OFTEN:
+    if (
+        load is None
+        or load.waiting >= 1
+        or _queued(load) < PAGE_QUEUE_SHARE
+        or load.preempted >= PAGE_PREEMPTIONS_PER_REQUEST
+    ):
         return None
     without = Lever(
         title="one more replica for the bursts",
@@ -164,15 +168,15 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
 def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts that share a step with decodes make some gaps between tokens many times longer."""
     load, worst = load_of(reading), reading.get("itl_p99_s")
-    if load is None or not reading.get("itl_p50_s") or not worst or load.preempted >= OFTEN:
+    if load is None or not reading.get("itl_p50_s") or not worst or load.preempted >= PAGE_PREEMPTIONS_PER_REQUEST:
         return None
     usual = load.usual_gap_s
-    if worst < SPREAD * usual or load.prompts_share < UNEVEN:
+    if worst < ITL_P99_OVER_P50 * usual or load.prompts_share < PREFILL_GAP_SHARE:
         return None
     levers = tuple(_smaller_chunks(reading, load, worst))
-    if not levers and load.prompts_share >= MOSTLY:  # steps are as full of prompts as they must be
+    if not levers and load.prompts_share >= PREFILL_DOMINATES_SHARE:  # steps are as full of prompts as they must be
         levers = tuple(_replicas(reading, load))
-    if all(lever.speedup <= WORTH for lever in levers):
+    if all(lever.speedup <= MIN_SPEEDUP for lever in levers):
         return None
     return _finding(
         "prefill_interference",
@@ -189,7 +193,7 @@ def cache_misses(reading: Reading, plan: Plan | None) -> Finding | None:
     """The prefix cache is off while prompts take much of the engine's time."""
     load = load_of(reading)
     off = reading.settings.get("enable_prefix_caching", reading.settings.get("prefix_cache", "")).lower() == "false"
-    if load is None or not off or load.prompts_share < PROMPTS:
+    if load is None or not off or load.prompts_share < PREFILL_SHARE:
         return None
     asked, seen = reading.get("tokens_in_total"), reading.get("prefix_repeated_total")
     told = seen / asked if asked and seen is not None else None
@@ -225,13 +229,13 @@ def _queued(load: Load) -> float:
     counts by Little's law, W / (R + W)."""
     whole = load.queue_s / load.e2e_s if load.e2e_s > 0 else 0.0
     first = load.queue_s / load.ttft_s if load.ttft_s > 0 else 0.0
-    felt = first >= FIRST and load.waiting >= QUEUES * load.running
-    now = load.waiting / (load.running + load.waiting) if load.waiting >= LONG_QUEUE * load.running else 0.0
-    return max(now, first if felt and whole < QUEUES else whole)
+    felt = first >= TTFT_QUEUE_SHARE and load.waiting >= PAGE_QUEUE_SHARE * load.running
+    now = load.waiting / (load.running + load.waiting) if load.waiting >= WAITING_PER_RUNNING * load.running else 0.0
+    return max(now, first if felt and whole < PAGE_QUEUE_SHARE else whole)
 
 
 def _waits(load: Load) -> bool:
-    return _queued(load) >= QUEUES
+    return _queued(load) >= PAGE_QUEUE_SHARE
 
 
 def _queue_text(load: Load) -> str:
@@ -240,7 +244,7 @@ def _queue_text(load: Load) -> str:
 
 def _batch(load: Load, used: float) -> int:
     """All that are in the house, as far as the KV cache goes."""
-    wanted, fits = load.running + load.waiting, int(load.running * FULL / max(0.01, used))
+    wanted, fits = load.running + load.waiting, int(load.running * KV_FULL_SHARE / max(0.01, used))
     return max(1, min(_power_of_two(2 * wanted - 1), fits // 8 * 8 if fits > 8 else fits))
 
 
@@ -251,8 +255,8 @@ def _power_of_two(number: float) -> int:
 
 def _smaller_chunks(reading: Reading, load: Load, worst: float) -> Iterator[Lever]:
     """A step twice as long as one without prompts, or as long as lets prompts keep up; none where they hardly do."""
-    wanted = _power_of_two(max(LEAST_CHUNK, load.running * 2, load.usual_gap_s / load.prompt_token_s))
-    least = load.running + KEEPS_UP * load.step_prompts
+    wanted = _power_of_two(max(MIN_STEP_TOKENS, load.running * 2, load.usual_gap_s / load.prompt_token_s))
+    least = load.running + PROMPT_BURST_RATIO * load.step_prompts
     tokens = wanted if wanted >= least else _power_of_two(2 * least - 1)
     if tokens <= load.full_step / 2:
         then = load.usual_gap_s + tokens * load.prompt_token_s
@@ -284,27 +288,27 @@ def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
             risk="answers may differ a little",
         )
     share = number_of(reading.settings.get("gpu_memory_utilization"))
-    if share is not None and share < MOST_MEMORY:
+    if share is not None and share < SERVER_MEMORY_SHARE:
         yield Lever(
-            title=f"more of the device for the cache: {share:g} → {MOST_MEMORY:g}",
-            speedup=load.gain(load.running * MOST_MEMORY / share),
-            action=f"--gpu-memory-utilization {MOST_MEMORY:g}",
+            title=f"more of the device for the cache: {share:g} → {SERVER_MEMORY_SHARE:g}",
+            speedup=load.gain(load.running * SERVER_MEMORY_SHARE / share),
+            action=f"--gpu-memory-utilization {SERVER_MEMORY_SHARE:g}",
             of="tokens_out_per_s",
             basis=f"at least: {LITTLE}",
             risk="less to spare for long prompts",
         )
-    if not wide or gain <= WORTH:
+    if not wide or gain <= MIN_SPEEDUP:
         yield from _replicas(reading, load, again=again)
 
 
 def _replicas(reading: Reading, load: Load, again: float = 1.0) -> Iterator[Lever]:
     """As many as answer what comes, where the queue has only grown; else as many as hold what is in the house."""
     now = int(reading.get("replicas") or 1)
-    if load.demand > SUSTAINED:
-        times = min(MOST_REPLICAS, max(2, ceil(load.demand)))
+    if load.demand > ARRIVALS_OVER_FINISHED:
+        times = min(MAX_REPLICAS, max(2, ceil(load.demand)))
         gain, basis = min(times, load.demand), "requests that came over requests answered"
     else:
-        times = min(MOST_REPLICAS, max(2, ceil((load.running + load.waiting) / load.running)))
+        times = min(MAX_REPLICAS, max(2, ceil((load.running + load.waiting) / load.running)))
         gain, basis = min(float(times), load.gain(load.running, times)) * again, LITTLE
     yield Lever(
         title=f"replicas {now} → {now * times}",
@@ -317,7 +321,7 @@ def _replicas(reading: Reading, load: Load, again: float = 1.0) -> Iterator[Leve
 
 
 def _fuller_steps(reading: Reading, load: Load) -> Iterator[Lever]:
-    if load.step_tokens and load.prompts_share >= MOSTLY and load.fuller_steps(2.0) > WORTH:
+    if load.step_tokens and load.prompts_share >= PREFILL_DOMINATES_SHARE and load.fuller_steps(2.0) > MIN_SPEEDUP:
         tokens = 4 * _power_of_two(load.step_tokens - 1)
         yield _change(
             reading,
@@ -355,7 +359,7 @@ def _change(
 def _finding(
     cause: Cause, share: float, says: str, reading: Reading, gauges: tuple[str, ...], levers: tuple[Lever, ...]
 ) -> Finding:
-    limits = {"kv_used_fraction": (FULL, "full"), "waiting": (0.0, "nobody waits")}
+    limits = {"kv_used_fraction": (KV_FULL_SHARE, "full"), "waiting": (0.0, "nobody waits")}
     evidence = tuple(
         Evidence(gauge=name, value=value, expected=limits[name][0], against=limits[name][1])
         if name in limits

@@ -7,21 +7,15 @@ are there too few of them.
 
 from __future__ import annotations
 
-from armillary.diagnosis.evidence.finding import Evidence, Finding
-from armillary.diagnosis.evidence.queue_wait import (
-    CROWDED,
-    EXPLAINS,
-    GAINS,
-    WAITS,
-    blocks,
-    mean_of,
-    prompt_of_ttft,
-    queue,
-    waiting,
-    with_queue,
-)
+from armillary.diagnosis.evidence.finding import Evidence, Finding, Rule
+from armillary.diagnosis.evidence.queue_wait import blocks, mean_of, prompt_of_ttft, queue, waiting, with_queue
 from armillary.diagnosis.evidence.serving_run import Service
-from armillary.diagnosis.evidence.thresholds import Rule
+from armillary.diagnosis.evidence.thresholds import (
+    MIN_SAVED_SHARE,
+    OVERLOADED_QUEUE_SHARE,
+    QUEUE_CLEARING_SHARE,
+    QUEUE_SHARE,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.engine_step import deciding_alone, graphs_off, prefill_interference
 from armillary.diagnosis.rules.kv_cache import (
@@ -37,11 +31,11 @@ from armillary.spec.plan import Plan
 def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait for a batch to end, or to be put together, while rows are free."""
     here = Service(reading, plan)
-    if here.serve.batching == "continuous" or max(here.queued_share, here.queue_share) < WAITS:
+    if here.serve.batching == "continuous" or max(here.queued_share, here.queue_share) < QUEUE_SHARE:
         return None  # where a window is waited for, there are no steps
     saved = here.share_saved(min(here.serve.max_running, max(here.wanted, here.decoding)))
     share = saved if here.batch_job else max(saved, here.queue_share)  # it makes the queue, however many come
-    if share < GAINS:
+    if share < MIN_SAVED_SHARE:
         return None
     return Finding(
         loop="product",
@@ -66,10 +60,10 @@ def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
 def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     """Every row is taken, requests wait, and more rows would make steps little longer."""
     here = Service(reading, plan)
-    if here.serve.batching != "continuous" or here.door != "rows" or here.doors["rows"] < WAITS:
+    if here.serve.batching != "continuous" or here.door != "rows" or here.doors["rows"] < QUEUE_SHARE:
         return None
     saved = here.share_saved(min(here.wanted, _rows_that_fit(here)))
-    if saved < GAINS:
+    if saved < MIN_SAVED_SHARE:
         return None
     return Finding(
         loop="product",
@@ -90,10 +84,14 @@ def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts wait for their turn in steps whose budget for them is so small that each mostly costs its base."""
     here = Service(reading, plan)
-    late = "ttft_p99_s" in here.missed and here.filled_share >= CROWDED  # nobody waits, but all go in slowly
+    late = (
+        "ttft_p99_s" in here.missed and here.filled_share >= OVERLOADED_QUEUE_SHARE
+    )  # nobody waits, but all go in slowly
     # a batch job begins with prompts, which is no queue
-    kept_out = here.door == "budget" and here.doors["budget"] >= (CROWDED if here.batch_job else WAITS)
-    if not (kept_out or late) or here.cost is None or in_vain(here) >= GAINS:
+    kept_out = here.door == "budget" and here.doors["budget"] >= (
+        OVERLOADED_QUEUE_SHARE if here.batch_job else QUEUE_SHARE
+    )
+    if not (kept_out or late) or here.cost is None or in_vain(here) >= MIN_SAVED_SHARE:
         return None
     tokens = mean_of(reading, "prefill_tokens")
     alone = [one for one in reading.steps if one.get("prefill_tokens") and not one.get("decode_tokens")]
@@ -102,7 +100,7 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
         len(alone) * here.cost.base_s / 2 / here.busy_s,
         prompt_of_ttft(here) * here.filled_share if late else 0.0,
     )
-    if saved < GAINS:
+    if saved < MIN_SAVED_SHARE:
         return None
     return Finding(
         loop="product",
@@ -128,12 +126,12 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests come faster than the server answers them. Whatever else is wrong with it comes first: this is what is
     left where nothing else helps."""
     here = Service(reading, plan)
-    crowded = here.queued_share >= CROWDED and here.queue_share >= CROWDED
-    refused = here.total("rejected_total") > GAINS * max(1.0, here.total("requests_total"))
+    crowded = here.queued_share >= OVERLOADED_QUEUE_SHARE and here.queue_share >= OVERLOADED_QUEUE_SHARE
+    refused = here.total("rejected_total") > MIN_SAVED_SHARE * max(1.0, here.total("requests_total"))
     if not (crowded or refused) or (here.batch_job and not here.missed):
         return None
     deeper = [found.share for rule in DEEPER if (found := rule(reading, plan)) is not None]
-    share = max(here.queue_share, CROWDED if refused else 0.0)
+    share = max(here.queue_share, OVERLOADED_QUEUE_SHARE if refused else 0.0)
     return Finding(
         loop="product",
         cause="too_few_replicas",
@@ -151,7 +149,7 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def _behind(shares: list[float], queue_share: float) -> list[float]:
     """Just below those that explain the whole queue."""
-    return [0.95 * share for share in shares if share >= max(EXPLAINS, queue_share)]
+    return [0.95 * share for share in shares if share >= max(QUEUE_CLEARING_SHARE, queue_share)]
 
 
 def _rows_that_fit(here: Service) -> float:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 
-from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever
+from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever, Rule
 from armillary.diagnosis.evidence.step_parts import computing
-from armillary.diagnosis.evidence.thresholds import Rule
+from armillary.diagnosis.evidence.thresholds import TRACE_LAUNCH_SHARE, WIDE_GEMM_SHARE
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.device import launch_overhead
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 
-LATE = 0.2
-"""share of the device's time lost between launches: runs with operators of a fair size stay well below"""
-WIDE = 0.1
-"""share of the time in products of 32 bits from which 16 are worth it"""
 _FP32 = re.compile(r"sgemm|gemm_f32f32_f32f32|_S_B_|simt_s|fp32_gemm", re.IGNORECASE)
 _TF32 = re.compile(r"tf32|s1688(?!.*(?:bf16|f16))", re.IGNORECASE)
 """cuBLAS, CUTLASS and rocBLAS write the number format into the names of their kernels"""
@@ -27,7 +23,7 @@ def late_launches(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     gaps, host = reading.get("launch_gap_fraction") or 0.0, reading.get("host_fraction") or 0.0
     share = computing(reading) * (gaps + max(0.0, host - (reading.get("host_stall_fraction") or 0.0)))
-    if share < LATE:
+    if share < TRACE_LAUNCH_SHARE:
         return None
     evidence = tuple(
         Evidence(gauge=name, value=value)
@@ -55,7 +51,7 @@ def wide_products(reading: Reading, plan: Plan | None) -> Finding | None:
         peak = profile.roofline.flops.get(dtype)
         if part > share and peak:
             gain, share = speedup(min(1.0, part), profile.roofline.flops["bf16"] / peak), part
-    if share < WIDE:
+    if share < WIDE_GEMM_SHARE:
         return None
     lever = Lever(
         title="matrix products in bf16",

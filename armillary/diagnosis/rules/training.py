@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from statistics import median
 
-from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding
+from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Rule
 from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recomputed
 from armillary.diagnosis.evidence.stragglers import late_rank, waited_for_others
-from armillary.diagnosis.evidence.thresholds import FULL, IDLE_STAGES, STALLS, Rule
+from armillary.diagnosis.evidence.thresholds import (
+    BUBBLE_SHARE,
+    COLLAPSED_ROUTER_SHARE,
+    EXPOSED_COMM_SHARE,
+    MEMORY_FULL_SHARE,
+    QUALITY_SHARE,
+    ROUTER_SKEW,
+    STAGE_SPREAD_SHARE,
+    STALL_SHARE,
+    STRAGGLER_SHARE,
+    UNUSED_EXPERT_SHARE,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.plan import Plan
 from armillary.units import bytes_text, seconds_text
-
-EXPOSED = 0.08
-"""share of the time in exchanges that nothing hides, from which a layout is worth another look"""
-STRAGGLES = 0.1
-"""share by which one and the same rank is later than the others: machines of one kind differ by less"""
-STAGES_DIFFER = 0.3
-"""the same of pipeline stages, against a stage's own work: FLOPs tell how long they take only so well"""
-COLLAPSED = 0.5
-"""how far the load of the busiest expert is from even (0) to all tokens on the fewest experts (1)"""
-QUALITY = 0.05
-"""share given to what costs quality or safety rather than time"""
-WASTED = 0.4
-"""share given to a router that has collapsed wholly, in proportion to one that has in part: most weights were paid for
-and no token uses them, which a fifth of a step's time does not outweigh, and half of it does"""
-UNUSED = 0.25
-"""share of experts that hardly see a token"""
 
 
 def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -34,11 +29,11 @@ def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None
     parts = parts_of(reading)
     if parts is None:
         share = reading.get("comm_exposed_fraction") or 0.0
-        return _exposed(share, share * (reading.get("step_s") or 0.0), reading) if share >= EXPOSED else None
+        return _exposed(share, share * (reading.get("step_s") or 0.0), reading) if share >= EXPOSED_COMM_SHARE else None
     late = max(0.0, waited_for_others(reading) - parts.bubble)  # a heavier stage is waited for in the bubble
     talking = parts.comm_exposed - late
     share = parts.share(talking)
-    return _exposed(share, talking, reading) if share >= EXPOSED else None
+    return _exposed(share, talking, reading) if share >= EXPOSED_COMM_SHARE else None
 
 
 def _exposed(share: float, seconds: float, reading: Reading) -> Finding:
@@ -62,7 +57,7 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     late = straggler(reading, plan)  # whose stage the others wait for: that is no bubble
     share, expected = parts.share(parts.bubble) - (late.share if late else 0.0), reading.predicted("bubble_s")
-    if share < IDLE_STAGES:
+    if share < BUBBLE_SHARE:
         return None
     evidence = [Evidence(gauge="bubble_s", value=parts.bubble, expected=expected, against="plan" if expected else "")]
     count = reading.predicted("micro_batches")
@@ -106,7 +101,7 @@ def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def _usual_spread(parts: Parts, plan: Plan | None) -> float:
     """Seconds by which ranks may differ: of a whole step, or of a stage's own work where pipeline stages differ."""
-    return STAGES_DIFFER * parts.work if plan is not None and plan.layout.pp > 1 else STRAGGLES * parts.whole
+    return STAGE_SPREAD_SHARE * parts.work if plan is not None and plan.layout.pp > 1 else STRAGGLER_SHARE * parts.whole
 
 
 def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -154,13 +149,13 @@ def memory_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     """The device is so full that a longer batch, or fragmentation, ends the run."""
     used = reading.get("memory_peak_bytes")  # allocators reserve what they can get
     room = plan.cluster.chip.memory_bytes if plan is not None else None
-    if plan is None or not used or not room or plan.cluster.chip.kind == "cpu" or used / room < FULL:
+    if plan is None or not used or not room or plan.cluster.chip.kind == "cpu" or used / room < MEMORY_FULL_SHARE:
         return None
     return Finding(
         loop="training",
         cause="memory_pressure",
         rule="memory_pressure",
-        share=QUALITY,
+        share=QUALITY_SHARE,
         evidence=tuple(_memory(reading, plan)),
         says=f"{bytes_text(used)} of {bytes_text(room)} are taken: the allocator has nothing to spare",
     )
@@ -181,7 +176,7 @@ def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     most = moe.num_experts / max(1, moe.top_k) if moe is not None else max(heavy, 2.0)
     skew = (heavy - 1) / (most - 1) if most > 1 else 0.0
-    if skew < COLLAPSED and (unused or 0.0) < UNUSED:
+    if skew < ROUTER_SKEW and (unused or 0.0) < UNUSED_EXPERT_SHARE:
         return None
     evidence = [Evidence(gauge="expert_load_max_over_mean", value=heavy, expected=1.0, against="even load")]
     if unused is not None:
@@ -190,7 +185,7 @@ def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
         loop="training",
         cause="expert_imbalance",
         rule="expert_imbalance",
-        share=max(_waited_for_experts(heavy, plan), WASTED * max(skew, COLLAPSED)),
+        share=max(_waited_for_experts(heavy, plan), COLLAPSED_ROUTER_SHARE * max(skew, ROUTER_SKEW)),
         evidence=tuple(evidence),
         says=f"the busiest expert gets {heavy:.1f} times the mean load, {unused or 0.0:.0%} of the experts hardly any",
     )
@@ -211,7 +206,7 @@ def checkpoint_stall(reading: Reading, plan: Plan | None) -> Finding | None:
     """Checkpoints come so often that the run mostly saves."""
     parts = parts_of(reading)
     job = plan.train if plan is not None else None
-    if parts is None or job is None or job.save_every is None or parts.share(parts.checkpoint) < STALLS:
+    if parts is None or job is None or job.save_every is None or parts.share(parts.checkpoint) < STALL_SHARE:
         return None  # by itself, a run never saves so often
     return _stall("checkpoint_stall", "checkpoint_stall_s", parts, parts.checkpoint, job.save_every, "saving")
 
@@ -220,7 +215,7 @@ def validation_stall(reading: Reading, plan: Plan | None) -> Finding | None:
     """Validation comes so often, or reads so much, that the run mostly validates."""
     parts = parts_of(reading)
     job = plan.train if plan is not None else None
-    if parts is None or job is None or parts.share(parts.validation) < STALLS:
+    if parts is None or job is None or parts.share(parts.validation) < STALL_SHARE:
         return None
     return _stall("validation_stall", "validation_s", parts, parts.validation, job.eval_every, "validating")
 
@@ -231,7 +226,7 @@ def _stall(cause: Cause, gauge: str, parts: Parts, each: float, period: int, doi
         Evidence(
             gauge=gauge,
             value=once,
-            expected=STALLS * parts.whole * period,
+            expected=STALL_SHARE * parts.whole * period,
             against=f"most a healthy run has in {period} steps",
         ),
         Evidence(gauge="step_s", value=parts.step),

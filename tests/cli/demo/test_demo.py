@@ -16,7 +16,7 @@ import torch
 
 from armillary.cli.demo.ceilings import ALONE, ceilings_text, is_known, sections
 from armillary.cli.demo.state import RECIPE, STAGES, fitting
-from armillary.diagnosis.evidence.thresholds import WORTH
+from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.machine.device_name import device_name
 from armillary.spec.recipe import load_recipe
@@ -115,12 +115,12 @@ def _levers_worth_it_were_pulled(answer: dict[str, object]) -> None:
     assert isinstance(diagnoses, list) and isinstance(pulled, list)
     found = [build(Diagnosis, one, "diagnosis") for one in diagnoses]
     expected = [
-        next((lever for lever in one.levers if lever.change and lever.speedup > WORTH), None)
+        next((lever for lever in one.levers if lever.change and lever.speedup > MIN_SPEEDUP), None)
         for one in found
         if not one.is_healthy
     ]
     assert [one["title"] for one in pulled] == [lever.title for lever in expected if lever is not None]
-    assert all(one["obtained"] > 0 and one["predicted"] > WORTH for one in pulled)
+    assert all(one["obtained"] > 0 and one["predicted"] > MIN_SPEEDUP for one in pulled)
 
 
 @pytest.mark.slow

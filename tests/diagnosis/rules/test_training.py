@@ -8,8 +8,8 @@ import pytest
 
 from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.evidence.stragglers import late_rank, stage_flops
+from armillary.diagnosis.evidence.thresholds import COLLAPSED_ROUTER_SHARE
 from armillary.diagnosis.rules.training import (
-    WASTED,
     bubble,
     checkpoint_stall,
     expert_imbalance,
@@ -175,7 +175,9 @@ def test_experts_that_get_everything() -> None:
     plan = replace(plan_of(), model=moe)
     made = reading_of(plan, expert_load_max_over_mean=3.8, expert_tail_fraction=0.7)
     found = expert_imbalance(made, plan)
-    assert found is not None and found.share == pytest.approx(WASTED * 2.8 / 3), "on one rank it costs weights"
+    assert found is not None and found.share == pytest.approx(COLLAPSED_ROUTER_SHARE * 2.8 / 3), (
+        "on one rank it costs weights"
+    )
     over = replace(plan, layout=replace(plan.layout, ep=8))
     apart = expert_imbalance(reading_of(over, expert_load_max_over_mean=3.8), over)
     assert apart is not None and apart.share > 0.3
