@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
-demo: $(READY) ## once round the circle: measure, plan, train, serve, load, diagnose, improve; a report
+demo: $(READY) ## the complete cycle: measure, plan, train, serve, load, diagnose, improve; a report
 	@$(BIN)/armillary demo
 
 test: $(READY) lint ## lint, types and the tests that any machine can run

@@ -29,7 +29,7 @@ from armillary.store.peaks import save_peaks
 from tests.planted.train_small import train_recipe
 
 PAGE = Path(__file__).parent / "planned_on_cpu.md"
-RECIPE = Path(__file__).parent.parent / "armillary/cli/demo/circle.toml"
+RECIPE = Path(__file__).parent.parent / "armillary/cli/demo/demo.toml"
 WARM_UP = 3
 SECTIONS = ("gemm", "bandwidth", "attention", "passes", "launch")
 CASES: dict[str, tuple[str, ...]] = {

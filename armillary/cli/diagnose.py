@@ -62,7 +62,7 @@ def look(out: Output, home: Home, target: str, number: int | None, to: Path | No
     TARGET is a run, a server's URL, a trace, gauges.jsonl, or a log of someone else's training.
     """
     from armillary.diagnosis.diagnose import diagnose as judge
-    from armillary.diagnosis.outcome.save import keep
+    from armillary.diagnosis.outcome.diagnosis import save
     from armillary.diagnosis.readings.open_reading import open_reading
 
     if to is not None and number is None:
@@ -71,7 +71,7 @@ def look(out: Output, home: Home, target: str, number: int | None, to: Path | No
     found = judge(reading, home)
     run = _run_of(target, reading, home)
     if run is not None and not _is_url(target):  # a server's page is a moment of its run
-        keep(run, found, home)
+        save(run, found, home)
     if number is None:
         say(out, found, target, applies=run is not None)
         out.result(found, quiet=_in_a_word(found))
@@ -94,7 +94,7 @@ def compare(out: Output, home: Home, a: str, b: str) -> None:
 
 def say_comparison(out: Output, home: Home, found: Comparison) -> None:
     """Predicted and obtained, in two lines."""
-    from armillary.diagnosis.evidence.finding_text import value_text
+    from armillary.diagnosis.evidence.finding import value_text
 
     name = "step" if found.of == "step_s" else found.of
     told = f"predicted {found.predicted:.2f} ×" if found.predicted else "nobody predicted this change"
@@ -164,7 +164,7 @@ def say(out: Output, found: Diagnosis, target: str, *, applies: bool = True) -> 
 
 
 def _evidence(found: Diagnosis) -> list[tuple[str, str]]:
-    from armillary.diagnosis.evidence.finding_text import evidence_text
+    from armillary.diagnosis.evidence.finding import evidence_text
     from armillary.profiling.report.profile_text import PART_WORDS
 
     shares = sorted(((part, share) for part, share in found.budget.items() if share >= SHOWN_PART), key=lambda x: -x[1])
@@ -240,8 +240,8 @@ def _apply(out: Output, home: Home, found: Diagnosis, run: Run | None, number: i
 def write_lever(out: Output, home: Home, found: Diagnosis, run: Run, number: int, to: Path | None = None) -> Path:
     """The recipe with lever `number` pulled, as a file; its prediction goes into the track record."""
     from armillary.diagnosis.levers.apply import changed_recipe
-    from armillary.diagnosis.outcome.compare import as_kept, measured
-    from armillary.diagnosis.outcome.track_record import promise
+    from armillary.diagnosis.outcome.compare import as_prediction, measured
+    from armillary.diagnosis.outcome.track_record import log_prediction
     from armillary.diagnosis.readings.run_folder import read_run
     from armillary.store.atomic import write_text
 
@@ -249,8 +249,8 @@ def write_lever(out: Output, home: Home, found: Diagnosis, run: Run, number: int
     path = (to or Path(f"{run.name}.lever{number}.toml")).absolute()
     write_text(path, changed_recipe(run, lever, found.kind))
     value = measured(read_run(run, home), lever.of)
-    kept = as_kept(run, lever, at=time.time(), value=value, recipe=str(path))
-    stands = promise(home, kept).predicted
+    kept = as_prediction(run, lever, at=time.time(), value=value, recipe=str(path))
+    stands = log_prediction(home, kept).predicted
     out.say(f"{lever.title}: predicted {lever.speedup:.2f} ×, written to {path_text(path)}")
     if f"{stands:.2f}" != f"{lever.speedup:.2f}":
         out.say(f"{stands:.2f} × was predicted before: that is what it will be held to")

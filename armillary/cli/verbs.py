@@ -49,7 +49,7 @@ VERBS = (
     Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder, pt2 or ONNX."),
     Verb("load", "armillary.cli.load:load", "serve", "Test a server under load: latencies, goodput, highest rate."),
     Verb("diagnose", "armillary.cli.diagnose:diagnose", "all", "Name the loop that limits; price what would help."),
-    Verb("demo", "armillary.cli.demo.demo:demo", "all", "Once round the circle, small, on this machine."),
+    Verb("demo", "armillary.cli.demo.demo:demo", "all", "Run the complete cycle, small, on this machine."),
     Verb("completion", "armillary.cli.completion:completion", "all", "Print the completion script of your shell."),
 )
 

@@ -217,7 +217,7 @@ def test_bad_input_is_one_line(cli: Cli, words: list[str], line: str) -> None:
 
 
 def test_a_plan_from_a_diagnosis(cli: Cli, home: Home) -> None:
-    """The circle's last arc: what a run's diagnosis asks for is planned, without a recipe to write."""
+    """The last step of the cycle: what a run's diagnosis asks for is planned, without a recipe to write."""
     run_of(home, plan_of("layout.recompute=full"), name="warm-lynx")
     assert "no diagnosis in" in cli("plan", "--from", "warm-lynx").err
     cli("diagnose", "warm-lynx")

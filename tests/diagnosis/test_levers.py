@@ -43,8 +43,8 @@ def test_runs_take_turns_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> No
 def test_where_the_machine_changed_all_is_done_once_more_and_the_steadier_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changed, steady = [1.0, 0.5, 1.8, 0.5, 1.0], [1.0, 0.8, 1.0, 0.8, 1.0]
-    found = _pulled(monkeypatch, [*changed, *steady])
+    changed, unchanged = [1.0, 0.5, 1.8, 0.5, 1.0], [1.0, 0.8, 1.0, 0.8, 1.0]
+    found = _pulled(monkeypatch, [*changed, *unchanged])
     assert found.obtained == pytest.approx(1.25) and found.unsteady == pytest.approx(1.0)
     worse = [2.0, 0.5, 1.0, 0.5, 1.0]
     assert _pulled(monkeypatch, [*changed, *worse]).unsteady == pytest.approx(1.8)

@@ -18,8 +18,7 @@ from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.evidence.finding import Lever
 from armillary.diagnosis.evidence.step_parts import parts_of
 from armillary.diagnosis.outcome.compare import STEP, compare, is_rate, measured
-from armillary.diagnosis.outcome.diagnosis import Diagnosis
-from armillary.diagnosis.outcome.save import keep
+from armillary.diagnosis.outcome.diagnosis import Diagnosis, save
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import read_run
 from armillary.errors import NotFound
@@ -138,7 +137,7 @@ def _pulled(case: LeverCase, home: Home, where: str, most: int) -> Pulled:
 def _predicted(case: LeverCase, before: Run, home: Home) -> tuple[Lever, Recipe]:
     """The lever, written down and kept, and the recipe that it makes."""
     found = diagnose(read_run(before, home), home)
-    keep(before, found, home)
+    save(before, found, home)
     number = number_of(found, case.key)
     path = write_lever(Output("silent"), home, found, before, number, home.work / f"{before.name}.toml")
     return found.lever(number), load_recipe(path)

@@ -1,1 +1,1 @@
-"""`armillary demo`: once round the circle on this machine, one module a stage."""
+"""`armillary demo`: the complete cycle on this machine, one module per stage."""

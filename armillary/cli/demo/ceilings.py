@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from armillary.cli.bench.measuring import measure_engine, on_bar, pick
-from armillary.cli.demo.state import Walk
+from armillary.cli.demo.state import DemoState
 from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
@@ -31,17 +31,17 @@ ALONE = ("gemm", "passes", "attention")
 """of them, what is measured again for the threads of one rank: cores share memory, and not the units that multiply"""
 
 
-def measure(walk: Walk) -> None:
+def measure(state: DemoState) -> None:
     """The ceilings, kept for every plan and profile to come; those of today are not measured twice."""
-    with walk.stage("measure", "what this machine reaches (quick; armillary bench ceilings is thorough)") as say:
+    with state.stage("measure", "what this machine reaches (quick; armillary bench ceilings is thorough)") as say:
         device = pick(None)
         from armillary.profiling.ceilings.ceilings import name_of
 
-        peaks = load_peaks(walk.home, name_of(device))
-        if peaks is None or not is_known(peaks, walk.recipe.layout.num_devices):
-            peaks = _measured(walk, device)
+        peaks = load_peaks(state.home, name_of(device))
+        if peaks is None or not is_known(peaks, state.recipe.layout.num_devices):
+            peaks = _measured(state, device)
         text = ceilings_text(peaks)
-        walk.out.say(f"{peaks.device}, {peaks.date}: {text}")
+        state.out.say(f"{peaks.device}, {peaks.date}: {text}")
         say(text)
 
 
@@ -54,47 +54,47 @@ def is_known(peaks: Peaks, ranks: int) -> bool:
     return whole and linked and peaks.date == time.strftime("%Y-%m-%d")
 
 
-def _measured(walk: Walk, device: Any) -> Peaks:
+def _measured(state: DemoState, device: Any) -> Peaks:
     from armillary.machine.background_load import BUSY_CORES
     from armillary.profiling.ceilings.ceilings import name_of
     from armillary.profiling.ceilings.collectives import QUICK_SIZES, measure_collectives
 
-    ranks, begin = walk.recipe.layout.num_devices, time.monotonic()
+    ranks, begin = state.recipe.layout.num_devices, time.monotonic()
     looks = [
-        _look(walk, device, section, threads, min(limit, begin + TOTAL_S - time.monotonic()))
+        _look(state, device, section, threads, min(limit, begin + TOTAL_S - time.monotonic()))
         for section, threads, limit in sections(device, ranks)
     ]
     if ranks > 1:
-        with walk.out.progress("measuring all-reduce", unit="case") as bar:
+        with state.out.progress("measuring all-reduce", unit="case") as bar:
             between = measure_collectives(
                 device, worlds=(ranks,), ops=("all_reduce",), sizes=QUICK_SIZES, budget_s=0.05, watch=on_bar(bar)
             )
-        save_peaks(walk.home, between.peaks)
+        save_peaks(state.home, between.peaks)
     for section, threads, limit in sections(device, ranks):
         left = begin + SECOND_S - time.monotonic()
         if section in AGAIN and device.type == "cpu" and left > 1.0:
-            _look(walk, device, section, threads, min(limit, left))
+            _look(state, device, section, threads, min(limit, left))
     if device.type == "cpu":
-        measure_engine(walk.out, walk.home, begin + LONGEST_S - time.monotonic())
+        measure_engine(state.out, state.home, begin + LONGEST_S - time.monotonic())
     skipped = sum(found.skipped for found in looks)
     busy = max(found.other_cores or 0.0 for found in looks) if device.type == "cpu" else 0.0
     for note in _notes(busy if busy > BUSY_CORES else 0.0, skipped):
-        walk.out.warn(note)
-        walk.keep(notes=(*walk.circle.notes, note))
-    peaks = load_peaks(walk.home, name_of(device))
+        state.out.warn(note)
+        state.update(notes=(*state.report.notes, note))
+    peaks = load_peaks(state.home, name_of(device))
     assert peaks is not None, "they were saved"
     return peaks
 
 
-def _look(walk: Walk, device: Any, section: str, threads: int | None, limit_s: float) -> Ceilings:
+def _look(state: DemoState, device: Any, section: str, threads: int | None, limit_s: float) -> Ceilings:
     """One section, kept; what was measured before counts where it was faster."""
     from armillary.profiling.ceilings.ceilings import measure_ceilings
 
-    with walk.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
+    with state.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
         found = measure_ceilings(device, quick=True, only=(section,), limit_s=max(0.1, limit_s), watch=on_bar(bar))
-    known = load_peaks(walk.home, found.peaks.device)
+    known = load_peaks(state.home, found.peaks.device)
     today = known is not None and known.date == found.peaks.date
-    save_peaks(walk.home, known.better_of(found.peaks) if known is not None and today else found.peaks)
+    save_peaks(state.home, known.better_of(found.peaks) if known is not None and today else found.peaks)
     return found
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from armillary.cli.demo.state import RECIPE, Walk
+from armillary.cli.demo.state import RECIPE, DemoState
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb import set_option, verb
 from armillary.store.home import Home
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:
-    from armillary.diagnosis.report.demo_report import Circle
+    from armillary.diagnosis.report.demo_report import DemoReport
 
 
 SHOWN = (
@@ -41,7 +41,7 @@ SHOWN = (
     help="Where the report goes.",
 )
 def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> None:
-    """Go once round the circle on this machine: measure, plan, train, serve, load, diagnose, pull a lever, compare.
+    """Run the complete cycle on this machine: measure, plan, train, serve, load, diagnose, pull a lever, compare.
 
     Needs no download and under five minutes: model, steps and traffic are chosen by what this machine reaches. Ctrl-C
     ends it with a report of what there is; the same command goes on with the training run.
@@ -50,55 +50,55 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
     from armillary.cli.demo import plan_and_train as training
     from armillary.cli.demo import serve_and_load as serving
 
-    walk = Walk(out, home, overrides)
+    state = DemoState(out, home, overrides)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
     try:
-        ceilings.measure(walk)
-        sizing.fit(walk)
-        run = training.train(walk, training.plan(walk))
-        service = serving.serve_and_load(walk, run)
-        levers.diagnose(walk, run, service)
-        levers.pull(walk, run, service)
+        ceilings.measure(state)
+        sizing.fit(state)
+        run = training.train(state, training.plan(state))
+        service = serving.serve_and_load(state, run)
+        levers.diagnose(state, run, service)
+        levers.pull(state, run, service)
     except KeyboardInterrupt:
-        _report(walk, page)
+        _report(state, page)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    _report(walk, page)
+    _report(state, page)
     out.say(f"\ntraining run {run.name} · server {service.name} · what to do with them: docs/tour.md")
-    out.result(_answer(walk.circle, page) | {"run": run.id, "recipe": RECIPE.read_text()}, quiet=str(page))
+    out.result(_answer(state.report, page) | {"run": run.id, "recipe": RECIPE.read_text()}, quiet=str(page))
 
 
-def _report(walk: Walk, path: Path) -> None:
+def _report(state: DemoState, path: Path) -> None:
     """The page, and the table of predictions that it ends with; of a turn that was cut short, what there is."""
     from armillary.diagnosis.outcome.prediction_errors import HEADS
     from armillary.diagnosis.report.diagnosis_page import page
     from armillary.store.atomic import write_text
 
-    with walk.stage("report", "every figure that was predicted, beside what was measured") as say:
-        rows = walk.circle.predicted
+    with state.stage("report", "every figure that was predicted, beside what was measured") as say:
+        rows = state.report.predicted
         shown = [one.cells() for one in rows if one.is_speedup or one.gauge in SHOWN]
         if shown:
-            walk.out.table("", HEADS, shown)
+            state.out.table("", HEADS, shown)
         checked = f"{sum(one.measured is not None for one in rows)} of {len(rows)} predictions were measured"
-        walk.out.say(f"{checked}; the report has all of them")
+        state.out.say(f"{checked}; the report has all of them")
         say(checked)
-    write_text(path.absolute(), page(walk.circle))
-    whole = seconds_text(sum(stage.seconds for stage in walk.circle.stages))
-    walk.out.say(f"once round the circle in {whole} · report: {path_text(path.absolute())}")
+    write_text(path.absolute(), page(state.report))
+    whole = seconds_text(sum(stage.seconds for stage in state.report.stages))
+    state.out.say(f"demo finished in {whole} · report: {path_text(path.absolute())}")
 
 
-def _answer(circle: Circle, path: Path) -> dict[str, Any]:
+def _answer(report: DemoReport, path: Path) -> dict[str, Any]:
     """For --json."""
     return {
         "report": str(path),
-        "seconds": sum(stage.seconds for stage in circle.stages),
-        "stages": circle.stages,
-        "stops": circle.stops,
-        "diagnoses": circle.diagnoses,
-        "pulled": circle.pulled,
+        "seconds": sum(stage.seconds for stage in report.stages),
+        "stages": report.stages,
+        "stops": report.stops,
+        "diagnoses": report.diagnoses,
+        "pulled": report.pulled,
         "predicted": [
             {"of": one.of, "gauge": one.gauge, "predicted": one.predicted, "measured": one.measured, "error": one.error}
-            for one in circle.predicted
+            for one in report.predicted
         ],
     }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from armillary.cli.demo.plan_and_train import train_changed
 from armillary.cli.demo.serve_and_load import serve_changed
-from armillary.cli.demo.state import RECIPE, Walk
+from armillary.cli.demo.state import RECIPE, DemoState
 from armillary.store.runs import Run
 
 if TYPE_CHECKING:
@@ -19,69 +19,69 @@ PROFILED = 2
 """steps under the profiler"""
 
 
-def diagnose(walk: Walk, trained: Run, service: Run) -> None:
+def diagnose(state: DemoState, trained: Run, service: Run) -> None:
     """Which loop limits each of them, and what each lever would buy; kept before anything is pulled."""
     from armillary.cli.diagnose import say as say_verdict
     from armillary.diagnosis.diagnose import diagnose as judge
-    from armillary.diagnosis.outcome.save import keep
+    from armillary.diagnosis.outcome.diagnosis import save
     from armillary.diagnosis.readings.run_folder import read_run
 
-    with walk.stage("diagnose", "which loop limits the training run, and which the server") as say:
-        assert walk.circle.served is not None, "it was served before"
-        training, serving = read_run(trained, walk.home), walk.circle.served.reading
-        walk.keep(profile=_profile(walk), training=training)
+    with state.stage("diagnose", "which loop limits the training run, and which the server") as say:
+        assert state.report.served is not None, "it was served before"
+        training, serving = read_run(trained, state.home), state.report.served.reading
+        state.update(profile=_profile(state), training=training)
         for run, reading in ((trained, training), (service, serving)):
-            found = judge(reading, walk.home)
-            keep(run, found, walk.home)
-            say_verdict(walk.out, found, run.name)
-            walk.keep(diagnoses=(*walk.circle.diagnoses, found))
+            found = judge(reading, state.home)
+            save(run, found, state.home)
+            say_verdict(state.out, found, run.name)
+            state.update(diagnoses=(*state.report.diagnoses, found))
             say(found.headline)
 
 
-def _profile(walk: Walk) -> Profile:
+def _profile(state: DemoState) -> Profile:
     """A step of the recipe against the measured ceilings, as `armillary profile` takes it."""
     from armillary.cli.output import Output
     from armillary.cli.profile.step import recipe_step
     from armillary.profiling.record.capture import profile
     from armillary.profiling.report.profile_text import budget_line
 
-    with recipe_step(Output("silent"), walk.home, str(RECIPE), walk.overrides, None) as step:
-        found = profile(step, steps=PROFILED, warmup=1, home=walk.home, memory=False, stacks=False, source=RECIPE.name)
-    walk.out.say(f"{budget_line(found)} (one process)")
+    with recipe_step(Output("silent"), state.home, str(RECIPE), state.overrides, None) as step:
+        found = profile(step, steps=PROFILED, warmup=1, home=state.home, memory=False, stacks=False, source=RECIPE.name)
+    state.out.say(f"{budget_line(found)} (one process)")
     return found
 
 
-def pull(walk: Walk, trained: Run, service: Run) -> None:
+def pull(state: DemoState, trained: Run, service: Run) -> None:
     """The first lever of whatever has one worth pulling, and what it brought."""
-    with walk.stage("lever", "apply the first lever, measure again, hold it against the prediction") as say:
-        for run, found in zip((trained, service), walk.circle.diagnoses, strict=True):
+    with state.stage("lever", "apply the first lever, measure again, hold it against the prediction") as say:
+        for run, found in zip((trained, service), state.report.diagnoses, strict=True):
             if found.is_healthy:
-                walk.out.say(f"{run.name}: {found.headline}; nothing is pulled")
+                state.out.say(f"{run.name}: {found.headline}; nothing is pulled")
                 continue
-            done = _pull(walk, trained, run, found)
+            done = _pull(state, trained, run, found)
             if done is not None:
-                walk.keep(pulled=(*walk.circle.pulled, done))
+                state.update(pulled=(*state.report.pulled, done))
                 say(f"{done.title or '; '.join(done.notes)}: obtained {done.obtained:.2f} ×")
 
 
-def _pull(walk: Walk, trained: Run, run: Run, found: Diagnosis) -> Comparison | None:
+def _pull(state: DemoState, trained: Run, run: Run, found: Diagnosis) -> Comparison | None:
     from armillary.cli.diagnose import say_comparison, write_lever
     from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
     from armillary.diagnosis.outcome.compare import compare
 
     number = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None)
     if number is None:
-        walk.out.say(f"{run.name}: what would help is no key of the recipe; nothing is pulled")
+        state.out.say(f"{run.name}: what would help is no key of the recipe; nothing is pulled")
         return None
-    path = write_lever(walk.out, walk.home, found, run, number, run.folder / f"lever{number}.toml")
-    after = _measure_again(walk, trained, found.kind, path)
-    done = compare(run, after, walk.home)
-    say_comparison(walk.out, walk.home, done)
+    path = write_lever(state.out, state.home, found, run, number, run.folder / f"lever{number}.toml")
+    after = _measure_again(state, trained, found.kind, path)
+    done = compare(run, after, state.home)
+    say_comparison(state.out, state.home, done)
     return done
 
 
-def _measure_again(walk: Walk, trained: Run, kind: str, recipe: Path) -> Run:
+def _measure_again(state: DemoState, trained: Run, kind: str, recipe: Path) -> Run:
     if kind == "serving":
-        return serve_changed(walk, trained, recipe)
-    every = walk.recipe.train.eval_every
-    return train_changed(walk, recipe, min(walk.recipe.train.steps, every or walk.recipe.train.steps))
+        return serve_changed(state, trained, recipe)
+    every = state.recipe.train.eval_every
+    return train_changed(state, recipe, min(state.recipe.train.steps, every or state.recipe.train.steps))

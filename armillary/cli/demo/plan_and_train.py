@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from armillary.cli.demo.state import RECIPE, Walk
+from armillary.cli.demo.state import RECIPE, DemoState
 from armillary.cli.train.train import begin, run_training
 from armillary.errors import ArmillaryError
 from armillary.store.gauges import last_record, read_gauges
@@ -27,49 +27,49 @@ STOP_AT = 0.4
 _POLL_S = 0.1
 
 
-def plan(walk: Walk) -> Start:
+def plan(state: DemoState) -> Start:
     """What the training run will take, before anything is started."""
-    with walk.stage("plan", "what the recipe will take, before anything runs") as say:
-        begun = begin(walk.out, walk.home, walk.recipe)
+    with state.stage("plan", "what the recipe will take, before anything runs") as say:
+        begun = begin(state.out, state.home, state.recipe)
         told = begun.plan.predicted
         say(f"{seconds_text(told['step_s'])} a step predicted")
-        walk.keep(title=f"{begun.plan.model.name} on {begun.plan.cluster.text()}")
+        state.update(title=f"{begun.plan.model.name} on {begun.plan.cluster.text()}")
         return begun
 
 
-def train(walk: Walk, begun: Start) -> Run:
+def train(state: DemoState, begun: Start) -> Run:
     """Train, be interrupted by a real SIGINT, and go on from the checkpoint that it left."""
     job, layout = begun.recipe.train, begun.plan.layout
     ranks = f"{layout.num_devices} ranks" if layout.num_devices > 1 else "one process"
-    with walk.stage("train", f"{job.steps:,} steps on {ranks}, interrupted once on the way") as say:
+    with state.stage("train", f"{job.steps:,} steps on {ranks}, interrupted once on the way") as say:
         before = begun.unfinished()
-        name = before.name if before else new_name({run.name for run in list_runs(walk.home)})
+        name = before.name if before else new_name({run.name for run in list_runs(state.home)})
         try:
-            outcome = _train_and_go_on(walk, begun, name, stop=max(1, round(STOP_AT * job.steps)))
+            outcome = _train_and_go_on(state, begun, name, stop=max(1, round(STOP_AT * job.steps)))
         finally:
-            _keep_records(walk, name)
-        say(_outcome_text(outcome, walk.circle.stops))
-        return find_run(walk.home, name)
+            _keep_records(state, name)
+        say(_outcome_text(outcome, state.report.stops))
+        return find_run(state.home, name)
 
 
-def _train_and_go_on(walk: Walk, begun: Start, name: str, *, stop: int) -> dict[str, Any]:
+def _train_and_go_on(state: DemoState, begun: Start, name: str, *, stop: int) -> dict[str, Any]:
     """How the run called `name` ended, interrupted after about `stop` steps on the way."""
-    settings: dict[str, Any] = {"text": RECIPE.read_text(), "overrides": walk.overrides, "name": name, "brief": True}
-    with interrupted_at(walk, name, stop) as interruption:
-        outcome = run_training(walk.out, begun, **settings)
+    settings: dict[str, Any] = {"text": RECIPE.read_text(), "overrides": state.overrides, "name": name, "brief": True}
+    with interrupted_at(state, name, stop) as interruption:
+        outcome = run_training(state.out, begun, **settings)
     if not outcome["finished"] and interruption.sent:
-        walk.keep(stops=(int(outcome["steps"]),))
-        outcome = run_training(walk.out, begun, **settings)
+        state.update(stops=(int(outcome["steps"]),))
+        outcome = run_training(state.out, begun, **settings)
     if not outcome["finished"]:
         raise KeyboardInterrupt  # by somebody else
     return outcome
 
 
-def _keep_records(walk: Walk, name: str) -> None:
+def _keep_records(state: DemoState, name: str) -> None:
     """Every step so far, also of a run that was cut short."""
-    run = _run(walk, name)
+    run = _run(state, name)
     if run is not None and run.gauges.is_file():
-        walk.keep(records=tuple(read_gauges(run.gauges)))
+        state.update(records=tuple(read_gauges(run.gauges)))
 
 
 def _outcome_text(outcome: dict[str, Any], stops: tuple[int, ...]) -> str:
@@ -87,20 +87,20 @@ class Interruption:
 
 
 @contextmanager
-def interrupted_at(walk: Walk, name: str, step: int) -> Iterator[Interruption]:
+def interrupted_at(state: DemoState, name: str, step: int) -> Iterator[Interruption]:
     """Ctrl-C by another hand: SIGINT for this process once the run called `name` has done `step` steps, unless it was
     already past them."""
     interruption, over = Interruption(), threading.Event()
-    run = _run(walk, name)
+    run = _run(state, name)
     if run is not None and run.state.step >= step:
         yield interruption
         return
 
     def watch() -> None:
         while not over.wait(_POLL_S):
-            if _steps_done(_run(walk, name)) >= step:
+            if _steps_done(_run(state, name)) >= step:
                 interruption.sent = True
-                walk.out.say(f"… Ctrl-C after step {step} (the demo presses it)")
+                state.out.say(f"… Ctrl-C after step {step} (the demo presses it)")
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
@@ -113,9 +113,9 @@ def interrupted_at(walk: Walk, name: str, step: int) -> Iterator[Interruption]:
         thread.join()
 
 
-def _run(walk: Walk, name: str) -> Run | None:
+def _run(state: DemoState, name: str) -> Run | None:
     with suppress(ArmillaryError):
-        return find_run(walk.home, name)
+        return find_run(state.home, name)
     return None
 
 
@@ -124,15 +124,15 @@ def _steps_done(run: Run | None) -> int:
     return int(last.get("step", -1)) + 1 if last else 0
 
 
-def train_changed(walk: Walk, recipe: Path, steps: int) -> Run:
+def train_changed(state: DemoState, recipe: Path, steps: int) -> Run:
     """The run with a lever pulled, only as long as it takes to time it."""
     from armillary.cli.output import Output
     from armillary.spec.recipe import load_recipe
 
     overrides = (f"train.steps={steps}",)
-    begun = begin(Output("silent"), walk.home, load_recipe(recipe, overrides))
-    name = new_name({run.name for run in list_runs(walk.home)})
-    outcome = run_training(walk.out, begun, text=recipe.read_text(), overrides=overrides, name=name, brief=True)
+    begun = begin(Output("silent"), state.home, load_recipe(recipe, overrides))
+    name = new_name({run.name for run in list_runs(state.home)})
+    outcome = run_training(state.out, begun, text=recipe.read_text(), overrides=overrides, name=name, brief=True)
     if not outcome["finished"]:
         raise KeyboardInterrupt
-    return find_run(walk.home, name)
+    return find_run(state.home, name)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
 
-from armillary.cli.demo.state import RECIPE, Walk
+from armillary.cli.demo.state import RECIPE, DemoState
 from armillary.cli.load import run_load
 from armillary.cli.output import Output
 from armillary.diagnosis.readings.run_folder import read_run
@@ -35,33 +35,33 @@ PROMPT = "def read_lines(path):\n"
 _READY = re.compile(r"ready on (http://\S+)")
 
 
-def serve_and_load(walk: Walk, trained: Run) -> Run:
+def serve_and_load(state: DemoState, trained: Run) -> Run:
     """The server as the recipe sets it, and what its clients see; gives the server's run."""
-    before = {run.id for run in list_runs(walk.home)}
+    before = {run.id for run in list_runs(state.home)}
     with ExitStack() as until_loaded:
-        with walk.stage("serve", f"armillary serve {trained.name}, in a process of its own") as say:
+        with state.stage("serve", f"armillary serve {trained.name}, in a process of its own") as say:
             recipe = trained.folder / "demo.toml"  # with what was overridden: the serve verb reads [serve] alone
-            write_text(recipe, to_toml(walk.recipe) if walk.overrides else RECIPE.read_text())
-            url, pid = until_loaded.enter_context(server(walk.home, trained, recipe, show=walk.out))
-            run = _new_run(walk.home, before)
+            write_text(recipe, to_toml(state.recipe) if state.overrides else RECIPE.read_text())
+            url, pid = until_loaded.enter_context(server(state.home, trained, recipe, show=state.out))
+            run = _new_run(state.home, before)
             text = planned_text(run)
-            walk.out.say(text)
-            walk.out.say(f"» {PROMPT}{ask(url, PROMPT)}")
+            state.out.say(text)
+            state.out.say(f"» {PROMPT}{ask(url, PROMPT)}")
             say(f"answers OpenAI's clients; {text}")
-        report = _load(walk, url)
+        report = _load(state, url)
         peak = peak_memory(pid)
-    walk.keep(served=Served(reading=read_run(run, walk.home), load=report, peak_bytes=peak))
+    state.update(served=Served(reading=read_run(run, state.home), load=report, peak_bytes=peak))
     return run
 
 
-def serve_changed(walk: Walk, trained: Run, recipe: Path) -> Run:
+def serve_changed(state: DemoState, trained: Run, recipe: Path) -> Run:
     """The same with a lever pulled, under the same requests."""
-    before = {run.id for run in list_runs(walk.home)}
-    with server(walk.home, trained, recipe, show=Output("silent")) as (url, pid):
-        run = _new_run(walk.home, before)
-        walk.out.say(planned_text(run))
-        report, peak = load(walk, url), peak_memory(pid)
-    walk.keep(served_after=Served(reading=read_run(run, walk.home), load=report, peak_bytes=peak))
+    before = {run.id for run in list_runs(state.home)}
+    with server(state.home, trained, recipe, show=Output("silent")) as (url, pid):
+        run = _new_run(state.home, before)
+        state.out.say(planned_text(run))
+        report, peak = load(state, url), peak_memory(pid)
+    state.update(served_after=Served(reading=read_run(run, state.home), load=report, peak_bytes=peak))
     return run
 
 
@@ -83,31 +83,31 @@ def _new_run(home: Home, before: set[str]) -> Run:
 # --- under load
 
 
-def _load(walk: Walk, url: str) -> LoadReport:
-    traffic = walk.recipe.traffic
+def _load(state: DemoState, url: str) -> LoadReport:
+    traffic = state.recipe.traffic
     about = (
         f"{traffic.requests_per_s:g} requests/s of {traffic.tokens_in} + {traffic.tokens_out} tokens for "
         f"{traffic.duration_s:g} s"
     )
-    with walk.stage("load", about) as say:
-        report = load(walk, url)
+    with state.stage("load", about) as say:
+        report = load(state, url)
         last = report.last
         times = f"TTFT p99 {seconds_text(last.ttft.p99_s)}, ITL p99 {seconds_text(last.itl.p99_s)}"
         say(f"{times}, {last.tokens_out_per_s:,.0f} tokens/s, {last.slo_met_fraction:.0%} met every objective")
         return report
 
 
-def load(walk: Walk, url: str) -> LoadReport:
+def load(state: DemoState, url: str) -> LoadReport:
     """The recipe's traffic on the server, as `armillary load` sends it."""
-    recipe = walk.recipe
+    recipe = state.recipe
     test = Test(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
-    report, _ = run_load(walk.out, url, test)
+    report, _ = run_load(state.out, url, test)
     rows = [row for row in latency_rows(report) if row[0] in ("TTFT", "ITL", "end to end")]
-    walk.out.table("", LATENCY_HEADS, rows)
+    state.out.table("", LATENCY_HEADS, rows)
     last = report.last
     if last.failed == last.requests:
         raise ArmillaryError(f"no request was answered: {errors_text(report)}; try longer serve.max_model_len")
-    walk.out.say(
+    state.out.say(
         f"throughput  {last.tokens_out_per_s:,.0f} tokens/s out · goodput {last.goodput_requests_per_s:.3g} "
         f"requests/s ({last.slo_met_fraction:.0%}) · {last.failed} errors"
     )

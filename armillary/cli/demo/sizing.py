@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import floor, log10
 from typing import TYPE_CHECKING
 
-from armillary.cli.demo.state import RECIPE, Walk
+from armillary.cli.demo.state import RECIPE, DemoState
 from armillary.errors import ArmillaryError
 from armillary.machine.machine import here
 from armillary.spec.recipe import Recipe, load_recipe
@@ -60,17 +60,17 @@ SIZES = (
 """largest first; all have at least 4 M parameters with the recipe's vocabulary"""
 
 
-def fit(walk: Walk) -> None:
+def fit(state: DemoState) -> None:
     """Give the demo the size that this machine goes through in its time; what a person overrode stays as it is."""
-    given = walk.overrides
-    size, steps = choose(SIZES, lambda one: step_s(walk, (*one.overrides(), *given)))
+    given = state.overrides
+    size, steps = choose(SIZES, lambda one: step_s(state, (*one.overrides(), *given)))
     each = max(1, steps // QUARTERS)
     lengths = (f"train.steps={steps}", f"train.eval_every={each}", f"train.profile_every={each}")
-    walk.resize((*size.overrides(), *lengths, *given))
-    walk.resize((*size.overrides(), *lengths, *traffic(walk), *given))
-    walk.out.say(
-        f"the demo's size by these: {walk.recipe.model.source}, {walk.recipe.train.steps:,} steps, "
-        f"{walk.recipe.traffic.requests_per_s:g} requests/s"
+    state.resize((*size.overrides(), *lengths, *given))
+    state.resize((*size.overrides(), *lengths, *traffic(state), *given))
+    state.out.say(
+        f"the demo's size by these: {state.recipe.model.source}, {state.recipe.train.steps:,} steps, "
+        f"{state.recipe.traffic.requests_per_s:g} requests/s"
     )
 
 
@@ -82,7 +82,7 @@ def choose(sizes: Sequence[Size], price: Callable[[Size], float]) -> tuple[Size,
     return sizes[-1], max(LEAST_STEPS, round(TRAIN_S / price(sizes[-1])))
 
 
-def step_s(walk: Walk, overrides: Sequence[str]) -> float:
+def step_s(state: DemoState, overrides: Sequence[str]) -> float:
     """Predicted seconds of a step; endless where it does not fit or cannot be laid out."""
     from armillary.planning.device_model.layout_arrays import as_arrays
     from armillary.planning.training.prediction import predict
@@ -90,7 +90,7 @@ def step_s(walk: Walk, overrides: Sequence[str]) -> float:
 
     recipe = load_recipe(RECIPE, overrides)
     try:
-        asked = resolve(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)
+        asked = resolve(recipe, recipe.model_config(), recipe.cluster(here()), state.home)
         found = predict(asked.case, as_arrays([asked.layout]))
     except ArmillaryError:
         return float("inf")
@@ -100,13 +100,13 @@ def step_s(walk: Walk, overrides: Sequence[str]) -> float:
 # --- traffic
 
 
-def traffic(walk: Walk) -> tuple[str, ...]:
+def traffic(state: DemoState) -> tuple[str, ...]:
     """Requests a second that keep the server BUSY, and objectives that the lever left on the table decides about."""
     from armillary.planning.serving.deployment_options import server_of
     from armillary.planning.serving.serving_plan import serving_request
 
-    recipe: Recipe = walk.recipe
-    request = serving_request(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)
+    recipe: Recipe = state.recipe
+    request = serving_request(recipe, recipe.model_config(), recipe.cluster(here()), state.home)
     server = server_of(request, recipe.layout)
     return (
         f"traffic.requests_per_s={rounded(BUSY / answer_s(server))}",

@@ -1,4 +1,4 @@
-"""Walk: what the stages of the demo share: where to print, where to keep, and what has been found so far."""
+"""The state that the stages of the demo share: output, store, recipe, and the report so far."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from armillary.cli.output import Output
-from armillary.diagnosis.report.demo_report import Circle, Stage
+from armillary.diagnosis.report.demo_report import DemoReport, Stage
 from armillary.machine.machine import here
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
 
-RECIPE = Path(__file__).parent / "circle.toml"
+RECIPE = Path(__file__).parent / "demo.toml"
 STAGES = ("measure", "plan", "train", "serve", "load", "diagnose", "lever", "report")
 
 
-class Walk:
-    """One turn under way."""
+class DemoState:
+    """A demo in progress."""
 
     def __init__(self, out: Output, home: Home, overrides: Sequence[str]) -> None:
         self.out, self.home, self.overrides = out, home, fitting(overrides, here().num_devices)
         self.recipe: Recipe = load_recipe(RECIPE, self.overrides)
         now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        self.circle = Circle(title=self.recipe.model.source, created=now)
+        self.report = DemoReport(title=self.recipe.model.source, created=now)
 
     def resize(self, overrides: Sequence[str]) -> None:
         """Take these overrides in place of those so far."""
@@ -43,11 +43,11 @@ class Walk:
             yield said.append
         finally:
             stage = Stage(name=name, seconds=time.monotonic() - begin, said="; ".join(said))
-            self.keep(stages=(*self.circle.stages, stage))
+            self.update(stages=(*self.report.stages, stage))
 
-    def keep(self, **found: Any) -> None:
-        """Put what was found into the circle."""
-        self.circle = replace(self.circle, **found)
+    def update(self, **results: Any) -> None:
+        """Add results to the report."""
+        self.report = replace(self.report, **results)
 
 
 def fitting(overrides: Sequence[str], devices: int) -> tuple[str, ...]:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from armillary.diagnosis.evidence.finding import Evidence
 from armillary.diagnosis.evidence.thresholds import (
     BATCH_JOB_SPAN_SHARE,
     BUDGET_SPENT_SHARE,
     FIRST_RECORDED_STEP,
     KV_HELD_SHARE,
+    QUEUE_CLEARING_SHARE,
 )
 from armillary.diagnosis.readings.reading import Reading
 from armillary.planning.simulation.fitted_step_time import StepCost
@@ -23,7 +25,7 @@ from armillary.spec.plan import Plan
 from armillary.spec.tables.serve import Objective, Serve
 from armillary.store.gauges import Record
 
-Door = Literal["rows", "budget", "blocks", "batch", "unknown"]
+Bottleneck = Literal["rows", "budget", "blocks", "batch", "unknown"]
 OBJECTIVES = ("ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
 
 
@@ -106,20 +108,20 @@ class Service:
         return sum(map(_seconds, self.queued)) / self.busy_s if self.busy_s else 0.0
 
     @cached_property
-    def doors(self) -> dict[Door, float]:
+    def bottlenecks(self) -> dict[Bottleneck, float]:
         """What kept those who waited out: share of the time in steps, the largest first."""
-        found: dict[Door, float] = {}
+        found: dict[Bottleneck, float] = {}
         for one in self.queued:
-            door = self._door(one)
-            found[door] = found.get(door, 0.0) + _seconds(one) / self.busy_s
+            bottleneck = self._bottleneck(one)
+            found[bottleneck] = found.get(bottleneck, 0.0) + _seconds(one) / self.busy_s
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
-    def door(self) -> Door | None:
+    def bottleneck(self) -> Bottleneck | None:
         """The one that counted most; none where nobody waited."""
-        return next(iter(self.doors), None)
+        return next(iter(self.bottlenecks), None)
 
-    def _door(self, step: Record) -> Door:
+    def _bottleneck(self, step: Record) -> Bottleneck:
         if self.serve.batching != "continuous":
             return "rows" if step["running"] >= self.rows else "batch"
         if step["running"] >= self.rows:
@@ -241,3 +243,41 @@ class Service:
 
 def _seconds(step: Record) -> float:
     return float(step.get("engine_step_s", 0.0))
+
+
+def with_queue(here: Service, saved: float) -> float:
+    """The share of a cause that saves so much of the steps' time: where that is a good part, and as much as was too
+    much, the queue goes with it."""
+    return saved if here.batch_job or saved < max(QUEUE_CLEARING_SHARE, here.excess) else max(saved, here.queue_share)
+
+
+def prompt_of_ttft(here: Service) -> float:
+    """Share of the time to first token in which the prompt was computed."""
+    known = [one for one in here.reading.requests if "ttft_s" in one and "prefill_s" in one]
+    whole = sum(float(one["ttft_s"]) for one in known)
+    return sum(float(one["prefill_s"]) for one in known) / whole if whole else 0.0
+
+
+def mean_of(reading: Reading, gauge: str) -> float:
+    found = [value for value in reading.series(gauge) if value]
+    return sum(found) / len(found) if found else 0.0
+
+
+def waiting(here: Service) -> Evidence:
+    return Evidence(gauge="waiting", value=mean_of(here.reading, "waiting"), expected=0.0, against="nobody waits")
+
+
+def queue(here: Service) -> Evidence:
+    return Evidence(
+        gauge="queue_p50_s",
+        value=here.reading.get("queue_p50_s") or 0.0,
+        expected=here.reading.get("e2e_p50_s"),
+        against="the whole time of a request",
+    )
+
+
+def blocks(here: Service) -> Evidence:
+    values = [float(one["kv_used_fraction"]) for one in here.queued or here.reading.steps if "kv_used_fraction" in one]
+    return Evidence(
+        gauge="kv_used_fraction", value=sum(values) / len(values) if values else 0.0, expected=1.0, against="all blocks"
+    )

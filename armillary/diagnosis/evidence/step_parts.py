@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median
 
-from armillary.diagnosis.evidence.thresholds import MAX_REMOVABLE_SHARE, WINSORISE_ABOVE
+from armillary.diagnosis.evidence.thresholds import MAX_LAUNCH_SHARE, MAX_REMOVABLE_SHARE, WINSORISE_ABOVE
 from armillary.diagnosis.readings.reading import Reading
+from armillary.planning.device_model.efficiency import CALL_S
 from armillary.profiling.analysis.amdahl import speedup
+from armillary.spec.plan import Plan
 from armillary.store.gauges import Record
 
 
@@ -52,16 +54,16 @@ class Parts:
 
 def parts_of(reading: Reading) -> Parts | None:
     """None where no step was timed."""
-    step = steady(reading.series("step_s"))
+    step = winsorised_mean(reading.series("step_s"))
     if not step:
         step = reading.get("step_s") or 0.0
     if not step:
         return None
     job = reading.plan.train if reading.plan else None
     saves = _saves(reading, job.save_every if job else 0)
-    validates = every(reading, "validation_s", job.eval_every if job else 0)
+    validates = amortised(reading, "validation_s", job.eval_every if job else 0)
     inside = {name: min(step, _steady(reading, f"{name}_s")) for name in ("data_wait", "comm_exposed", "bubble")}
-    between = steady(reading.series("between_steps_s"))
+    between = winsorised_mean(reading.series("between_steps_s"))
     return Parts(step=step, checkpoint=saves, validation=validates, between=between, **inside)
 
 
@@ -69,12 +71,12 @@ def _saves(reading: Reading, period: int | None) -> float:
     """Seconds a step of checkpoints: every `period` steps, or where the trainer chose when (None), all but the one at
     the end over all steps."""
     if period is not None:
-        return every(reading, "checkpoint_stall_s", period)
+        return amortised(reading, "checkpoint_stall_s", period)
     found = [one.get("checkpoint_stall_s", 0.0) for one in reading.steps[:-1]]
     return float(sum(found)) / len(reading.steps) if found else 0.0
 
 
-def every(reading: Reading, gauge: str, period: int) -> float:
+def amortised(reading: Reading, gauge: str, period: int) -> float:
     """Seconds a step of what is done every `period` steps; what every run does at its end, however long it is, is left
     out, unless it is all there is of something that would come again."""
     if not period:
@@ -84,7 +86,7 @@ def every(reading: Reading, gauge: str, period: int) -> float:
     return median(regular) / period if regular else 0.0
 
 
-def steady(values: Sequence[float]) -> float:
+def winsorised_mean(values: Sequence[float]) -> float:
     """The mean, with what is above the 90th percentile lowered to it; 0 of nothing."""
     if not values:
         return 0.0
@@ -96,7 +98,7 @@ def steady(values: Sequence[float]) -> float:
 def _steady(reading: Reading, gauge: str) -> float:
     if gauge in reading.values:
         return reading.values[gauge]
-    return steady(reading.series(gauge))
+    return winsorised_mean(reading.series(gauge))
 
 
 def recomputed(reading: Reading) -> float | None:
@@ -124,3 +126,39 @@ def computing(reading: Reading) -> float:
 def without(share: float) -> float:
     """Speed-up if a share of the time went."""
     return speedup(min(MAX_REMOVABLE_SHARE, max(0.0, share)), inf)
+
+
+def launch_overhead_share(reading: Reading, plan: Plan | None) -> float | None:
+    """Share of a step without its waiting that follows the number of operations rather than their work; None where no
+    step was recorded. On a GPU the device idles until a launch comes, or runs kernels too short for any roofline. On a
+    CPU every operator pays for its call, and cores vary in speed, so calls are compared with steps of the same moment."""
+    gaps = reading.get("launch_gap_fraction")
+    if gaps is None:
+        return None
+    seen = gaps + (reading.get("launch_bound_fraction") or 0.0)
+    calls, ran = reading.get("kernels"), reading.get("host_cpu_s")
+    if plan is None or plan.cluster.chip.kind != "cpu" or not calls or not ran:
+        return min(MAX_LAUNCH_SHARE, seen)
+    beside = [
+        calls * float(record["torch_call_s"]) / float(record["host_cpu_s"])
+        for record in reading.steps
+        if "torch_call_s" in record and record.get("host_cpu_s")
+    ]
+    # a run measures torch_call_s once, before its first step; older ones measured it beside several
+    once = calls * (reading.get("torch_call_s") or CALL_S) / ran
+    return min(MAX_LAUNCH_SHARE, median(beside) if len(beside) > 1 else once)
+
+
+def micro_batch_overhead_share(reading: Reading) -> float | None:
+    """Fixed cost of the micro-batches as a share of a step without its waiting: the trainer's last measurement of the
+    passes; the optimizer has none. None where the trainer could not measure it."""
+    fractions = reading.series("micro_batch_overhead_fraction")
+    if not fractions:
+        return None
+    steps = [
+        (float(record["optimizer_s"]), float(record["step_s"]) - float(record.get("data_wait_s", 0.0)))
+        for record in reading.steps
+        if record.get("step_s") and "optimizer_s" in record
+    ]
+    optimizer = [optimizer_s / step_s for optimizer_s, step_s in steps if step_s > 0]
+    return min(MAX_LAUNCH_SHARE, fractions[-1] * max(0.0, 1 - (median(optimizer) if optimizer else 0.0)))

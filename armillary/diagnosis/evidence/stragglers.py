@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import sqrt
 from statistics import median
 
-from armillary.diagnosis.evidence.step_parts import parts_of, steady
+from armillary.diagnosis.evidence.step_parts import parts_of, winsorised_mean
 from armillary.diagnosis.evidence.thresholds import (
     MIN_SPREAD_STEPS,
     SAME_SLOWEST_RANK_SHARE,
@@ -68,7 +68,7 @@ def waited_for_others(reading: Reading) -> float:
         for one in reading.steps
         if "rank_spread_s" in one and "slowest_rank" in one
     ]
-    return steady(found)
+    return winsorised_mean(found)
 
 
 def _error(values: list[float]) -> float:

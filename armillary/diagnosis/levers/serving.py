@@ -23,8 +23,7 @@ from armillary.diagnosis.evidence.thresholds import (
     QUEUE_OWNER_SHARE,
     USABLE_MEMORY_SHARE,
 )
-from armillary.diagnosis.levers.serving_replay import Replay
-from armillary.diagnosis.levers.side_effects import Change, harms, risk_of, waits
+from armillary.diagnosis.levers.serving_replay import Change, Replay, harms, risk_of, waits
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import ArmillaryError
 from armillary.planning.serving.deployment_options import serving_formats

@@ -11,8 +11,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from armillary.diagnosis.evidence.launch_overhead import a_micro_batch, launching
-from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recomputed
+from armillary.diagnosis.evidence.step_parts import (
+    Parts,
+    launch_overhead_share,
+    micro_batch_overhead_share,
+    parts_of,
+    recomputed,
+)
 from armillary.diagnosis.evidence.thresholds import FILLABLE_MEMORY_SHARE
 from armillary.diagnosis.levers.apply import overrides_of
 from armillary.diagnosis.readings.reading import Reading
@@ -168,7 +173,7 @@ class Pricing:
     def _worked(self, parts: Parts, then: Prediction) -> float:
         """Seconds that are neither waiting nor idling. Where nothing but the rows of a micro-batch differs, and the
         trainer joined some to see, what comes with each follows their number."""
-        now, rows = self.now, a_micro_batch(self.reading)
+        now, rows = self.now, micro_batch_overhead_share(self.reading)
         if rows is not None and _same_but_rows(now.layouts, then.layouts):
             fewer = float(then.time.work.micro_batches[0] / now.time.work.micro_batches[0])
             return parts.work * (rows * fewer + 1 - rows)
@@ -208,7 +213,7 @@ class Pricing:
     @cached_property
     def fixed(self) -> float | None:
         """Share of a recorded step that follows the number of launches; None where none was recorded."""
-        return launching(self.reading, self.plan)
+        return launch_overhead_share(self.reading, self.plan)
 
 
 def launches(found: Prediction, apart: bool = False) -> float:

@@ -5,17 +5,15 @@ An outcome is booked only where it can be one: the lever is all that differs, an
 
 from __future__ import annotations
 
-import calendar
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from armillary.diagnosis.evidence.finding import Lever
 from armillary.diagnosis.evidence.step_parts import parts_of
-from armillary.diagnosis.outcome.diagnosis import FILE, Diagnosis, read_diagnosis
+from armillary.diagnosis.outcome.diagnosis import FILE, read_diagnosis
 from armillary.diagnosis.outcome.run_diff import changes, other_conditions, other_keys
-from armillary.diagnosis.outcome.track_record import Kept, read_record, settle
+from armillary.diagnosis.outcome.track_record import LoggedPrediction, log_outcome, read_record
 from armillary.diagnosis.readings.reading import Kind, Reading
 from armillary.diagnosis.readings.run_folder import read_run
 from armillary.errors import BadInput
@@ -73,11 +71,11 @@ def compare(a: Run, b: Run, home: Home) -> Comparison:
     found = _measured_both(a, b, first, second, told)
     if told is None or notes:
         return replace(found, notes=tuple(notes))
-    settle(home, replace(told, obtained=found.obtained, by=b.id))
+    log_outcome(home, replace(told, obtained=found.obtained, by=b.id))
     return replace(found, predicted=told.predicted, title=told.title)
 
 
-def _measured_both(a: Run, b: Run, first: Reading, second: Reading, told: Kept | None) -> Comparison:
+def _measured_both(a: Run, b: Run, first: Reading, second: Reading, told: LoggedPrediction | None) -> Comparison:
     of = told.of if told else STEP if first.kind == "training" else _latency(first, second)
     before, after = measured(first, of), measured(second, of)
     if not before or not after:
@@ -108,19 +106,23 @@ def _latency(first: Reading, second: Reading) -> str:
 # --- what was predicted
 
 
-def predictions(run: Run, home: Home) -> list[Kept]:
+def predictions(run: Run, home: Home) -> list[LoggedPrediction]:
     """Of this run's levers: first those that were applied, in the order they were, then those of its diagnosis."""
-    kept = sorted((one for one in read_record(home).lines if one.run == run.id), key=lambda one: one.predicted_at)
+    logged = sorted(
+        (line for line in read_record(home).lines if line.run == run.id), key=lambda line: line.predicted_at
+    )
     if not (run.folder / FILE).is_file():
-        return kept
-    found = read_diagnosis(run.folder)
-    return kept + [as_kept(run, lever, at=made_at(found)) for lever in found.levers if lever.change]
+        return logged
+    diagnosis = read_diagnosis(run.folder)
+    return logged + [as_prediction(run, lever, at=diagnosis.created_s) for lever in diagnosis.levers if lever.change]
 
 
-def as_kept(run: Run, lever: Lever, *, at: float, value: float | None = None, recipe: str = "") -> Kept:
+def as_prediction(
+    run: Run, lever: Lever, *, at: float, value: float | None = None, recipe: str = ""
+) -> LoggedPrediction:
     """A lever as a prediction; `value` is what its gauge is now."""
     expected = None if value is None else value * lever.speedup if is_rate(lever.of) else value / lever.speedup
-    return Kept(
+    return LoggedPrediction(
         run=run.id,
         title=lever.title,
         change=dict(lever.change),
@@ -133,15 +135,7 @@ def as_kept(run: Run, lever: Lever, *, at: float, value: float | None = None, re
     )
 
 
-def made_at(found: Diagnosis) -> float:
-    """Unix seconds at which a diagnosis was there: the end of the second it names."""
-    try:
-        return calendar.timegm(time.strptime(found.created, "%Y-%m-%dT%H:%M:%SZ")) + 1.0
-    except ValueError:
-        return float("inf")
-
-
-def _told(a: Run, b: Run, home: Home, kind: Kind) -> tuple[Kept | None, list[str]]:
+def _told(a: Run, b: Run, home: Home, kind: Kind) -> tuple[LoggedPrediction | None, list[str]]:
     """The first prediction of what differs between the runs, and what speaks against holding it to its word."""
     pulled = [
         (one, others) for one in predictions(a, home) if (others := other_keys(a, b, one.change, kind)) is not None

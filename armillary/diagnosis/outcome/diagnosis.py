@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import calendar
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from armillary.diagnosis.evidence.finding import Cause, Finding, Lever
+from armillary.diagnosis.outcome.track_record import read_record
 from armillary.diagnosis.readings.reading import Kind
-from armillary.errors import BadInput, NotFound
+from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.spec.gauges import Loop
 from armillary.spec.toml.fields import build, to_plain
+from armillary.store.atomic import write_text
+from armillary.store.gauges import last_record
+from armillary.store.home import Home
+from armillary.store.runs import Run
 
 FILE = "diagnosis.json"
 
@@ -50,6 +57,14 @@ class Diagnosis:
     def is_healthy(self) -> bool:
         return self.judged and self.loop is None
 
+    @property
+    def created_s(self) -> float:
+        """Unix seconds at which it existed: the end of the second that `created` names."""
+        try:
+            return calendar.timegm(time.strptime(self.created, "%Y-%m-%dT%H:%M:%SZ")) + 1.0
+        except ValueError:
+            return float("inf")
+
     def lever(self, number: int) -> Lever:
         """By the number it is shown with, from 1."""
         if not 1 <= number <= len(self.levers):
@@ -78,3 +93,20 @@ def read_diagnosis(folder: Path) -> Diagnosis:
         return Diagnosis.from_json(path.read_text(), str(path))
     except FileNotFoundError:
         raise NotFound(f"no diagnosis in {folder}; make one with armillary diagnose {folder.name}") from None
+
+
+def save(run: Run, diagnosis: Diagnosis, home: Home) -> None:
+    """Write diagnosis.json into the run's folder, unless the one that is there is frozen."""
+    if not is_frozen(run, home):
+        write_text(run.folder / FILE, diagnosis.to_json())
+
+
+def is_frozen(run: Run, home: Home) -> bool:
+    """Whether a saved diagnosis stays: one of its levers was applied, or nothing was measured since. The first verdict
+    on a measurement is its prediction; a later one is not."""
+    try:
+        saved = read_diagnosis(run.folder)
+    except ArmillaryError:  # none yet, or a broken one
+        return False
+    measured = float((last_record(run.gauges) or {}).get("time", 0.0))
+    return any(line.run == run.id for line in read_record(home).lines) or (saved.judged and measured < saved.created_s)

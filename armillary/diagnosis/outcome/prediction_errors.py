@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from armillary.diagnosis.evidence.finding_text import value_text
+from armillary.diagnosis.evidence.finding import value_text
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.gauges import GAUGES
 

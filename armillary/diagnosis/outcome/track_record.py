@@ -22,7 +22,7 @@ from armillary.store.home import Home
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class LoggedPrediction:
     """One lever that was predicted, and what it brought once it was pulled."""
 
     run: str
@@ -68,16 +68,16 @@ class Kept:
 class TrackRecord:
     """Every line that could be read."""
 
-    lines: tuple[Kept, ...] = ()
+    lines: tuple[LoggedPrediction, ...] = ()
     """as they were written, oldest first"""
     notes: tuple[str, ...] = ()
     """what could not be read"""
 
     @property
-    def levers(self) -> tuple[Kept, ...]:
+    def levers(self) -> tuple[LoggedPrediction, ...]:
         """Each pair of runs once, as last compared, and each prediction that waits for its outcome."""
         done = {line.lever for line in self.lines if line.by}
-        found: dict[tuple[str, ...], Kept] = {}
+        found: dict[tuple[str, ...], LoggedPrediction] = {}
         for line in self.lines:
             if line.by:
                 found[(*line.lever, line.by)] = line
@@ -123,16 +123,16 @@ def read_record(home: Home) -> TrackRecord:
     )
 
 
-def _parse(text: bytes, path: Path) -> Kept | None:
+def _parse(text: bytes, path: Path) -> LoggedPrediction | None:
     try:
         values = strict_json.loads(text)
-        line = build(Kept, values, str(path)) if isinstance(values, dict) else None
+        line = build(LoggedPrediction, values, str(path)) if isinstance(values, dict) else None
     except (ValueError, RecursionError, BadInput):
         return None
     return line if line is not None and line.is_sound else None
 
 
-def promise(home: Home, kept: Kept) -> Kept:
+def log_prediction(home: Home, kept: LoggedPrediction) -> LoggedPrediction:
     """Write a prediction down, unless the same lever was predicted before; gives the one that counts."""
     before = next((line for line in read_record(home).lines if line.lever == kept.lever), None)
     if before is None:
@@ -140,7 +140,7 @@ def promise(home: Home, kept: Kept) -> Kept:
     return before or kept
 
 
-def settle(home: Home, kept: Kept) -> None:
+def log_outcome(home: Home, kept: LoggedPrediction) -> None:
     """Write an outcome down; the same once more adds nothing."""
     assert kept.by and kept.obtained is not None, "an outcome names its run and what it brought"
     pair = (kept.lever, kept.by)
@@ -149,7 +149,7 @@ def settle(home: Home, kept: Kept) -> None:
         _append(path_of(home), kept)
 
 
-def _append(path: Path, kept: Kept) -> None:
+def _append(path: Path, kept: LoggedPrediction) -> None:
     line = strict_json.dumps(to_plain(kept)).encode() + b"\n"
     with plain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

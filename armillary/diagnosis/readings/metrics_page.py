@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 from armillary.diagnosis.readings.prometheus import Page, number_of, parse_page
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.readings.scrapes import Looks, first_of, totals_of
+from armillary.diagnosis.readings.scrapes import Scrapes, first_of, totals_of
 from armillary.diagnosis.readings.server_metrics import SERVERS, Server
 from armillary.errors import BadData, NotFound
 from armillary.store.home import Home
@@ -76,7 +76,7 @@ def reading_of_page(text: str, *, source: str, earlier: str | None = None, secon
     page = parse_page(text)
     server = _server(page, source)
     before, notes = _before(page, earlier, server)
-    looks = Looks(server=server, now=page, before=before, seconds=seconds if before else 0.0)
+    looks = Scrapes(server=server, now=page, before=before, seconds=seconds if before else 0.0)
     values = looks.figures()
     settings, more = _settings(page, server, values)
     means = busy_means(looks, values | more)
@@ -86,7 +86,7 @@ def reading_of_page(text: str, *, source: str, earlier: str | None = None, secon
     )
 
 
-def _notes(looks: Looks, values: Mapping[str, float]) -> Iterator[str]:
+def _notes(looks: Scrapes, values: Mapping[str, float]) -> Iterator[str]:
     if looks.before is not None:
         yield f"looked at twice, {looks.seconds:.0f} s apart"
     else:
@@ -176,7 +176,7 @@ def _fetch(url: str) -> str:
 NOTE = "nobody is there now: batch, queue and cache are means over the steps that were taken"
 
 
-def busy_means(looks: Looks, values: Mapping[str, float]) -> dict[str, float]:
+def busy_means(looks: Scrapes, values: Mapping[str, float]) -> dict[str, float]:
     """Nothing where requests are there now, or where the page does not tell."""
     running = _running(looks, values) if not values.get("running") and not values.get("waiting") else None
     if not running:
@@ -191,7 +191,7 @@ def busy_means(looks: Looks, values: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _running(looks: Looks, values: Mapping[str, float]) -> float | None:
+def _running(looks: Scrapes, values: Mapping[str, float]) -> float | None:
     """The mean step's batch; where steps are not counted, by Little's law over the time between two looks."""
     if looks.batch is not None:
         return looks.batch

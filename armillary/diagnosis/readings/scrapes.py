@@ -25,7 +25,7 @@ _RATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looks:
+class Scrapes:
     """A server's page now and, where it was looked at before, then."""
 
     server: Server

@@ -42,7 +42,7 @@ class Served:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circle:
+class DemoReport:
     """What one turn predicted, measured, found and changed; a turn that was cut short has less of it."""
 
     title: str

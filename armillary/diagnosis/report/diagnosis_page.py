@@ -1,4 +1,4 @@
-"""One turn of the circle as a page: loss, step budget, roofline, latencies, levers, and every prediction checked.
+"""The demo report as a page: loss, step budget, roofline, latencies, levers, and every prediction checked.
 
 The file stands alone: no script, no font, no address is loaded; it fits a phone.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from html import escape
 
-from armillary.diagnosis.evidence.finding import Lever
-from armillary.diagnosis.evidence.finding_text import evidence_text, value_text
+from armillary.diagnosis.evidence.finding import Lever, evidence_text, value_text
 from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.compare import Comparison
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.outcome.prediction_errors import HEADS
-from armillary.diagnosis.report.demo_report import Circle
+from armillary.diagnosis.report.demo_report import DemoReport
 from armillary.profiling.profile import Profile
 from armillary.profiling.report.profile_page import budget_bar, roofline_chart
 from armillary.report.charts import lines, series_bars
@@ -29,45 +28,45 @@ _LATENCIES = (
 )
 
 
-def page(circle: Circle) -> str:
+def page(report: DemoReport) -> str:
     """The whole document."""
-    seconds = sum(stage.seconds for stage in circle.stages)
-    parts = [heading(circle.title, f"once round the circle in {seconds_text(seconds)} · {circle.created}")]
-    parts += [_stages(circle), _loss(circle), _budget(circle), _roofline(circle.profile), _latency(circle)]
-    parts += [_diagnosis(found, circle.pulled) for found in circle.diagnoses]
-    parts += [_pulled(circle), _predicted(circle), section("Notes", items(circle.notes, kind="note"))]
-    return document(f"{circle.title}: once round the circle", parts)
+    seconds = sum(stage.seconds for stage in report.stages)
+    parts = [heading(report.title, f"demo finished in {seconds_text(seconds)} · {report.created}")]
+    parts += [_stages(report), _loss(report), _budget(report), _roofline(report.profile), _latency(report)]
+    parts += [_diagnosis(found, report.pulled) for found in report.diagnoses]
+    parts += [_pulled(report), _predicted(report), section("Notes", items(report.notes, kind="note"))]
+    return document(f"{report.title}: demo", parts)
 
 
-def _stages(circle: Circle) -> str:
-    rows = [[stage.name, seconds_text(stage.seconds), stage.said] for stage in circle.stages]
-    return section("The way round", table(["", "took", "what came of it"], rows, wide=True) if rows else "")
+def _stages(report: DemoReport) -> str:
+    rows = [[stage.name, seconds_text(stage.seconds), stage.said] for stage in report.stages]
+    return section("Stages", table(["", "took", "result"], rows, wide=True) if rows else "")
 
 
 # --- training
 
 
-def _loss(circle: Circle) -> str:
+def _loss(report: DemoReport) -> str:
     losses = [
-        (name, [(float(record["step"]) + 1, float(record[gauge])) for record in circle.records if gauge in record])
+        (name, [(float(record["step"]) + 1, float(record[gauge])) for record in report.records if gauge in record])
         for name, gauge in (("loss", "loss"), ("held-out loss", "val_loss"))
     ]
     lowest = min((value for _, points in losses for _, value in points), default=0.0)
-    marks = [(float(step), f"interrupted after step {step}, resumed") for step in circle.stops]
+    marks = [(float(step), f"interrupted after step {step}, resumed") for step in report.stops]
     return section("Loss", lines(losses, label="Loss over steps", x_name="step", marks=marks, above=lowest))
 
 
-def _budget(circle: Circle) -> str:
+def _budget(report: DemoReport) -> str:
     """Of the training run as its ranks recorded it; of the profiled step where they did not."""
-    found = next((one for one in circle.diagnoses if one.kind == "training" and one.budget), None)
-    reading = circle.training
+    found = next((one for one in report.diagnoses if one.kind == "training" and one.budget), None)
+    reading = report.training
     step = reading.get("step_s") if reading else None
     if found is not None and step:
         bar = budget_bar(found.budget.items(), step) + _sum(found.budget.values())
         return section(f"Where a step of {seconds_text(step)} goes, on the main rank", bar)
-    if circle.profile is None:
+    if report.profile is None:
         return ""
-    profile = circle.profile
+    profile = report.profile
     parts = {part: profile.fraction(part) for part in profile.budget}
     bar = budget_bar(parts.items(), profile.step_s)
     return section(f"Where a step of {seconds_text(profile.step_s)} goes, in one process", bar + _sum(parts.values()))
@@ -92,8 +91,8 @@ def _roofline(profile: Profile | None) -> str:
 # --- serving
 
 
-def _latency(circle: Circle) -> str:
-    servers = (("as set", circle.served), ("lever pulled", circle.served_after))
+def _latency(report: DemoReport) -> str:
+    servers = (("as set", report.served), ("lever pulled", report.served_after))
     reports = [(name, one.load) for name, one in servers if one]
     if not reports:
         return ""
@@ -143,20 +142,20 @@ def _lever_row(number: int, lever: Lever, pulled: tuple[Comparison, ...]) -> lis
     ]
 
 
-def _pulled(circle: Circle) -> str:
-    rows = [(one.title, [one.predicted, one.obtained]) for one in circle.pulled]
+def _pulled(report: DemoReport) -> str:
+    rows = [(one.title, [one.predicted, one.obtained]) for one in report.pulled]
     plot = series_bars(rows, ["predicted", "obtained"], label="Levers", text=lambda value: f"{value:.2f} ×")
     texts = [
         f"{one.title}: {one.of} {value_text(one.of, one.before)} → {value_text(one.of, one.after)}"
-        for one in circle.pulled
+        for one in report.pulled
     ]
     return section("Levers pulled: predicted and obtained", plot + items(texts, kind="note") if plot else "")
 
 
-def _predicted(circle: Circle) -> str:
+def _predicted(report: DemoReport) -> str:
     """A table for each thing that was planned, and one for the levers."""
     groups: dict[str, list[list[str]]] = {}
-    for one in circle.predicted:
+    for one in report.predicted:
         of, gauge, predicted, measured, error = one.cells()
         name = Below(gauge, of) if one.is_speedup else gauge
         seen = measured if one.measured is not None else Below("–", measured)

@@ -7,8 +7,7 @@ the whole, so that they can be held against waiting for data and for other ranks
 from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Rule
-from armillary.diagnosis.evidence.launch_overhead import launching
-from armillary.diagnosis.evidence.step_parts import Parts, computing, parts_of
+from armillary.diagnosis.evidence.step_parts import Parts, computing, launch_overhead_share, parts_of
 from armillary.diagnosis.evidence.thresholds import (
     BUSY_SHARE,
     DATA_WAIT_SHARE,
@@ -55,7 +54,7 @@ def _starved(share: float, parts: Parts | None) -> Finding:
 
 def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
     """The device, or the processor, is kept busy by many small operations rather than by their work."""
-    found = launching(reading, plan)
+    found = launch_overhead_share(reading, plan)
     share = computing(reading) * (found or 0.0)
     if found is None or share < LAUNCH_SHARE or _asks(reading) >= SYNC_SHARE:
         return None

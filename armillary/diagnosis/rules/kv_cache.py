@@ -6,8 +6,7 @@ Where running requests lack blocks themselves, what was evicted is no cause of i
 from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding
-from armillary.diagnosis.evidence.queue_wait import blocks, prompt_of_ttft, queue, waiting, with_queue
-from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.serving_run import Service, blocks, prompt_of_ttft, queue, waiting, with_queue
 from armillary.diagnosis.evidence.thresholds import (
     EVICTED_REQUEST_SHARE,
     MIN_SAVED_SHARE,
@@ -23,7 +22,7 @@ from armillary.spec.plan import Plan
 def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait for blocks of the KV cache while rows and budget are free."""
     here = Service(reading, plan)
-    if here.door != "blocks" or here.doors["blocks"] < QUEUE_SHARE or put_back(here):
+    if here.bottleneck != "blocks" or here.bottlenecks["blocks"] < QUEUE_SHARE or put_back(here):
         return None
     return _blocks_lacking(here, "kv_pressure")
 
@@ -48,7 +47,7 @@ def prefix_cache_too_small(reading: Reading, plan: Plan | None) -> Finding | Non
     evicted, ended = here.total("prefix_evicted_total"), here.total("requests_total")
     if not here.serve.prefix_cache or evicted < EVICTED_REQUEST_SHARE * max(1.0, ended):
         return None  # what came twice at once was not there to be found
-    if (here.door == "blocks" and here.doors["blocks"] >= QUEUE_SHARE) or put_back(here):
+    if (here.bottleneck == "blocks" and here.bottlenecks["blocks"] >= QUEUE_SHARE) or put_back(here):
         return None  # running requests lack blocks themselves: that is the deeper cause
     return _misses(here, "prefix_cache_too_small", "the KV cache is too small to keep them")
 

@@ -8,8 +8,15 @@ are there too few of them.
 from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Rule
-from armillary.diagnosis.evidence.queue_wait import blocks, mean_of, prompt_of_ttft, queue, waiting, with_queue
-from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.serving_run import (
+    Service,
+    blocks,
+    mean_of,
+    prompt_of_ttft,
+    queue,
+    waiting,
+    with_queue,
+)
 from armillary.diagnosis.evidence.thresholds import (
     MIN_SAVED_SHARE,
     OVERLOADED_QUEUE_SHARE,
@@ -60,7 +67,7 @@ def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
 def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     """Every row is taken, requests wait, and more rows would make steps little longer."""
     here = Service(reading, plan)
-    if here.serve.batching != "continuous" or here.door != "rows" or here.doors["rows"] < QUEUE_SHARE:
+    if here.serve.batching != "continuous" or here.bottleneck != "rows" or here.bottlenecks["rows"] < QUEUE_SHARE:
         return None
     saved = here.share_saved(min(here.wanted, _rows_that_fit(here)))
     if saved < MIN_SAVED_SHARE:
@@ -88,7 +95,7 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
         "ttft_p99_s" in here.missed and here.filled_share >= OVERLOADED_QUEUE_SHARE
     )  # nobody waits, but all go in slowly
     # a batch job begins with prompts, which is no queue
-    kept_out = here.door == "budget" and here.doors["budget"] >= (
+    kept_out = here.bottleneck == "budget" and here.bottlenecks["budget"] >= (
         OVERLOADED_QUEUE_SHARE if here.batch_job else QUEUE_SHARE
     )
     if not (kept_out or late) or here.cost is None or in_vain(here) >= MIN_SAVED_SHARE:

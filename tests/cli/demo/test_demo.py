@@ -138,7 +138,7 @@ def test_on_two_ranks_in_words(tmp_path: Path) -> None:
         "TTFT",
         "throughput",
         "[8/8] report",
-        "once round the circle in",
+        "demo finished in",
         "armillary-demo.html",
     ):
         assert said in ran.stdout, said

@@ -18,7 +18,7 @@ from armillary.cli.demo.sizing import (
     fit,
     rounded,
 )
-from armillary.cli.demo.state import Walk
+from armillary.cli.demo.state import DemoState
 from armillary.cli.output import Output
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
@@ -53,14 +53,14 @@ def ceilings(name: str, fp32: float, bf16: float, memory: float, attention: floa
     return peaks.with_points("collective", [between])
 
 
-def made(home: Home, *overrides: str, **rates: float) -> Walk:
+def made(home: Home, *overrides: str, **rates: float) -> DemoState:
     """The demo as it would be on a CPU with these ceilings."""
     for threads in (1, 2):
         save_peaks(home, ceilings(device_name("cpu", threads=threads), **rates))
     save_peaks(home, ceilings(device_name("cpu"), **rates))
-    walk = Walk(Output("silent"), home, overrides)
-    fit(walk)
-    return walk
+    state = DemoState(Output("silent"), home, overrides)
+    fit(state)
+    return state
 
 
 SLOW = {"fp32": 70e9, "bf16": 0.25e9, "memory": 15e9, "attention": 20e9, "launch_s": 2.5e-6}
@@ -72,15 +72,15 @@ def test_slow_cores_get_the_smallest_model_and_fewer_steps_than_quick_ones(home:
     assert slow.recipe.model.name == "armillary-5m" and quick.recipe.model.name != "armillary-5m"
     assert slow.recipe.train.steps < 400
     assert quick.recipe.train.batch_tokens > slow.recipe.train.batch_tokens
-    for walk in (slow, quick):
-        assert parameters(walk.recipe.model_config()).total >= 4_000_000
-        planned = sizing.step_s(walk, walk.overrides) * walk.recipe.train.steps
+    for state in (slow, quick):
+        assert parameters(state.recipe.model_config()).total >= 4_000_000
+        planned = sizing.step_s(state, state.overrides) * state.recipe.train.steps
         assert 0.9 * TRAIN_S < planned < 1.1 * TRAIN_S
 
 
 def test_traffic_keeps_the_server_busy_for_a_part_of_its_time(home: Home) -> None:
-    walk = made(home, **SLOW)
-    recipe = walk.recipe
+    state = made(home, **SLOW)
+    recipe = state.recipe
     request = serving_request(recipe, recipe.model_config(), recipe.cluster(here()), home)
     server = server_of(request, recipe.layout)
     assert recipe.traffic.requests_per_s * answer_s(server) == pytest.approx(BUSY, rel=0.1)
@@ -88,9 +88,9 @@ def test_traffic_keeps_the_server_busy_for_a_part_of_its_time(home: Home) -> Non
 
 
 def test_what_a_person_says_goes_before(home: Home) -> None:
-    walk = made(home, "train.steps=7", "traffic.requests_per_s=3", "model.name=armillary-2m", **QUICK)
-    assert walk.recipe.train.steps == 7 and walk.recipe.traffic.requests_per_s == 3
-    assert walk.recipe.model.name == "armillary-2m"
+    state = made(home, "train.steps=7", "traffic.requests_per_s=3", "model.name=armillary-2m", **QUICK)
+    assert state.recipe.train.steps == 7 and state.recipe.traffic.requests_per_s == 3
+    assert state.recipe.model.name == "armillary-2m"
 
 
 @pytest.mark.parametrize(

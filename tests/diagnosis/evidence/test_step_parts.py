@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.diagnosis.evidence.step_parts import parts_of, steady
+from armillary.diagnosis.evidence.step_parts import parts_of, winsorised_mean
 from armillary.diagnosis.readings.reading import Reading
 from tests.diagnosis.trained import plan_of, reading_of
 
 
 def test_a_loader_that_is_late_every_fourth_time_counts() -> None:
-    assert steady([0.0, 0.0, 0.0, 4.0] * 5) == pytest.approx(1.0)
+    assert winsorised_mean([0.0, 0.0, 0.0, 4.0] * 5) == pytest.approx(1.0)
 
 
 def test_one_hiccup_hardly_counts() -> None:
-    assert steady([1.0] * 19 + [100.0]) == pytest.approx(1.0)
-    assert steady([]) == 0.0
+    assert winsorised_mean([1.0] * 19 + [100.0]) == pytest.approx(1.0)
+    assert winsorised_mean([]) == 0.0
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=50))
 def test_steady_is_between_the_least_and_the_mean(values: list[float]) -> None:
-    assert min(values) - 1e-6 <= steady(values) <= sum(values) / len(values) + 1e-6
+    assert min(values) - 1e-6 <= winsorised_mean(values) <= sum(values) / len(values) + 1e-6
 
 
 def test_what_comes_between_steps_is_spread_over_them() -> None:

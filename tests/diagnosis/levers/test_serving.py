@@ -101,8 +101,8 @@ def test_a_queue_that_grows_is_priced_by_what_is_answered(home: Home) -> None:
 
 
 def test_launches_are_priced_by_what_the_device_needs(home: Home) -> None:
-    launching = StepCost(base_s=0.008, prefill_s=1e-6, decode_s=1e-6)
-    eager = served(requests(40), chip="h200", graphs=False, cost=launching, max_running=64)
+    launch_bound = StepCost(base_s=0.008, prefill_s=1e-6, decode_s=1e-6)
+    eager = served(requests(40), chip="h200", graphs=False, cost=launch_bound, max_running=64)
     found = diagnose(eager, home)
     assert found.cause == "launch_overhead" and found.levers[0].change == {"serve.graphs": True}
     assert found.levers[0].speedup > 3

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.outcome.compare import as_kept, compare
-from armillary.diagnosis.outcome.diagnosis import FILE, read_diagnosis
+from armillary.diagnosis.outcome.compare import as_prediction, compare
+from armillary.diagnosis.outcome.diagnosis import FILE, read_diagnosis, save
 from armillary.diagnosis.outcome.run_diff import other_keys, same_requests
-from armillary.diagnosis.outcome.save import keep
-from armillary.diagnosis.outcome.track_record import path_of, promise, read_record
+from armillary.diagnosis.outcome.track_record import log_prediction, path_of, read_record
 from armillary.diagnosis.readings.run_folder import read_run
 from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.recipe import recipe_from_dict, to_dict
@@ -46,7 +45,7 @@ def after(home: Home, *sets: str, step_s: float = 0.6, count: int = 20) -> Run:
 def applied(home: Home, run: Run, recipe: str = "") -> None:
     """Its first lever's prediction, made now."""
     lever = diagnose(read_run(run, home), home).levers[0]
-    promise(home, as_kept(run, lever, at=time.time(), value=1.0, recipe=recipe))
+    log_prediction(home, as_prediction(run, lever, at=time.time(), value=1.0, recipe=recipe))
 
 
 def test_a_lever_that_was_applied_is_held_to_its_word(home: Home) -> None:
@@ -150,7 +149,7 @@ def test_too_short_a_run_proves_nothing(home: Home) -> None:
 def test_what_is_predicted_afterwards_is_no_prediction(home: Home) -> None:
     a, b = before(home), after(home)
     applied(home, a)
-    keep(a, diagnose(read_run(a, home), home), home)
+    save(a, diagnose(read_run(a, home), home), home)
     found = compare(a, b, home)
     assert found.predicted is None and f"only after run {b.name} had begun" in found.notes[0]
     assert read_record(home).summary == "no lever was measured yet"
@@ -158,7 +157,7 @@ def test_what_is_predicted_afterwards_is_no_prediction(home: Home) -> None:
 
 def test_a_diagnosis_that_was_kept_is_a_prediction_too(home: Home) -> None:
     a = before(home)
-    keep(a, diagnose(read_run(a, home), home), home)
+    save(a, diagnose(read_run(a, home), home), home)
     b = after(home)
     assert compare(a, b, home).predicted is None, "within the same second nobody knows which was first"
     b.update(started=time.time() + 2)
@@ -169,27 +168,27 @@ def test_a_diagnosis_that_was_kept_is_a_prediction_too(home: Home) -> None:
 def test_a_second_look_does_not_rewrite_the_first(home: Home) -> None:
     a = before(home)
     first = diagnose(read_run(a, home), home)
-    keep(a, first, home)
+    save(a, first, home)
     with GaugeWriter(a.gauges) as writer:
         writer.write({"step_s": 0.7, "data_wait_s": 0.1}, step=20, now=time.time() + 5)
     second = diagnose(read_run(a, home), home)
-    keep(a, second, home)
+    save(a, second, home)
     assert read_diagnosis(a.folder) == second != first, "more was measured, and nothing applied"
-    keep(a, first, home)
+    save(a, first, home)
     assert read_diagnosis(a.folder) == first, "its last step is newer than the verdict"
     applied(home, a)
-    keep(a, second, home)
+    save(a, second, home)
     assert read_diagnosis(a.folder) == first, "a lever was applied"
 
 
 def test_what_was_measured_once_is_judged_once(home: Home) -> None:
     a = before(home)
     first = diagnose(read_run(a, home), home)
-    keep(a, first, home)
-    keep(a, diagnose(read_run(after(home), home), home), home)
+    save(a, first, home)
+    save(a, diagnose(read_run(after(home), home), home), home)
     assert read_diagnosis(a.folder) == first
     (a.folder / FILE).write_text("{torn")
-    keep(a, first, home)
+    save(a, first, home)
     assert read_diagnosis(a.folder) == first, "a broken one is no prediction"
 
 
@@ -203,7 +202,7 @@ def server(home: Home, count: int, *, tokens_in: int = 64, **serve: Any) -> Run:
 def test_servers_are_held_against_each_other_under_the_same_requests(home: Home) -> None:
     a = server(home, 40, max_running=4)
     lever = diagnose(read_run(a, home), home).levers[0]
-    promise(home, as_kept(a, lever, at=time.time()))
+    log_prediction(home, as_prediction(a, lever, at=time.time()))
     rows = lever.change["serve.max_running"]
     for count in (40, 42):
         assert compare(a, server(home, count, max_running=rows), home).predicted == lever.speedup

@@ -7,28 +7,28 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.diagnosis.outcome.track_record import Kept, path_of, promise, read_record, settle
+from armillary.diagnosis.outcome.track_record import LoggedPrediction, log_outcome, log_prediction, path_of, read_record
 from armillary.errors import ArmillaryError
 from armillary.store.home import Home
 
-LEVER = Kept(run="a", title="more rows", change={"layout.micro_batch": 4}, predicted=2.0, predicted_at=10.0)
+LEVER = LoggedPrediction(run="a", title="more rows", change={"layout.micro_batch": 4}, predicted=2.0, predicted_at=10.0)
 
 
 def test_the_first_prediction_is_the_one_that_counts(home: Home) -> None:
-    assert promise(home, LEVER) == LEVER
-    assert promise(home, replace(LEVER, predicted=1.6, predicted_at=20.0)) == LEVER
-    assert promise(home, replace(LEVER, of="memory_peak_bytes")).of == "memory_peak_bytes", "another gauge"
+    assert log_prediction(home, LEVER) == LEVER
+    assert log_prediction(home, replace(LEVER, predicted=1.6, predicted_at=20.0)) == LEVER
+    assert log_prediction(home, replace(LEVER, of="memory_peak_bytes")).of == "memory_peak_bytes", "another gauge"
     assert [one.predicted for one in read_record(home).lines] == [2.0, 2.0]
     assert read_record(home).summary == "no lever was measured yet" and read_record(home).median_error is None
 
 
 def test_what_was_written_stays_as_it_was(home: Home) -> None:
-    promise(home, LEVER)
+    log_prediction(home, LEVER)
     before = path_of(home).read_bytes()
-    settle(home, replace(LEVER, obtained=1.6, by="b"))
-    settle(home, replace(LEVER, obtained=1.6, by="b"))
-    settle(home, replace(LEVER, obtained=1.8, by="b"))  # run b went on meanwhile
-    settle(home, replace(LEVER, obtained=2.2, by="c"))
+    log_outcome(home, replace(LEVER, obtained=1.6, by="b"))
+    log_outcome(home, replace(LEVER, obtained=1.6, by="b"))
+    log_outcome(home, replace(LEVER, obtained=1.8, by="b"))  # run b went on meanwhile
+    log_outcome(home, replace(LEVER, obtained=2.2, by="c"))
     assert path_of(home).read_bytes().startswith(before) and len(read_record(home).lines) == 4
     record = read_record(home)
     assert [(one.by, one.obtained) for one in record.levers] == [("b", 1.8), ("c", 2.2)]
@@ -50,10 +50,10 @@ def test_what_was_written_stays_as_it_was(home: Home) -> None:
     ],
 )
 def test_a_broken_line_is_left_out_and_named(home: Home, broken: bytes) -> None:
-    promise(home, LEVER)
+    log_prediction(home, LEVER)
     with path_of(home).open("ab") as file:
         file.write(broken)  # and no end of line: its writer was killed
-    settle(home, replace(LEVER, obtained=1.6, by="b"))
+    log_outcome(home, replace(LEVER, obtained=1.6, by="b"))
     record = read_record(home)
     assert [one.obtained for one in record.lines] == [None, 1.6]
     assert record.notes == (f"line 2 of {path_of(home)} is broken and left out; delete it",)
@@ -63,4 +63,4 @@ def test_a_place_that_cannot_be_written_is_one_line(home: Home) -> None:
     os.makedirs(path_of(home))
     assert read_record(home).lines == ()
     with pytest.raises(ArmillaryError, match=r"cannot write .*track-record.jsonl"):
-        promise(home, LEVER)
+        log_prediction(home, LEVER)

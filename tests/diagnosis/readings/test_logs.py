@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from armillary.diagnosis.readings.log_lines import clock, in_order, plain_lines
-from armillary.diagnosis.readings.logs import is_log, read_log
+from armillary.diagnosis.readings.open_reading import is_log, read_log
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import BadData, NotFound
 from armillary.spec.gauges import GAUGES

@@ -1,4 +1,4 @@
-"""The circle's page: whole, alone, every figure on it, and safe with odd names."""
+"""The demo's page: complete, alone, every figure on it, and safe with odd names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from armillary.diagnosis.outcome.prediction_errors import Predicted, predicted_of
-from armillary.diagnosis.report.demo_report import Circle
+from armillary.diagnosis.report.demo_report import DemoReport
 from armillary.diagnosis.report.diagnosis_page import page
-from tests.diagnosis.circles import made_circle
+from tests.diagnosis.demo_reports import made_report
 from tests.profiling.report.test_profile_page import Tags
 
 
 def test_it_is_whole_and_loads_nothing() -> None:
-    text = page(made_circle())
+    text = page(made_report())
     tags = Tags(text)
     assert tags.open == [] and "$" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
     assert not {"script", "link", "img", "iframe"} & set(tags.seen)
@@ -24,7 +24,7 @@ def test_it_is_whole_and_loads_nothing() -> None:
 
 
 def test_every_plot_is_there() -> None:
-    text = page(made_circle())
+    text = page(made_report())
     for label in ("Loss over steps", "Roofline: FLOP/s", "Time to first token", "Inter-token latency", "Levers"):
         assert f"aria-label='{label}" in text, label
     assert "interrupted after step 80, resumed" in text and "class='mark'" in text
@@ -33,9 +33,9 @@ def test_every_plot_is_there() -> None:
 
 
 def test_every_prediction_is_there() -> None:
-    circle = made_circle()
-    text = page(circle)
-    rows = circle.predicted
+    report = made_report()
+    text = page(report)
+    rows = report.predicted
     assert len(rows) == 9 + 2 + 2 + 2
     for one in rows:
         assert all(f">{cell}<" in text for cell in one.cells()), one
@@ -53,26 +53,26 @@ def test_every_prediction_is_there() -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        Circle(title="x", created="now"),
-        made_circle(profile=None, served_after=None, pulled=()),
-        made_circle(diagnoses=(), pulled=(), served=None, served_after=None),
-        made_circle(training=None, records=(), stops=()),
+        DemoReport(title="x", created="now"),
+        made_report(profile=None, served_after=None, pulled=()),
+        made_report(diagnoses=(), pulled=(), served=None, served_after=None),
+        made_report(training=None, records=(), stops=()),
     ],
 )
-def test_a_turn_that_was_cut_short_has_a_page(found: Circle) -> None:
+def test_a_turn_that_was_cut_short_has_a_page(found: DemoReport) -> None:
     assert Tags(page(found)).open == []
 
 
 def test_without_a_diagnosis_the_profile_tells_the_budget() -> None:
-    text = page(made_circle(diagnoses=()))
+    text = page(made_report(diagnoses=()))
     assert "in one process" in text and "launch gaps <b>26.0%</b>" in text
 
 
 def test_names_cannot_break_out() -> None:
     nasty = "<script>alert(1)</script>'\"&"
-    first, *others = made_circle().diagnoses
-    circle = made_circle(title=nasty, notes=(nasty,), diagnoses=(replace(first, headline=nasty), *others))
-    assert "<script>" not in page(circle) and Tags(page(circle)).open == []
+    first, *others = made_report().diagnoses
+    report = made_report(title=nasty, notes=(nasty,), diagnoses=(replace(first, headline=nasty), *others))
+    assert "<script>" not in page(report) and Tags(page(report)).open == []
 
 
 def test_a_figure_beside_its_prediction() -> None:
@@ -81,5 +81,5 @@ def test_a_figure_beside_its_prediction() -> None:
     assert Predicted(of="t", gauge="comm_s", predicted=2e-5, measured=1e-5).cells()[-1] == "–"  # too short to judge
     counted = Predicted(of="t", gauge="batch_tokens", predicted=2048, measured=2048)
     assert counted.cells()[2:] == ["2,048", "2,048", "exact"]
-    training = made_circle().training
+    training = made_report().training
     assert training is not None and predicted_of(replace(training, plan=None), "training") == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.evidence.launch_overhead import launching
+from armillary.diagnosis.evidence.step_parts import launch_overhead_share
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.device import (
     compute,
@@ -56,7 +56,9 @@ def test_on_a_processor_operators_are_counted_and_not_what_else_ran() -> None:
     plan = plan_of("hardware.on=cpux2", "layout.dp=1")
     made = reading_of(plan, kernels=20_000.0, host_cpu_s=0.2)
     counted = 20_000 * CALL_S / 0.2
-    assert launching(made, plan) == pytest.approx(counted) and launching(made, None) == pytest.approx(0.05)
+    assert launch_overhead_share(made, plan) == pytest.approx(counted) and launch_overhead_share(
+        made, None
+    ) == pytest.approx(0.05)
     found = launch_overhead(made, plan)
     assert found is not None and found.share == pytest.approx(counted)
     assert launch_overhead(reading_of(plan, kernels=2000.0, host_cpu_s=0.9), plan) is None
@@ -71,7 +73,7 @@ def test_a_call_is_held_against_steps_of_its_own_moment() -> None:
         host_cpu_s=lambda step: 0.4 if step in slow or step > 15 else 0.2,
         torch_call_s=lambda step: (8e-6 if step in slow else 4e-6) if step < 15 else None,
     )
-    assert launching(made, plan) == pytest.approx(20_000 * 4e-6 / 0.2)
+    assert launch_overhead_share(made, plan) == pytest.approx(20_000 * 4e-6 / 0.2)
 
 
 def test_a_call_that_was_measured_once_is_held_against_the_median_step() -> None:

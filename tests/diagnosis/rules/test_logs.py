@@ -10,7 +10,7 @@ import pytest
 
 from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
-from armillary.diagnosis.readings.logs import read_log
+from armillary.diagnosis.readings.open_reading import read_log
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.logs import RULES
 from armillary.store.home import Home

@@ -137,24 +137,24 @@ def test_a_batch_job_that_is_set_well_is_left_alone() -> None:
 
 
 def test_launches_take_the_time_of_a_gpu() -> None:
-    launching = StepCost(base_s=0.008, prefill_s=1e-6, decode_s=1e-6)
-    eager = served(requests(40, rate=20.0), chip="h200", graphs=False, cost=launching)
+    launch_bound = StepCost(base_s=0.008, prefill_s=1e-6, decode_s=1e-6)
+    eager = served(requests(40, rate=20.0), chip="h200", graphs=False, cost=launch_bound)
     assert (found(eager)[0].loop, found(eager)[0].cause) == ("inner", "launch_overhead")
     waiting = StepCost(base_s=0.008, prefill_s=1e-6, decode_s=1e-6, waits=True)
     assert cause(served(requests(40, rate=20.0), chip="h200", graphs=False, cost=waiting)) is None
 
 
 def test_what_kept_requests_out_is_told_apart() -> None:
-    doors = {
+    bottlenecks = {
         "rows": served(requests(40), max_running=2),
         "blocks": served(requests(40), kv_tokens=512),
         "budget": served(requests(40, tokens_in=500), max_tokens_per_step=32),
         "batch": served(requests(40), max_running=8, batching="static"),
     }
-    for door, reading in doors.items():
-        assert Service(reading, reading.plan).door == door
+    for bottleneck, reading in bottlenecks.items():
+        assert Service(reading, reading.plan).bottleneck == bottleneck
     calm = served(requests(20, rate=1.0))
-    assert Service(calm, calm.plan).door is None and Service(calm, calm.plan).cost is not None
+    assert Service(calm, calm.plan).bottleneck is None and Service(calm, calm.plan).cost is not None
 
 
 def test_the_line_through_the_steps_is_the_one_they_were_made_of() -> None:

@@ -1,4 +1,4 @@
-"""A turn of the circle made by hand, for what shows it."""
+"""Demo reports made by hand, for what shows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever
 from armillary.diagnosis.outcome.compare import Comparison
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.report.demo_report import Circle, Served, Stage
+from armillary.diagnosis.report.demo_report import DemoReport, Served, Stage
 from armillary.serving.load.client_lag import Lag
 from armillary.serving.load.record import Answer
 from armillary.serving.load.run import LoadReport, Ran, Test
@@ -59,8 +59,8 @@ def made_plan(**changes: Any) -> Plan:
     )
 
 
-def made_circle(**changes: Any) -> Circle:
-    """A whole turn: 200 steps stopped after 80, a server before and after its lever."""
+def made_report(**changes: Any) -> DemoReport:
+    """A complete report: 200 steps stopped after 80, a server before and after its lever."""
     records = tuple(
         {
             "time": 0.2 * i + (9.0 if i > 80 else 0.0),
@@ -194,4 +194,4 @@ def made_circle(**changes: Any) -> Circle:
             ),
         ),
     }
-    return Circle(**(values | changes))
+    return DemoReport(**(values | changes))
