@@ -30,6 +30,7 @@ from armillary.diagnosis.rules import metrics_page as page_rules
 from armillary.diagnosis.rules import serving as serving_rules
 from armillary.diagnosis.rules import training as training_rules
 from armillary.profiling.profile import BUDGET
+from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
 NEEDS_LEVER = ("needless_recompute", "needless_offload", "precision")
@@ -194,7 +195,7 @@ def _headline(limiting: Finding | None, findings: list[Finding], gain: float) ->
 def budget_of(reading: Reading) -> dict[str, float]:
     """Where the time went, as shares of all of it; empty where nothing was recorded."""
     parts = parts_of(reading)
-    budget = {part: share for part in BUDGET if (share := reading.get(f"{part}_fraction")) is not None}
+    budget = {part: share for part in BUDGET if (share := reading.get(budget_gauge(part))) is not None}
     total = sum(budget.values())
     if abs(total - 1) < BUDGET_SUM_TOLERANCE:
         budget = {part: share / total for part, share in budget.items()}
