@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from armillary.cli.demo import state as demo
-from armillary.cli.train.train import plan_of
+from armillary.cli.train.planning import plan_of
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
 from armillary.training.prepare_run import start, starting_point

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from armillary.cli.output import Output
 from armillary.cli.progress import Bar
@@ -73,3 +73,12 @@ def find_model(out: Output, home: Home, text: str, *, need_weights: bool) -> Mod
             bars[0].at(done, total)
 
         return resolve_model(text, home, need_weights=need_weights, fetch_progress=report)
+
+
+def pick_torch_device(device: str | None) -> Any:
+    """The torch device to measure."""
+    need_torch("measuring")
+    from armillary.model.device import fit_threads, pick_device
+
+    fit_threads()
+    return pick_device(device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from armillary.units import bytes_text, count_text, seconds_text
 
@@ -134,3 +134,8 @@ def amount_text(done: float, total: float | None, unit: str) -> str:
 
 def live_texts(live: dict[str, object]) -> list[str]:
     return [f"{name.replace('_', ' ')} {f'{v:.4g}' if isinstance(v, float) else v}" for name, v in live.items()]
+
+
+def on_bar(bar: Bar) -> Any:
+    """A callback(done, total, case) that moves the bar."""
+    return lambda done, total, case: bar.at(done, total, now=case)

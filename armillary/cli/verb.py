@@ -109,3 +109,7 @@ def _home(directory: str | None) -> Home:
     from armillary.store.home import Home
 
     return Home.at(directory) if directory else Home.default()
+
+
+device_option = click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
+quick_option = click.option("--quick", is_flag=True, help="Fewer sizes and shorter measurements.")

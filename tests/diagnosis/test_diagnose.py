@@ -8,10 +8,13 @@ import pytest
 
 from armillary.diagnosis.diagnose import budget_of, diagnose, is_worth, rules_for
 from armillary.diagnosis.evidence.finding import Finding, Lever
+from armillary.diagnosis.levers.advice import max_workers, workers
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import BadInput
+from armillary.spec import catalogue
 from armillary.spec.gauges import GAUGES
+from armillary.spec.hardware import Tier
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
 
 
@@ -86,3 +89,12 @@ def test_kernels_that_wait_for_a_core_are_not_called_slow() -> None:
     slow = Finding(loop="inner", cause="compute", rule="compute", share=0.5, says="", evidence=(), levers=(lever,))
     assert is_worth(slow, reading_of()) and not is_worth(slow, reading_of(host_queue_s=0.4))
     assert is_worth(replace(slow, cause="precision"), reading_of(host_queue_s=0.4))
+
+
+def test_no_more_loader_workers_are_advised_than_there_are_cores() -> None:
+    cores = replace(catalogue.cluster("h100"), chip=replace(catalogue.cluster("h100").chip, kind="cpu"))
+    plan = replace(plan_of(), cluster=replace(cores, tiers=(Tier(link=catalogue.links()["nvlink-2"], count=8),)))
+    assert max_workers(plan) == 1, "eight ranks on eight cores"
+    assert max_workers(replace(plan, layout=replace(plan.layout, dp=2))) == 4
+    assert workers(1.0, 0.1, most=4) == 4 and workers(1.0, 0.1) == 13
+    assert max_workers(replace(plan_of(), cluster=catalogue.cluster("h100"))) == 16, "not known"

@@ -17,7 +17,8 @@ from unittest import mock
 from armillary.cli.output import Output
 from armillary.cli.train import launch as launching
 from armillary.cli.train.launch import Launched
-from armillary.cli.train.train import begin, run_training
+from armillary.cli.train.planning import begin
+from armillary.cli.train.train import run_training
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.cli.train.train import DAY_S
+from armillary.cli.train.planning import DAY_S
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
 from armillary.planning.device_model.layout_arrays import as_arrays

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from armillary.cli.bench.kernels import kernels
-from armillary.cli.bench.measuring import device_option, measure_engine, on_bar, pick, quick_option
 from armillary.cli.bench.serve import serve
 from armillary.cli.bench.tables import bests, shares, show_peaks
 from armillary.cli.data import on_bar as on_bytes
 from armillary.cli.data import say_prepared
+from armillary.cli.open_model import pick_torch_device
 from armillary.cli.output import Output
-from armillary.cli.verb import VerbGroup
-from armillary.errors import BadInput, NotFound
+from armillary.cli.progress import on_bar
+from armillary.cli.verb import VerbGroup, device_option, quick_option
+from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, Point, load_peaks, new_peaks, peaks_path, save_peaks
 from armillary.units import scaled, seconds_text
@@ -53,7 +54,7 @@ def ceilings(
 
     Random data, buffers in turn, the median of many. A minute on a CPU, a few on a GPU; --quick takes seconds.
     """
-    target = pick(device)
+    target = pick_torch_device(device)
     from armillary.machine.background_load import BUSY_CORES
     from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
 
@@ -96,7 +97,7 @@ def collectives(
 
     gloo between processes on a CPU, NCCL between GPUs.
     """
-    target = pick(device)
+    target = pick_torch_device(device)
     from armillary.machine.cores import usable_cores
     from armillary.profiling.ceilings.collective_ranks import OPS
     from armillary.profiling.ceilings.collectives import QUICK_SIZES, SIZES, default_worlds, measure_collectives
@@ -141,7 +142,7 @@ def loader(
 
     DATA is a folder of prepared shards (armillary data prepare); without it the standard library is prepared.
     """
-    target = pick(device)
+    target = pick_torch_device(device)
     from armillary.cli.bench.loader import TrainingBatches
     from armillary.profiling.ceilings.ceilings import about, name_of
 
@@ -271,3 +272,14 @@ def _loader_point(path: str, fed: Fed, tokens: int) -> dict[str, Any]:
     }
     seen = {"tokens_per_s": fed.tokens_per_s, "bytes_per_s": fed.bytes_per_s, "batches": fed.batches}
     return {**tried, "seconds": fed.seconds, "beside": seen | {"date": time.strftime("%Y-%m-%d")}}
+
+
+def measure_engine(out: Output, home: Home, limit_s: float) -> None:
+    """Calibrate the planner with a small engine; without it, plans are less exact."""
+    from armillary.planning.calibrate.engine_calibration import calibrate
+
+    try:
+        with out.progress("measuring a small engine"):
+            calibrate(home, limit_s)
+    except ArmillaryError as error:
+        out.warn(f"torch calls were not timed, so plans for this CPU are rough: {error}")

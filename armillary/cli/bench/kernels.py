@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from armillary.cli.bench.measuring import device_option, on_bar, pick, quick_option
+from armillary.cli.open_model import pick_torch_device
 from armillary.cli.output import Output
-from armillary.cli.verb import verb
+from armillary.cli.progress import on_bar
+from armillary.cli.verb import device_option, quick_option, verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
@@ -29,7 +30,7 @@ def kernels(out: Output, home: Home, device: str | None, quick: bool, ops: tuple
 
     Shapes of real models, random data past the caches; what wins is remembered and used from then on.
     """
-    target = pick(device)
+    target = pick_torch_device(device)
     if plot is not None and plot.suffix not in (".html", ".htm"):
         raise BadInput(f"what is drawn is a page of HTML; try --plot {plot.with_suffix('.html')}")
     from armillary.profiling.kernel_bench.bench import bench_kernels

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from armillary.cli.bench.measuring import measure_engine, on_bar, pick
+from armillary.cli.bench.bench import measure_engine
 from armillary.cli.demo.state import DemoState
+from armillary.cli.open_model import pick_torch_device
+from armillary.cli.progress import on_bar
 from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
@@ -34,7 +36,7 @@ ALONE = ("gemm", "passes", "attention")
 def measure(state: DemoState) -> None:
     """The ceilings, kept for every plan and profile to come; those of today are not measured twice."""
     with state.stage("measure", "what this machine reaches (quick; armillary bench ceilings is thorough)") as say:
-        device = pick(None)
+        device = pick_torch_device(None)
         from armillary.profiling.ceilings.ceilings import name_of
 
         peaks = load_peaks(state.home, name_of(device))

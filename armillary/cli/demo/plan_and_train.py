@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.cli.demo.state import RECIPE, DemoState
-from armillary.cli.train.train import begin, run_training
+from armillary.cli.train.planning import begin
+from armillary.cli.train.train import run_training
 from armillary.errors import ArmillaryError
 from armillary.store.gauges import last_record, read_gauges
 from armillary.store.run_names import new_name

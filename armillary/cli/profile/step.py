@@ -19,7 +19,7 @@ from types import ModuleType
 
 from armillary.cli.data import on_bar
 from armillary.cli.output import Output, path_text
-from armillary.cli.train.train import begin
+from armillary.cli.train.planning import begin
 from armillary.errors import BadInput, NotFound
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from armillary.cli.data import on_bar, say_prepared
 from armillary.cli.main import USER_ERROR
-from armillary.cli.open_model import find_model, need_torch
-from armillary.cli.output import Output, path_text
+from armillary.cli.open_model import need_torch
+from armillary.cli.output import Output
 from armillary.cli.train.parity import parity, the_recipe
+from armillary.cli.train.planning import begin, planned, refuse_days, seconds_left
 from armillary.cli.train.view import TrainView, outcome_of, say_end
 from armillary.cli.verb import moved, set_option, verb, yes_option
-from armillary.errors import ArmillaryError, BadInput, BadLayout
+from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.spec.tables.train import TrainJob
@@ -25,12 +25,9 @@ from armillary.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from armillary.parallel.world import World
-    from armillary.planning.training.training_plan import TrainingPlan
     from armillary.store.runs import Run
     from armillary.training.prepare_run import Start
     from armillary.training.stopping import Until
-
-DAY_S = 86_400.0
 
 
 @verb
@@ -115,115 +112,6 @@ def _goal(recipe: Recipe) -> Until | None:
     return Until.of(recipe.train)
 
 
-# --- before anything is written
-
-
-def begin(
-    out: Output,
-    home: Home,
-    recipe: Recipe,
-    *,
-    device: str | None = None,
-    devices: int | None = None,
-    fills: int | None = None,
-    until: Until | None = None,
-) -> Start:
-    """Find the model, fetching its weights if it must, check everything, plan it, and say what was planned."""
-    need_torch("training")
-    from armillary.model.device import pick_device
-    from armillary.training.prepare_run import start, starting_point
-
-    source = find_model(out, home, recipe.model.source, need_weights=False)
-    if source.origin == "hub" and not recipe.train.from_scratch:
-        find_model(out, home, recipe.model.source, need_weights=True)
-    found = starting_point(recipe, home)
-    pick_device(device)
-    begun = _with_compile(start(recipe, home, found, room=devices or 0, fills=fills, until=until, device=device))
-    begun, made = planned(begun)
-    say_start(out, begun, made)
-    for note in begun.plan.notes:
-        out.warn(note)
-    return begun
-
-
-def planned(begun: Start) -> tuple[Start, TrainingPlan]:
-    """What was begun with the planner's predictions in its plan, and these by themselves."""
-    made = plan_of(begun)
-    found = made.plan()
-    notes = tuple(dict.fromkeys((*begun.plan.notes, *found.notes)))
-    return replace(begun, plan=replace(begun.plan, predicted=found.predicted, notes=notes)), made
-
-
-def _resolved(begun: Start) -> Recipe:
-    """The recipe with what its plan has in place of auto."""
-    assert begun.plan.train is not None
-    return replace(begun.recipe, layout=begun.plan.layout, train=begun.plan.train)
-
-
-def _with_compile(begun: Start) -> Start:
-    """train.compile = "auto" resolved by what the planner says that compiling saves."""
-    if begun.recipe.train.compile != "auto":
-        return begun
-    from armillary.planning.training.compile_choice import compile_choice
-    from armillary.planning.training.resolve import resolve
-
-    asked = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
-    reason = compile_choice(asked)
-    if not reason:
-        return begun
-    assert begun.plan.train is not None
-    plan = replace(
-        begun.plan, train=replace(begun.plan.train, compile=True), chosen={**begun.plan.chosen, "train.compile": reason}
-    )
-    return replace(begun, plan=plan)
-
-
-def plan_of(begun: Start) -> TrainingPlan:
-    """What the planner predicts; a plan that cannot fit is refused with what would."""
-    from armillary.planning.device_model.layout_arrays import as_arrays
-    from armillary.planning.training.prediction import predict
-    from armillary.planning.training.resolve import resolve
-    from armillary.planning.training.training_plan import training_plan
-
-    asked = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
-    made = training_plan(asked, predict(asked.case, as_arrays([asked.layout])))
-    if not made.fits:
-        said = made.shortage.replace("it ", f"{begun.plan.model.name} ", 1)
-        raise BadLayout(f"{said}; {made.remedy.replace('--on ', '--set hardware.on=')}")
-    return made
-
-
-def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
-    from armillary.cli.plan.plan_text import layout_text, line_text, memory_text, offload_rows, step_text
-    from armillary.spec.arithmetic.params import parameters
-
-    plan = begun.plan
-    origin = f"from the weights in {path_text(Path(plan.weights))}" if plan.weights else "from scratch"
-    count = count_text(parameters(plan.model).total)
-    out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
-    chosen = [(key.partition(".")[2], why) for key, why in plan.chosen.items()]
-    rows = [
-        ("layout", layout_text(made.prediction)),
-        *chosen,
-        ("memory / device", memory_text(made.prediction)),
-        *offload_rows(made.prediction),
-        ("step", step_text(made.prediction)),
-        ("learning rate", _rate_text(begun)),
-    ]
-    for name, text in rows:
-        out.say(line_text(name, text))
-
-
-def _rate_text(begun: Start) -> str:
-    """The peak, and what the batch made of it."""
-    from armillary.spec.arithmetic.params import parameters
-
-    job = begun.recipe.train
-    peak = job.peak_lr(parameters(begun.plan.model).total)
-    scaled = f" = {peak / job.lr_factor:.3g} × {job.lr_factor:g} for the batch" if job.lr_base_batch else ""
-    return f"{peak:.3g}{scaled}, {job.warmup:,} steps of warm-up, then {job.schedule}"
-
-
 # --- in this process, in processes of our own, or in those of torchrun
 
 
@@ -293,31 +181,12 @@ def _kept(out: Output, begun: Start, run: Run) -> Start:
     return planned(kept)[0]
 
 
-def seconds_left(begun: Start, run: Run | None) -> float:
-    """Predicted time of the steps that are left."""
-    from armillary.training.checkpoint.checkpoint import saved_steps
-
-    done = (saved_steps(run) or [0])[-1] if run is not None else 0
-    return max(0, begun.recipe.train.steps - done) * begun.plan.predicted["step_s"]
-
-
 def end_text(begun: Start, run: Run) -> str:
     """'ends about 14:05 (12:30)', with the day where that is not today."""
     left = seconds_left(begun, run)
     now, end = time.localtime(), time.localtime(time.time() + left)
     day = "" if now[:3] == end[:3] else time.strftime("%Y-%m-%d ", end)
     return f"ends about {day}{time.strftime('%H:%M', end)} (in {seconds_text(left)})"
-
-
-def refuse_days(begun: Start, *, yes: bool) -> None:
-    """A plan of more than a day on a CPU is more often a mistake than a wish."""
-    left = seconds_left(begun, None)
-    if yes or begun.plan.cluster.chip.kind != "cpu" or left <= DAY_S:
-        return
-    raise BadInput(
-        f"{begun.recipe.train.steps:,} steps would take {seconds_text(left)} on this CPU; start it all the "
-        "same with --yes, or take fewer steps (--set train.steps=…) or a smaller model"
-    )
 
 
 def _saves(job: TrainJob, step_s: float) -> str:

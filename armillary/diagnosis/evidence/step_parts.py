@@ -131,7 +131,7 @@ def without(share: float) -> float:
 def launch_overhead_share(reading: Reading, plan: Plan | None) -> float | None:
     """Share of a step without its waiting that follows the number of operations rather than their work; None where no
     step was recorded. On a GPU the device idles until a launch comes, or runs kernels too short for any roofline. On a
-    CPU every operator pays for its call, and cores vary in speed, so calls are compared with steps of the same moment."""
+    CPU every operator pays for its call, and cores vary in speed: calls are compared with steps of the same moment."""
     gaps = reading.get("launch_gap_fraction")
     if gaps is None:
         return None

@@ -19,6 +19,7 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.diagnosis.readings.reading import Reading
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.profiling.profile import Profile, Row
+from armillary.spec.plan import Plan
 
 AMDAHL = "Amdahl over the recorded budget"
 AT_MOST = f"at most: {AMDAHL}"
@@ -32,9 +33,21 @@ def levers_for(finding: Finding, reading: Reading) -> tuple[Lever, ...]:
     return tuple(sorted(make(finding, reading), key=lambda lever: -lever.speedup)) if make else ()
 
 
-def workers(step_s: float, busy_s: float, now: int = 1) -> int:
-    """Processes that make a batch in the time for which a step computes, where `now` of them take a whole step."""
-    return min(MAX_WORKERS, max(2, ceil(WORKER_MARGIN * now * step_s / max(0.05 * step_s, busy_s))))
+def workers(step_s: float, busy_s: float, now: int = 1, most: int = MAX_WORKERS) -> int:
+    """Loader processes that make a batch while a step computes, where `now` of them take a whole step; `most` at most."""
+    return min(most, max(2, ceil(WORKER_MARGIN * now * step_s / max(0.05 * step_s, busy_s))))
+
+
+def max_workers(plan: Plan) -> int:
+    """Most loader processes per rank: the ranks of a machine share its cores, where their number is known."""
+    cluster, ranks = plan.cluster, plan.layout.num_devices
+    if cluster.chip.kind == "cpu":
+        cores = cluster.num_devices
+    elif cluster.node is not None and cluster.node.cpu_cores:
+        cores, ranks = cluster.node.cpu_cores, min(ranks, cluster.node.num_chips)
+    else:
+        return MAX_WORKERS
+    return max(1, min(MAX_WORKERS, cores // ranks))
 
 
 def read_ahead(finding: Finding, reading: Reading) -> Iterator[Lever]:

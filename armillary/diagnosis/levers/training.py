@@ -9,11 +9,10 @@ from armillary.diagnosis.evidence.thresholds import (
     BALANCED_EXPERT_LOAD,
     GRADIENT_BUCKET_RATIO,
     LARGER_BATCH_SHARE,
-    MAX_WORKERS,
     MIN_FREED_SHARE,
     STALL_TARGET_SHARE,
 )
-from armillary.diagnosis.levers.advice import read_ahead, workers
+from armillary.diagnosis.levers.advice import max_workers, read_ahead, workers
 from armillary.diagnosis.levers.training_price import Priced, Pricing, pricing_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.profiling.analysis.amdahl import speedup
@@ -50,7 +49,8 @@ def _workers(finding: Finding, reading: Reading, pricing: Pricing | None) -> Ite
         return
     parts, now = pricing.parts, max(1, pricing.plan.data.workers)
     busy = max(1e-9, parts.step - parts.data_wait)
-    count = max(workers(parts.step, busy, now), min(MAX_WORKERS, now + 1))
+    most = max_workers(pricing.plan)
+    count = max(workers(parts.step, busy, now, most), min(most, now + 1))
     if count <= pricing.plan.data.workers:
         return
     wait = max(0.0, parts.step * now / count - busy)

@@ -1,21 +1,18 @@
-"""A metrics page in Prometheus' text form: samples by name, and histograms that give means and percentiles.
+"""A Prometheus metrics page: samples by name, and histograms that give means and percentiles.
 
-Only the text is read; no client library is needed. https://prometheus.io/docs/instrumenting/exposition_formats
+prometheus_client parses each line by itself, so that a broken line costs only itself and counters keep their names.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, isnan, log, nan
 
-_INSIDE = r'(?:[^"}]|"(?:[^"\\]|\\.)*")*'
-_LINE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(?:\{(" + _INSIDE + r")\})?\s+(\S+)(?:\s+-?[\d.]+)?(?:\s+#.*)?$")
-_BRACED = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?\s*')
+from armillary.errors import missing
+
 _GROUP = 0.2
 """share of all values that makes the lower group one: fewer are the steps before and after the others"""
-_ESCAPED = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
 @dataclass(frozen=True)
@@ -146,19 +143,28 @@ class Page:
 
 
 def parse_page(text: str) -> Page:
-    """Lines that are no samples (comments, torn lines, NaN) are passed over."""
-    found: dict[str, list[Sample]] = {}
-    for name, sample in _samples(text.splitlines()):
-        found.setdefault(name, []).append(sample)
-    return Page({name: tuple(samples) for name, samples in found.items()})
+    """Lines that are not samples (comments, torn lines, NaN) are passed over."""
+    by_name: dict[str, list[Sample]] = {}
+    for line in text.splitlines():
+        for name, labels, value in () if line.startswith("#") else _parse_line(line):
+            if not isnan(value):
+                by_name.setdefault(name, []).append(Sample(labels, value))
+    return Page({name: tuple(samples) for name, samples in by_name.items()})
 
 
-def _samples(lines: Iterable[str]) -> Iterator[tuple[str, Sample]]:
-    for line in lines:
-        matched = None if line.startswith("#") else _LINE.match(line.strip())
-        value = number_of(matched[3]) if matched else None
-        if matched and value is not None:
-            yield matched[1], Sample(_labels(matched[2] or ""), value)
+def _parse_line(line: str) -> list[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of a line; none where it is broken. An exemplar behind the value is left out."""
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError:
+        raise missing("prometheus_client", "reading a metrics page", "http") from None
+    for text in (line, line.rpartition(" # ")[0]):
+        try:
+            families = list(text_string_to_metric_families(text))
+        except (ValueError, IndexError):
+            continue
+        return [(sample.name, sample.labels, float(sample.value)) for family in families for sample in family.samples]
+    return []
 
 
 def _log_mean(cells: Sequence[Cell]) -> float:
@@ -170,12 +176,6 @@ def _between(lower: Sequence[Cell], upper: Sequence[Cell]) -> float:
     """Variance between two groups, up to a constant."""
     weights = sum(one.count for one in lower) * sum(one.count for one in upper)
     return weights * (_log_mean(upper) - _log_mean(lower)) ** 2
-
-
-def _labels(text: str) -> dict[str, str]:
-    return {
-        name: re.sub(r"\\.", lambda one: _ESCAPED.get(one[0], one[0]), value) for name, value in _BRACED.findall(text)
-    }
 
 
 def number_of(text: str | None) -> float | None:

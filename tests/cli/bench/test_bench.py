@@ -143,7 +143,7 @@ def test_a_busy_processor_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_engine_that_does_not_start_is_no_reason_to_stop(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from armillary.cli.bench.measuring import measure_engine
+    from armillary.cli.bench.bench import measure_engine
     from armillary.cli.output import Output
     from armillary.errors import ArmillaryError
 

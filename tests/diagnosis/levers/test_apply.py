@@ -59,7 +59,8 @@ def test_a_text_that_editing_cannot_follow_is_written_anew(tmp_path: Path) -> No
 def test_keys_are_set_where_they_belong() -> None:
     assert with_key("[a]\nx = 1\n\n[b]\nx = 2\n", "b.x", "3") == "[a]\nx = 1\n\n[b]\nx = 3\n"
     assert with_key("[a]\nx = 1\n\n[b]\ny = 2\n", "a.y", "none") == '[a]\nx = 1\ny = "none"\n\n[b]\ny = 2\n'
-    assert with_key("", "a.y", "true") == "\n[a]\ny = true\n"
+    assert with_key("", "a.y", "true") == "[a]\ny = true\n"
+    assert with_key("layout = {micro_batch = 1}\n", "layout.micro_batch", "4") == "layout = {micro_batch = 4}\n"
 
 
 def test_what_no_key_does_cannot_be_written(tmp_path: Path) -> None:

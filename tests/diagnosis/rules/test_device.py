@@ -79,7 +79,7 @@ def test_a_call_is_held_against_steps_of_its_own_moment() -> None:
 def test_a_call_that_was_measured_once_is_held_against_the_median_step() -> None:
     plan = plan_of("hardware.on=cpux2", "layout.dp=1")
     made = reading_of(plan, kernels=20_000.0, host_cpu_s=0.2, torch_call_s=lambda step: 4e-6 if step == 0 else None)
-    assert launching(made, plan) == pytest.approx(20_000 * 4e-6 / 0.2)
+    assert launch_overhead_share(made, plan) == pytest.approx(20_000 * 4e-6 / 0.2)
 
 
 def test_launches_that_come_late_after_waiting_are_the_waits_fault() -> None:
