@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,11 +17,14 @@ from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
 from armillary.units import parse_count
 
-if TYPE_CHECKING:  # numpy and the planner come with the verbs that need them
+if TYPE_CHECKING:
+    from armillary.diagnosis.outcome.diagnosis import Diagnosis
     from armillary.planning.training.resolve import TrainingProblem
     from armillary.spec.hardware import Cluster
     from armillary.spec.model import ModelConfig
     from armillary.spec.recipe import Recipe
+    from armillary.store.runs import Run
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -137,3 +140,42 @@ def _with_usual(
     train = replace(recipe.train, sequence=length, batch_tokens=batch)
     notes = [] if said_s else [f"sequences of {length:,} tokens were assumed; --sequence says otherwise"]
     return replace(recipe, train=train), [*notes, *([note] if note else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed:
+    """What is planned anew."""
+
+    recipe: Mapping[str, Any]
+    """the run's tables"""
+    overrides: tuple[str, ...]
+    """the lever, as --set takes it; none where nothing is worth changing"""
+    purpose: str
+    """train or serve: what the run did"""
+
+
+def from_run(out: Output, home: Home, name: str) -> Changed:
+    """The recipe that a run's diagnosis asks for; says which lever that is."""
+    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
+    from armillary.diagnosis.levers.apply import overrides_of
+    from armillary.diagnosis.outcome.diagnosis import read_diagnosis
+    from armillary.store.runs import find_run
+
+    run = find_run(home, name)
+    found = read_diagnosis(run.folder)
+    worth = [lever for lever in found.levers if lever.change and lever.speedup > MIN_SPEEDUP and not found.is_healthy]
+    lever = worth[0] if worth else None
+    out.say(_pulled(found, run, found.levers.index(lever) + 1) if lever else f"{run.name} as it is: {found.headline}")
+    return Changed(
+        recipe=run.recipe,
+        overrides=tuple(overrides_of(lever.change)) if lever else (),
+        purpose="serve" if found.kind == "serving" else "train",
+    )
+
+
+def _pulled(found: Diagnosis, run: Run, number: int) -> str:
+    lever = found.lever(number)
+    return (
+        f"{run.name} with lever {number} pulled: {lever.title} ({lever.sets}), predicted {lever.speedup:.2f} × in "
+        f"{lever.of} on what was measured\napply:   armillary diagnose {run.name} --apply {number}"
+    )

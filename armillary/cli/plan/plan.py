@@ -84,7 +84,7 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
 
 def _take_run(out: Output, home: Home, run: str, asked: dict[str, Any]) -> str:
     """Ask about the run's recipe; gives what it is for."""
-    from armillary.cli.plan.from_run import from_run
+    from armillary.cli.plan.options import from_run
 
     if asked["recipe"] or asked["model"]:
         raise BadInput(f"--from {run} brings its own recipe; leave the other out, and change it with --set")
@@ -220,8 +220,7 @@ def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     if purpose == "serve":
         _serve(out, home, asked, "explain")
         return
-    from armillary.cli.plan.cost import money_plain, say_money
-    from armillary.cli.plan.plan_text import layout_text, say_stages
+    from armillary.cli.plan.plan_text import layout_text, money_plain, say_money, say_stages
     from armillary.planning.training.explain import explain as explain_terms
     from armillary.planning.training.training_plan import training_plan
 

@@ -7,11 +7,23 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from shutil import get_terminal_size
 from textwrap import wrap
+from typing import Any
 
 import numpy as np
 
 from armillary.cli.output import Output
-from armillary.planning.cost.cost_report import goodput_rows, training_rows
+from armillary.planning.cost.cost import offers
+from armillary.planning.cost.cost_report import (
+    OFFER_COLUMNS,
+    STORAGE_COLUMNS,
+    buying_rows,
+    goodput_rows,
+    offer_cells,
+    storage_cells,
+    training_rows,
+)
+from armillary.planning.cost.failures import Goodput
+from armillary.planning.cost.storage import RunStorage, run_storage
 from armillary.planning.device_model.layout_arrays import OFFLOADS, take_rows
 from armillary.planning.training.memory_breakdown import by_stage, memory
 from armillary.planning.training.offload import host_adamw_s
@@ -21,6 +33,7 @@ from armillary.planning.training.stages import stage_layers
 from armillary.planning.training.training_plan import TrainingPlan
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.layout_rules.placement import placement
+from armillary.spec.toml.fields import to_plain
 from armillary.units import bytes_text, count_text, flops_text, scaled, seconds_text
 
 LABEL, WIDTH = 20, 118
@@ -191,3 +204,46 @@ def stacked_bar(parts: Mapping[str, float], whole: float | None = None, width: i
     free = "·" * (width - len(bar)) if whole else ""
     legend = "  ".join(f"{shades[name]} {name} {value / total * 100:.0f} %" for name, value in shown)
     return f"{bar}{free}  {legend}"
+
+
+_SHORTEST_S = 1.0
+
+
+def run_storage_of(made: TrainingPlan) -> RunStorage:
+    """What the plan's run asks of storage: written beside the training, read by one copy of the model."""
+    job, seconds = made.problem.recipe.train, float(made.prediction.time.total[0])
+    return run_storage(
+        made.problem.model,
+        tokens_per_s=job.batch_tokens / seconds,
+        total_tokens=job.total_tokens,
+        interval_s=max(_SHORTEST_S, made.goodput.interval_s),
+        steps=job.steps,
+    )
+
+
+def say_money(out: Output, made: TrainingPlan) -> None:
+    """Offers, buying, failures and storage."""
+    cluster, cost = made.problem.case.cluster, made.problem.recipe.cost
+    if made.cost is not None:
+        out.table("\nan hour of a device", OFFER_COLUMNS, [offer_cells(one) for one in offers(cost, cluster)])
+        out.fields("", buying_rows(cost, cluster))
+    out.fields("\nfailures", goodput_rows(made.goodput))
+    out.table("\nstorage", STORAGE_COLUMNS, storage_cells(run_storage_of(made), cluster))
+
+
+def money_plain(made: TrainingPlan) -> dict[str, Any]:
+    """The same for --json."""
+    cluster, cost = made.problem.case.cluster, made.problem.recipe.cost
+    found: Goodput = made.goodput
+    return {
+        "offers": [to_plain(one) for one in offers(cost, cluster)] if made.cost is not None else [],
+        "failures": {
+            "mtbf_s": found.failures.mtbf_s,
+            "interval_s": found.interval_s,
+            "young_s": found.young_s,
+            "daly_s": found.daly_s,
+            "goodput_fraction": found.goodput_fraction,
+            "lost": found.lost(),
+        },
+        "storage": [to_plain(need) for need in run_storage_of(made).needs],
+    }

@@ -34,7 +34,7 @@ def levers_for(finding: Finding, reading: Reading) -> tuple[Lever, ...]:
 
 
 def workers(step_s: float, busy_s: float, now: int = 1, most: int = MAX_WORKERS) -> int:
-    """Loader processes that make a batch while a step computes, where `now` of them take a whole step; `most` at most."""
+    """Loader processes that make a batch while a step computes, where `now` of them take a whole step."""
     return min(most, max(2, ceil(WORKER_MARGIN * now * step_s / max(0.05 * step_s, busy_s))))
 
 
