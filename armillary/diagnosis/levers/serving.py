@@ -140,7 +140,7 @@ def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]
     """The best gaps that cost nobody much: prompts take more steps, so that their own first token comes later."""
     mixed = [one for one in replay.service.reading.steps if one.get("decode_tokens")]
     largest = max((one.get("prefill_tokens", 0) for one in mixed), default=0)
-    size = MIN_CHUNK_TOKENS
+    size: int = MIN_CHUNK_TOKENS
     tried: list[Change] = []
     while size < largest:
         tried.append({"serve.prefill_tokens": size})
