@@ -127,14 +127,17 @@ def export_model(
         _, loaded = open_model(out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device="cpu")
         module, wanted = of_transformer(loaded)
     with out.progress(f"exporting to {target.name}"):
-        made = export(module, wanted, target, form, rows=rows)
+        exported = export(module, wanted, target, form, rows=rows)
         remember(home, target)
-    taken = "any number of rows" if made.rows is None else f"{made.rows} rows"
+    taken = "any number of rows" if exported.rows is None else f"{exported.rows} rows"
     out.say(
-        f"{path_text(target.resolve())} · {bytes_text(made.bytes)} · takes {taken} · differs from the model by "
-        f"{made.error:.1g} · serve it: armillary serve {path_text(target.resolve())}"
+        f"{path_text(target.resolve())} · {bytes_text(exported.bytes)} · takes {taken} · differs from the model by "
+        f"{exported.error:.1g} · serve it: armillary serve {path_text(target.resolve())}"
     )
-    out.result({"file": str(target), "bytes": made.bytes, "rows": made.rows, "error": made.error}, quiet=str(target))
+    out.result(
+        {"file": str(target), "bytes": exported.bytes, "rows": exported.rows, "error": exported.error},
+        quiet=str(target),
+    )
 
 
 def _python_module(model: str, inputs: tuple[str, ...]) -> tuple[nn.Module, tuple[Input, ...]]:

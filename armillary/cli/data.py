@@ -63,11 +63,11 @@ def prepare(
     settings |= {"template": "" if chat in (None, "own") else chat}
     folder = target or home.data / folder_name(source, **settings)
     with out.progress("preparing", unit="B") as bar:
-        made = library_prepare(
+        prepared = library_prepare(
             source, folder, **settings, overwrite=overwrite, cache=_cache(home), progress=on_bar(bar)
         )
-    say_prepared(out, made)
-    out.result(summary(made), quiet=str(made.folder))
+    say_prepared(out, prepared)
+    out.result(summary(prepared), quiet=str(prepared.folder))
 
 
 def on_bar(bar: Bar) -> Callable[[int, int, str], None]:
@@ -81,14 +81,14 @@ def on_bar(bar: Bar) -> Callable[[int, int, str], None]:
     return report
 
 
-def say_prepared(out: Output, made: Prepared) -> None:
-    index = made.index
-    if made.remade:
-        out.warn(f"{made.remade}; the text was prepared again")
-    took = "already there" if made.reused else f"in {seconds_text(made.seconds)}"
-    amount = f"{count_text(made.num_tokens)} tokens of {count_text(made.num_documents)} documents"
-    out.say(f"{path_text(made.folder)} · {amount} · {took}")
-    per_token = f"{made.bytes_per_token:.2f} bytes a token"
+def say_prepared(out: Output, prepared: Prepared) -> None:
+    index = prepared.index
+    if prepared.remade:
+        out.warn(f"{prepared.remade}; the text was prepared again")
+    took = "already there" if prepared.reused else f"in {seconds_text(prepared.seconds)}"
+    amount = f"{count_text(prepared.num_tokens)} tokens of {count_text(prepared.num_documents)} documents"
+    out.say(f"{path_text(prepared.folder)} · {amount} · {took}")
+    per_token = f"{prepared.bytes_per_token:.2f} bytes a token"
     kept = f"{count_text(index.num_tokens('validation'))} tokens held out"
     out.say(f"  {bytes_text(index.text_bytes)} of text · vocabulary {index.vocab:,} · {per_token} · {kept}")
     for each in index.skipped[:3]:
@@ -97,15 +97,15 @@ def say_prepared(out: Output, made: Prepared) -> None:
         out.say(f"  and {index.num_skipped - 3} more")
 
 
-def summary(made: Prepared) -> dict[str, object]:
+def summary(prepared: Prepared) -> dict[str, object]:
     return {
-        "folder": str(made.folder),
-        "tokens": made.num_tokens,
-        "documents": made.num_documents,
-        "vocab": made.index.vocab,
-        "bytes_per_token": made.bytes_per_token,
-        "reused": made.reused,
-        "seconds": made.seconds,
+        "folder": str(prepared.folder),
+        "tokens": prepared.num_tokens,
+        "documents": prepared.num_documents,
+        "vocab": prepared.index.vocab,
+        "bytes_per_token": prepared.bytes_per_token,
+        "reused": prepared.reused,
+        "seconds": prepared.seconds,
     }
 
 
@@ -125,17 +125,17 @@ def inspect(out: Output, home: Home, folder: str, sequence: int, show: int) -> N
     if sequence < 1:
         raise BadInput(f"a sequence of {sequence} holds nothing; use --sequence 1024")
     opened = [TokenShards.open(folder, split, cache=_cache(home)) for split in SPLITS]
-    found, packed = [about(shards) for shards in opened], fits(opened[0], sequence)
-    _say_sizes(out, folder, found)
+    facts, packed = [about(shards) for shards in opened], fits(opened[0], sequence)
+    _say_sizes(out, folder, facts)
     out.table(
         f"rows of {sequence}",
         ["packing", "rows", "documents cut", "padding"],
         [[fit.packing, fit.rows, f"{fit.cut_fraction:.1%}", f"{fit.padding_fraction:.1%}"] for fit in packed],
     )
     index = opened[0].index
-    _say_origin(out, index, found[0].answers)
+    _say_origin(out, index, facts[0].answers)
     _show_documents(out, opened[0], show)
-    out.result({"splits": found, "packing": packed, "vocab": index.vocab, "made_from": index.made_from}, quiet=folder)
+    out.result({"splits": facts, "packing": packed, "vocab": index.vocab, "made_from": index.made_from}, quiet=folder)
 
 
 def _say_sizes(out: Output, folder: str, splits: Sequence[About]) -> None:
@@ -148,9 +148,9 @@ def _say_sizes(out: Output, folder: str, splits: Sequence[About]) -> None:
 
 def _say_origin(out: Output, index: Index, answers: int | None) -> None:
     """Vocabulary, what of it is learnt, and what it was made from."""
-    made = " · ".join(f"{name} {_shown(value)}" for name, value in index.made_from.items() if name != "files")
+    origin = " · ".join(f"{name} {_shown(value)}" for name, value in index.made_from.items() if name != "files")
     learnt = f" · {answers:,} training tokens are answers, the rest is not learnt" if answers else ""
-    out.say(f"vocabulary {index.vocab:,} ({index.dtype}){learnt}" + (f" · made from {made}" if made else ""))
+    out.say(f"vocabulary {index.vocab:,} ({index.dtype}){learnt}" + (f" · made from {origin}" if origin else ""))
 
 
 def _shown(value: object) -> str:

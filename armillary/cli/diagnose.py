@@ -68,15 +68,15 @@ def look(out: Output, home: Home, target: str, number: int | None, to: Path | No
     if to is not None and number is None:
         raise BadInput(f"--to {to} says where a changed recipe goes; add --apply N")
     reading = open_reading(target, home)
-    found = judge(reading, home)
+    diagnosis = judge(reading, home)
     run = _run_of(target, reading, home)
     if run is not None and not _is_url(target):  # a server's page is a moment of its run
-        save(run, found, home)
+        save(run, diagnosis, home)
     if number is None:
-        say(out, found, target, applies=run is not None)
-        out.result(found, quiet=_in_a_word(found))
+        say(out, diagnosis, target, applies=run is not None)
+        out.result(diagnosis, quiet=_in_a_word(diagnosis))
         return
-    _apply(out, home, found, run, number, to)
+    _apply(out, home, diagnosis, run, number, to)
 
 
 @diagnose.verb
@@ -87,25 +87,25 @@ def compare(out: Output, home: Home, a: str, b: str) -> None:
     from armillary.diagnosis.outcome.compare import compare as compare_runs
     from armillary.store.runs import find_run
 
-    found = compare_runs(find_run(home, a), find_run(home, b), home)
-    say_comparison(out, home, found)
-    out.result(found, quiet=f"{found.obtained:.4f}")
+    comparison = compare_runs(find_run(home, a), find_run(home, b), home)
+    say_comparison(out, home, comparison)
+    out.result(comparison, quiet=f"{comparison.obtained:.4f}")
 
 
-def say_comparison(out: Output, home: Home, found: Comparison) -> None:
+def say_comparison(out: Output, home: Home, comparison: Comparison) -> None:
     """Predicted and obtained, in two lines."""
     from armillary.diagnosis.evidence.finding import value_text
 
-    name = "step" if found.of == "step_s" else found.of
-    told = f"predicted {found.predicted:.2f} ×" if found.predicted else "nobody predicted this change"
-    changed = ", ".join(f"{key}={value}" for key, value in found.change.items()) or "no key of the recipe"
+    name = "step" if comparison.of == "step_s" else comparison.of
+    told = f"predicted {comparison.predicted:.2f} ×" if comparison.predicted else "nobody predicted this change"
+    changed = ", ".join(f"{key}={value}" for key, value in comparison.change.items()) or "no key of the recipe"
     out.say(
-        f"{name} {value_text(found.of, found.before)} → {value_text(found.of, found.after)}   obtained "
-        f"{found.obtained:.2f} ×   {'nothing is booked' if found.notes else told}   "
+        f"{name} {value_text(comparison.of, comparison.before)} → {value_text(comparison.of, comparison.after)}   "
+        f"obtained {comparison.obtained:.2f} ×   {'nothing is booked' if comparison.notes else told}   "
         f"(track record: {_record(out, home).summary})"
     )
     out.say(f"changed: {changed}")
-    for note in found.notes:
+    for note in comparison.notes:
         out.say(f"note: {note}")
 
 
@@ -126,14 +126,14 @@ def track_record(out: Output, home: Home) -> None:
     if record.levers:
         rows = [
             [
-                one.run,
-                one.title,
-                one.of,
-                f"{one.predicted:.2f} ×",
-                f"{one.obtained:.2f} ×" if one.obtained is not None else None,
-                f"{one.error:.0%}" if one.error is not None else None,
+                line.run,
+                line.title,
+                line.of,
+                f"{line.predicted:.2f} ×",
+                f"{line.obtained:.2f} ×" if line.obtained is not None else None,
+                f"{line.error:.0%}" if line.error is not None else None,
             ]
-            for one in record.levers
+            for line in record.levers
         ]
         out.table("", ["run", "lever", "of", "predicted", "obtained", "error"], rows)
     out.say(f"track record: {record.summary}")
@@ -143,41 +143,55 @@ def track_record(out: Output, home: Home) -> None:
 # --- the verdict
 
 
-def _in_a_word(found: Diagnosis) -> str:
-    return f"{found.loop} {found.cause}" if found.loop else "healthy" if found.judged else "cannot be judged"
+def _in_a_word(diagnosis: Diagnosis) -> str:
+    return (
+        f"{diagnosis.loop} {diagnosis.cause}"
+        if diagnosis.loop
+        else "healthy"
+        if diagnosis.judged
+        else "cannot be judged"
+    )
 
 
-def say(out: Output, found: Diagnosis, target: str, *, applies: bool = True) -> None:
+def say(out: Output, diagnosis: Diagnosis, target: str, *, applies: bool = True) -> None:
     """The verdict as people read it; `applies`: there is a recipe that levers can change."""
     from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 
-    out.say(found.headline)
-    for name, text in [*_evidence(found), *_others(found), *_levers(found)]:
+    out.say(diagnosis.headline)
+    for name, text in [*_evidence(diagnosis), *_others(diagnosis), *_levers(diagnosis)]:
         out.say(f"  {name:<11} {text}")
-    for note in found.notes:
+    for note in diagnosis.notes:
         out.say(f"  {'note':<11} {note}")
-    if found.loop and not found.findings[0].levers:
+    if diagnosis.loop and not diagnosis.findings[0].levers:
         out.say(f"  {'lever':<11} no change of the recipe is known that acts on this")
-    worth = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None)
-    if worth is not None and found.loop and applies:
+    worth = next(
+        (i for i, lever in enumerate(diagnosis.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None
+    )
+    if worth is not None and diagnosis.loop and applies:
         out.say(f"apply: armillary diagnose {target} --apply {worth}")
 
 
-def _evidence(found: Diagnosis) -> list[tuple[str, str]]:
+def _evidence(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     from armillary.diagnosis.evidence.finding import evidence_text
     from armillary.profiling.report.profile_text import PART_WORDS
 
-    shares = sorted(((part, share) for part, share in found.budget.items() if share >= SHOWN_PART), key=lambda x: -x[1])
+    shares = sorted(
+        ((part, share) for part, share in diagnosis.budget.items() if share >= SHOWN_PART), key=lambda x: -x[1]
+    )
     budget = "   ".join(f"{PART_WORDS.get(part, part.replace('_', ' '))} {share:.0%}" for part, share in shares)
     rows = [("evidence", budget)] if budget else []
-    limiting = found.findings[0].evidence if found.findings and not found.is_healthy else ()
-    return rows + [("" if rows or i else "evidence", evidence_text(one)) for i, one in enumerate(limiting)]
+    limiting = diagnosis.findings[0].evidence if diagnosis.findings and not diagnosis.is_healthy else ()
+    return rows + [("" if rows or i else "evidence", evidence_text(evidence)) for i, evidence in enumerate(limiting)]
 
 
-def _others(found: Diagnosis) -> list[tuple[str, str]]:
+def _others(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Further causes that cost something."""
-    rest = found.findings[0 if found.is_healthy else 1 :]
-    return [("also", one.says) for one in rest if one.share >= 0.02 or one.cause == "memory_pressure" or _is_open(one)]
+    rest = diagnosis.findings[0 if diagnosis.is_healthy else 1 :]
+    return [
+        ("also", finding.says)
+        for finding in rest
+        if finding.share >= 0.02 or finding.cause == "memory_pressure" or _is_open(finding)
+    ]
 
 
 def _is_open(finding: Finding) -> bool:
@@ -185,8 +199,8 @@ def _is_open(finding: Finding) -> bool:
     return any(lever.at_most is not None for lever in finding.levers)
 
 
-def _levers(found: Diagnosis) -> list[tuple[str, str]]:
-    shown = found.levers[:SHOWN_LEVERS]
+def _levers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    shown = diagnosis.levers[:SHOWN_LEVERS]
     width = max((len(lever.title) for lever in shown), default=0)
     return [(f"lever {i}", lever_text(lever, width)) for i, lever in enumerate(shown, 1)]
 
@@ -224,20 +238,20 @@ def _run_of(target: str, reading: Reading, home: Home) -> Run | None:
         return None
 
 
-def _apply(out: Output, home: Home, found: Diagnosis, run: Run | None, number: int, to: Path | None) -> None:
+def _apply(out: Output, home: Home, diagnosis: Diagnosis, run: Run | None, number: int, to: Path | None) -> None:
     if run is None:
-        raise BadInput(f"--apply changes the recipe of a run, and {found.source} is none; change it by hand")
-    path, lever = write_lever(out, home, found, run, number, to), found.lever(number)
-    command = next_command(run, lever, found.kind, path, home)
+        raise BadInput(f"--apply changes the recipe of a run, and {diagnosis.source} is none; change it by hand")
+    path, lever = write_lever(out, home, diagnosis, run, number, to), diagnosis.lever(number)
+    command = next_command(run, lever, diagnosis.kind, path, home)
     if f" {MODEL} " in command:
         out.say(f"{MODEL} is the folder with the weights: the run names none that is there")
     out.say(f"next: {command}")
-    when = "   (after the same requests)" if found.kind == "serving" else ""
+    when = "   (after the same requests)" if diagnosis.kind == "serving" else ""
     out.say(f"then: {shlex.join(['armillary', 'diagnose', 'compare', run.name, 'NEW_RUN', *place(home)])}{when}")
     out.result({"recipe": str(path), "lever": lever, "command": command}, quiet=str(path))
 
 
-def write_lever(out: Output, home: Home, found: Diagnosis, run: Run, number: int, to: Path | None = None) -> Path:
+def write_lever(out: Output, home: Home, diagnosis: Diagnosis, run: Run, number: int, to: Path | None = None) -> Path:
     """The recipe with lever `number` pulled, as a file; its prediction goes into the track record."""
     from armillary.diagnosis.levers.apply import changed_recipe
     from armillary.diagnosis.outcome.compare import as_prediction, measured
@@ -245,9 +259,9 @@ def write_lever(out: Output, home: Home, found: Diagnosis, run: Run, number: int
     from armillary.diagnosis.readings.run_folder import read_run
     from armillary.store.atomic import write_text
 
-    lever = found.lever(number)
+    lever = diagnosis.lever(number)
     path = (to or Path(f"{run.name}.lever{number}.toml")).absolute()
-    write_text(path, changed_recipe(run, lever, found.kind))
+    write_text(path, changed_recipe(run, lever, diagnosis.kind))
     value = measured(read_run(run, home), lever.of)
     kept = as_prediction(run, lever, at=time.time(), value=value, recipe=str(path))
     stands = log_prediction(home, kept).predicted

@@ -26,18 +26,18 @@ def doctor(out: Output, home: Home) -> None:
     out.result({"machine": found, "checks": checks}, quiet=[f"{c.state} {c.name}: {c.found}" for c in checks])
 
 
-def _machine_pairs(found: Machine) -> list[tuple[str, object]]:
-    cpu = found.cpu
-    disks = [f"{disk.path} {bytes_text(disk.free_bytes)} free ({disk.kind})" for disk in found.disks]
-    network = [f"{card.name} {_speed(card.bits_per_s)}" for card in found.network]
-    gpus = [f"{gpu.name} {bytes_text(gpu.memory_bytes or 0)}" for gpu in found.gpus]
-    links = sorted(set(found.gpu_links.values()))
+def _machine_pairs(machine: Machine) -> list[tuple[str, object]]:
+    cpu = machine.cpu
+    disks = [f"{disk.path} {bytes_text(disk.free_bytes)} free ({disk.kind})" for disk in machine.disks]
+    network = [f"{card.name} {_speed(card.bits_per_s)}" for card in machine.network]
+    gpus = [f"{gpu.name} {bytes_text(gpu.memory_bytes or 0)}" for gpu in machine.gpus]
+    links = sorted(set(machine.gpu_links.values()))
     pairs: list[tuple[str, object]] = [
-        ("system", found.system),
+        ("system", machine.system),
         ("CPU", f"{cpu.model}, {cpu.cores} cores, {cpu.usable} usable{_because(cpu.why)}"),
         ("extensions", " ".join(cpu.isa)),
-        ("memory", bytes_text(found.memory_bytes) + _because(found.memory_why)),
-        ("NUMA nodes", [_node_text(node) for node in found.numa if len(found.numa) > 1]),
+        ("memory", bytes_text(machine.memory_bytes) + _because(machine.memory_why)),
+        ("NUMA nodes", [_node_text(node) for node in machine.numa if len(machine.numa) > 1]),
         ("accelerators", gpus),
         ("between them", links),
         ("disks", disks),

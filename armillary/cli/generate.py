@@ -78,16 +78,22 @@ def generate(
         text = tokenizer.chat([{"role": "user", "content": text}])
     prompt_shown = "" if chat else text
     begin = time.monotonic()
-    made = stream_completion(
+    generated = stream_completion(
         out.stream, loaded, tokenizer, text, sampling, special=not chat, before=prompt_shown, phases=phases
     )
     seconds = time.monotonic() - begin
-    out.say(f"\n\n{len(made.tokens)} tokens · {len(made.tokens) / seconds:.1f} tokens/s · {made.finish}")
+    out.say(f"\n\n{len(generated.tokens)} tokens · {len(generated.tokens) / seconds:.1f} tokens/s · {generated.finish}")
     if own.given:
         out.say(f"the model's sampling defaults, where no flag says otherwise: {own}")
     out.say("start: " + " · ".join(f"{name} {spent:.2f} s" for name, spent in phases.items()))
-    answer = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "seconds": seconds, "start_s": phases}
-    out.result(answer, quiet=made.text)
+    answer = {
+        "text": generated.text,
+        "tokens": generated.tokens,
+        "finish": generated.finish,
+        "seconds": seconds,
+        "start_s": phases,
+    }
+    out.result(answer, quiet=generated.text)
 
 
 def stream_completion(
@@ -130,6 +136,6 @@ def generate_ids(out: Output, model: Transformer, name: str, text: str, sampling
         ids = [int(word) for word in text.split()]
     except ValueError:
         raise BadInput(f'{name} has no tokenizer; give the prompt as token ids, like "1 15 7"') from None
-    made = [token for piece in answer(model, None, ids, sampling) for token in piece.tokens]
-    out.say(" ".join(map(str, made)))
-    out.result({"tokens": made}, quiet=" ".join(map(str, made)))
+    tokens = [token for piece in answer(model, None, ids, sampling) for token in piece.tokens]
+    out.say(" ".join(map(str, tokens)))
+    out.result({"tokens": tokens}, quiet=" ".join(map(str, tokens)))

@@ -131,10 +131,6 @@ def _show_storage(out: Output) -> None:
     out.result(list(tiers.values()), quiet=tiers)
 
 
-def _known(text: Any, value: float | None) -> str | None:
-    return text(value) if value is not None else None
-
-
 def _peak(chip: Chip, dtype: str) -> str | None:
     peak = chip.peak(dtype)
     return flops_per_s_text(peak).removesuffix("FLOP/s") if peak is not None else None
@@ -163,22 +159,22 @@ def _figures(clusters: Sequence[Cluster]) -> list[Figure]:
         ("devices", lambda c: c.num_devices if c.num_devices > 1 else None),
         *_tier_figures(clusters),
         ("memory", lambda c: _memory(c.chip)),
-        ("bandwidth", lambda c: _known_text(bandwidth_text, c.chip.memory_bytes_per_s)),
-        *[(dtype, _peak_text(dtype)) for dtype in DTYPES],
+        ("bandwidth", lambda c: _known(bandwidth_text, c.chip.memory_bytes_per_s)),
+        *[(dtype, _peak_of(dtype)) for dtype in DTYPES],
         *[(f"{dtype} sparse", _sparse(dtype)) for dtype in DTYPES],
         ("bf16, all devices", lambda c: _times(flops_per_s_text, c, c.chip.peak("bf16"))),
         ("memory, all devices", lambda c: _times(bytes_text, c, c.chip.memory_bytes)),
-        ("last-level cache", lambda c: _known_text(bytes_text, c.chip.l2_bytes)),
+        ("last-level cache", lambda c: _known(bytes_text, c.chip.l2_bytes)),
         ("cores or SMs", lambda c: c.chip.num_sms),
         ("power", lambda c: f"{c.chip.tdp_w:,.0f} W" if c.chip.tdp_w else None),
         ("host link", lambda c: c.chip.host_link),
         ("node", lambda c: c.node.title if c.node else None),
         ("node power", lambda c: f"{c.node.power_w:,.0f} W" if c.node and c.node.power_w else None),
         ("node cores", lambda c: c.node.cpu_cores if c.node else None),
-        ("node memory", lambda c: _known_text(bytes_text, c.node.memory_bytes) if c.node else None),
-        ("node storage", lambda c: _known_text(bytes_text, c.node.storage_bytes) if c.node else None),
-        ("list price", lambda c: _known_text(dollars_text, c.chip.list_price_usd)),
-        ("node list price", lambda c: _known_text(dollars_text, c.node.list_price_usd) if c.node else None),
+        ("node memory", lambda c: _known(bytes_text, c.node.memory_bytes) if c.node else None),
+        ("node storage", lambda c: _known(bytes_text, c.node.storage_bytes) if c.node else None),
+        ("list price", lambda c: _known(dollars_text, c.chip.list_price_usd)),
+        ("node list price", lambda c: _known(dollars_text, c.node.list_price_usd) if c.node else None),
         ("rent an hour", lambda c: _rent(c, spot=False)),
         ("spot an hour", lambda c: _rent(c, spot=True)),
         ("precisions", lambda c: c.chip.precisions),
@@ -212,7 +208,7 @@ def _memory(chip: Chip) -> str | None:
     return f"{bytes_text(chip.memory_bytes)} {chip.memory_type}".rstrip() if chip.memory_bytes is not None else None
 
 
-def _peak_text(dtype: str) -> Callable[[Cluster], object]:
+def _peak_of(dtype: str) -> Callable[[Cluster], object]:
     return lambda cluster: _rate(dtype, cluster.chip.flops.get(dtype))
 
 
@@ -237,9 +233,9 @@ def _rent(cluster: Cluster, *, spot: bool) -> str | None:
     if not known:
         return None
     span = f" ({dollars_text(known[0])} to {dollars_text(known[-1])})" if len(known) > 1 else ""
-    whole = f" × {cluster.num_devices:,} = {dollars_text(median(known) * cluster.num_devices)}"
-    return dollars_text(median(known)) + span + (whole if cluster.num_devices > 1 else "")
+    total = f" × {cluster.num_devices:,} = {dollars_text(median(known) * cluster.num_devices)}"
+    return dollars_text(median(known)) + span + (total if cluster.num_devices > 1 else "")
 
 
-def _known_text(text: Callable[[float], str], value: float | None) -> str | None:
+def _known(text: Callable[[float], str], value: float | None) -> str | None:
     return text(value) if value is not None else None

@@ -57,15 +57,15 @@ def load(
     asked = _recipe(recipe, [*overrides, *(f"{name}={value}" for name, value in flags.items() if value is not None)])
     hour = _price(asked, given=recipe is not None)
     _more_files()
-    report, found = run_load(out, url, _test(asked, search), key=key, search=search)
+    report, result = run_load(out, url, _test(asked, search), key=key, search=search)
     if page is not None:
-        _write(page, report, found, hour)
-    _show(out, report, found, hour, page)
+        _write(page, report, result, hour)
+    _show(out, report, result, hour, page)
     from armillary.serving.load.report_text import plain
 
-    best = found.best if found else None
+    best = result.best if result else None
     quiet = f"{best:.4g}" if best is not None else f"{report.last.goodput_requests_per_s:.4g}"
-    out.result(plain(report, found, hour), quiet=quiet)
+    out.result(plain(report, result, hour), quiet=quiet)
 
 
 def _recipe(path: Path | None, overrides: list[str]) -> Recipe:
@@ -115,17 +115,17 @@ def run_load(
     from armillary.serving.load.run import report_of, run_once
 
     probed = probe(url, test.load, key=key)
-    runs, found = [], None
+    runs, best = [], None
     if search:
         with _bars(out, test) as bar:
             tries = trying(probed, test, show=lambda rate: bar(f"{rate:.3g} requests/s"))
-            found = search_rate(tries, test.objective, start=test.traffic.requests_per_s)
-        runs.append(found.ran)
-        test = test.at_rate(found.best or test.traffic.requests_per_s)
+            best = search_rate(tries, test.objective, start=test.traffic.requests_per_s)
+        runs.append(best.ran)
+        test = test.at_rate(best.best or test.traffic.requests_per_s)
     for repeat in range(len(runs), test.load.repeats):
         with _bars(out, test) as bar:
             runs.append(run_once(probed, test, repeat=repeat, watch=bar(f"run {repeat + 1} of {test.load.repeats}")))
-    return report_of(probed, test, runs), found
+    return report_of(probed, test, runs), best
 
 
 @contextmanager
@@ -146,23 +146,23 @@ def _bars(out: Output, test: Test) -> Iterator[Callable[[str], Watch]]:
         yield watch
 
 
-def _write(path: Path, report: LoadReport, found: Found | None, hour: float | None) -> None:
+def _write(path: Path, report: LoadReport, best: Found | None, hour: float | None) -> None:
     from armillary.serving.load.load_page import page
     from armillary.store.atomic import write_text
 
-    write_text(path, page(report, found, hour))
+    write_text(path, page(report, best, hour))
 
 
-def _show(out: Output, report: LoadReport, found: Found | None, hour: float | None, page: Path | None) -> None:
+def _show(out: Output, report: LoadReport, best: Found | None, hour: float | None, page: Path | None) -> None:
     from armillary.serving.load import report_text as words
 
     out.say(words.title_text(report))
     heads, rows = words.narrow(words.LATENCY_HEADS, words.latency_rows(report), repeats=len(report.runs))
     out.table("", heads, rows)
     out.fields("", words.rate_rows(report, hour))
-    if found is not None:
-        out.table("rates tried", words.TRIAL_HEADS, words.trial_rows(found))
-        out.say(words.best_text(found))
+    if best is not None:
+        out.table("rates tried", words.TRIAL_HEADS, words.trial_rows(best))
+        out.say(words.best_text(best))
     for note in report.notes:
         out.say(f"note: {note}")
     where = f"report: {path_text(page.resolve())}" if page else "plots: --page report.html"

@@ -34,12 +34,12 @@ class LazyGroup(click.Group):
         return [verb.name for verb in VERBS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = by_name().get(cmd_name)
-        if found is None:
+        row = by_name().get(cmd_name)
+        if row is None:
             return None
-        module, attribute = found.target.split(":")
+        module, attribute = row.target.split(":")
         command = getattr(import_module(module), attribute)
-        assert isinstance(command, click.Command), f"{found.target} is not a verb"
+        assert isinstance(command, click.Command), f"{row.target} is not a verb"
         return command
 
     def resolve_command(
@@ -111,14 +111,14 @@ def _prepare_streams() -> None:
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
-    found = _for_the_user(error)
-    if found is None:
+    known = _for_the_user(error)
+    if known is None:
         import traceback  # only a bug needs it
 
         traceback.print_exc()
         print("a bug in armillary: please report the lines above and `armillary doctor --json`", file=sys.stderr)
         return BUG
-    message, kind = found
+    message, kind = known
     print(f"error: {message}", file=sys.stderr)
     if as_json:
         from armillary.cli.output import json_text
@@ -130,8 +130,8 @@ def _report(error: Exception, *, as_json: bool) -> int:
 
 def user_message(error: Exception) -> str | None:
     """The line for an error that the user can put right; None for a bug of ours."""
-    found = _for_the_user(error)
-    return found[0] if found else None
+    message = _for_the_user(error)
+    return message[0] if message else None
 
 
 def _for_the_user(error: Exception) -> tuple[str, str] | None:

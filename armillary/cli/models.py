@@ -177,8 +177,8 @@ def _counted(count: int) -> str:
 
 
 def _kv_text(config: ModelConfig) -> str:
-    whole = kv_bytes(config, config.context)
-    return f"{bytes_text(kv_bytes_per_token(config))} a token, {bytes_text(whole)} at {config.context:,} tokens"
+    full_bytes = kv_bytes(config, config.context)
+    return f"{bytes_text(kv_bytes_per_token(config))} a token, {bytes_text(full_bytes)} at {config.context:,} tokens"
 
 
 def _norm_text(config: ModelConfig) -> str:

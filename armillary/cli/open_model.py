@@ -49,10 +49,10 @@ def _dtype(out: Output, home: Home, source: ModelSource, device: str | None) -> 
     from armillary.spec.recipe import recipe_from_dict
     from armillary.store.hf_folder import stored_dtype
 
-    found = resolve_dtype(home, source, recipe_from_dict({"model": {"name": source.name}}), device)
-    if found.dtype != stored_dtype(source.folder):
-        out.warn(f"dtype {found.reason}")
-    return found.dtype
+    resolved = resolve_dtype(home, source, recipe_from_dict({"model": {"name": source.name}}), device)
+    if resolved.dtype != stored_dtype(source.folder):
+        out.warn(f"dtype {resolved.reason}")
+    return resolved.dtype
 
 
 def need_torch(needed_for: str) -> None:

@@ -28,13 +28,13 @@ def runs(out: Output, home: Home, name: str | None) -> None:
 
 
 def _show_all(out: Output, home: Home) -> None:
-    found = [(run, run.progress) for run in list_runs(home)]
-    if found:
+    runs = [(run, run.progress) for run in list_runs(home)]
+    if runs:
         columns = ["run", "model", "state", "step", "loss", "started", "took"]
-        out.table("", columns, [_row(run, state) for run, state in found])
+        out.table("", columns, [_row(run, state) for run, state in runs])
     else:
         out.say(f"no runs in {home.runs}; armillary train starts one")
-    out.result([_facts(run, state) for run, state in found], quiet=[run.id for run, _ in found])
+    out.result([_facts(run, state) for run, state in runs], quiet=[run.id for run, _ in runs])
 
 
 def _row(run: Run, state: RunState) -> list[object]:

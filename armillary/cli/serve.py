@@ -137,13 +137,13 @@ def serve_file(
     for text in overrides:
         if not text.startswith(("predict.", "serve.api_key_file=")):
             raise BadInput(f"--set {text} is not of [predict], the table for model files; like predict.max_batch=64")
-    made = load_recipe(recipe, overrides) if recipe else recipe_from_dict({"model": {"name": "file"}}, overrides)
-    settings = replace(made.predict, device=device) if device else made.predict
+    loaded = load_recipe(recipe, overrides) if recipe else recipe_from_dict({"model": {"name": "file"}}, overrides)
+    settings = replace(loaded.predict, device=device) if device else loaded.predict
     run(
         path,
         settings,
         trust=Trust(home, every_file=trust),
-        keys=read_keys(made.serve.api_key_file),
+        keys=read_keys(loaded.serve.api_key_file),
         host=host,
         port=port,
         say=lambda text: click.echo(text, err=out.mode != "human"),

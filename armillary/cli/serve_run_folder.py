@@ -32,19 +32,19 @@ def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more
     if not asked.model.path and source.folder is not None:
         asked = replace(asked, model=replace(asked.model, name="", path=str(source.folder)))
     try:
-        made = begin_run(home, source, asked, **more)
+        run = begin_run(home, source, asked, **more)
     except (ArmillaryError, OSError) as error:
         say(f"nothing is recorded: {error}")
         yield None
         return
-    say(f"run {made.name}: armillary diagnose {made.name} says what holds it back")
+    say(f"run {run.name}: armillary diagnose {run.name} says what holds it back")
     try:
-        with made.held():
-            yield made
+        with run.held():
+            yield run
     except BaseException as error:
-        made.update(state="failed", error=" ".join(str(error).split()))
+        run.update(state="failed", error=" ".join(str(error).split()))
         raise
-    made.update(state="finished")
+    run.update(state="finished")
 
 
 def begin_run(
@@ -105,12 +105,12 @@ def _predicted(
 
     try:
         request = serving_request(recipe, source.config, cluster, home)
-        found = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
-        now = load(found.server, recipe.traffic.requests_per_s) if found is not None else None
-        if found is None:
+        plan = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
+        now = load(plan.server, recipe.traffic.requests_per_s) if plan is not None else None
+        if plan is None:
             return {}, ("one server does not bear this traffic",)
-        said = replace(found, replicas=1, actual=now or found.actual).predicted()
-        return said | planned_service(found.server, said["kv_capacity_tokens"]), ()
+        said = replace(plan, replicas=1, actual=now or plan.actual).predicted()
+        return said | planned_service(plan.server, said["kv_capacity_tokens"]), ()
     except ArmillaryError as error:
         return {}, (f"nothing is predicted: {error}",)
 

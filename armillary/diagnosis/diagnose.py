@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from armillary.diagnosis.evidence.finding import Finding, Lever, Rule
-from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.serving_run import ServingRun
 from armillary.diagnosis.evidence.step_parts import parts_of
 from armillary.diagnosis.evidence.thresholds import (
     BASELINE_SPEEDUP_CPU,
@@ -132,7 +132,7 @@ def _without_shared_levers(findings: list[Finding]) -> list[Finding]:
 def _priced(finding: Finding, reading: Reading) -> Finding:
     """The finding with the share that its levers would save, where only they tell it."""
     throughput = max((lever.speedup for lever in finding.levers if lever.of == "tokens_out_per_s"), default=0.0)
-    if throughput and Service(reading, reading.plan).batch_job:  # one rate measures all causes of a batch job
+    if throughput and ServingRun(reading, reading.plan).batch_job:  # one rate measures all causes of a batch job
         return replace(finding, share=max(0.0, 1 - 1 / throughput))
     if finding.cause not in PRICED_CAUSES:
         return finding
@@ -144,10 +144,10 @@ def _ranked_levers(findings: list[Finding], limiting: Finding | None) -> tuple[L
     """The best lever of the limiting cause first, then all others by their gain; each once."""
     first = limiting.levers[:1] if limiting else ()
     of = first[0].of if first else "step_s"
-    others = [lever for finding in findings for lever in finding.levers]
-    others.sort(key=lambda lever: (lever.of != of, -lever.speedup))
+    candidates = [lever for finding in findings for lever in finding.levers]
+    candidates.sort(key=lambda lever: (lever.of != of, -lever.speedup))
     unique: dict[str, Lever] = {}
-    for lever in (*first, *others):
+    for lever in (*first, *candidates):
         unique.setdefault(lever.sets or lever.title, lever)
     return tuple(unique.values())
 

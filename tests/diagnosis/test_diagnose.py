@@ -97,4 +97,5 @@ def test_no_more_loader_workers_are_advised_than_there_are_cores() -> None:
     assert max_workers(plan) == 1, "eight ranks on eight cores"
     assert max_workers(replace(plan, layout=replace(plan.layout, dp=2))) == 4
     assert workers(1.0, 0.1, most=4) == 4 and workers(1.0, 0.1) == 13
-    assert max_workers(replace(plan_of(), cluster=catalogue.cluster("h100"))) == 16, "not known"
+    assert max_workers(replace(plan_of(), cluster=catalogue.cluster("h100"))) == 14, "112 cores for eight ranks"
+    assert max_workers(replace(plan_of(), cluster=replace(catalogue.cluster("h100"), node=None))) == 16, "not known"

@@ -65,17 +65,17 @@ def ceilings(
     if not where.is_dir():
         raise NotFound(f"no folder {where} to measure the disk of; give --folder DIR")
     with out.progress("measuring", unit="case") as bar:
-        found = measure_ceilings(target, quick=quick, folder=where, only=only, watch=on_bar(bar))
-    save_peaks(home, found.peaks)
+        measured = measure_ceilings(target, quick=quick, folder=where, only=only, watch=on_bar(bar))
+    save_peaks(home, measured.peaks)
     if target.type == "cpu" and not only:
         measure_engine(out, home, ENGINE_S)
-    if target.type == "cpu" and (found.other_cores or 0) > BUSY_CORES:
-        busy = f"other work kept {found.other_cores:.1f} cores busy"
+    if target.type == "cpu" and (measured.other_cores or 0) > BUSY_CORES:
+        busy = f"other work kept {measured.other_cores:.1f} cores busy"
         out.warn(f"{busy}, so these figures are too low; measure again when the machine is quiet")
-    if found.skipped:
-        out.warn(f"{found.skipped} cases were left out when the time was over; --only SECTION measures some")
-    _answer(out, found.peaks)
-    out.say(f"\nmeasured in {seconds_text(found.seconds)}, kept in {peaks_path(home, found.peaks.device)}")
+    if measured.skipped:
+        out.warn(f"{measured.skipped} cases were left out when the time was over; --only SECTION measures some")
+    _answer(out, measured.peaks)
+    out.say(f"\nmeasured in {seconds_text(measured.seconds)}, kept in {peaks_path(home, measured.peaks.device)}")
 
 
 @bench.verb
@@ -108,7 +108,7 @@ def collectives(
         raise BadInput("collectives need two GPUs and there is one; use --device cpu")
     spans = tuple(map(parse_count, sizes)) or (QUICK_SIZES if quick else SIZES)
     with out.progress("measuring", unit="case") as bar:
-        found = measure_collectives(
+        measured = measure_collectives(
             target,
             worlds=chosen,
             ops=ops or tuple(OPS),
@@ -116,9 +116,9 @@ def collectives(
             budget_s=0.05 if quick else 0.15,
             watch=on_bar(bar),
         )
-    save_peaks(home, found.peaks)
-    _say_times(out, found.peaks)
-    _answer(out, found.peaks)
+    save_peaks(home, measured.peaks)
+    _say_times(out, measured.peaks)
+    _answer(out, measured.peaks)
 
 
 @bench.verb
@@ -154,10 +154,10 @@ def loader(
     counts = workers or ((0, 1) if quick else (0, 1, 2))
     with out.progress("measuring", unit="way") as bar:
         paths = _paths_fed(reading, counts, on_bar(bar), device=target, budget_s=0.5 if quick else 2.0)
-    points = [_loader_point(path, one, sequence * batch) for path, found in paths.items() for one in found]
+    points = [_loader_point(path, fed, sequence * batch) for path, rates in paths.items() for fed in rates]
     peaks = new_peaks(name_of(target), about(target)).with_points("loader", points)
     save_peaks(home, peaks)
-    best = max(paths["loader"], key=lambda one: one.tokens_per_s)
+    best = max(paths["loader"], key=lambda fed: fed.tokens_per_s)
     show_peaks(out, peaks)
     speed = f"{scaled(best.tokens_per_s)} tok/s"
     out.say(f"\nbest: {best.way.text()}, {speed}; a trainer that is faster will wait for data")
@@ -234,9 +234,9 @@ def _prepared(out: Output, home: Home) -> Path:
     from armillary.training.prepare_data import folder_name, prepare
 
     with out.progress("preparing", unit="B") as bar:
-        made = prepare(STDLIB, home.data / folder_name(STDLIB), progress=on_bytes(bar))
-    say_prepared(out, made)
-    return made.folder
+        prepared = prepare(STDLIB, home.data / folder_name(STDLIB), progress=on_bytes(bar))
+    say_prepared(out, prepared)
+    return prepared.folder
 
 
 def _paths_fed(

@@ -38,25 +38,25 @@ def kernels(out: Output, home: Home, device: str | None, quick: bool, ops: tuple
     from armillary.store.atomic import write_text
 
     with out.progress("measuring", unit="case") as bar:
-        found = bench_kernels(target, ops=ops, quick=quick, home=home, watch=on_bar(bar))
+        bench = bench_kernels(target, ops=ops, quick=quick, home=home, watch=on_bar(bar))
     if plot is not None:
-        write_text(plot, bench_page(found))
-    show(out, found)
-    if found.skipped:
-        out.warn(f"{found.skipped} cases were left out when the time was over; --op NAME measures some")
-    out.say(f"\nmeasured in {seconds_text(found.seconds)}" + (f", drawn in {plot}" if plot else ""))
-    out.result(asdict(found), quiet=[f"{row.op}\t{row.name}\t{row.chosen}" for row in found.rows])
+        write_text(plot, bench_page(bench))
+    show(out, bench)
+    if bench.skipped:
+        out.warn(f"{bench.skipped} cases were left out when the time was over; --op NAME measures some")
+    out.say(f"\nmeasured in {seconds_text(bench.seconds)}" + (f", drawn in {plot}" if plot else ""))
+    out.result(asdict(bench), quiet=[f"{row.op}\t{row.name}\t{row.chosen}" for row in bench.rows])
 
 
-def show(out: Output, found: KernelBench) -> None:
+def show(out: Output, bench: KernelBench) -> None:
     """A table an operation."""
-    tops = ", ".join(f"{name} {_rate(name, top)}" for name, top in found.ceilings.items())
-    out.say(f"{found.device} · {found.date} · ceilings of this run: {tops}")
-    for op in dict.fromkeys(row.op for row in found.rows):
-        rows, others = [row for row in found.rows if row.op == op], _others(found, op)
-        columns = ["case", "shape", "winner", "forward", "backward", "ours", "bar", *(f"× {name}" for name in others)]
+    tops = ", ".join(f"{name} {_rate(name, top)}" for name, top in bench.ceilings.items())
+    out.say(f"{bench.device} · {bench.date} · ceilings of this run: {tops}")
+    for op in dict.fromkeys(row.op for row in bench.rows):
+        rows, rivals = [row for row in bench.rows if row.op == op], _others(bench, op)
+        columns = ["case", "shape", "winner", "forward", "backward", "ours", "bar", *(f"× {name}" for name in rivals)]
         out.say()
-        out.table(op, columns, [[*_cells(row), *_gains(row, others)] for row in rows])
+        out.table(op, columns, [[*_cells(row), *_gains(row, rivals)] for row in rows])
 
 
 def _cells(row: KernelRow) -> list[Any]:
@@ -81,16 +81,20 @@ def _reached(row: KernelRow, rate: float | None, share: float | None) -> str | N
     return _rate(row.ceiling, rate) + (f" {100 * share:.0f}%" if share is not None else "")
 
 
-def _shares(one: Measured | None) -> str | None:
+def _shares(measured: Measured | None) -> str | None:
     """'94% / 88%' of the ceiling, or why our kernel is out."""
-    if one is None or one.forward_share is None:
-        return one.refused[:40] if one else None
-    return f"{100 * one.forward_share:.0f}%" + (f" / {100 * one.backward_share:.0f}%" if one.backward_share else "")
+    if measured is None or measured.forward_share is None:
+        return measured.refused[:40] if measured else None
+    return f"{100 * measured.forward_share:.0f}%" + (
+        f" / {100 * measured.backward_share:.0f}%" if measured.backward_share else ""
+    )
 
 
-def _others(found: KernelBench, op: str) -> list[str]:
+def _others(bench: KernelBench, op: str) -> list[str]:
     """Versions beside ours that were timed for some case of the op."""
-    seen = dict.fromkeys(one.version for row in found.rows if row.op == op for one in row.measured if one.seconds)
+    seen = dict.fromkeys(
+        measured.version for row in bench.rows if row.op == op for measured in row.measured if measured.seconds
+    )
     return [name for name in seen if not name.startswith("triton")]
 
 
@@ -98,7 +102,10 @@ def _gains(row: KernelRow, names: list[str]) -> list[str | None]:
     """How much faster the winner is than each."""
     won = row.of(row.chosen)
     rest = [row.of(name) for name in names]
-    return [f"{one.seconds / won.seconds:.2f}" if one and one.seconds and won and won.seconds else None for one in rest]
+    return [
+        f"{measured.seconds / won.seconds:.2f}" if measured and measured.seconds and won and won.seconds else None
+        for measured in rest
+    ]
 
 
 def _rate(ceiling: str, rate: float) -> str:

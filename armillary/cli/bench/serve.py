@@ -74,7 +74,7 @@ def serve(
     asked = _asked(loaded, shown, weights, together=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
     ran_in = Resolved(dtype=asked.layout.precision)
     with recorded(home, source, asked, dtype=ran_in, device=device, say=out.say) as run:
-        found = bench_serve(
+        bench = bench_serve(
             loaded,
             asked.serve,
             modes=chosen,
@@ -87,8 +87,8 @@ def serve(
         if run is not None:
             _write(run, kept[shown])
     if plot is not None:
-        _plot(plot, found)
-    _answer(out, found, run)
+        _plot(plot, bench)
+    _answer(out, bench, run)
 
 
 def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
@@ -141,27 +141,27 @@ def _write(run: Run, notes: Notes) -> None:
             writer.write(gauges, step=step, request=request, now=at)
 
 
-def _plot(path: Path, found: ServeBench) -> None:
+def _plot(path: Path, bench: ServeBench) -> None:
     from armillary.engine.bench.bench_page import bench_page, picture
     from armillary.store.atomic import write_text
 
-    write_text(path, picture(found) if path.suffix == ".svg" else bench_page(found))
+    write_text(path, picture(bench) if path.suffix == ".svg" else bench_page(bench))
 
 
-def _answer(out: Output, found: ServeBench, run: Run | None) -> None:
-    _show(out, found)
-    rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in found.modes]
-    quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in found.modes]
-    out.result(asdict(found) | {"modes": rows, "run": run.name if run is not None else None}, quiet=quiet)
+def _answer(out: Output, bench: ServeBench, run: Run | None) -> None:
+    _show(out, bench)
+    rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in bench.modes]
+    quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in bench.modes]
+    out.result(asdict(bench) | {"modes": rows, "run": run.name if run is not None else None}, quiet=quiet)
 
 
-def _show(out: Output, found: ServeBench) -> None:
+def _show(out: Output, bench: ServeBench) -> None:
     from armillary.engine.bench.bench_page import COLUMNS, cells, workload
 
-    one, rate = found.single, found.single_tokens_per_s
-    out.say(f"{found.model} on {found.device}, {found.dtype}")
+    single, rate = bench.single, bench.single_tokens_per_s
+    out.say(f"{bench.model} on {bench.device}, {bench.dtype}")
     out.say(
-        f"single stream: {one.tokens_in} in {seconds_text(one.ttft_p50_s)}, then {rate:,.1f} tokens/s = "
-        f"{bandwidth_text(found.single_bytes_per_s)}"
+        f"single stream: {single.tokens_in} in {seconds_text(single.ttft_p50_s)}, then {rate:,.1f} tokens/s = "
+        f"{bandwidth_text(bench.single_bytes_per_s)}"
     )
-    out.table(workload(found), list(COLUMNS), list(map(cells, found.modes)))
+    out.table(workload(bench), list(COLUMNS), list(map(cells, bench.modes)))

@@ -46,13 +46,13 @@ def shares(peaks: Peaks) -> dict[str, dict[str, float]]:
     chip = catalogue_chip(peaks)
     if chip is None:
         return {}
-    found: dict[str, dict[str, float]] = {}
+    by_kind: dict[str, dict[str, float]] = {}
     for kind in ("gemm", "fma", *MEMORY):
         for name, best in bests(peaks, kind):
             share = _share(best, chip.memory_bytes_per_s if kind in MEMORY else chip.peak(name))
             if share is not None:
-                found.setdefault(kind, {})["memory" if kind in MEMORY else name] = share
-    return found
+                by_kind.setdefault(kind, {})["memory" if kind in MEMORY else name] = share
+    return by_kind
 
 
 def bests(peaks: Peaks, kind: str) -> list[tuple[str, float]]:
@@ -228,8 +228,8 @@ _TABLES: tuple[tuple[tuple[str, ...], Callable[[Output, Peaks, Chip | None], Non
 
 def _at(points: Iterable[Point], **where: Any) -> str | None:
     """'4.17 T ±1%' of the point that tried exactly this."""
-    found: Iterator[Point] = (p for p in points if all(p.get(key) == value for key, value in where.items()))
-    point = next(found, None)
+    matching: Iterator[Point] = (p for p in points if all(p.get(key) == value for key, value in where.items()))
+    point = next(matching, None)
     if point is None:
         return None
     return f"{scaled(point.get('flops') or point['bytes_per_s'])} ±{_spread(point)}"

@@ -52,8 +52,8 @@ def is_known(peaks: Peaks, ranks: int) -> bool:
     linked = ranks < 2 or any(point["world"] == ranks for point in peaks.points.get("collective", ()))
     both = all(peaks.best_gemm(dtype) for dtype in ("fp32", "bf16"))
     kinds = ("copy", "attention", "launch", *(("calls",) if " thread" in peaks.device else ()))
-    whole = both and all(peaks.points.get(kind) for kind in kinds)
-    return whole and linked and peaks.date == time.strftime("%Y-%m-%d")
+    complete = both and all(peaks.points.get(kind) for kind in kinds)
+    return complete and linked and peaks.date == time.strftime("%Y-%m-%d")
 
 
 def _measured(state: DemoState, device: Any) -> Peaks:
@@ -78,8 +78,8 @@ def _measured(state: DemoState, device: Any) -> Peaks:
             _look(state, device, section, threads, min(limit, left))
     if device.type == "cpu":
         measure_engine(state.out, state.home, begin + LONGEST_S - time.monotonic())
-    skipped = sum(found.skipped for found in looks)
-    busy = max(found.other_cores or 0.0 for found in looks) if device.type == "cpu" else 0.0
+    skipped = sum(look.skipped for look in looks)
+    busy = max(look.other_cores or 0.0 for look in looks) if device.type == "cpu" else 0.0
     for note in _notes(busy if busy > BUSY_CORES else 0.0, skipped):
         state.out.warn(note)
         state.update(notes=(*state.report.notes, note))
@@ -93,11 +93,11 @@ def _look(state: DemoState, device: Any, section: str, threads: int | None, limi
     from armillary.profiling.ceilings.ceilings import measure_ceilings
 
     with state.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
-        found = measure_ceilings(device, quick=True, only=(section,), limit_s=max(0.1, limit_s), watch=on_bar(bar))
-    known = load_peaks(state.home, found.peaks.device)
-    today = known is not None and known.date == found.peaks.date
-    save_peaks(state.home, known.better_of(found.peaks) if known is not None and today else found.peaks)
-    return found
+        measured = measure_ceilings(device, quick=True, only=(section,), limit_s=max(0.1, limit_s), watch=on_bar(bar))
+    known = load_peaks(state.home, measured.peaks.device)
+    today = known is not None and known.date == measured.peaks.date
+    save_peaks(state.home, known.better_of(measured.peaks) if known is not None and today else measured.peaks)
+    return measured
 
 
 def _notes(busy: float, skipped: int) -> Iterator[str]:
@@ -113,10 +113,10 @@ def sections(device: Any, ranks: int) -> Iterator[tuple[str, int | None, float]]
 
     for section, limit in LIMITS_S.items():
         yield section, None, limit
-    mine = max(1, torch.get_num_threads() // ranks)
-    if device.type == "cpu" and mine < torch.get_num_threads():
+    threads = max(1, torch.get_num_threads() // ranks)
+    if device.type == "cpu" and threads < torch.get_num_threads():
         for section in ALONE:
-            yield section, mine, LIMITS_S[section]
+            yield section, threads, LIMITS_S[section]
 
 
 @contextmanager

@@ -77,15 +77,15 @@ def _report(state: DemoState, path: Path) -> None:
 
     with state.stage("report", "every figure that was predicted, beside what was measured") as say:
         rows = state.report.predicted
-        shown = [one.cells() for one in rows if one.is_speedup or one.gauge in SHOWN]
+        shown = [row.cells() for row in rows if row.is_speedup or row.gauge in SHOWN]
         if shown:
             state.out.table("", HEADS, shown)
-        checked = f"{sum(one.measured is not None for one in rows)} of {len(rows)} predictions were measured"
+        checked = f"{sum(row.measured is not None for row in rows)} of {len(rows)} predictions were measured"
         state.out.say(f"{checked}; the report has all of them")
         say(checked)
     write_text(path.absolute(), page(state.report))
-    whole = seconds_text(sum(stage.seconds for stage in state.report.stages))
-    state.out.say(f"demo finished in {whole} · report: {path_text(path.absolute())}")
+    total = seconds_text(sum(stage.seconds for stage in state.report.stages))
+    state.out.say(f"demo finished in {total} · report: {path_text(path.absolute())}")
 
 
 def _answer(report: DemoReport, path: Path) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _answer(report: DemoReport, path: Path) -> dict[str, Any]:
         "diagnoses": report.diagnoses,
         "pulled": report.pulled,
         "predicted": [
-            {"of": one.of, "gauge": one.gauge, "predicted": one.predicted, "measured": one.measured, "error": one.error}
-            for one in report.predicted
+            {"of": row.of, "gauge": row.gauge, "predicted": row.predicted, "measured": row.measured, "error": row.error}
+            for row in report.predicted
         ],
     }

@@ -31,11 +31,11 @@ def diagnose(state: DemoState, trained: Run, service: Run) -> None:
         training, serving = read_run(trained, state.home), state.report.served.reading
         state.update(profile=_profile(state), training=training)
         for run, reading in ((trained, training), (service, serving)):
-            found = judge(reading, state.home)
-            save(run, found, state.home)
-            say_verdict(state.out, found, run.name)
-            state.update(diagnoses=(*state.report.diagnoses, found))
-            say(found.headline)
+            diagnosis = judge(reading, state.home)
+            save(run, diagnosis, state.home)
+            say_verdict(state.out, diagnosis, run.name)
+            state.update(diagnoses=(*state.report.diagnoses, diagnosis))
+            say(diagnosis.headline)
 
 
 def _profile(state: DemoState) -> Profile:
@@ -46,35 +46,39 @@ def _profile(state: DemoState) -> Profile:
     from armillary.profiling.report.profile_text import budget_line
 
     with recipe_step(Output("silent"), state.home, str(RECIPE), state.overrides, None) as step:
-        found = profile(step, steps=PROFILED, warmup=1, home=state.home, memory=False, stacks=False, source=RECIPE.name)
-    state.out.say(f"{budget_line(found)} (one process)")
-    return found
+        profiled = profile(
+            step, steps=PROFILED, warmup=1, home=state.home, memory=False, stacks=False, source=RECIPE.name
+        )
+    state.out.say(f"{budget_line(profiled)} (one process)")
+    return profiled
 
 
 def pull(state: DemoState, trained: Run, service: Run) -> None:
     """The first lever of whatever has one worth pulling, and what it brought."""
     with state.stage("lever", "apply the first lever, measure again, hold it against the prediction") as say:
-        for run, found in zip((trained, service), state.report.diagnoses, strict=True):
-            if found.is_healthy:
-                state.out.say(f"{run.name}: {found.headline}; nothing is pulled")
+        for run, diagnosis in zip((trained, service), state.report.diagnoses, strict=True):
+            if diagnosis.is_healthy:
+                state.out.say(f"{run.name}: {diagnosis.headline}; nothing is pulled")
                 continue
-            done = _pull(state, trained, run, found)
+            done = _pull(state, trained, run, diagnosis)
             if done is not None:
                 state.update(pulled=(*state.report.pulled, done))
                 say(f"{done.title or '; '.join(done.notes)}: obtained {done.obtained:.2f} ×")
 
 
-def _pull(state: DemoState, trained: Run, run: Run, found: Diagnosis) -> Comparison | None:
+def _pull(state: DemoState, trained: Run, run: Run, diagnosis: Diagnosis) -> Comparison | None:
     from armillary.cli.diagnose import say_comparison, write_lever
     from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
     from armillary.diagnosis.outcome.compare import compare
 
-    number = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None)
+    number = next(
+        (i for i, lever in enumerate(diagnosis.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None
+    )
     if number is None:
         state.out.say(f"{run.name}: what would help is no key of the recipe; nothing is pulled")
         return None
-    path = write_lever(state.out, state.home, found, run, number, run.folder / f"lever{number}.toml")
-    after = _measure_again(state, trained, found.kind, path)
+    path = write_lever(state.out, state.home, diagnosis, run, number, run.folder / f"lever{number}.toml")
+    after = _measure_again(state, trained, diagnosis.kind, path)
     done = compare(run, after, state.home)
     say_comparison(state.out, state.home, done)
     return done

@@ -74,10 +74,10 @@ def planned_text(run: Run) -> str:
 
 
 def _new_run(home: Home, before: set[str]) -> Run:
-    found = [run for run in list_runs(home) if run.id not in before]
-    if not found:
+    runs = [run for run in list_runs(home) if run.id not in before]
+    if not runs:
         raise ArmillaryError(f"the server left no run in {home.runs}; report this with armillary doctor --json")
-    return found[0]
+    return runs[0]
 
 
 # --- under load
@@ -161,8 +161,8 @@ def _wait_until_ready(process: subprocess.Popen[str], lines: Queue[str | None], 
             )
         said.append(line)
         show.say(line)
-        if found := _READY.search(line):
-            return found.group(1)
+        if match := _READY.search(line):
+            return match.group(1)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -182,7 +182,7 @@ def peak_memory(pid: int) -> float | None:
     pids = [pid]
     with suppress(OSError):  # it may end meanwhile
         pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return max((found for one in pids if (found := peak_of(one)) is not None), default=None)
+    return max((peak for process in pids if (peak := peak_of(process)) is not None), default=None)
 
 
 def ask(url: str, prompt: str, tokens: int = 32) -> str:

@@ -63,7 +63,7 @@ SIZES = (
 def fit(state: DemoState) -> None:
     """Give the demo the size that this machine goes through in its time; what a person overrode stays as it is."""
     given = state.overrides
-    size, steps = choose(SIZES, lambda one: step_s(state, (*one.overrides(), *given)))
+    size, steps = choose(SIZES, lambda candidate: step_s(state, (*candidate.overrides(), *given)))
     each = max(1, steps // QUARTERS)
     lengths = (f"train.steps={steps}", f"train.eval_every={each}", f"train.profile_every={each}")
     state.resize((*size.overrides(), *lengths, *given))
@@ -90,11 +90,11 @@ def step_s(state: DemoState, overrides: Sequence[str]) -> float:
 
     recipe = load_recipe(RECIPE, overrides)
     try:
-        asked = resolve(recipe, recipe.model_config(), recipe.cluster(here()), state.home)
-        found = predict(asked.case, as_arrays([asked.layout]))
+        problem = resolve(recipe, recipe.model_config(), recipe.cluster(here()), state.home)
+        prediction = predict(problem.case, as_arrays([problem.layout]))
     except ArmillaryError:
         return float("inf")
-    return float(found.time.total[0]) if bool(found.fits[0]) else float("inf")
+    return float(prediction.time.total[0]) if bool(prediction.fits[0]) else float("inf")
 
 
 # --- traffic

@@ -103,8 +103,8 @@ def ask(
     if recipe is None:
         asked, notes = _with_usual(asked, config, cluster, sequence, batch_tokens)
     check_recipe(asked, config)
-    made = resolve(asked, config, cluster, home, lora)
-    return replace(made, notes=(*notes, *made.notes))
+    problem = resolve(asked, config, cluster, home, lora)
+    return replace(problem, notes=(*notes, *problem.notes))
 
 
 def model_config(out: Output, home: Home, recipe: Recipe) -> ModelConfig:
@@ -162,19 +162,25 @@ def from_run(out: Output, home: Home, name: str) -> Changed:
     from armillary.store.runs import find_run
 
     run = find_run(home, name)
-    found = read_diagnosis(run.folder)
-    worth = [lever for lever in found.levers if lever.change and lever.speedup > MIN_SPEEDUP and not found.is_healthy]
+    diagnosis = read_diagnosis(run.folder)
+    worth = [
+        lever for lever in diagnosis.levers if lever.change and lever.speedup > MIN_SPEEDUP and not diagnosis.is_healthy
+    ]
     lever = worth[0] if worth else None
-    out.say(_pulled(found, run, found.levers.index(lever) + 1) if lever else f"{run.name} as it is: {found.headline}")
+    out.say(
+        _pulled(diagnosis, run, diagnosis.levers.index(lever) + 1)
+        if lever
+        else f"{run.name} as it is: {diagnosis.headline}"
+    )
     return Changed(
         recipe=run.recipe,
         overrides=tuple(overrides_of(lever.change)) if lever else (),
-        purpose="serve" if found.kind == "serving" else "train",
+        purpose="serve" if diagnosis.kind == "serving" else "train",
     )
 
 
-def _pulled(found: Diagnosis, run: Run, number: int) -> str:
-    lever = found.lever(number)
+def _pulled(diagnosis: Diagnosis, run: Run, number: int) -> str:
+    lever = diagnosis.lever(number)
     return (
         f"{run.name} with lever {number} pulled: {lever.title} ({lever.sets}), predicted {lever.speedup:.2f} × in "
         f"{lever.of} on what was measured\napply:   armillary diagnose {run.name} --apply {number}"

@@ -72,14 +72,14 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
     from armillary.planning.past_errors import confidence
     from armillary.planning.training.training_plan import training_plan
 
-    problem, found, how = _priced(out, home, asked)
-    made = training_plan(problem, found)
+    problem, prediction, how = _priced(out, home, asked)
+    planned = training_plan(problem, prediction)
     known = confidence(home, problem.case.cluster.chip)
-    say_training(out, made, how, str(known) if known else "")
+    say_training(out, planned, how, str(known) if known else "")
     if run is None:
         _say_next(out, asked)
-    answer = {"for": "train", "fits": made.fits, "remedy": made.remedy or None, "plan": made.plan()}
-    out.result(answer, quiet=f"{float(found.time.total[0]):.6g}")
+    answer = {"for": "train", "fits": planned.fits, "remedy": planned.remedy or None, "plan": planned.plan()}
+    out.result(answer, quiet=f"{float(prediction.time.total[0]):.6g}")
 
 
 def _take_run(out: Output, home: Home, run: str, asked: dict[str, Any]) -> str:
@@ -111,14 +111,14 @@ def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, s
     if asked["recipe"] is None:
         check_layout(problem.layout, problem.model, by_trainer=True)
         try:
-            found = library_search(problem.case, shown=1, fixed=fixed)
+            result = library_search(problem.case, shown=1, fixed=fixed)
         except BadLayout:
             if not fixed:
                 raise
             problem = _filled(problem, fixed)  # what was asked for does not fit: show by how much
         else:
-            problem = replace(problem, recipe=replace(problem.recipe, layout=found.best.layout()))
-            return problem, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
+            problem = replace(problem, recipe=replace(problem.recipe, layout=result.best.layout()))
+            return problem, result.best, f"   (the quickest of {result.num_fitting:,} that fit)"
     job = problem.recipe.train
     check_layout(
         problem.layout,
@@ -224,14 +224,14 @@ def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     from armillary.planning.training.explain import explain as explain_terms
     from armillary.planning.training.training_plan import training_plan
 
-    problem, found, how = _priced(out, home, asked)
-    terms, made = explain_terms(found), training_plan(problem, found)
-    out.say(f"{problem.model.name} on {problem.case.cluster.text()}\n{layout_text(found)}{how}")
+    problem, prediction, how = _priced(out, home, asked)
+    terms, planned = explain_terms(prediction), training_plan(problem, prediction)
+    out.say(f"{problem.model.name} on {problem.case.cluster.text()}\n{layout_text(prediction)}{how}")
     out.table("", ["term", "formula", "numbers", "result"], [[t.name, t.formula, t.numbers, t.text] for t in terms])
-    say_stages(out, found)
-    say_money(out, made)
+    say_stages(out, prediction)
+    say_money(out, planned)
     quiet = [f"{term.name.strip()} {term.text}" for term in terms]
-    out.result({"terms": terms, "plan": made.plan(), **money_plain(made)}, quiet=quiet)
+    out.result({"terms": terms, "plan": planned.plan(), **money_plain(planned)}, quiet=quiet)
 
 
 def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:

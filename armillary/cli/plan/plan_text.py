@@ -41,48 +41,48 @@ GLUE = "\N{NO-BREAK SPACE}"
 """holds a figure to its name and unit where a line is wrapped; printed as a blank"""
 
 
-def say_training(out: Output, made: TrainingPlan, how: str, confidence: str = "") -> None:
+def say_training(out: Output, plan: TrainingPlan, how: str, confidence: str = "") -> None:
     """The plan as a page; `how` says where the layout is from, `confidence` how far earlier plans were off."""
-    found, problem = made.prediction, made.problem
+    prediction, problem = plan.prediction, plan.problem
     count = parameters(problem.model)
     width = min(WIDTH, get_terminal_size((WIDTH, 0)).columns)
     head = (
         f"{problem.model.name} on {problem.case.cluster.text()} · {count_text(count.total)} parameters, "
-        f"{flops_text(found.model_flops)} a token"
+        f"{flops_text(prediction.model_flops)} a token"
     )
     out.say("\n".join(wrap(head, width)))
     rows = [
-        ("layout", f"{layout_text(found)}{how}"),
-        *((key.partition(".")[2], why) for key, why in made.problem.chosen.items()),
-        *_links(made),
-        ("memory / device", memory_text(found) + ("   fits" if made.fits else "   does not fit")),
-        ("", _bar(found.memory.parts(), found.memory_limit if made.fits else None)),
-        *offload_rows(found),
-        ("step", step_text(found)),
-        ("", _bar(step_parts(found))),
-        ("throughput", throughput_text(found)),
-        ("limit next", limit_text(found)),
+        ("layout", f"{layout_text(prediction)}{how}"),
+        *((key.partition(".")[2], why) for key, why in plan.problem.chosen.items()),
+        *_links(plan),
+        ("memory / device", memory_text(prediction) + ("   fits" if plan.fits else "   does not fit")),
+        ("", _bar(prediction.memory.parts(), prediction.memory_limit if plan.fits else None)),
+        *offload_rows(prediction),
+        ("step", step_text(prediction)),
+        ("", _bar(step_parts(prediction))),
+        ("throughput", throughput_text(prediction)),
+        ("limit next", limit_text(prediction)),
         *([("confidence", confidence)] if confidence else []),
     ]
-    rows += training_rows(made.cost) if made.cost else [("cost", made.price_source)]
-    rows += goodput_rows(made.goodput) if problem.case.cluster.num_devices > 8 else []
-    rows += [("note", note) for note in made.notes()]
+    rows += training_rows(plan.cost) if plan.cost else [("cost", plan.price_source)]
+    rows += goodput_rows(plan.goodput) if problem.case.cluster.num_devices > 8 else []
+    rows += [("note", note) for note in plan.notes()]
     for name, text in rows:
         out.say(line_text(name, text, width))
 
 
-def _links(made: TrainingPlan) -> list[tuple[str, str]]:
+def _links(plan: TrainingPlan) -> list[tuple[str, str]]:
     """Which link each axis crosses, innermost first, where there are several kinds."""
-    cluster = made.problem.case.cluster
-    words = placement(made.prediction.layout(), cluster) if len(cluster.tiers) > 1 else []
+    cluster = plan.problem.case.cluster
+    words = placement(plan.prediction.layout(), cluster) if len(cluster.tiers) > 1 else []
     return [("links", ";  ".join(glued(each) for each in words))] if words else []
 
 
 def line_text(name: str, text: str, width: int = WIDTH) -> str:
     """A label and its text, wrapped under itself."""
     lines = wrap(text, width - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
-    whole = "\n".join([f"  {name:<{LABEL - 2}}{lines[0]}", *(" " * LABEL + line for line in lines[1:])])
-    return whole.replace(GLUE, " ")
+    line_and_rest = "\n".join([f"  {name:<{LABEL - 2}}{lines[0]}", *(" " * LABEL + line for line in lines[1:])])
+    return line_and_rest.replace(GLUE, " ")
 
 
 def glued(text: str) -> str:
@@ -90,62 +90,66 @@ def glued(text: str) -> str:
     return text.replace(" ", GLUE)
 
 
-def _bar(parts: dict[str, float], whole: float | None = None) -> str:
+def _bar(parts: dict[str, float], total: float | None = None) -> str:
     """The stacked bar, its legend wrapped between parts."""
-    bar, *legend = stacked_bar(parts, whole).split("  ")
+    bar, *legend = stacked_bar(parts, total).split("  ")
     return "  ".join([bar, *(glued(part) for part in legend)])
 
 
-def say_stages(out: Output, found: Prediction) -> None:
+def say_stages(out: Output, prediction: Prediction) -> None:
     """Layers and memory of every pipeline stage, where there is more than one."""
-    layouts = found.layouts.take(np.array([0]))
-    stages, layers = by_stage(found.case, layouts), stage_layers(found.case, layouts)
+    layouts = prediction.layouts.take(np.array([0]))
+    stages, layers = by_stage(prediction.case, layouts), stage_layers(prediction.case, layouts)
     if len(stages) < 2:
         return
     names = list(stages[0].parts())
     cells = [
-        [i, f"{layers[i]:g}", *(bytes_text(size) for size in one.parts().values()), bytes_text(float(one.total[0]))]
-        for i, one in enumerate(stages)
+        [i, f"{layers[i]:g}", *(bytes_text(size) for size in stage.parts().values()), bytes_text(float(stage.total[0]))]
+        for i, stage in enumerate(stages)
     ]
     out.table("\nmemory by pipeline stage", ["stage", "layers", *names, "all"], cells)
 
 
-def layout_text(found: Prediction, i: int = 0) -> str:
+def layout_text(prediction: Prediction, i: int = 0) -> str:
     """'tp=4 × pp=8 × dp=2 · 5 chunks a stage · zero 1 · micro-batch 1 · recompute none · fp8'."""
-    layout = found.layout(i)
+    layout = prediction.layout(i)
     parts = [layout.text("tp", "pp", "cp", "ep", "dp")]
     parts += [f"{layout.interleave} chunks a stage"] if layout.interleave > 1 else []
     parts += [f"zero {layout.zero}" + (f" in {layout.shard}s" if layout.shard else "")] if layout.zero else []
-    parts += [f"micro-batch {layout.micro_batch}", f"recompute {layout.recompute}", found.precision(i)]
+    parts += [f"micro-batch {layout.micro_batch}", f"recompute {layout.recompute}", prediction.precision(i)]
     return " · ".join(parts + ([f"offload {layout.offload}"] if layout.offload != "none" else []))
 
 
-def memory_text(found: Prediction, i: int = 0) -> str:
-    parts = "  ".join(glued(f"{name} {bytes_text(size)}") for name, size in found.memory.parts(i).items() if size > 0)
-    return f"{parts}  " + glued(f"→ {bytes_text(float(found.memory.total[i]))} of {bytes_text(found.memory_limit)}")
+def memory_text(prediction: Prediction, i: int = 0) -> str:
+    parts = "  ".join(
+        glued(f"{name} {bytes_text(size)}") for name, size in prediction.memory.parts(i).items() if size > 0
+    )
+    return f"{parts}  " + glued(
+        f"→ {bytes_text(float(prediction.memory.total[i]))} of {bytes_text(prediction.memory_limit)}"
+    )
 
 
-def offload_rows(found: Prediction, i: int = 0) -> list[tuple[str, str]]:
+def offload_rows(prediction: Prediction, i: int = 0) -> list[tuple[str, str]]:
     """What offloading frees and what it costs; nothing where nothing is offloaded."""
-    layout, one = found.layout(i), found.layouts.take(np.array([i]))
+    layout, single = prediction.layout(i), prediction.layouts.take(np.array([i]))
     if layout.offload == "none":
         return []
-    before = memory(found.case, replace(one, offload=np.array([OFFLOADS.index("none")])))
-    freed, size = float(before.total[0] - found.memory.total[i]), float(found.memory.host[i])
+    before = memory(prediction.case, replace(single, offload=np.array([OFFLOADS.index("none")])))
+    freed, size = float(before.total[0] - prediction.memory.total[i]), float(prediction.memory.host[i])
     where = "on disk" if layout.offload == "nvme" else "on the host"
     gain = f"frees {bytes_text(freed)}" if freed > 0 else "frees nothing"
     text = (
         f"{gain} of the device for {bytes_text(size)} {where}  the step stands still "
-        f"{seconds_text(float(found.time.offload[i]))} for it"
+        f"{seconds_text(float(prediction.time.offload[i]))} for it"
     )
     if layout.offload != "activations":
-        seconds = host_adamw_s(found.case, one, take_rows(found.time.work.parameters, np.array([i])))
+        seconds = host_adamw_s(prediction.case, single, take_rows(prediction.time.work.parameters, np.array([i])))
         text += f"  (AdamW there takes {seconds_text(float(seconds[0]))})"
     return [("offload", "  ".join(glued(part) for part in text.split("  ")))]
 
 
-def step_parts(found: Prediction, i: int = 0) -> dict[str, float]:
-    time = found.time
+def step_parts(prediction: Prediction, i: int = 0) -> dict[str, float]:
+    time = prediction.time
     parts = {
         "products": time.gemm,
         "attention": time.attention,
@@ -158,8 +162,8 @@ def step_parts(found: Prediction, i: int = 0) -> dict[str, float]:
     return {name: max(0.0, float(seconds[i])) for name, seconds in parts.items()}
 
 
-def step_text(found: Prediction, i: int = 0) -> str:
-    time = found.time
+def step_text(prediction: Prediction, i: int = 0) -> str:
+    time = prediction.time
     compute, exposed, comm, bubble, overhead, total = (
         max(0.0, float(array[i]))
         for array in (time.compute, time.exposed, time.comm, time.bubble, time.overhead, time.total)
@@ -174,26 +178,26 @@ def step_text(found: Prediction, i: int = 0) -> str:
     return "  ".join(glued(part) for part in parts)
 
 
-def throughput_text(found: Prediction, i: int = 0) -> str:
-    each = float(found.tokens_per_s[i]) / float(found.layouts.num_devices[i])
+def throughput_text(prediction: Prediction, i: int = 0) -> str:
+    each = float(prediction.tokens_per_s[i]) / float(prediction.layouts.num_devices[i])
     return (
-        f"{scaled(each)} tokens/s/device   {found.mfu[i] * 100:.0f} % MFU, {found.hfu(i) * 100:.0f} % HFU "
-        f"(6·N, causal attention as half, of the dense 16-bit peak)   ceilings: {found.case.curves.source}"
+        f"{scaled(each)} tokens/s/device   {prediction.mfu[i] * 100:.0f} % MFU, {prediction.hfu(i) * 100:.0f} % HFU "
+        f"(6·N, causal attention as half, of the dense 16-bit peak)   ceilings: {prediction.case.curves.source}"
     )
 
 
-def limit_text(found: Prediction, i: int = 0) -> str:
+def limit_text(prediction: Prediction, i: int = 0) -> str:
     """The two largest parts of the step and what doubling their speed would buy."""
-    rows = limits(found.time, i)[:2]
+    rows = limits(prediction.time, i)[:2]
     return ", then ".join(f"{row.work}: twice as fast buys " + glued(f"{row.doubled:.2f} ×") for row in rows)
 
 
 SHADES = "█▓▒░▚▞◆○"
 
 
-def stacked_bar(parts: Mapping[str, float], whole: float | None = None, width: int = 50) -> str:
+def stacked_bar(parts: Mapping[str, float], full: float | None = None, width: int = 50) -> str:
     """The parts in order, then the legend: '████▓▓▒····  █ weights 40 %  ▓ gradients 20 % …'; dots are what is free."""
-    total = whole or sum(parts.values())
+    total = full or sum(parts.values())
     if total <= 0:
         return ""
     shown = [(name, value) for name, value in parts.items() if value / total >= 0.005]
@@ -201,7 +205,7 @@ def stacked_bar(parts: Mapping[str, float], whole: float | None = None, width: i
     ends = [round(width * end / total) for end in accumulate(value for _, value in shown)]
     cells = [min(end, width) - min(begin, width) for begin, end in pairwise([0, *ends])]
     bar = "".join(shades[name] * count for (name, _), count in zip(shown, cells, strict=True))
-    free = "·" * (width - len(bar)) if whole else ""
+    free = "·" * (width - len(bar)) if full else ""
     legend = "  ".join(f"{shades[name]} {name} {value / total * 100:.0f} %" for name, value in shown)
     return f"{bar}{free}  {legend}"
 
@@ -209,41 +213,41 @@ def stacked_bar(parts: Mapping[str, float], whole: float | None = None, width: i
 _SHORTEST_S = 1.0
 
 
-def run_storage_of(made: TrainingPlan) -> RunStorage:
+def run_storage_of(plan: TrainingPlan) -> RunStorage:
     """What the plan's run asks of storage: written beside the training, read by one copy of the model."""
-    job, seconds = made.problem.recipe.train, float(made.prediction.time.total[0])
+    job, seconds = plan.problem.recipe.train, float(plan.prediction.time.total[0])
     return run_storage(
-        made.problem.model,
+        plan.problem.model,
         tokens_per_s=job.batch_tokens / seconds,
         total_tokens=job.total_tokens,
-        interval_s=max(_SHORTEST_S, made.goodput.interval_s),
+        interval_s=max(_SHORTEST_S, plan.goodput.interval_s),
         steps=job.steps,
     )
 
 
-def say_money(out: Output, made: TrainingPlan) -> None:
+def say_money(out: Output, plan: TrainingPlan) -> None:
     """Offers, buying, failures and storage."""
-    cluster, cost = made.problem.case.cluster, made.problem.recipe.cost
-    if made.cost is not None:
-        out.table("\nan hour of a device", OFFER_COLUMNS, [offer_cells(one) for one in offers(cost, cluster)])
+    cluster, cost = plan.problem.case.cluster, plan.problem.recipe.cost
+    if plan.cost is not None:
+        out.table("\nan hour of a device", OFFER_COLUMNS, [offer_cells(offer) for offer in offers(cost, cluster)])
         out.fields("", buying_rows(cost, cluster))
-    out.fields("\nfailures", goodput_rows(made.goodput))
-    out.table("\nstorage", STORAGE_COLUMNS, storage_cells(run_storage_of(made), cluster))
+    out.fields("\nfailures", goodput_rows(plan.goodput))
+    out.table("\nstorage", STORAGE_COLUMNS, storage_cells(run_storage_of(plan), cluster))
 
 
-def money_plain(made: TrainingPlan) -> dict[str, Any]:
+def money_plain(plan: TrainingPlan) -> dict[str, Any]:
     """The same for --json."""
-    cluster, cost = made.problem.case.cluster, made.problem.recipe.cost
-    found: Goodput = made.goodput
+    cluster, cost = plan.problem.case.cluster, plan.problem.recipe.cost
+    goodput: Goodput = plan.goodput
     return {
-        "offers": [to_plain(one) for one in offers(cost, cluster)] if made.cost is not None else [],
+        "offers": [to_plain(offer) for offer in offers(cost, cluster)] if plan.cost is not None else [],
         "failures": {
-            "mtbf_s": found.failures.mtbf_s,
-            "interval_s": found.interval_s,
-            "young_s": found.young_s,
-            "daly_s": found.daly_s,
-            "goodput_fraction": found.goodput_fraction,
-            "lost": found.lost(),
+            "mtbf_s": goodput.failures.mtbf_s,
+            "interval_s": goodput.interval_s,
+            "young_s": goodput.young_s,
+            "daly_s": goodput.daly_s,
+            "goodput_fraction": goodput.goodput_fraction,
+            "lost": goodput.lost(),
         },
-        "storage": [to_plain(need) for need in run_storage_of(made).needs],
+        "storage": [to_plain(need) for need in run_storage_of(plan).needs],
     }

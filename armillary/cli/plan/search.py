@@ -37,49 +37,49 @@ COLUMNS = [
 _SHORT = {"none": "–", "selective": "some", "full": "all"}
 
 
-def say_search(out: Output, problem: TrainingProblem, found: SearchResult) -> None:
+def say_search(out: Output, problem: TrainingProblem, result: SearchResult) -> None:
     price = _price(problem)
     out.say(
         f"{problem.model.name} on {problem.case.cluster.text()}, {problem.case.batch_tokens:,} tokens a step of "
         f"sequences of {problem.case.sequence:,}"
     )
-    out.table("", COLUMNS, [_cells(problem, found.best, i, price) for i in range(len(found.best.layouts))])
+    out.table("", COLUMNS, [_cells(problem, result.best, i, price) for i in range(len(result.best.layouts))])
     out.say(
         "×v: chunks a stage; redo: what the backward pass makes again (some: selective, all: full); in: format of "
         "the products"
     )
-    out.say(f"{found.num_valid:,} valid layouts, {found.num_fitting:,} fit, {found.seconds:.1f} s")
-    for line in why(found):
+    out.say(f"{result.num_valid:,} valid layouts, {result.num_fitting:,} fit, {result.seconds:.1f} s")
+    for line in why(result):
         out.say(f"why: {line}")
-    out.say(f"limit next: {limit_text(found.best)}".replace(GLUE, " "))
-    front = [_cells(problem, found.front, i, price) for i in range(min(8, len(found.front.layouts)))]
-    out.table(f"Pareto front of time and memory ({len(found.front.layouts)} layouts)", COLUMNS, front)
+    out.say(f"limit next: {limit_text(result.best)}".replace(GLUE, " "))
+    front = [_cells(problem, result.front, i, price) for i in range(min(8, len(result.front.layouts)))]
+    out.table(f"Pareto front of time and memory ({len(result.front.layouts)} layouts)", COLUMNS, front)
     for note in problem.notes:
         out.say(f"note: {note}")
-    out.result(search_answer(problem, found, price), quiet=_sets(found.best))
+    out.result(search_answer(problem, result, price), quiet=_sets(result.best))
 
 
-def search_answer(problem: TrainingProblem, found: SearchResult, price: float | None) -> dict[str, Any]:
+def search_answer(problem: TrainingProblem, result: SearchResult, price: float | None) -> dict[str, Any]:
     return {
-        "valid": found.num_valid,
-        "fitting": found.num_fitting,
-        "seconds": found.seconds,
-        "why": why(found),
-        "best": [_answer(problem, found.best, i, price) for i in range(len(found.best.layouts))],
-        "front": [_answer(problem, found.front, i, price) for i in range(len(found.front.layouts))],
+        "valid": result.num_valid,
+        "fitting": result.num_fitting,
+        "seconds": result.seconds,
+        "why": why(result),
+        "best": [_answer(problem, result.best, i, price) for i in range(len(result.best.layouts))],
+        "front": [_answer(problem, result.front, i, price) for i in range(len(result.front.layouts))],
         "notes": list(problem.notes),
     }
 
 
-def _answer(problem: TrainingProblem, found: Prediction, i: int, price: float | None) -> dict[str, Any]:
-    dollars = _trillion(problem, found, i, price)
-    return {"layout": to_plain(found.layout(i)), "predicted": found.gauges(i), "trillion_tokens_usd": dollars}
+def _answer(problem: TrainingProblem, prediction: Prediction, i: int, price: float | None) -> dict[str, Any]:
+    dollars = _trillion(problem, prediction, i, price)
+    return {"layout": to_plain(prediction.layout(i)), "predicted": prediction.gauges(i), "trillion_tokens_usd": dollars}
 
 
-def _cells(problem: TrainingProblem, found: Prediction, i: int, price: float | None) -> list[object]:
-    layout = found.layout(i)
-    each = float(found.tokens_per_s[i]) / layout.num_devices
-    dollars = _trillion(problem, found, i, price)
+def _cells(problem: TrainingProblem, prediction: Prediction, i: int, price: float | None) -> list[object]:
+    layout = prediction.layout(i)
+    each = float(prediction.tokens_per_s[i]) / layout.num_devices
+    dollars = _trillion(problem, prediction, i, price)
     return [
         i + 1,
         layout.tp,
@@ -91,11 +91,11 @@ def _cells(problem: TrainingProblem, found: Prediction, i: int, price: float | N
         f"{layout.zero}" + (f"/{layout.shard}" if layout.shard else ""),
         layout.micro_batch,
         _SHORT[layout.recompute],
-        found.precision(i),
-        bytes_text(float(found.memory.total[i])),
-        seconds_text(float(found.time.total[i])),
+        prediction.precision(i),
+        bytes_text(float(prediction.memory.total[i])),
+        seconds_text(float(prediction.time.total[i])),
         scaled(each),
-        f"{found.mfu[i] * 100:.0f} %",
+        f"{prediction.mfu[i] * 100:.0f} %",
         dollars_text(dollars) if dollars is not None else None,
     ]
 
@@ -107,23 +107,23 @@ def _price(problem: TrainingProblem) -> float | None:
         return None
 
 
-def _trillion(problem: TrainingProblem, found: Prediction, i: int, price: float | None) -> float | None:
+def _trillion(problem: TrainingProblem, prediction: Prediction, i: int, price: float | None) -> float | None:
     """Dollars for a trillion tokens."""
     if price is None:
         return None
     cost = training_cost(
-        step_s=float(found.time.total[i]),
+        step_s=float(prediction.time.total[i]),
         batch_tokens=problem.case.batch_tokens,
         steps=1,
-        num_devices=found.layout(i).num_devices,
+        num_devices=prediction.layout(i).num_devices,
         usd_per_device_hour=price,
     )
     return cost.million_trained_tokens_usd * 1e6
 
 
-def _sets(found: Prediction) -> str:
+def _sets(prediction: Prediction) -> str:
     """The best layout as --set flags."""
-    layout = to_plain(found.layout())
+    layout = to_plain(prediction.layout())
     keys = ("dp", "zero", "tp", "pp", "interleave", "schedule", "cp", "ep", "micro_batch", "recompute", "precision")
     return " ".join(f"--set layout.{key}={layout[key]}" for key in keys)
 
@@ -132,41 +132,43 @@ def _sets(found: Prediction) -> str:
 
 
 def say_ranking(out: Output, ranked: list[Ranked]) -> None:
-    cells = [_node_cells(one) for one in ranked if one.best is not None]
+    cells = [_node_cells(node) for node in ranked if node.best is not None]
     out.table("", ["node", "devices", "layout", "memory", "step", "MFU", "run", "cost", "software"], cells[:20])
-    refused = [one for one in ranked if one.best is None]
-    for one in refused[:5]:
-        out.say(f"not {one.node.name}: {one.reason}")
+    refused = [node for node in ranked if node.best is None]
+    for node in refused[:5]:
+        out.say(f"not {node.node.name}: {node.reason}")
     if len(refused) > 5:
         out.say(f"and {len(refused) - 5} more that will not do")
-    out.result([_node_answer(one) for one in ranked], quiet=[one.node.name for one in ranked if one.best is not None])
+    out.result(
+        [_node_answer(node) for node in ranked], quiet=[node.node.name for node in ranked if node.best is not None]
+    )
 
 
-def _node_cells(one: Ranked) -> list[object]:
-    assert one.best is not None and one.cluster is not None
-    layout = one.best.layout()
+def _node_cells(node: Ranked) -> list[object]:
+    assert node.best is not None and node.cluster is not None
+    layout = node.best.layout()
     return [
-        one.node.name,
-        one.cluster.num_devices,
+        node.node.name,
+        node.cluster.num_devices,
         layout.text("tp", "pp", "cp", "ep", "dp").replace(" × ", " "),
-        bytes_text(float(one.best.memory.total[0])),
-        seconds_text(float(one.best.time.total[0])),
-        f"{one.best.mfu[0] * 100:.0f} %",
-        seconds_text(one.run_s or 0.0),
-        dollars_text(one.run_usd) if one.run_usd is not None else None,
-        ", ".join(one.frameworks[:2]),
+        bytes_text(float(node.best.memory.total[0])),
+        seconds_text(float(node.best.time.total[0])),
+        f"{node.best.mfu[0] * 100:.0f} %",
+        seconds_text(node.run_s or 0.0),
+        dollars_text(node.run_usd) if node.run_usd is not None else None,
+        ", ".join(node.frameworks[:2]),
     ]
 
 
-def _node_answer(one: Ranked) -> dict[str, Any]:
+def _node_answer(node: Ranked) -> dict[str, Any]:
     return {
-        "node": one.node.name,
-        "devices": one.cluster.num_devices if one.cluster else None,
-        "fits": one.best is not None,
-        "layout": to_plain(one.best.layout()) if one.best else None,
-        "predicted": one.best.gauges() if one.best else {},
-        "run_s": one.run_s,
-        "run_usd": one.run_usd,
-        "software": list(one.frameworks),
-        "reason": one.reason or None,
+        "node": node.node.name,
+        "devices": node.cluster.num_devices if node.cluster else None,
+        "fits": node.best is not None,
+        "layout": to_plain(node.best.layout()) if node.best else None,
+        "predicted": node.best.gauges() if node.best else {},
+        "run_s": node.run_s,
+        "run_usd": node.run_usd,
+        "software": list(node.frameworks),
+        "reason": node.reason or None,
     }

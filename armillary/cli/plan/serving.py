@@ -21,34 +21,34 @@ _SHOWN, _SHOWN_SEARCHED, _SHOWN_NODES = 5, 12, 20
 """ways to serve that are listed"""
 
 
-def say_serving(out: Output, made: ServingPlan) -> None:
+def say_serving(out: Output, plan: ServingPlan) -> None:
     """The plan as a page, then the best other ways."""
-    _head(out, made)
-    out.fields("", [*plan_rows(made.request, made.chosen, made.pools), *(("note", note) for note in made.notes())])
-    if len(made.tried) > 1:
+    _head(out, plan)
+    out.fields("", [*plan_rows(plan.request, plan.chosen, plan.pools), *(("note", note) for note in plan.notes())])
+    if len(plan.tried) > 1:
         out.say()
-        _say_ways(out, made, _SHOWN)
-    out.result(made.plain(), quiet=str(made.chosen.devices))
+        _say_ways(out, plan, _SHOWN)
+    out.result(plan.plain(), quiet=str(plan.chosen.devices))
 
 
-def say_serving_search(out: Output, made: ServingPlan) -> None:
+def say_serving_search(out: Output, plan: ServingPlan) -> None:
     """Every way that was tried, the cheapest that does first, then what the others lack."""
-    _head(out, made)
-    _say_ways(out, made, _SHOWN_SEARCHED)
-    for one in [one for one in made.tried if one.reason][:_SHOWN]:
-        out.say(f"not {one.split.text()} {one.formats.weights}: {one.reason}")
-    out.result(made.plain(), quiet=made.chosen.split.text())
+    _head(out, plan)
+    _say_ways(out, plan, _SHOWN_SEARCHED)
+    for choice in [choice for choice in plan.tried if choice.reason][:_SHOWN]:
+        out.say(f"not {choice.split.text()} {choice.formats.weights}: {choice.reason}")
+    out.result(plan.plain(), quiet=plan.chosen.split.text())
 
 
-def explain_serving(out: Output, made: ServingPlan) -> None:
+def explain_serving(out: Output, plan: ServingPlan) -> None:
     """Every term with its formula and its numbers."""
-    terms = explain_terms(made.request, made.chosen)
-    _head(out, made)
+    terms = explain_terms(plan.request, plan.chosen)
+    _head(out, plan)
     cells = [[term.name, term.formula, term.numbers, term.value] for term in terms]
     out.table("", ["term", "formula", "numbers", "result"], cells)
-    if made.chosen.cost is not None:
-        cost, cluster = made.request.cost, made.request.cluster
-        rows = [offer_cells(one) for one in offers(cost, cluster, made.chosen.devices)]
+    if plan.chosen.cost is not None:
+        cost, cluster = plan.request.cost, plan.request.cluster
+        rows = [offer_cells(offer) for offer in offers(cost, cluster, plan.chosen.devices)]
         out.table("\nan hour of a device", OFFER_COLUMNS, rows)
         out.fields("", buying_rows(cost, cluster))
     out.result(terms, quiet=[f"{term.name} {term.value}" for term in terms])
@@ -56,35 +56,35 @@ def explain_serving(out: Output, made: ServingPlan) -> None:
 
 def say_serving_ranking(out: Output, ranked: list[RankedServing]) -> None:
     """The catalogue's nodes, the cheapest token first, then why some will not do."""
-    good = [one for one in ranked if one.best is not None]
-    cells = [_node_cells(one, choice_cells(one.best)) for one in good if one.best]
+    good = [node for node in ranked if node.best is not None]
+    cells = [_node_cells(node, choice_cells(node.best)) for node in good if node.best]
     out.table("", ["node", "replica", "devices", "TTFT p99", "ITL p99", "$/M tokens", "software"], cells[:_SHOWN_NODES])
-    refused = [one for one in ranked if one.best is None]
-    for one in refused[:_SHOWN]:
-        out.say(f"not {one.node.name}: {one.reason}")
-    out.result([_node_answer(one) for one in ranked], quiet=[one.node.name for one in good])
+    refused = [node for node in ranked if node.best is None]
+    for node in refused[:_SHOWN]:
+        out.say(f"not {node.node.name}: {node.reason}")
+    out.result([_node_answer(node) for node in ranked], quiet=[node.node.name for node in good])
 
 
-def _node_cells(one: RankedServing, cells: list[str]) -> list[object]:
+def _node_cells(node: RankedServing, cells: list[str]) -> list[object]:
     split, weights, _, devices, _, ttft, itl, dollars = cells
-    return [one.node.name, f"{split} {weights}", devices, ttft, itl, dollars, ", ".join(one.software[:2])]
+    return [node.node.name, f"{split} {weights}", devices, ttft, itl, dollars, ", ".join(node.software[:2])]
 
 
-def _node_answer(one: RankedServing) -> dict[str, Any]:
-    chosen = one.best
+def _node_answer(node: RankedServing) -> dict[str, Any]:
+    chosen = node.best
     return {
-        "node": one.node.name,
+        "node": node.node.name,
         "meets": chosen is not None,
         "replica": to_plain(chosen.split) if chosen else None,
         "formats": to_plain(chosen.formats) if chosen else None,
         "predicted": chosen.predicted() if chosen else {},
-        "software": list(one.software),
-        "reason": one.reason or None,
+        "software": list(node.software),
+        "reason": node.reason or None,
     }
 
 
-def _head(out: Output, made: ServingPlan) -> None:
-    asked, traffic = made.request, made.request.traffic
+def _head(out: Output, plan: ServingPlan) -> None:
+    asked, traffic = plan.request, plan.request.traffic
     lengths = f"{traffic.tokens_in:,} + {traffic.tokens_out:,} tokens"
     out.say(
         f"{asked.config.name} on {asked.cluster.text()} · {count_text(parameters(asked.config).total)} parameters"
@@ -92,8 +92,8 @@ def _head(out: Output, made: ServingPlan) -> None:
     )
 
 
-def _say_ways(out: Output, made: ServingPlan, shown: int) -> None:
-    good = [one for one in made.tried if one.capacity]
-    out.table("", CHOICE_COLUMNS, [choice_cells(one) for one in good[:shown]])
-    refused = len(made.tried) - len(good)
-    out.say(f"{len(good)} of {len(made.tried)} ways meet the objectives" + (f"; {refused} do not" if refused else ""))
+def _say_ways(out: Output, plan: ServingPlan, shown: int) -> None:
+    good = [choice for choice in plan.tried if choice.capacity]
+    out.table("", CHOICE_COLUMNS, [choice_cells(choice) for choice in good[:shown]])
+    refused = len(plan.tried) - len(good)
+    out.say(f"{len(good)} of {len(plan.tried)} ways meet the objectives" + (f"; {refused} do not" if refused else ""))

@@ -118,26 +118,26 @@ def write_beside(path: Path, judged: Judged, source: Path) -> None:
 def fit_frameworks(source: Path) -> dict[str, Fit]:
     """The declared numbers of every framework again, fitted on the even half of its newest, complete rows."""
     rows = [row for row in read_table(source) if keeps(row, "complete") and keeps(row, "newest")]
-    found = {}
+    fits = {}
     for name, software in declared().items():
-        mine = [row for row in rows if (row.get("framework") or "").split(" ")[0] == name and measurement(row)]
-        if mine and software.fitted:
+        own = [row for row in rows if (row.get("framework") or "").split(" ")[0] == name and measurement(row)]
+        if own and software.fitted:
             assert len(software.fitted) <= MOST_PARAMETERS, "frameworks.toml was checked when read"
-            found[name] = fit([ready(row, fitted=False) for row in mine], list(software.fitted))
-    if not found:
+            fits[name] = fit([ready(row, fitted=False) for row in own], list(software.fitted))
+    if not fits:
         raise BadInput(f"{source} has no row of {', '.join(declared())}; nothing to fit")
-    return found
+    return fits
 
 
 def say_fits(out: Output, fits: dict[str, Fit]) -> None:
     cells = [
         [
             name,
-            ", ".join(f"{key} = {value:g}" for key, value in one.numbers.items()),
-            _share(one.fitted_error),
-            _share(one.other_error),
+            ", ".join(f"{key} = {value:g}" for key, value in fitted.numbers.items()),
+            _share(fitted.fitted_error),
+            _share(fitted.other_error),
         ]
-        for name, one in fits.items()
+        for name, fitted in fits.items()
     ]
     out.table("fitted on even config_ids", ["framework", "numbers", "mean error there", "on the others"], cells)
-    out.result(fits, quiet=[f"{name} {dict(one.numbers)}" for name, one in fits.items()])
+    out.result(fits, quiet=[f"{name} {dict(fitted.numbers)}" for name, fitted in fits.items()])

@@ -85,14 +85,14 @@ def profile(
         if path:
             check_folder(option, path)
     before = read_file(compare, home) if compare else None
-    found, code = _profile(out, home, target, asked)
-    say_profile(out, found)
-    comparison = say_comparison(out, before, found) if before else None
-    write_page(found, html, comparison)
+    profiled, code = _profile(out, home, target, asked)
+    say_profile(out, profiled)
+    comparison = say_comparison(out, before, profiled) if before else None
+    write_page(profiled, html, comparison)
     out.say(f"report: {path_text(html.absolute())} (roofline, gaps, memory)")
     if trace:
         out.say(f"trace: {path_text(trace.absolute())}, for ui.perfetto.dev")
-    answer = {"profile": found, "comparison": comparison} if comparison else found
+    answer = {"profile": profiled, "comparison": comparison} if comparison else profiled
     out.result(answer, quiet=str(html))
     if code:
         raise click.exceptions.Exit(code)
@@ -162,10 +162,10 @@ def measure_once(out: Output, home: Home, device: str | None = None) -> None:
         return
     out.say(f"no ceilings of {name_of(target)} yet: a quick look now; armillary bench ceilings takes a thorough one")
     with out.progress("measuring", unit="case") as bar:
-        found = measure_ceilings(
+        measured = measure_ceilings(
             target, quick=True, only=_NEEDED, watch=lambda done, total, what: bar.at(done, total, now=what)
         )
-    save_peaks(home, found.peaks)
+    save_peaks(home, measured.peaks)
 
 
 _HEAD = 4096

@@ -81,10 +81,15 @@ def _short(text: str) -> str:
 
 def say_comparison(out: Output, before: Profile, after: Profile) -> Comparison:
     """Budget by budget, then the kernels that changed most."""
-    made = compare(before, after)
-    out.say(f"\nstep {seconds_text(made.before_step_s)} → {seconds_text(made.after_step_s)}, {made.speedup:.2f} ×")
-    parts = [change for change in made.budget if change.before_s or change.after_s]
+    comparison = compare(before, after)
+    out.say(
+        f"\nstep {seconds_text(comparison.before_step_s)} → {seconds_text(comparison.after_step_s)}, "
+        f"{comparison.speedup:.2f} ×"
+    )
+    parts = [change for change in comparison.budget if change.before_s or change.after_s]
     out.table("", ["", *_CHANGED], [[PART_WORDS[change.name], *change_cells(change)] for change in parts])
     out.say()
-    out.table("", ["", *_CHANGED], [[_short(change.name), *change_cells(change)] for change in made.kernels[:_ROWS]])
-    return made
+    out.table(
+        "", ["", *_CHANGED], [[_short(change.name), *change_cells(change)] for change in comparison.kernels[:_ROWS]]
+    )
+    return comparison

@@ -105,8 +105,8 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
         )
     if unknown := [word for word in only if word not in FORMATS]:
         raise BadInput(f"{unknown[0]} chooses among strategies and a recipe is one; leave it or the recipe out")
-    found = resolve_model(recipe.model.source, home, need_weights=False)
-    experts = recipe.model_config(found.config).num_moe_layers > 0
+    source = resolve_model(recipe.model.source, home, need_weights=False)
+    experts = recipe.model_config(source.config).num_moe_layers > 0
     case = cases_of_layout(layout, experts=experts)[0]
     check_layout(case.layout, case.config, num_devices=layout.num_devices)
     formats = [name for name in FORMATS if name in only] or list(FORMATS)

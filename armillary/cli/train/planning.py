@@ -40,11 +40,11 @@ def begin(
     source = find_model(out, home, recipe.model.source, need_weights=False)
     if source.origin == "hub" and not recipe.train.from_scratch:
         find_model(out, home, recipe.model.source, need_weights=True)
-    found = starting_point(recipe, home)
+    start_point = starting_point(recipe, home)
     pick_device(device)
-    begun = _with_compile(start(recipe, home, found, room=devices or 0, fills=fills, until=until, device=device))
-    begun, made = planned(begun)
-    say_start(out, begun, made)
+    begun = _with_compile(start(recipe, home, start_point, room=devices or 0, fills=fills, until=until, device=device))
+    begun, predicted = planned(begun)
+    say_start(out, begun, predicted)
     for note in begun.plan.notes:
         out.warn(note)
     return begun
@@ -52,10 +52,10 @@ def begin(
 
 def planned(begun: Start) -> tuple[Start, TrainingPlan]:
     """What was begun with the planner's predictions in its plan, and these by themselves."""
-    made = plan_of(begun)
-    found = made.plan()
-    notes = tuple(dict.fromkeys((*begun.plan.notes, *found.notes)))
-    return replace(begun, plan=replace(begun.plan, predicted=found.predicted, notes=notes)), made
+    predicted = plan_of(begun)
+    plan = predicted.plan()
+    notes = tuple(dict.fromkeys((*begun.plan.notes, *plan.notes)))
+    return replace(begun, plan=replace(begun.plan, predicted=plan.predicted, notes=notes)), predicted
 
 
 def _resolved(begun: Start) -> Recipe:
@@ -71,8 +71,8 @@ def _with_compile(begun: Start) -> Start:
     from armillary.planning.training.compile_choice import compile_choice
     from armillary.planning.training.resolve import resolve
 
-    asked = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
-    reason = compile_choice(asked)
+    problem = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
+    reason = compile_choice(problem)
     if not reason:
         return begun
     assert begun.plan.train is not None
@@ -89,15 +89,15 @@ def plan_of(begun: Start) -> TrainingPlan:
     from armillary.planning.training.resolve import resolve
     from armillary.planning.training.training_plan import training_plan
 
-    asked = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
-    made = training_plan(asked, predict(asked.case, as_arrays([asked.layout])))
-    if not made.fits:
-        said = made.shortage.replace("it ", f"{begun.plan.model.name} ", 1)
-        raise BadLayout(f"{said}; {made.remedy.replace('--on ', '--set hardware.on=')}")
-    return made
+    problem = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
+    plan = training_plan(problem, predict(problem.case, as_arrays([problem.layout])))
+    if not plan.fits:
+        said = plan.shortage.replace("it ", f"{begun.plan.model.name} ", 1)
+        raise BadLayout(f"{said}; {plan.remedy.replace('--on ', '--set hardware.on=')}")
+    return plan
 
 
-def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
+def say_start(out: Output, begun: Start, predicted: TrainingPlan) -> None:
     from armillary.cli.plan.plan_text import layout_text, line_text, memory_text, offload_rows, step_text
     from armillary.spec.arithmetic.params import parameters
 
@@ -107,11 +107,11 @@ def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
     chosen = [(key.partition(".")[2], why) for key, why in plan.chosen.items()]
     rows = [
-        ("layout", layout_text(made.prediction)),
+        ("layout", layout_text(predicted.prediction)),
         *chosen,
-        ("memory / device", memory_text(made.prediction)),
-        *offload_rows(made.prediction),
-        ("step", step_text(made.prediction)),
+        ("memory / device", memory_text(predicted.prediction)),
+        *offload_rows(predicted.prediction),
+        ("step", step_text(predicted.prediction)),
         ("learning rate", _rate_text(begun)),
     ]
     for name, text in rows:

@@ -148,8 +148,8 @@ def _open_run(
     chosen = Choice(**choice)
     before = begun.to_resume(chosen, out.say)  # what is for a person to decide is said before any text is prepared
     with out.progress("preparing", unit="B") as bar:
-        made = begun.prepare(on_bar(bar))
-    for each in made:
+        prepared = begun.prepare(on_bar(bar))
+    for each in prepared:
         if not (brief and each.reused):
             say_prepared(out, each)
     begun = _kept(out, begun, before) if before else begun

@@ -117,10 +117,14 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def evidence_text(one: Evidence) -> str:
+def evidence_text(evidence: Evidence) -> str:
     """'data_wait_fraction 23 % (most a healthy run has: 4 %)'."""
-    against = f" ({one.against}: {value_text(one.gauge, one.expected)})" if one.expected is not None else ""
-    return f"{one.gauge} {value_text(one.gauge, one.value)}{against}"
+    against = (
+        f" ({evidence.against}: {value_text(evidence.gauge, evidence.expected)})"
+        if evidence.expected is not None
+        else ""
+    )
+    return f"{evidence.gauge} {value_text(evidence.gauge, evidence.value)}{against}"
 
 
 def value_text(gauge: str, value: float) -> str:

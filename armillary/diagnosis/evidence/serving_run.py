@@ -30,7 +30,7 @@ OBJECTIVES = ("ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
 
 
 @dataclass(frozen=True)
-class Service:
+class ServingRun:
     """A serving run."""
 
     reading: Reading
@@ -49,12 +49,12 @@ class Service:
     @cached_property
     def missed(self) -> dict[str, float]:
         """Objectives that are not met: gauge -> how many times the limit was taken, the worst first."""
-        found = {}
+        ratios = {}
         for name in OBJECTIVES:
             limit, value = getattr(self.objective, name), self.reading.get(name)
             if limit and value is not None and value > limit:
-                found[name] = value / limit
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+                ratios[name] = value / limit
+        return dict(sorted(ratios.items(), key=lambda item: -item[1]))
 
     # --- time
 
@@ -66,33 +66,33 @@ class Service:
     @cached_property
     def busy_s(self) -> float:
         """Time in steps."""
-        return sum(float(one.get("engine_step_s", 0.0)) for one in self.reading.steps)
+        return sum(float(step.get("engine_step_s", 0.0)) for step in self.reading.steps)
 
     @cached_property
     def queue_share(self) -> float:
         """Of the time from a request's arrival to its last token, before it was started."""
-        timed = [one for one in self.reading.requests if "queue_s" in one and "e2e_s" in one]
-        whole = sum(float(one["e2e_s"]) for one in timed)
-        return sum(float(one["queue_s"]) for one in timed) / whole if whole else 0.0
+        timed = [request for request in self.reading.requests if "queue_s" in request and "e2e_s" in request]
+        total_s = sum(float(request["e2e_s"]) for request in timed)
+        return sum(float(request["queue_s"]) for request in timed) / total_s if total_s else 0.0
 
     @cached_property
     def batch_job(self) -> bool:
         """All requests came at once: what counts is when the last is done."""
-        timed = [one for one in self.reading.requests if "arrived_s" in one and "e2e_s" in one]
+        timed = [request for request in self.reading.requests if "arrived_s" in request and "e2e_s" in request]
         if len(timed) < 2:
             return False
-        came = [float(one["arrived_s"]) for one in timed]
-        over = max(float(one["arrived_s"]) + float(one["e2e_s"]) for one in timed)
+        came = [float(request["arrived_s"]) for request in timed]
+        over = max(float(request["arrived_s"]) + float(request["e2e_s"]) for request in timed)
         return max(came) - min(came) <= BATCH_JOB_SPAN_SHARE * (over - min(came))
 
     @cached_property
     def excess(self) -> float:
         """Share of the work that is too much: requests came in this much less time than it took to answer them."""
-        timed = [one for one in self.reading.requests if "arrived_s" in one and "e2e_s" in one]
-        came = [float(one["arrived_s"]) for one in timed]
+        timed = [request for request in self.reading.requests if "arrived_s" in request and "e2e_s" in request]
+        came = [float(request["arrived_s"]) for request in timed]
         if len(came) < 2:
             return 0.0
-        over = max(float(one["arrived_s"]) + float(one["e2e_s"]) for one in timed)
+        over = max(float(request["arrived_s"]) + float(request["e2e_s"]) for request in timed)
         return max(0.0, 1 - (max(came) - min(came)) / (over - min(came))) if over > min(came) else 0.0
 
     # --- the queue
@@ -100,7 +100,7 @@ class Service:
     @cached_property
     def queued(self) -> Sequence[Record]:
         """Steps after which somebody still waited."""
-        return [one for one in self.reading.steps if one.get("waiting", 0) > 0 and "running" in one]
+        return [step for step in self.reading.steps if step.get("waiting", 0) > 0 and "running" in step]
 
     @cached_property
     def queued_share(self) -> float:
@@ -110,11 +110,11 @@ class Service:
     @cached_property
     def bottlenecks(self) -> dict[Bottleneck, float]:
         """What kept those who waited out: share of the time in steps, the largest first."""
-        found: dict[Bottleneck, float] = {}
-        for one in self.queued:
-            bottleneck = self._bottleneck(one)
-            found[bottleneck] = found.get(bottleneck, 0.0) + _seconds(one) / self.busy_s
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        shares: dict[Bottleneck, float] = {}
+        for step in self.queued:
+            bottleneck = self._bottleneck(step)
+            shares[bottleneck] = shares.get(bottleneck, 0.0) + _seconds(step) / self.busy_s
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     @property
     def bottleneck(self) -> Bottleneck | None:
@@ -148,20 +148,20 @@ class Service:
     @cached_property
     def decoding(self) -> float:
         """Decodes in a step that decodes, on average over tokens' steps."""
-        found = [float(one["decode_tokens"]) for one in self.reading.steps if one.get("decode_tokens")]
-        return sum(found) / len(found) if found else 0.0
+        decodes = [float(step["decode_tokens"]) for step in self.reading.steps if step.get("decode_tokens")]
+        return sum(decodes) / len(decodes) if decodes else 0.0
 
     @cached_property
     def wanted(self) -> float:
         """Requests that would run, were there room: those there and those waiting, on average over queued steps."""
-        found = [float(one["running"]) + float(one["waiting"]) for one in self.queued]
-        return sum(found) / len(found) if found else 0.0
+        requests = [float(step["running"]) + float(step["waiting"]) for step in self.queued]
+        return sum(requests) / len(requests) if requests else 0.0
 
     @cached_property
     def context(self) -> float:
         """Keys that a decode reads, on average."""
-        decodes = sum(float(one.get("decode_tokens", 0)) for one in self.reading.steps)
-        return sum(float(one.get("context_tokens", 0)) for one in self.reading.steps) / decodes if decodes else 0.0
+        decodes = sum(float(step.get("decode_tokens", 0)) for step in self.reading.steps)
+        return sum(float(step.get("context_tokens", 0)) for step in self.reading.steps) / decodes if decodes else 0.0
 
     def share_saved(self, rows: float) -> float:
         """Share of the time in steps that would go if so many decoded together instead of `decoding`: a step costs its
@@ -169,7 +169,7 @@ class Service:
         cost, now = self.cost, self.decoding
         if cost is None or not now or rows <= now or not self.busy_s:
             return 0.0
-        decodes = sum(float(one.get("decode_tokens", 0)) for one in self.reading.steps)
+        decodes = sum(float(step.get("decode_tokens", 0)) for step in self.reading.steps)
         return min(0.99, decodes * cost.base_s * (1 / now - 1 / rows) / self.busy_s)
 
     # --- gaps
@@ -177,19 +177,19 @@ class Service:
     def stretched(self, limit_s: float) -> float:
         """Share of decoded tokens whose step was longer than that because of its prompts: by what such steps usually
         take, so that what held up the whole machine is not put down to them."""
-        cost, tokens, found = self.cost, 0.0, 0.0
-        for one in self.reading.steps:
-            count = float(one.get("decode_tokens", 0))
+        cost, tokens, stretched = self.cost, 0.0, 0.0
+        for step in self.reading.steps:
+            count = float(step.get("decode_tokens", 0))
             tokens += count
-            if cost is not None and count and one.get("prefill_tokens") and cost.of(one) > limit_s:
-                found += count
-        return found / tokens if tokens else 0.0
+            if cost is not None and count and step.get("prefill_tokens") and cost.of(step) > limit_s:
+                stretched += count
+        return stretched / tokens if tokens else 0.0
 
     # --- prompts
 
     def total(self, gauge: str) -> float:
         """What a counter grew by over the records that there are: a server's older ones may have been cut off."""
-        steps = [one for one in self.reading.steps if gauge in one]
+        steps = [step for step in self.reading.steps if gauge in step]
         last = self.reading.get(gauge) or 0.0
         if len(steps) < 2 or steps[0].get("step", 0) <= FIRST_RECORDED_STEP:
             return last
@@ -206,9 +206,9 @@ class Service:
         return max(0.0, self.repeated - self.total("prefix_hits_total"))
 
     @cached_property
-    def whole_s(self) -> float:
+    def total_busy_s(self) -> float:
         """Time in all steps, where only some were recorded: these and those drew the same tokens a second."""
-        drawn = sum(float(one.get("decode_tokens", 0)) for one in self.reading.steps)
+        drawn = sum(float(step.get("decode_tokens", 0)) for step in self.reading.steps)
         ended = self.total("requests_total")
         return self.busy_s * max(1.0, (self.total("tokens_out_total") - ended) / drawn) if drawn else self.busy_s
 
@@ -218,7 +218,7 @@ class Service:
         cost = self.cost
         if cost is None or not self.busy_s:
             return 0.0
-        return min(1.0, sum(self._prompt_s(one, cost) for one in self.reading.steps) / self.busy_s)
+        return min(1.0, sum(self._prompt_s(step, cost) for step in self.reading.steps) / self.busy_s)
 
     @staticmethod
     def _prompt_s(step: Record, cost: StepCost) -> float:
@@ -231,13 +231,13 @@ class Service:
     @cached_property
     def computed(self) -> float:
         """Prompt tokens that were computed, in steps that were recorded or not."""
-        seen = sum(float(one.get("prefill_tokens", 0)) for one in self.reading.steps)
+        seen = sum(float(step.get("prefill_tokens", 0)) for step in self.reading.steps)
         return max(seen, self.total("tokens_in_total") - self.total("prefix_hits_total"))
 
     @cached_property
     def filled_share(self) -> float:
         """Of the time in steps, those that took as much of prompts as they may."""
-        full = [one for one in self.reading.steps if one.get("prefill_tokens") and self._is_full(one)]
+        full = [step for step in self.reading.steps if step.get("prefill_tokens") and self._is_full(step)]
         return sum(map(_seconds, full)) / self.busy_s if self.busy_s else 0.0
 
 
@@ -245,39 +245,39 @@ def _seconds(step: Record) -> float:
     return float(step.get("engine_step_s", 0.0))
 
 
-def with_queue(here: Service, saved: float) -> float:
+def with_queue(run: ServingRun, saved: float) -> float:
     """The share of a cause that saves so much of the steps' time: where that is a good part, and as much as was too
     much, the queue goes with it."""
-    return saved if here.batch_job or saved < max(QUEUE_CLEARING_SHARE, here.excess) else max(saved, here.queue_share)
+    return saved if run.batch_job or saved < max(QUEUE_CLEARING_SHARE, run.excess) else max(saved, run.queue_share)
 
 
-def prompt_of_ttft(here: Service) -> float:
+def prompt_of_ttft(run: ServingRun) -> float:
     """Share of the time to first token in which the prompt was computed."""
-    known = [one for one in here.reading.requests if "ttft_s" in one and "prefill_s" in one]
-    whole = sum(float(one["ttft_s"]) for one in known)
-    return sum(float(one["prefill_s"]) for one in known) / whole if whole else 0.0
+    known = [request for request in run.reading.requests if "ttft_s" in request and "prefill_s" in request]
+    ttft_s = sum(float(request["ttft_s"]) for request in known)
+    return sum(float(request["prefill_s"]) for request in known) / ttft_s if ttft_s else 0.0
 
 
 def mean_of(reading: Reading, gauge: str) -> float:
-    found = [value for value in reading.series(gauge) if value]
-    return sum(found) / len(found) if found else 0.0
+    values = [value for value in reading.series(gauge) if value]
+    return sum(values) / len(values) if values else 0.0
 
 
-def waiting(here: Service) -> Evidence:
-    return Evidence(gauge="waiting", value=mean_of(here.reading, "waiting"), expected=0.0, against="nobody waits")
+def waiting(run: ServingRun) -> Evidence:
+    return Evidence(gauge="waiting", value=mean_of(run.reading, "waiting"), expected=0.0, against="nobody waits")
 
 
-def queue(here: Service) -> Evidence:
+def queue(run: ServingRun) -> Evidence:
     return Evidence(
         gauge="queue_p50_s",
-        value=here.reading.get("queue_p50_s") or 0.0,
-        expected=here.reading.get("e2e_p50_s"),
+        value=run.reading.get("queue_p50_s") or 0.0,
+        expected=run.reading.get("e2e_p50_s"),
         against="the whole time of a request",
     )
 
 
-def blocks(here: Service) -> Evidence:
-    values = [float(one["kv_used_fraction"]) for one in here.queued or here.reading.steps if "kv_used_fraction" in one]
+def blocks(run: ServingRun) -> Evidence:
+    values = [float(step["kv_used_fraction"]) for step in run.queued or run.reading.steps if "kv_used_fraction" in step]
     return Evidence(
         gauge="kv_used_fraction", value=sum(values) / len(values) if values else 0.0, expected=1.0, against="all blocks"
     )

@@ -39,7 +39,7 @@ class Parts:
     """beside the step: whatever else the loop does"""
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         """What one step costs the run."""
         return self.step + self.checkpoint + self.validation + self.between
 
@@ -49,7 +49,7 @@ class Parts:
         return max(0.0, self.step - self.data_wait - self.comm_exposed - self.bubble)
 
     def share(self, seconds: float) -> float:
-        return min(1.0, max(0.0, seconds) / self.whole) if self.whole else 0.0
+        return min(1.0, max(0.0, seconds) / self.total) if self.total else 0.0
 
 
 def parts_of(reading: Reading) -> Parts | None:
@@ -72,8 +72,8 @@ def _saves(reading: Reading, period: int | None) -> float:
     the end over all steps."""
     if period is not None:
         return amortised(reading, "checkpoint_stall_s", period)
-    found = [one.get("checkpoint_stall_s", 0.0) for one in reading.steps[:-1]]
-    return float(sum(found)) / len(reading.steps) if found else 0.0
+    stalls = [record.get("checkpoint_stall_s", 0.0) for record in reading.steps[:-1]]
+    return float(sum(stalls)) / len(reading.steps) if stalls else 0.0
 
 
 def amortised(reading: Reading, gauge: str, period: int) -> float:
@@ -81,8 +81,8 @@ def amortised(reading: Reading, gauge: str, period: int) -> float:
     out, unless it is all there is of something that would come again."""
     if not period:
         return 0.0
-    found = [(int(one.get("step", -1)) + 1, float(one[gauge])) for one in reading.steps if gauge in one]
-    regular = [seconds for step, seconds in found if step % period == 0]
+    timed = [(int(record.get("step", -1)) + 1, float(record[gauge])) for record in reading.steps if gauge in record]
+    regular = [seconds for step, seconds in timed if step % period == 0]
     return median(regular) / period if regular else 0.0
 
 
@@ -104,8 +104,8 @@ def _steady(reading: Reading, gauge: str) -> float:
 def recomputed(reading: Reading) -> float | None:
     """Share of a step that makes activations again: within each step that has it, since steps of another moment may be
     quicker or slower."""
-    found = [(float(one["recompute_s"]), _length(one)) for one in reading.steps if "recompute_s" in one]
-    shares = [min(1.0, seconds / whole) for seconds, whole in found if whole > 0]
+    timed = [(float(record["recompute_s"]), _length(record)) for record in reading.steps if "recompute_s" in record]
+    shares = [min(1.0, seconds / step_s) for seconds, step_s in timed if step_s > 0]
     return median(shares) if shares else None
 
 

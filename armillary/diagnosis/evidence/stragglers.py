@@ -44,16 +44,16 @@ class Late:
 def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
     """The rank that is slowest nearly always, and by how much on the whole: steps in which another one was count
     against it."""
-    found = [
-        (int(one["slowest_rank"]), float(one["rank_spread_s"]))
-        for one in reading.steps
-        if "rank_spread_s" in one and "slowest_rank" in one
+    spreads = [
+        (int(record["slowest_rank"]), float(record["rank_spread_s"]))
+        for record in reading.steps
+        if "rank_spread_s" in record and "slowest_rank" in record
     ]
-    if len(found) < MIN_SPREAD_STEPS:
+    if len(spreads) < MIN_SPREAD_STEPS:
         return None
-    rank, times = Counter(rank for rank, _ in found).most_common(1)[0]
-    behind = [seconds if slowest == rank else -seconds for slowest, seconds in found]
-    often, net = times / len(found), median(behind)
+    rank, times = Counter(rank for rank, _ in spreads).most_common(1)[0]
+    behind = [seconds if slowest == rank else -seconds for slowest, seconds in spreads]
+    often, net = times / len(spreads), median(behind)
     if often < SAME_SLOWEST_RANK_SHARE or net <= STRAGGLER_STANDARD_ERRORS * _error(behind) or not _lasts(behind, net):
         return None
     seconds = net - _given_more(reading, plan, rank)
@@ -63,12 +63,12 @@ def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
 def waited_for_others(reading: Reading) -> float:
     """Seconds a step that the main rank stood still because another one was late, whichever it was: no exchange takes
     that long, and no layout makes it shorter."""
-    found = [
-        float(one["rank_spread_s"]) if int(one["slowest_rank"]) != 0 else 0.0
-        for one in reading.steps
-        if "rank_spread_s" in one and "slowest_rank" in one
+    waits = [
+        float(record["rank_spread_s"]) if int(record["slowest_rank"]) != 0 else 0.0
+        for record in reading.steps
+        if "rank_spread_s" in record and "slowest_rank" in record
     ]
-    return winsorised_mean(found)
+    return winsorised_mean(waits)
 
 
 def _error(values: list[float]) -> float:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from armillary.diagnosis.evidence.finding import Finding, Lever
-from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.serving_run import ServingRun
 from armillary.diagnosis.evidence.thresholds import (
     GRAPH_HOST_S,
     GRAPH_REPLAY_S,
@@ -38,18 +38,18 @@ from armillary.units import bytes_text
 def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
     """Priced levers against a finding, best first; none where there is nothing to play again."""
     plan = reading.plan
-    service = Service(reading, plan)
+    service = ServingRun(reading, plan)
     if plan is None or service.cost is None:
         return ()
     replay = Replay(service, plan.model, service.cost)
     if len(replay.arrivals) < 2 or not reading.get("kv_capacity_tokens"):
         return ()
     make = _LEVERS.get(finding.rule)
-    found = make(finding, replay, home) if make is not None else []
-    return tuple(sorted(found, key=lambda lever: -lever.speedup))
+    levers = make(finding, replay, home) if make is not None else []
+    return tuple(sorted(levers, key=lambda lever: -lever.speedup))
 
 
-def limiting_gauge(finding: Finding, service: Service) -> str:
+def limiting_gauge(finding: Finding, service: ServingRun) -> str:
     """What a lever against it has to better."""
     if finding.cause == "prefill_interference":
         return "itl_p99_s"
@@ -62,7 +62,7 @@ def limiting_gauge(finding: Finding, service: Service) -> str:
     return "ttft_p50_s" if finding.cause == "cache_misses" and service.queue_share < 0.5 else "e2e_p50_s"
 
 
-def is_overloaded(service: Service) -> bool:
+def is_overloaded(service: ServingRun) -> bool:
     """Whether requests come so fast that the queue grows without end."""
     return not service.batch_job and min(service.queue_share, service.excess) >= GROWING_QUEUE_SHARE
 
@@ -70,22 +70,22 @@ def is_overloaded(service: Service) -> bool:
 def settled(findings: list[Finding]) -> list[Finding]:
     """Findings with their levers: a cause whose lever leaves most of the queue that more servers would clear does not
     own it, and what is left are too few servers."""
-    crowd = next((one for one in findings if one.cause == "too_few_replicas" and one.levers), None)
+    crowd = next((finding for finding in findings if finding.cause == "too_few_replicas" and finding.levers), None)
     if crowd is None:
         return findings
-    whole = crowd.levers[0]
+    best = crowd.levers[0]
     gains = {
-        one.rule: max((lever.speedup for lever in one.levers if lever.of == whole.of), default=0.0)
-        for one in findings
-        if one is not crowd
+        finding.rule: max((lever.speedup for lever in finding.levers if lever.of == best.of), default=0.0)
+        for finding in findings
+        if finding is not crowd
     }
-    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < QUEUE_OWNER_SHARE * (whole.speedup - 1)}
+    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < QUEUE_OWNER_SHARE * (best.speedup - 1)}
     if not weak:
         return findings
     shares = {rule: max(0.0, 1 - 1 / gain) for rule, gain in weak.items()}
     if len(weak) == sum(gain > 0 for gain in gains.values()):
-        shares[crowd.rule] = 1 - 1 / whole.speedup
-    return [replace(one, share=shares.get(one.rule, one.share)) for one in findings]
+        shares[crowd.rule] = 1 - 1 / best.speedup
+    return [replace(finding, share=shares.get(finding.rule, finding.share)) for finding in findings]
 
 
 # --- by rule
@@ -93,7 +93,7 @@ def settled(findings: list[Finding]) -> list[Finding]:
 
 def _batching(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     change = {"serve.batching": "continuous"}
-    return _one(finding, replay, [change], lambda _: "start requests as soon as a row is free")
+    return _smallest_enough(finding, replay, [change], lambda _: "start requests as soon as a row is free")
 
 
 def _more_rows(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
@@ -104,7 +104,9 @@ def _more_rows(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     while rows < 2 * wanted and len(tried) < 6:
         tried.append({"serve.max_running": rows} | _budget_for(replay, rows))
         rows *= 2
-    return _one(finding, replay, tried, lambda change: f"run {now} → {change['serve.max_running']} requests together")
+    return _smallest_enough(
+        finding, replay, tried, lambda change: f"run {now} → {change['serve.max_running']} requests together"
+    )
 
 
 def _with_more_rows(replay: Replay) -> Replay:
@@ -127,26 +129,26 @@ def _more_blocks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     tried = [{"serve.kv_bytes": int(now * times)} for times in (1.5, 2, 3, 4, 8) if now * (times - 1) <= room]
     if not tried:  # the device is full: only another one helps
         return _more_replicas(finding, replay, home)
-    return _one(
+    return _smallest_enough(
         finding, replay, tried, lambda change: f"KV cache {bytes_text(now)} → {bytes_text(change['serve.kv_bytes'])}"
     )
 
 
 def _cache_on(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
-    return _one(finding, replay, [{"serve.prefix_cache": True}], lambda _: "keep the beginnings of prompts")
+    return _smallest_enough(finding, replay, [{"serve.prefix_cache": True}], lambda _: "keep the beginnings of prompts")
 
 
 def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     """The best gaps that cost nobody much: prompts take more steps, so that their own first token comes later."""
-    mixed = [one for one in replay.service.reading.steps if one.get("decode_tokens")]
-    largest = max((one.get("prefill_tokens", 0) for one in mixed), default=0)
+    mixed = [step for step in replay.service.reading.steps if step.get("decode_tokens")]
+    largest = max((step.get("prefill_tokens", 0) for step in mixed), default=0)
     size: int = MIN_CHUNK_TOKENS
     tried: list[Change] = []
     while size < largest:
         tried.append({"serve.prefill_tokens": size})
         size *= 2
     kept = [change for change in tried if not harms(replay, change)]
-    return _one(
+    return _smallest_enough(
         finding,
         replay,
         kept[::-1],
@@ -160,7 +162,7 @@ def _larger_steps(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     tried: list[Change] = [{"serve.max_tokens_per_step": now * times} for times in (2, 4, 8)]
     if serve.prefill_tokens is not None:
         tried = [{"serve.prefill_tokens": min(now, serve.prefill_tokens * times)} for times in (2, 4, 8, 16)] + tried
-    return _one(finding, replay, tried, lambda change: "more prompt tokens a step")
+    return _smallest_enough(finding, replay, tried, lambda change: "more prompt tokens a step")
 
 
 def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
@@ -168,7 +170,9 @@ def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     counts = [count for count in (2, 3, 4, 6, 8, 12, 16) if count < len(replay.arrivals)]
     enough = next((count for count in counts if not waits(replay, {"layout.dp": count})), counts[-1] if counts else 0)
     tried: list[Change] = [{"layout.dp": enough}] if enough else []
-    found = _one(finding, replay, tried, lambda change: f"{change['layout.dp']} servers behind one address")
+    levers = _smallest_enough(
+        finding, replay, tried, lambda change: f"{change['layout.dp']} servers behind one address"
+    )
     return [
         replace(
             lever,
@@ -176,7 +180,7 @@ def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
             action=f"start {enough} servers and deal requests out to them in turn",
             risk=f"{enough} × the devices",
         )
-        for lever in found
+        for lever in levers
     ]
 
 
@@ -203,7 +207,7 @@ def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     ]
 
 
-def launched_at_once(service: Service) -> StepCost | None:
+def launched_at_once(service: ServingRun) -> StepCost | None:
     """What steps would cost without their launches."""
     planned = _planned(service)
     if service.cost is None or planned is None:
@@ -211,7 +215,7 @@ def launched_at_once(service: Service) -> StepCost | None:
     return replace(planned, base_s=min(max(planned.base_s, _host_s(service)), service.cost.base_s), waits=True)
 
 
-def _planned(service: Service) -> StepCost | None:
+def _planned(service: ServingRun) -> StepCost | None:
     """What the planner's roofline says of steps of this model here; none where it does not know the device."""
     plan = service.plan
     assert plan is not None
@@ -224,12 +228,12 @@ def _planned(service: Service) -> StepCost | None:
         return None
 
 
-def _host_s(service: Service) -> float:
+def _host_s(service: ServingRun) -> float:
     """What the host still does in a step of decodes that is launched at once: all but its launches, and a graph's."""
-    steps = [one for one in service.reading.steps if "engine_launch_s" in one and not one.get("prefill_tokens")]
+    steps = [step for step in service.reading.steps if "engine_launch_s" in step and not step.get("prefill_tokens")]
     if not steps:
         return max(GRAPH_HOST_S, service.reading.get("engine_schedule_s") or 0.0)
-    rest = [float(one["engine_step_s"] - one["engine_wait_s"] - one["engine_launch_s"]) for one in steps]
+    rest = [float(step["engine_step_s"] - step["engine_wait_s"] - step["engine_launch_s"]) for step in steps]
     return GRAPH_REPLAY_S + median(rest)
 
 
@@ -252,7 +256,7 @@ def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 # --- parts
 
 
-def _one(
+def _smallest_enough(
     finding: Finding, replay: Replay, tried: Iterable[Change], title: Callable[[Mapping[str, Any]], str]
 ) -> list[Lever]:
     """Of changes that go ever further the first that buys nearly as much as the best. Where a queue grows, all that end

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from armillary.diagnosis.evidence.serving_run import OBJECTIVES, Service
+from armillary.diagnosis.evidence.serving_run import OBJECTIVES, ServingRun
 from armillary.diagnosis.evidence.thresholds import (
     MAX_E2E_LOSS,
     MAX_THROUGHPUT_LOSS,
@@ -28,28 +28,28 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
 from armillary.units import bytes_text, seconds_text
 
-MOST_REQUESTS, MOST_TOKENS = 1000, 150_000
+MAX_REQUESTS, MAX_TOKENS = 1000, 150_000
 """that are played again, the latest: a simulation takes a second or two"""
 
 
 class Replay:
     """One run, to be tried with other settings."""
 
-    def __init__(self, service: Service, config: ModelConfig, cost: StepCost) -> None:
+    def __init__(self, service: ServingRun, config: ModelConfig, cost: StepCost) -> None:
         self.service, self.config, self.cost = service, config, cost
         self._done: dict[str, Simulated] = {}
 
     @cached_property
     def arrivals(self) -> tuple[Arrival, ...]:
         """The latest requests, the first of them at 0."""
-        found, tokens = recorded(self.service.reading.requests)[-MOST_REQUESTS:], 0
-        for index in range(len(found) - 1, -1, -1):
-            tokens += found[index].tokens_out * found[index].answers
-            if tokens > MOST_TOKENS:
-                found = found[index + 1 :]
+        arrivals, tokens = recorded(self.service.reading.requests)[-MAX_REQUESTS:], 0
+        for index in range(len(arrivals) - 1, -1, -1):
+            tokens += arrivals[index].tokens_out * arrivals[index].answers
+            if tokens > MAX_TOKENS:
+                arrivals = arrivals[index + 1 :]
                 break
-        begin = found[0].at_s if found else 0.0
-        return tuple(replace(one, at_s=one.at_s - begin) for one in found)
+        begin = arrivals[0].at_s if arrivals else 0.0
+        return tuple(replace(arrival, at_s=arrival.at_s - begin) for arrival in arrivals)
 
     @property
     def kv(self) -> KVPlan:
@@ -137,8 +137,8 @@ def harms(replay: Replay, change: Change) -> bool:
 
 
 def _mean_e2e(replay: Replay, change: Change | None = None) -> float:
-    found = [float(one["e2e_s"]) for one in replay.simulated(change).requests if "e2e_s" in one]
-    return sum(found) / len(found) if found else 0.0
+    times = [float(request["e2e_s"]) for request in replay.simulated(change).requests if "e2e_s" in request]
+    return sum(times) / len(times) if times else 0.0
 
 
 def risk_of(replay: Replay, change: Change) -> str:

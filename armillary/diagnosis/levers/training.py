@@ -30,8 +30,8 @@ def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, .
     make = _AGAINST.get(finding.cause)
     if make is None:
         return ()
-    found = list(make(finding, reading, pricing_of(reading, home)))
-    return tuple(sorted(found, key=lambda lever: -lever.speedup))
+    levers = list(make(finding, reading, pricing_of(reading, home)))
+    return tuple(sorted(levers, key=lambda lever: -lever.speedup))
 
 
 def _lever(priced: Priced | None, title: str, *, risk: str = "", basis: str = PLANNER) -> Iterator[Lever]:
@@ -70,17 +70,17 @@ def _micro_batches(finding: Finding, reading: Reading, pricing: Pricing | None) 
     assert job is not None
     rows = job.batch_tokens // job.sequence // layout.dp
     sizes = [layout.micro_batch * times for times in (2, 4, 8, 16, 32) if rows % (layout.micro_batch * times) == 0]
-    found = [one for size in sizes if (one := pricing.price({"layout.micro_batch": size})) is not None]
-    for priced in _best(found):
+    candidates = [candidate for size in sizes if (candidate := pricing.price({"layout.micro_batch": size})) is not None]
+    for priced in _best(candidates):
         yield from _lever(priced, f"micro-batch {layout.micro_batch} → {priced.change['layout.micro_batch']}")
 
 
-def _best(found: list[Priced]) -> list[Priced]:
+def _best(candidates: list[Priced]) -> list[Priced]:
     """The quickest; a smaller one that comes within a hundredth of it takes less memory."""
-    if not found:
+    if not candidates:
         return []
-    top = max(one.speedup for one in found)
-    return [next(one for one in found if one.speedup >= 0.99 * top)]
+    top = max(candidate.speedup for candidate in candidates)
+    return [next(candidate for candidate in candidates if candidate.speedup >= 0.99 * top)]
 
 
 def _other_width(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -169,8 +169,10 @@ def _fill_the_pipe(finding: Finding, reading: Reading, pricing: Pricing | None) 
         return
     layout = pricing.plan.layout
     smaller = [size for size in range(1, layout.micro_batch) if layout.micro_batch % size == 0]
-    found = [one for size in smaller if (one := pricing.price({"layout.micro_batch": size})) is not None]
-    for priced in sorted(found, key=lambda one: -one.speedup)[:1]:
+    candidates = [
+        candidate for size in smaller if (candidate := pricing.price({"layout.micro_batch": size})) is not None
+    ]
+    for priced in sorted(candidates, key=lambda candidate: -candidate.speedup)[:1]:
         yield from _lever(
             priced, f"micro-batch {layout.micro_batch} → {priced.change['layout.micro_batch']}, so more of them"
         )
@@ -186,7 +188,7 @@ def _fill_the_pipe(finding: Finding, reading: Reading, pricing: Pricing | None) 
 
 
 def _replace_rank(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
-    rank = next((int(one.value) for one in finding.evidence if one.gauge == "slowest_rank"), 0)
+    rank = next((int(evidence.value) for evidence in finding.evidence if evidence.gauge == "slowest_rank"), 0)
     yield Lever(
         title=f"look at rank {rank}",
         speedup=speedup(min(0.99, finding.share), float("inf")),
@@ -243,7 +245,9 @@ def _make_room(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
 
 def _balance(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
     """What balancing brings the busiest expert's load down to; where experts lie on several ranks that is time."""
-    heavy = next((one.value for one in finding.evidence if one.gauge == "expert_load_max_over_mean"), 1.0)
+    heavy = next(
+        (evidence.value for evidence in finding.evidence if evidence.gauge == "expert_load_max_over_mean"), 1.0
+    )
     plan = reading.plan
     moe = plan.model.moe if plan is not None else None
     job = plan.train if plan is not None else None

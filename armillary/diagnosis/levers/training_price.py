@@ -74,7 +74,7 @@ class Pricing:
         if more is None:
             return None
         changed = self._changed(self.parts, then)
-        return Priced(change=change, speedup=self.parts.whole / changed.whole, memory_bytes=more)
+        return Priced(change=change, speedup=self.parts.total / changed.total, memory_bytes=more)
 
     def priced(self, change: Mapping[str, Any], **seconds: float) -> Priced | None:
         """A change that only alters parts which were measured, given as they would be."""
@@ -83,7 +83,7 @@ class Pricing:
         values = {name: getattr(self.parts, name) for name in self.parts.__dataclass_fields__} | seconds
         lost = sum(getattr(self.parts, name) - values[name] for name in ("data_wait", "comm_exposed", "bubble"))
         values["step"] = seconds.get("step", max(1e-9, self.parts.step - lost))
-        return Priced(change=change, speedup=self.parts.whole / Parts(**values).whole, memory_bytes=0.0)
+        return Priced(change=change, speedup=self.parts.total / Parts(**values).total, memory_bytes=0.0)
 
     def joined(self, change: Mapping[str, Any]) -> Priced | None:
         """A change that only joins a processor's passes over memory: those that were measured by the predicted time of
@@ -177,16 +177,19 @@ class Pricing:
         if rows is not None and _same_but_rows(now.layouts, then.layouts):
             fewer = float(then.time.work.micro_batches[0] / now.time.work.micro_batches[0])
             return parts.work * (rows * fewer + 1 - rows)
-        again = min(self.again_s, parts.work)
+        again = min(self.recompute_s, parts.work)
         work = (parts.work - again) * self._work_ratio(then)
         return work + (_carried(again, now.time.recompute[0], then.time.recompute[0]) if again else 0.0)
 
     def _work_ratio(self, then: Prediction) -> float:
         """Of what is neither waiting nor idling: launches by their number, the rest by its predicted time. Activations
         made again are apart where they were measured."""
-        now, fixed, apart = self.now, self.fixed, self.again_s > 0
+        now, fixed, apart = self.now, self.fixed, self.recompute_s > 0
         if fixed is None:
-            before, after = (worked(one, apart) + float(one.time.launch[0] + one.time.other[0]) for one in (now, then))
+            before, after = (
+                worked(prediction, apart) + float(prediction.time.launch[0] + prediction.time.other[0])
+                for prediction in (now, then)
+            )
             return after / before
         if now.precision() != then.precision() and self.reading.get("fusible_fraction") is not None:
             return self._narrower_ratio(then, fixed)
@@ -204,7 +207,7 @@ class Pricing:
         return fixed + passes * moved + (1 - fixed - passes) * multiplied
 
     @property
-    def again_s(self) -> float:
+    def recompute_s(self) -> float:
         """Seconds of a step that make activations again, where that was measured: its share of the steps in which it
         was, applied to a step as long as they usually are."""
         share = recomputed(self.reading)
@@ -216,26 +219,26 @@ class Pricing:
         return launch_overhead_share(self.reading, self.plan)
 
 
-def launches(found: Prediction, apart: bool = False) -> float:
+def launches(prediction: Prediction, apart: bool = False) -> float:
     """Kernels of a step, as the planner counts them: forward, what is made again unless that is `apart`, and backward
     of every micro-batch."""
-    time, layer = found.time, found.time.work.layer
-    again = 0.0 if apart else float(time.recompute[0] > 0) / float(found.layouts.recompute_every[0])
+    time, layer = prediction.time, prediction.time.work.layer
+    again = 0.0 if apart else float(time.recompute[0] > 0) / float(prediction.layouts.recompute_every[0])
     a_layer = float(layer.kernels_forward[0]) * (1 + again) + float(layer.kernels_backward[0])
     return float(time.work.micro_batches[0]) * a_layer
 
 
-def worked(found: Prediction, apart: bool = False) -> float:
+def worked(prediction: Prediction, apart: bool = False) -> float:
     """Seconds of a step in which the device computes, what is made again left out where it is `apart`."""
-    time = found.time
-    whole = float(time.compute[0] + time.optimizer[0] + time.offload[0])
-    return whole - float(time.recompute[0]) if apart else whole
+    time = prediction.time
+    total = float(time.compute[0] + time.optimizer[0] + time.offload[0])
+    return total - float(time.recompute[0]) if apart else total
 
 
-def without_calls(found: Prediction, apart: bool = False) -> float:
+def without_calls(prediction: Prediction, apart: bool = False) -> float:
     """The same without what the planner adds for every kernel, which counts as launching."""
-    whole, layers = worked(found, apart), float(found.time.work.stages.mean[0])
-    return max(0.1 * whole, whole - launches(found, apart) * layers * found.case.curves.kernel_s)
+    total, layers = worked(prediction, apart), float(prediction.time.work.stages.mean[0])
+    return max(0.1 * total, total - launches(prediction, apart) * layers * prediction.case.curves.kernel_s)
 
 
 def _same_but_rows(now: Layouts, then: Layouts) -> bool:
@@ -247,8 +250,8 @@ def _same_but_rows(now: Layouts, then: Layouts) -> bool:
     )
 
 
-def _of(found: Prediction, *names: str) -> float:
-    return float(sum(getattr(found.time, name)[0] for name in names))
+def _of(prediction: Prediction, *names: str) -> float:
+    return float(sum(getattr(prediction.time, name)[0] for name in names))
 
 
 def _carried(measured: float, now: float, then: float) -> float:

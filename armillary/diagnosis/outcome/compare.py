@@ -62,21 +62,21 @@ def compare(a: Run, b: Run, home: Home) -> Comparison:
     first, second = read_run(a, home), read_run(b, home)
     if first.kind != second.kind:
         raise BadInput(f"run {a.name} is {first.kind} and run {b.name} is {second.kind}; compare two of a kind")
-    told, notes = _told(a, b, home, first.kind)
-    if told is not None:
+    credited, notes = _credited(a, b, home, first.kind)
+    if credited is not None:
         notes += [
-            f"{one}, so {told.title} is not held to its {told.predicted:.2f} ×"
-            for one in other_conditions(first, second)
+            f"{condition}, so {credited.title} is not held to its {credited.predicted:.2f} ×"
+            for condition in other_conditions(first, second)
         ]
-    found = _measured_both(a, b, first, second, told)
-    if told is None or notes:
-        return replace(found, notes=tuple(notes))
-    log_outcome(home, replace(told, obtained=found.obtained, by=b.id))
-    return replace(found, predicted=told.predicted, title=told.title)
+    comparison = _measured_both(a, b, first, second, credited)
+    if credited is None or notes:
+        return replace(comparison, notes=tuple(notes))
+    log_outcome(home, replace(credited, obtained=comparison.obtained, by=b.id))
+    return replace(comparison, predicted=credited.predicted, title=credited.title)
 
 
-def _measured_both(a: Run, b: Run, first: Reading, second: Reading, told: LoggedPrediction | None) -> Comparison:
-    of = told.of if told else STEP if first.kind == "training" else _latency(first, second)
+def _measured_both(a: Run, b: Run, first: Reading, second: Reading, credited: LoggedPrediction | None) -> Comparison:
+    of = credited.of if credited else STEP if first.kind == "training" else _latency(first, second)
     before, after = measured(first, of), measured(second, of)
     if not before or not after:
         raise BadInput(f"{of} was not measured in both runs; compare runs that took some steps")
@@ -87,7 +87,7 @@ def _measured_both(a: Run, b: Run, first: Reading, second: Reading, told: Logged
 def measured(reading: Reading, of: str) -> float | None:
     """The figure of a gauge; a step with all that comes between steps, since that is what levers are priced for."""
     parts = parts_of(reading) if of == STEP else None
-    return parts.whole if parts is not None else reading.get(of)
+    return parts.total if parts is not None else reading.get(of)
 
 
 def is_rate(gauge: str) -> bool:
@@ -135,18 +135,22 @@ def as_prediction(
     )
 
 
-def _told(a: Run, b: Run, home: Home, kind: Kind) -> tuple[LoggedPrediction | None, list[str]]:
+def _credited(a: Run, b: Run, home: Home, kind: Kind) -> tuple[LoggedPrediction | None, list[str]]:
     """The first prediction of what differs between the runs, and what speaks against holding it to its word."""
     pulled = [
-        (one, others) for one in predictions(a, home) if (others := other_keys(a, b, one.change, kind)) is not None
+        (prediction, differing)
+        for prediction in predictions(a, home)
+        if (differing := other_keys(a, b, prediction.change, kind)) is not None
     ]
     if not pulled:
         return None, []
     began = b.state.started
-    one, others = min(pulled, key=lambda pair: (len(pair[1]), pair[0].predicted_at > began))
-    said = f"{one.title} was predicted to bring {one.predicted:.2f} ×"
-    notes = [f"{said}, but more differs than that: {_names(others)}"] if others else []
-    return one, notes + ([f"{said} only after run {b.name} had begun"] if one.predicted_at > began else [])
+    prediction, differing = min(pulled, key=lambda pair: (len(pair[1]), pair[0].predicted_at > began))
+    said = f"{prediction.title} was predicted to bring {prediction.predicted:.2f} ×"
+    notes = [f"{said}, but more differs than that: {_names(differing)}"] if differing else []
+    return prediction, notes + (
+        [f"{said} only after run {b.name} had begun"] if prediction.predicted_at > began else []
+    )
 
 
 def _names(keys: Sequence[str]) -> str:

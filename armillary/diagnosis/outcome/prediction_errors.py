@@ -87,25 +87,27 @@ def predicted_of(reading: Reading, of: str, seen: Mapping[str, float] | None = N
 def _derived(reading: Reading) -> dict[str, float]:
     """Shares of the peak that the plan divided by, at the measured step; and what a peak holds beyond the categories
     that were told apart, of which one that was not seen is none."""
-    found: dict[str, float] = {}
+    derived: dict[str, float] = {}
     peak, parts = reading.get("memory_peak_bytes"), {name: reading.get(name) for name in _CATEGORIES}
     if reading.kind == "training" and peak is not None and parts["memory_weights_bytes"] is not None:
-        found = {name: value or 0.0 for name, value in parts.items()}
-        found["memory_other_bytes"] = max(0.0, peak - sum(found.values()))
-    found |= _counted(reading)
+        derived = {name: value or 0.0 for name, value in parts.items()}
+        derived["memory_other_bytes"] = max(0.0, peak - sum(derived.values()))
+    derived |= _counted(reading)
     if reading.plan is not None and reading.plan.train is not None and reading.plan.layout.pp == 1:
-        found["bubble_s"] = 0.0  # there is no pipeline to stand still
+        derived["bubble_s"] = 0.0  # there is no pipeline to stand still
     step, planned = reading.get("step_s"), reading.predicted("step_s")
     for name in ("mfu", "hfu"):
         share = reading.predicted(name)
         if reading.get(name) is None and share and step and planned:
-            found[name] = share * planned / step
-    return found
+            derived[name] = share * planned / step
+    return derived
 
 
 def _counted(reading: Reading) -> dict[str, float]:
     """Tokens and micro-batches of a step, from how the count of tokens grew."""
-    grown = [(float(one["step"]), float(one["tokens_total"])) for one in reading.steps if "tokens_total" in one]
+    grown = [
+        (float(record["step"]), float(record["tokens_total"])) for record in reading.steps if "tokens_total" in record
+    ]
     plan = reading.plan
     if len(grown) < 2 or plan is None or plan.train is None or grown[-1][0] <= grown[0][0]:
         return {}

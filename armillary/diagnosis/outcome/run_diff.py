@@ -47,8 +47,8 @@ ALIKE, STRAY = 0.15, 2
 
 def changes(a: Run, b: Run) -> dict[str, Any]:
     """Keys whose values differ, with b's value."""
-    found = differing(flat(recipe_from_dict(a.recipe)), flat(recipe_from_dict(b.recipe)))
-    return {key: value for key, value in found.items() if key not in TOLD}
+    changed = differing(flat(recipe_from_dict(a.recipe)), flat(recipe_from_dict(b.recipe)))
+    return {key: value for key, value in changed.items() if key not in TOLD}
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,18 +77,18 @@ def matters(key: str, kind: Kind) -> bool:
 
 def other_conditions(a: Reading, b: Reading) -> list[str]:
     """Whatever no recipe says and yet changes figures, a phrase each."""
-    found = [f"{one.source} took only {count} steps" for one in (a, b) if (count := _steps(one)) < FEWEST]
-    chips = [one.plan.cluster.chip.name for one in (a, b) if one.plan is not None]
+    phrases = [f"{reading.source} took only {count} steps" for reading in (a, b) if (count := _steps(reading)) < FEWEST]
+    chips = [reading.plan.cluster.chip.name for reading in (a, b) if reading.plan is not None]
     if len(set(chips)) > 1:
-        found.append(f"one ran on {chips[0]} and the other on {chips[1]}")
+        phrases.append(f"one ran on {chips[0]} and the other on {chips[1]}")
     if a.kind == "serving" and not same_requests(a.requests, b.requests):
-        found.append(f"other requests came: {_load_text(a.requests)} against {_load_text(b.requests)}")
-    return found
+        phrases.append(f"other requests came: {_load_text(a.requests)} against {_load_text(b.requests)}")
+    return phrases
 
 
 def _steps(reading: Reading) -> int:
     gauge = "engine_step_s" if reading.kind == "serving" else "step_s"
-    return sum(gauge in one for one in reading.steps)
+    return sum(gauge in record for record in reading.steps)
 
 
 # --- requests
@@ -102,18 +102,18 @@ def same_requests(a: Sequence[Record], b: Sequence[Record]) -> bool:
     return lengths and (_alike(len(a), len(b), STRAY) or (all(rates) and _alike(*rates)))
 
 
-def _alike(one: float, other: float, stray: float = 0.0) -> bool:
-    return abs(one - other) <= max(stray, ALIKE * max(one, other))
+def _alike(first: float, second: float, stray: float = 0.0) -> bool:
+    return abs(first - second) <= max(stray, ALIKE * max(first, second))
 
 
 def _typical(requests: Sequence[Record], name: str) -> float:
     """The median, which one request that was tried by hand does not move."""
-    return median(float(one.get(name, 0)) for one in requests) if requests else 0.0
+    return median(float(request.get(name, 0)) for request in requests) if requests else 0.0
 
 
 def _rate(requests: Sequence[Record]) -> float:
     """Arrivals a second; 0 where they all came at once or nobody noted when."""
-    times = sorted(float(one["arrived_s"]) for one in requests if "arrived_s" in one)
+    times = sorted(float(request["arrived_s"]) for request in requests if "arrived_s" in request)
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 

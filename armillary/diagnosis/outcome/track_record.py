@@ -77,23 +77,23 @@ class TrackRecord:
     def levers(self) -> tuple[LoggedPrediction, ...]:
         """Each pair of runs once, as last compared, and each prediction that waits for its outcome."""
         done = {line.lever for line in self.lines if line.by}
-        found: dict[tuple[str, ...], LoggedPrediction] = {}
+        latest: dict[tuple[str, ...], LoggedPrediction] = {}
         for line in self.lines:
             if line.by:
-                found[(*line.lever, line.by)] = line
+                latest[(*line.lever, line.by)] = line
             elif line.lever not in done:
-                found.setdefault(line.lever, line)
-        return tuple(found.values())
+                latest.setdefault(line.lever, line)
+        return tuple(latest.values())
 
     @property
     def median_error(self) -> float | None:
-        errors = [one.error for one in self.levers if one.error is not None]
+        errors = [line.error for line in self.levers if line.error is not None]
         return median(errors) if errors else None
 
     @property
     def summary(self) -> str:
         """'15 levers, median error 8 %'."""
-        count = sum(one.error is not None for one in self.levers)
+        count = sum(line.error is not None for line in self.levers)
         if self.median_error is None:
             return "no lever was measured yet"
         return f"{count} lever{'s' if count > 1 else ''}, median error {self.median_error:.0%}"
@@ -112,12 +112,12 @@ def read_record(home: Home) -> TrackRecord:
         texts = path.read_bytes().splitlines()
     except OSError as error:
         raise BadData(f"{path} cannot be read ({error.strerror}); check who may read it") from None
-    found = {number: _parse(text, path) for number, text in enumerate(texts, 1) if text.strip()}
+    parsed = {number: _parse(text, path) for number, text in enumerate(texts, 1) if text.strip()}
     return TrackRecord(
-        lines=tuple(line for line in found.values() if line is not None),
+        lines=tuple(line for line in parsed.values() if line is not None),
         notes=tuple(
             f"line {number} of {path} is broken and left out; delete it"
-            for number, line in found.items()
+            for number, line in parsed.items()
             if line is None
         ),
     )

@@ -66,8 +66,8 @@ def reading_of(profile: Profile, source: str) -> Reading:
 
 def _waited(profile: Profile) -> float:
     """Seconds in which the device stood still for its loader."""
-    found = sum(gap.seconds for gap in profile.gaps if gap.cause == "loader")
-    return min(found, profile.budget.get("host", 0.0))
+    waited = sum(gap.seconds for gap in profile.gaps if gap.cause == "loader")
+    return min(waited, profile.budget.get("host", 0.0))
 
 
 def _kernels(profile: Profile, rest: float) -> dict[str, float]:
@@ -75,10 +75,10 @@ def _kernels(profile: Profile, rest: float) -> dict[str, float]:
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
     judged = sum(profile.budget.get(part, 0.0) for part in ("useful", "inefficiency"))
     worked = sum(profile.budget.get(part, 0.0) for part in _KERNEL_PARTS)
-    found = {"roofline_fraction": profile.budget["useful"] / judged} if judged > 0.5 * worked > 0 else {}
+    gauges = {"roofline_fraction": profile.budget["useful"] / judged} if judged > 0.5 * worked > 0 else {}
     if profile.kernels:
-        found["device_busy_fraction"] = min(1.0, worked / profile.wall_s) if profile.wall_s else 0.0
-    return found | {
+        gauges["device_busy_fraction"] = min(1.0, worked / profile.wall_s) if profile.wall_s else 0.0
+    return gauges | {
         "kernels": sum(row.calls for row in rows) / profile.steps,
         "launch_bound_fraction": min(1.0, _short_s(rows) / rest),
     }
@@ -104,12 +104,12 @@ def _stalled(gaps: tuple[Gap, ...], rest: float, most: float) -> float:
 
 def _settings(profile: Profile) -> dict[str, str]:
     """Where the worst waits come from, where the trace has lines."""
-    found = {"device": profile.device}
+    settings = {"device": profile.device}
     for cause in ("loader", "sync", "host"):
         worst = max((gap for gap in profile.gaps if gap.cause == cause), key=lambda gap: gap.seconds, default=None)
         if worst is not None and (worst.where or worst.what):
-            found[cause] = worst.where or worst.what
-    return found
+            settings[cause] = worst.where or worst.what
+    return settings
 
 
 def _written(path: Path) -> Profile | None:

@@ -124,14 +124,14 @@ def _reading(records: _Steps, values: dict[str, float], source: str, settings: d
 
 def _whole(told: Mapping[str, Any]) -> dict[str, float]:
     """What the last dict says of all steps; step_s includes everything done between them."""
-    found = {
+    values = {
         "run_s": number(str(told.get("train_runtime"))),
         "tokens_per_s": number(str(told.get("train_tokens_per_second"))),
     }
     rate = number(str(told.get("train_steps_per_second")))
     if rate:
-        found["step_s"] = 1 / rate
-    return {name: value for name, value in found.items() if value}
+        values["step_s"] = 1 / rate
+    return {name: value for name, value in values.items() if value}
 
 
 def _length(lines: Sequence[str]) -> int:

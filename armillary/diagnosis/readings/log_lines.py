@@ -22,14 +22,14 @@ def plain_lines(text: str) -> list[str]:
 
 def clock(line: str) -> float | None:
     """Unix seconds of the first date and time in a line; time zones do not matter for differences."""
-    found = _CLOCK.search(line)
-    if found is None:
+    match = _CLOCK.search(line)
+    if match is None:
         return None
     try:
-        seconds = datetime.fromisoformat(f"{found[1]}T{found[2]}+00:00").timestamp()
+        seconds = datetime.fromisoformat(f"{match[1]}T{match[2]}+00:00").timestamp()
     except ValueError:
         return None
-    return seconds + (float(f"0.{found[3]}") if found[3] else 0.0)
+    return seconds + (float(f"0.{match[3]}") if match[3] else 0.0)
 
 
 def number(text: str | None) -> float | None:
@@ -43,16 +43,16 @@ def number(text: str | None) -> float | None:
 def in_order(records: Iterable[Record]) -> list[Record]:
     """One record a step, the first where several ranks wrote it; a run that was started again goes on from its last
     beginning."""
-    found: dict[int, Record] = {}
+    by_step: dict[int, Record] = {}
     last = -1
     for record in records:
         step = int(record["step"])
         if step < last:
-            found = {before: one for before, one in found.items() if before < step}
-        if step not in found:
-            found[step] = record
+            by_step = {before: earlier for before, earlier in by_step.items() if before < step}
+        if step not in by_step:
+            by_step[step] = record
         last = step
-    return [found[step] for step in sorted(found)]
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def with_step_times(records: Sequence[Record]) -> list[Record]:

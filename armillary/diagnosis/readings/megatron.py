@@ -42,11 +42,11 @@ _VALIDATED = re.compile(r"validation loss at iteration \d+ \|.*?lm loss value:\s
 
 
 def is_megatron(lines: Sequence[str]) -> bool:
-    return any((found := _ITERATION.search(line)) and "elapsed time per iteration" in found[3] for line in lines)
+    return any((match := _ITERATION.search(line)) and "elapsed time per iteration" in match[3] for line in lines)
 
 
 def read_megatron(lines: Sequence[str], source: str) -> Reading:
-    settings = {found[1]: found[2].strip() for line in lines if (found := _ARGUMENT.match(line))}
+    settings = {match[1]: match[2].strip() for line in lines if (match := _ARGUMENT.match(line))}
     records = in_order(_records(lines, settings))
     kept, skipped = without_warm_up(_with_stalls(records))
     notes = [f"{skipped} lines of warm-up were left out"] if skipped else []
@@ -58,19 +58,19 @@ def read_megatron(lines: Sequence[str], source: str) -> Reading:
 
 def _records(lines: Sequence[str], settings: dict[str, str]) -> list[Record]:
     """An iteration's line, with the timers and memory after it and the events before it."""
-    found: list[Record] = []
+    records: list[Record] = []
     events: Record = {}
     for line in lines:
         if record := _iteration(line, settings):
-            found.append(record | events)
+            records.append(record | events)
             events = {}
         elif _SAVED.search(line):
             events["_saved"] = True
         elif validated := _VALIDATED.search(line):
             events |= {"_validated": True, "val_loss": float(validated[1])}
-        elif found:
-            _add_timer(found[-1], line)
-    return found
+        elif records:
+            _add_timer(records[-1], line)
+    return records
 
 
 def _iteration(line: str, settings: dict[str, str]) -> Record | None:
@@ -81,7 +81,7 @@ def _iteration(line: str, settings: dict[str, str]) -> Record | None:
     if (when := clock(line)) is not None:
         record["time"] = when
     for name, (pattern, scale) in _FIELDS.items():
-        value = number(found[1]) if (found := pattern.search(matched[3])) else None
+        value = number(match[1]) if (match := pattern.search(matched[3])) else None
         if value is not None:
             record[name] = value * scale
     batch, sequence = record.pop("batch", None), number(settings.get("seq_length"))
@@ -95,10 +95,10 @@ def _iteration(line: str, settings: dict[str, str]) -> Record | None:
 def _add_timer(record: Record, line: str) -> None:
     """'    optimizer ...: (min, max)' across ranks, of which the least has no waiting in it; older ones have all timers
     in one line, 'time (ms) | optimizer: 49.42 | …'. Memory is in megabytes."""
-    found = _OLD_TIMERS.findall(line) if line.lstrip().startswith("time (ms) |") else []
+    timers = _OLD_TIMERS.findall(line) if line.lstrip().startswith("time (ms) |") else []
     if matched := _TIMER.match(line):
-        found = [(matched[1], matched[2])]
-    for name, milliseconds in found:
+        timers = [(matched[1], matched[2])]
+    for name, milliseconds in timers:
         if name in _TIMERS:
             gauge = _TIMERS[name]
             record[gauge] = record.get(gauge, 0.0) + float(milliseconds) / 1e3

@@ -108,8 +108,8 @@ def page_url(target: str) -> str:
 
 
 def _server(page: Page, source: str) -> Server:
-    found = [(sum(name.startswith(server.prefix) for name in page.samples), server) for server in SERVERS.values()]
-    most, server = max(found, key=lambda one: one[0])
+    matches = [(sum(name.startswith(server.prefix) for name in page.samples), server) for server in SERVERS.values()]
+    most, server = max(matches, key=lambda match: match[0])
     if not most:
         raise BadData(f"{source} is no metrics page of a server known here; give one of {_READS}")
     return server
@@ -128,27 +128,33 @@ def _before(page: Page, earlier: str | None, server: Server) -> tuple[Page | Non
 
 def _settings(page: Page, server: Server, values: Mapping[str, float]) -> tuple[dict[str, str], dict[str, float]]:
     """What the page says of the server's settings, and what follows from them."""
-    found = page.labels(server.info) if server.info else {}
-    found |= {"models": ", ".join(models)} if (models := _models(page, server)) else {}
+    settings = page.labels(server.info) if server.info else {}
+    settings |= {"models": ", ".join(models)} if (models := _models(page, server)) else {}
     more: dict[str, float] = {}
-    blocks, size = (number_of(found.get(name)) for name in ("num_gpu_blocks", "block_size"))
-    tokens = number_of(found.get("kv_cache_size_tokens")) or (blocks * size if blocks and size else None)
+    blocks, size = (number_of(settings.get(name)) for name in ("num_gpu_blocks", "block_size"))
+    tokens = number_of(settings.get("kv_cache_size_tokens")) or (blocks * size if blocks and size else None)
     engines = _engines(page, server)
     if tokens and "kv_capacity_tokens" not in values:
         more["kv_capacity_tokens"] = tokens * engines
     if engines > 1:
         more["replicas"] = float(engines)
-    return found, more
+    return settings, more
 
 
 def _models(page: Page, server: Server) -> list[str]:
     name = first_of(page, server.values.get("running", ()))
-    return sorted({one.labels["model_name"] for one in page.find(name) if "model_name" in one.labels}) if name else []
+    return (
+        sorted({sample.labels["model_name"] for sample in page.find(name) if "model_name" in sample.labels})
+        if name
+        else []
+    )
 
 
 def _engines(page: Page, server: Server) -> int:
     name = first_of(page, server.values.get("running", ()))
-    ranks = {one.labels.get("engine", one.labels.get("dp_rank", "")) for one in page.find(name)} if name else set()
+    ranks = (
+        {sample.labels.get("engine", sample.labels.get("dp_rank", "")) for sample in page.find(name)} if name else set()
+    )
     return max(1, len(ranks))
 
 
@@ -181,14 +187,14 @@ def busy_means(looks: Scrapes, values: Mapping[str, float]) -> dict[str, float]:
     running = _running(looks, values) if not values.get("running") and not values.get("waiting") else None
     if not running:
         return {}
-    found = {"running": running, "unanswered": 0.0}
+    means = {"running": running, "unanswered": 0.0}
     served, queue = _served_s(values), values.get("queue_s")
     if served and queue is not None:
-        found["waiting"] = running * queue / served
+        means["waiting"] = running * queue / served
     capacity = values.get("kv_capacity_tokens")
     if capacity:
-        found["kv_used_fraction"] = min(1.0, running * _kept_tokens(values) / capacity)
-    return found
+        means["kv_used_fraction"] = min(1.0, running * _kept_tokens(values) / capacity)
+    return means
 
 
 def _running(looks: Scrapes, values: Mapping[str, float]) -> float | None:

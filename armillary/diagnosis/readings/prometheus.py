@@ -70,10 +70,10 @@ class Histogram:
     def cells(self) -> tuple[Cell, ...]:
         """Its buckets that hold anything, from the lowest; the last has no upper end and counts as its lower one."""
         lows, belows = (0.0, *self.bounds), (0.0, *self.counts)
-        found = zip(lows, self.bounds, self.counts, belows, strict=False)
+        buckets = zip(lows, self.bounds, self.counts, belows, strict=False)
         return tuple(
             Cell(low, high if isfinite(high) else low, count - below)
-            for low, high, count, below in found
+            for low, high, count, below in buckets
             if count > below
         )
 
@@ -86,14 +86,14 @@ class Histogram:
         cells = self.cells
         split = max(range(1, len(cells)), key=lambda at: _between(cells[:at], cells[at:]), default=0)
         lower, upper = cells[:split], cells[split:]
-        count = sum(one.count for one in lower)
+        count = sum(cell.count for cell in lower)
         if count < _GROUP * self.count or not lower or _log_mean(upper) - _log_mean(lower) < log(apart):
             return None
         least, most = (
-            sum(end * one.count for one, end in ends) / count
-            for ends in ([(one, one.low) for one in lower], [(one, one.high) for one in lower])
+            sum(end * cell.count for cell, end in ends) / count
+            for ends in ([(cell, cell.low) for cell in lower], [(cell, cell.high) for cell in lower])
         )
-        left = (self.sum - sum(one.middle * one.count for one in upper)) / count
+        left = (self.sum - sum(cell.middle * cell.count for cell in upper)) / count
         return min(most, max(least, left))
 
     def since(self, earlier: Histogram) -> Histogram:
@@ -113,27 +113,27 @@ class Page:
 
     def find(self, name: str) -> tuple[Sample, ...]:
         """Of one part only where several ranks of a model say the same: the first tensor- and pipeline-parallel one."""
-        return tuple(one for one in self.samples.get(name, ()) if _speaks(one.labels))
+        return tuple(sample for sample in self.samples.get(name, ()) if _speaks(sample.labels))
 
     def total(self, name: str) -> float | None:
-        found = self.find(name)
-        return sum(one.value for one in found) if found else None
+        samples = self.find(name)
+        return sum(sample.value for sample in samples) if samples else None
 
     def mean(self, name: str) -> float | None:
-        found = self.find(name)
-        return sum(one.value for one in found) / len(found) if found else None
+        samples = self.find(name)
+        return sum(sample.value for sample in samples) / len(samples) if samples else None
 
     def labels(self, name: str) -> dict[str, str]:
         """Of the first sample: what info metrics tell."""
-        return dict(next((one.labels for one in self.find(name)), {}))
+        return dict(next((sample.labels for sample in self.find(name)), {}))
 
     def histogram(self, name: str) -> Histogram | None:
         """All its series together; a summary or a lone sum and count has a mean and no percentiles."""
         counts: dict[float, float] = {}
-        for one in self.find(f"{name}_bucket"):
-            bound = number_of(one.labels.get("le", ""))
+        for sample in self.find(f"{name}_bucket"):
+            bound = number_of(sample.labels.get("le", ""))
             if bound is not None:
-                counts[bound] = counts.get(bound, 0.0) + one.value
+                counts[bound] = counts.get(bound, 0.0) + sample.value
         total, count = self.total(f"{name}_sum"), self.total(f"{name}_count")
         if total is None or (count is None and not counts):
             return None
@@ -168,13 +168,13 @@ def _parse_line(line: str) -> list[tuple[str, dict[str, str], float]]:
 
 
 def _log_mean(cells: Sequence[Cell]) -> float:
-    count = sum(one.count for one in cells)
-    return sum(one.count * log(max(one.middle, 1e-12)) for one in cells) / count
+    count = sum(cell.count for cell in cells)
+    return sum(cell.count * log(max(cell.middle, 1e-12)) for cell in cells) / count
 
 
 def _between(lower: Sequence[Cell], upper: Sequence[Cell]) -> float:
     """Variance between two groups, up to a constant."""
-    weights = sum(one.count for one in lower) * sum(one.count for one in upper)
+    weights = sum(cell.count for cell in lower) * sum(cell.count for cell in upper)
     return weights * (_log_mean(upper) - _log_mean(lower)) ** 2
 
 

@@ -50,13 +50,13 @@ class Reading:
         """The figure of the whole, or the median over the steps that have it; None where nobody measured it."""
         if gauge in self.values:
             return self.values[gauge]
-        found = self.series(gauge)
-        return median(found) if found else None
+        values = self.series(gauge)
+        return median(values) if values else None
 
     def series(self, gauge: str) -> list[float]:
         """Of every step, or else of every request, that has it."""
-        of_steps = [float(one[gauge]) for one in self.steps if gauge in one]
-        return of_steps or [float(one[gauge]) for one in self.requests if gauge in one]
+        of_steps = [float(record[gauge]) for record in self.steps if gauge in record]
+        return of_steps or [float(record[gauge]) for record in self.requests if gauge in record]
 
     @cached_property
     def step_cost(self) -> StepCost | None:

@@ -91,11 +91,11 @@ def _training(records: Sequence[Record], source: str, plan: Plan | None) -> Read
     skipped = max(0, min(WARM_UP, len(records) - FEWEST))
     kept = [_cleaned(record) for record in records[skipped:]]
     early = [_lasting(record) for record in records[:skipped]]
-    found = [record for record in early if len(record) > 1] + kept
+    steps = [record for record in early if len(record) > 1] + kept
     notes = (f"{skipped} steps of warm-up were left out",) if skipped else ()
     if sum("step_s" in record for record in kept) < FEWEST:
         notes = (*notes, "few steps were measured: a longer run says more")
-    reading = Reading(source=source, kind="training", steps=tuple(found), values=_last(records), plan=plan)
+    reading = Reading(source=source, kind="training", steps=tuple(steps), values=_last(records), plan=plan)
     if is_disturbed(reading):
         notes = (
             *notes,
@@ -129,11 +129,11 @@ def _lasting(record: Record) -> Record:
 
 def _last(records: Sequence[Record]) -> dict[str, float]:
     """Totals and what holds for the run so far."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for record in records:
         kept = {name: float(value) for name, value in record.items() if _is_total(name)}
-        found |= kept
-    return found
+        totals |= kept
+    return totals
 
 
 def _is_total(name: str) -> bool:

@@ -49,8 +49,8 @@ class Scrapes:
 
     def distribution(self, gauge: str) -> Histogram | None:
         """By the first name that the page knows."""
-        found = (self.histogram(name) for name in self.server.histograms.get(gauge, ()))
-        return next((one for one in found if one is not None), None)
+        histograms = (self.histogram(name) for name in self.server.histograms.get(gauge, ()))
+        return next((histogram for histogram in histograms if histogram is not None), None)
 
     def histogram(self, name: str) -> Histogram | None:
         """Of the time between two looks where enough happened, else since the start."""
@@ -62,8 +62,8 @@ class Scrapes:
     @property
     def steps(self) -> Histogram | None:
         """Tokens of the engine's steps."""
-        found = self.histogram(self.server.step_tokens) if self.server.step_tokens else None
-        return found if found is not None and found.count else None
+        histogram = self.histogram(self.server.step_tokens) if self.server.step_tokens else None
+        return histogram if histogram is not None and histogram.count else None
 
     @property
     def batch(self) -> float | None:
@@ -77,9 +77,9 @@ class Scrapes:
         """Counts of all engines together; shares as their mean."""
         for gauge, names in self.server.values.items():
             name = first_of(self.now, names)
-            found = (self.now.mean if gauge.endswith("_fraction") else self.now.total)(name) if name else None
-            if found is not None:
-                yield gauge, found
+            value = (self.now.mean if gauge.endswith("_fraction") else self.now.total)(name) if name else None
+            if value is not None:
+                yield gauge, value
 
     def _distributions(self) -> Iterator[tuple[str, float]]:
         for gauge in self.server.histograms:
@@ -98,25 +98,26 @@ class Scrapes:
         steps, batch = self.steps, self.batch
         if steps is None or steps.mean is None or batch is None:
             return {}
-        found = {"decode_tokens": min(batch, steps.mean), "prefill_tokens": max(0.0, steps.mean - batch)}
+        gauges = {"decode_tokens": min(batch, steps.mean), "prefill_tokens": max(0.0, steps.mean - batch)}
         gaps = self.distribution("itl_s")
         alone = gaps.lower_group(_APART) if gaps is not None else None
         fullest = steps.quantile(0.99) if len(steps.bounds) > 1 else None
-        return found | ({"decode_gap_s": alone} if alone else {}) | ({"full_step_tokens": fullest} if fullest else {})
+        return gauges | ({"decode_gap_s": alone} if alone else {}) | ({"full_step_tokens": fullest} if fullest else {})
 
     def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
         """What a page leaves out and its other figures tell: requests answered, lengths of a mean request."""
-        found: dict[str, float] = {}
+        derived: dict[str, float] = {}
         ended = next(
-            (one for name in self.server.histograms.get("e2e_s", ()) if (one := self.now.histogram(name))), None
+            (histogram for name in self.server.histograms.get("e2e_s", ()) if (histogram := self.now.histogram(name))),
+            None,
         )
         requests = values.get("requests_total") or (ended.count if ended is not None else 0.0)
         if requests and "requests_total" not in values:
-            found["requests_total"] = requests
+            derived["requests_total"] = requests
         for total, each in (("tokens_in_total", "tokens_in"), ("tokens_out_total", "tokens_out")):
             if requests and each not in values and total in values:
-                found[each] = values[total] / requests
-        return found
+                derived[each] = values[total] / requests
+        return derived
 
     def _gained(self, totals: Mapping[str, float]) -> dict[str, float]:
         before = totals_of(self.before, self.server) if self.before is not None else {}
@@ -124,13 +125,13 @@ class Scrapes:
 
     def _rates(self, gained: Mapping[str, float]) -> dict[str, float]:
         """Per second, and per request where enough of them ended."""
-        found = {
+        rates = {
             rate: gained[total] / self.seconds for total, rate in _RATES.items() if total in gained and self.seconds > 0
         }
         requests = gained.get("requests_total", 0.0)
         if requests >= _ENOUGH and "preemptions_total" in gained:
-            found["preemptions_per_request"] = gained["preemptions_total"] / requests
-        return found
+            rates["preemptions_per_request"] = gained["preemptions_total"] / requests
+        return rates
 
 
 def first_of(page: Page, names: tuple[str, ...]) -> str | None:
@@ -140,8 +141,8 @@ def first_of(page: Page, names: tuple[str, ...]) -> str | None:
 
 def totals_of(page: Page, server: Server) -> dict[str, float]:
     """What only grows."""
-    found = {gauge: page.total(name) for gauge, names in server.totals.items() if (name := first_of(page, names))}
-    return {gauge: total for gauge, total in found.items() if total is not None}
+    totals = {gauge: page.total(name) for gauge, names in server.totals.items() if (name := first_of(page, names))}
+    return {gauge: total for gauge, total in totals.items() if total is not None}
 
 
 def _fractions(totals: Mapping[str, float]) -> dict[str, float]:

@@ -40,7 +40,7 @@ _SETTINGS = {
 
 
 def is_torchtitan(lines: Sequence[str]) -> bool:
-    return any((found := _STEP.search(line)) and ("ps:" in found[3] or "[titan]" in line) for line in lines)
+    return any((match := _STEP.search(line)) and ("ps:" in match[3] or "[titan]" in line) for line in lines)
 
 
 def read_torchtitan(lines: Sequence[str], source: str) -> Reading:
@@ -54,12 +54,12 @@ def read_torchtitan(lines: Sequence[str], source: str) -> Reading:
 
 def _settings(lines: Sequence[str]) -> dict[str, str]:
     """The last word on each."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for line in lines:
         if _STEP.search(line):
             continue
-        found |= {name: match[1].strip() for name, pattern in _SETTINGS.items() if (match := pattern.search(line))}
-    return found
+        settings |= {name: match[1].strip() for name, pattern in _SETTINGS.items() if (match := pattern.search(line))}
+    return settings
 
 
 def _record(line: str) -> Record | None:
@@ -71,7 +71,7 @@ def _record(line: str) -> Record | None:
     if (when := clock(line)) is not None:
         record["time"] = when
     for name, pattern in _FIELDS.items():
-        value = number(found[1]) if (found := pattern.search(matched[3])) else None
+        value = number(match[1]) if (match := pattern.search(matched[3])) else None
         if value is not None:
             record[name] = value * _SCALE.get(name, 1.0)
     if memory := _MEMORY.search(matched[3]):

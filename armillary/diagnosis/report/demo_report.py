@@ -76,21 +76,27 @@ class DemoReport:
         rows: tuple[Predicted, ...] = ()
         if self.training is not None:
             rows += predicted_of(self.training, "training", _of_run(self.records))
-        for of, one in (("serving", self.served), ("serving, lever pulled", self.served_after)):
-            if one is not None:
-                rows += predicted_of(one.reading, of, _of_server(one.reading, one.peak_bytes) | _of_clients(one.load))
+        for of, item in (("serving", self.served), ("serving, lever pulled", self.served_after)):
+            if item is not None:
+                rows += predicted_of(
+                    item.reading, of, _of_server(item.reading, item.peak_bytes) | _of_clients(item.load)
+                )
         return rows + tuple(
             Predicted(
-                of=f"lever: {one.title}", gauge=one.of, predicted=one.predicted, measured=one.obtained, is_speedup=True
+                of=f"lever: {item.title}",
+                gauge=item.of,
+                predicted=item.predicted,
+                measured=item.obtained,
+                is_speedup=True,
             )
-            for one in self.pulled
-            if one.predicted is not None
+            for item in self.pulled
+            if item.predicted is not None
         )
 
 
 def _of_run(records: tuple[Record, ...]) -> dict[str, float]:
     """From the first step to the last, interruptions included."""
-    timed = [one for one in records if "time" in one]
+    timed = [record for record in records if "time" in record]
     if len(timed) < 2:
         return {}
     return {"run_s": float(timed[-1]["time"]) - float(timed[0]["time"]) + float(timed[0].get("step_s", 0.0))}
@@ -101,18 +107,18 @@ def _of_server(reading: Reading, peak: float | None) -> dict[str, float]:
     plan, tokens = reading.plan, reading.get("kv_capacity_tokens")
     if plan is None or plan.serve is None:
         return {}
-    found = {"replicas": 1.0, "devices": float(plan.layout.tp)}
+    gauges = {"replicas": 1.0, "devices": float(plan.layout.tp)}
     files = list(Path(plan.weights).glob("*.safetensors")) if plan.weights else []
     if files:
-        found["memory_weights_bytes"] = float(sum(path.stat().st_size for path in files)) / plan.layout.tp
+        gauges["memory_weights_bytes"] = float(sum(path.stat().st_size for path in files)) / plan.layout.tp
     if tokens:
         wide = 4 if plan.layout.precision == "fp32" else 2
-        found["memory_kv_bytes"] = tokens * kv_bytes_per_token(plan.model, wide) / plan.layout.tp
-        found["concurrency"] = float(tokens // _blocks_of_a_request(plan))
+        gauges["memory_kv_bytes"] = tokens * kv_bytes_per_token(plan.model, wide) / plan.layout.tp
+        gauges["concurrency"] = float(tokens // _blocks_of_a_request(plan))
     if peak is not None and files and tokens:
-        held = found["memory_weights_bytes"] + found["memory_kv_bytes"]
-        found |= {"memory_peak_bytes": peak, "memory_other_bytes": max(0.0, peak - held)}
-    return found
+        held = gauges["memory_weights_bytes"] + gauges["memory_kv_bytes"]
+        gauges |= {"memory_peak_bytes": peak, "memory_other_bytes": max(0.0, peak - held)}
+    return gauges
 
 
 def _blocks_of_a_request(plan: Plan) -> int:
@@ -128,13 +134,13 @@ def _of_clients(report: LoadReport) -> dict[str, float]:
     """What a plan for serving predicts, as the clients measured it."""
     last = report.last
     spreads = {"ttft": last.ttft, "itl": last.itl, "tpot": last.tpot, "e2e": last.e2e}
-    found = {
+    gauges = {
         f"{name}_p{percent}_s": getattr(spread, f"p{percent}_s")
         for name, spread in spreads.items()
         for percent in (50, 90, 99)
         if spread.count
     }
-    return found | {
+    return gauges | {
         "requests_per_s": last.requests_per_s,
         "tokens_in_per_s": last.tokens_in_per_s,
         "tokens_out_per_s": last.tokens_out_per_s,

@@ -33,7 +33,7 @@ def page(report: DemoReport) -> str:
     seconds = sum(stage.seconds for stage in report.stages)
     parts = [heading(report.title, f"demo finished in {seconds_text(seconds)} · {report.created}")]
     parts += [_stages(report), _loss(report), _budget(report), _roofline(report.profile), _latency(report)]
-    parts += [_diagnosis(found, report.pulled) for found in report.diagnoses]
+    parts += [_diagnosis(diagnosis, report.pulled) for diagnosis in report.diagnoses]
     parts += [_pulled(report), _predicted(report), section("Notes", items(report.notes, kind="note"))]
     return document(f"{report.title}: demo", parts)
 
@@ -58,11 +58,13 @@ def _loss(report: DemoReport) -> str:
 
 def _budget(report: DemoReport) -> str:
     """Of the training run as its ranks recorded it; of the profiled step where they did not."""
-    found = next((one for one in report.diagnoses if one.kind == "training" and one.budget), None)
+    diagnosis = next(
+        (candidate for candidate in report.diagnoses if candidate.kind == "training" and candidate.budget), None
+    )
     reading = report.training
     step = reading.get("step_s") if reading else None
-    if found is not None and step:
-        bar = budget_bar(found.budget.items(), step) + _sum(found.budget.values())
+    if diagnosis is not None and step:
+        bar = budget_bar(diagnosis.budget.items(), step) + _sum(diagnosis.budget.values())
         return section(f"Where a step of {seconds_text(step)} goes, on the main rank", bar)
     if report.profile is None:
         return ""
@@ -93,17 +95,17 @@ def _roofline(profile: Profile | None) -> str:
 
 def _latency(report: DemoReport) -> str:
     servers = (("as set", report.served), ("lever pulled", report.served_after))
-    reports = [(name, one.load) for name, one in servers if one]
+    reports = [(name, load.load) for name, load in servers if load]
     if not reports:
         return ""
     plots = ""
     for label, short, name in _LATENCIES:
         rows = [
-            (f"{short} {percent}", [_percentile(one, name, percent) for _, one in reports])
+            (f"{short} {percent}", [_percentile(load, name, percent) for _, load in reports])
             for percent in ("p50", "p90", "p99")
         ]
         plots += series_bars(rows, [name for name, _ in reports], label=label, text=seconds_text)
-    rates = "; ".join(f"{name}: {_rates(one)}" for name, one in reports)
+    rates = "; ".join(f"{name}: {_rates(load)}" for name, load in reports)
     return section("Latency under load", f"{plots}<div class='note'>{escape(rates)}</div>")
 
 
@@ -122,16 +124,18 @@ def _rates(report: LoadReport) -> str:
 # --- levers
 
 
-def _diagnosis(found: Diagnosis, pulled: tuple[Comparison, ...]) -> str:
-    evidence = found.findings[0].evidence if found.findings and not found.is_healthy else ()
-    rows = [_lever_row(number, lever, pulled) for number, lever in enumerate(found.levers[:_LEVERS], 1)]
+def _diagnosis(diagnosis: Diagnosis, pulled: tuple[Comparison, ...]) -> str:
+    evidence = diagnosis.findings[0].evidence if diagnosis.findings and not diagnosis.is_healthy else ()
+    rows = [_lever_row(number, lever, pulled) for number, lever in enumerate(diagnosis.levers[:_LEVERS], 1)]
     levers = table(["", "lever", "predicted", "obtained"], rows, wide=True) if rows else ""
-    inside = f"<p><b>{escape(found.headline)}</b></p>" + items(map(evidence_text, evidence), kind="note")
-    return section(f"Diagnosis of {found.source}", inside + levers)
+    inside = f"<p><b>{escape(diagnosis.headline)}</b></p>" + items(map(evidence_text, evidence), kind="note")
+    return section(f"Diagnosis of {diagnosis.source}", inside + levers)
 
 
 def _lever_row(number: int, lever: Lever, pulled: tuple[Comparison, ...]) -> list[str]:
-    done = next((one for one in pulled if one.title == lever.title and one.of == lever.of), None)
+    done = next(
+        (comparison for comparison in pulled if comparison.title == lever.title and comparison.of == lever.of), None
+    )
     risk = f"risk {lever.risk} · " if lever.speedup > MIN_SPEEDUP or lever.at_most is not None else "not worth it · "
     told = Below(lever.gain_text, "" if lever.of == "step_s" else f"in {lever.of}")
     return [
@@ -143,11 +147,12 @@ def _lever_row(number: int, lever: Lever, pulled: tuple[Comparison, ...]) -> lis
 
 
 def _pulled(report: DemoReport) -> str:
-    rows = [(one.title, [one.predicted, one.obtained]) for one in report.pulled]
+    rows = [(comparison.title, [comparison.predicted, comparison.obtained]) for comparison in report.pulled]
     plot = series_bars(rows, ["predicted", "obtained"], label="Levers", text=lambda value: f"{value:.2f} ×")
     texts = [
-        f"{one.title}: {one.of} {value_text(one.of, one.before)} → {value_text(one.of, one.after)}"
-        for one in report.pulled
+        f"{comparison.title}: {comparison.of} {value_text(comparison.of, comparison.before)} → "
+        f"{value_text(comparison.of, comparison.after)}"
+        for comparison in report.pulled
     ]
     return section("Levers pulled: predicted and obtained", plot + items(texts, kind="note") if plot else "")
 
@@ -155,10 +160,10 @@ def _pulled(report: DemoReport) -> str:
 def _predicted(report: DemoReport) -> str:
     """A table for each thing that was planned, and one for the levers."""
     groups: dict[str, list[list[str]]] = {}
-    for one in report.predicted:
-        of, gauge, predicted, measured, error = one.cells()
-        name = Below(gauge, of) if one.is_speedup else gauge
-        seen = measured if one.measured is not None else Below("–", measured)
-        groups.setdefault("levers" if one.is_speedup else of, []).append([name, predicted, seen, error])
+    for figure in report.predicted:
+        of, gauge, predicted, measured, error = figure.cells()
+        name = Below(gauge, of) if figure.is_speedup else gauge
+        seen = measured if figure.measured is not None else Below("–", measured)
+        groups.setdefault("levers" if figure.is_speedup else of, []).append([name, predicted, seen, error])
     inside = "".join(f"<h3>{escape(name)}</h3>{table(HEADS[1:], rows, wide=True)}" for name, rows in groups.items())
     return section("Predicted and measured: every figure that was predicted", inside)

@@ -54,9 +54,9 @@ def _starved(share: float, parts: Parts | None) -> Finding:
 
 def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
     """The device, or the processor, is kept busy by many small operations rather than by their work."""
-    found = launch_overhead_share(reading, plan)
-    share = computing(reading) * (found or 0.0)
-    if found is None or share < LAUNCH_SHARE or _asks(reading) >= SYNC_SHARE:
+    inside = launch_overhead_share(reading, plan)
+    share = computing(reading) * (inside or 0.0)
+    if inside is None or share < LAUNCH_SHARE or _sync_share(reading) >= SYNC_SHARE:
         return None
     count = reading.get("kernels")
     gauges = ("launch_gap_fraction", "launch_bound_fraction", "kernels")
@@ -74,10 +74,10 @@ def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def sync(reading: Reading, plan: Plan | None) -> Finding | None:
     """Python's own work, or waiting for the device in the middle of a step, holds everything up."""
-    inside = max(reading.get("host_stall_fraction") or 0.0, _asks(reading))
+    inside = max(reading.get("host_stall_fraction") or 0.0, _sync_share(reading))
     if reading.get("host_stall_fraction") is None:
         inside += reading.get("host_fraction") or 0.0
-    if _asks(reading) >= SYNC_SHARE:
+    if _sync_share(reading) >= SYNC_SHARE:
         inside += reading.get("launch_gap_fraction") or 0.0
     parts, share = parts_of(reading), computing(reading) * inside
     between = parts.share(parts.between) if parts else 0.0
@@ -101,7 +101,7 @@ def sync(reading: Reading, plan: Plan | None) -> Finding | None:
     )
 
 
-def _asks(reading: Reading) -> float:
+def _sync_share(reading: Reading) -> float:
     """Share of a step in which the host waits for the device, or copies."""
     return reading.get("sync_fraction") or 0.0
 
@@ -111,13 +111,13 @@ def precision(reading: Reading, plan: Plan | None) -> Finding | None:
     only emulates. It stands where a lever, priced by the device's own ceilings, says so."""
     if plan is None or plan.train is None or plan.layout.precision not in (*WIDE, *SIXTEEN_BIT):
         return None
-    mine, other = plan.layout.precision, "bf16" if plan.layout.precision in WIDE else "fp32"
-    now, then = (plan.cluster.chip.flops.get(name) for name in (mine, other))
+    dtype, other = plan.layout.precision, "bf16" if plan.layout.precision in WIDE else "fp32"
+    now, then = (plan.cluster.chip.flops.get(name) for name in (dtype, other))
     evidence = [Evidence(gauge="step_s", value=reading.get("step_s") or 0.0)]
     if now and then:
         against = f"the chip's {other} peak"
         evidence.append(Evidence(gauge="gemm_flops_per_s", value=now, expected=then, against=against))
-    says = f"GEMMs run in {mine}" + (" where bf16 is there" if mine in WIDE else ", which is emulated here")
+    says = f"GEMMs run in {dtype}" + (" where bf16 is there" if dtype in WIDE else ", which is emulated here")
     return Finding(loop="inner", cause="precision", rule="precision", share=0.0, evidence=tuple(evidence), says=says)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding
-from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.serving_run import ServingRun
 from armillary.diagnosis.evidence.thresholds import (
     CHOSEN_ITL_STRETCH,
     GRAPHS_ROOFLINE_FRACTION,
@@ -21,39 +21,39 @@ from armillary.units import seconds_text
 
 def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts computed in one piece hold up everybody who decodes."""
-    here = Service(reading, plan)
+    run = ServingRun(reading, plan)
     usual, worst = reading.get("itl_p50_s"), reading.get("itl_p99_s")
-    if usual is None or worst is None or here.cost is None:
+    if usual is None or worst is None or run.cost is None:
         return None
-    chosen = here.serve.prefill_tokens is not None or here.serve.prefill_slowdown is not None
+    chosen = run.serve.prefill_tokens is not None or run.serve.prefill_slowdown is not None
     times = ITL_STRETCH * (CHOSEN_ITL_STRETCH if chosen else 1.0)
-    limit = here.objective.itl_p99_s or (None if here.batch_job else max(times * _alone_s(here), NOTICEABLE_GAP_S))
-    if limit is None or worst <= limit or here.stretched(limit) < STRETCHED_TOKEN_SHARE:
+    limit = run.objective.itl_p99_s or (None if run.batch_job else max(times * _alone_s(run), NOTICEABLE_GAP_S))
+    if limit is None or worst <= limit or run.stretched(limit) < STRETCHED_TOKEN_SHARE:
         return None
     if (
-        here.not_found > REPEATED_PREFILL_SHARE * here.computed
+        run.not_found > REPEATED_PREFILL_SHARE * run.computed
     ):  # the deeper cause: such prompts need not be computed at all
         return None
-    alone = min(worst, _alone_s(here))
+    alone = min(worst, _alone_s(run))
     return Finding(
         loop="product",
         cause="prefill_interference",
         rule="prefill_interference",
-        share=1 - max(alone, limit) / worst if here.objective.itl_p99_s else 1 - alone / worst,
+        share=1 - max(alone, limit) / worst if run.objective.itl_p99_s else 1 - alone / worst,
         says=f"one gap in a hundred between tokens is {seconds_text(worst)} or more, {worst / alone:.0f} times a step "
-        f"without prompts: up to {_largest(here):,.0f} prompt tokens go into a step beside decodes",
+        f"without prompts: up to {_largest(run):,.0f} prompt tokens go into a step beside decodes",
         evidence=(
             Evidence(
                 gauge="itl_p99_s",
                 value=worst,
                 expected=limit,
-                against="objective" if here.objective.itl_p99_s else f"{times:g} × a step without prompts",
+                against="objective" if run.objective.itl_p99_s else f"{times:g} × a step without prompts",
             ),
             Evidence(gauge="itl_p50_s", value=usual),
             Evidence(
                 gauge="prefill_tokens",
-                value=_largest(here),
-                expected=float(here.serve.max_tokens_per_step),
+                value=_largest(run),
+                expected=float(run.serve.max_tokens_per_step),
                 against="budget of a step",
             ),
         ),
@@ -62,8 +62,8 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
     """On a GPU, steps take as long as their launches: the device idles between kernels."""
-    here = Service(reading, plan)
-    if here.serve.graphs or not _on_gpu(plan) or here.cost is None:
+    run = ServingRun(reading, plan)
+    if run.serve.graphs or not _on_gpu(plan) or run.cost is None:
         return None
     reached, waited = reading.get("engine_roofline_fraction"), reading.get("engine_wait_s")
     step = reading.get("engine_step_s") or 0.0
@@ -71,9 +71,9 @@ def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
     if not host_bound or (reached is not None and reached > GRAPHS_ROOFLINE_FRACTION):
         return None
     share = 1 - (waited or 0.0) / step
-    found = [Evidence(gauge="engine_wait_s", value=waited or 0.0, expected=step, against="a whole step")]
+    evidence = [Evidence(gauge="engine_wait_s", value=waited or 0.0, expected=step, against="a whole step")]
     if reached is not None:
-        found.append(
+        evidence.append(
             Evidence(
                 gauge="engine_roofline_fraction",
                 value=reached,
@@ -88,15 +88,15 @@ def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
         share=share,
         says=f"CUDA graphs are off and the host is busy for {share:.0%} of a step of {seconds_text(step)}, launching "
         "kernels that the device is done with before the next comes",
-        evidence=tuple(found),
+        evidence=tuple(evidence),
     )
 
 
 def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
     """Without overlap the device has nothing to do while the next step is decided."""
-    here = Service(reading, plan)
+    run = ServingRun(reading, plan)
     decided, step = reading.get("engine_schedule_s"), reading.get("engine_step_s")
-    if here.serve.overlap or not _on_gpu(plan) or not decided or not step or decided < SCHEDULE_SHARE * step:
+    if run.serve.overlap or not _on_gpu(plan) or not decided or not step or decided < SCHEDULE_SHARE * step:
         return None
     return Finding(
         loop="inner",
@@ -115,19 +115,19 @@ def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
     )
 
 
-def _alone_s(here: Service) -> float:
+def _alone_s(run: ServingRun) -> float:
     """A step of the usual decodes without prompts."""
-    assert here.cost is not None
-    return here.cost.decode_seconds(here.decoding, here.context)
+    assert run.cost is not None
+    return run.cost.decode_seconds(run.decoding, run.context)
 
 
-def _largest(here: Service) -> float:
-    found = [
-        float(one["prefill_tokens"])
-        for one in here.reading.steps
-        if one.get("decode_tokens") and one.get("prefill_tokens")
+def _largest(run: ServingRun) -> float:
+    sizes = [
+        float(step["prefill_tokens"])
+        for step in run.reading.steps
+        if step.get("decode_tokens") and step.get("prefill_tokens")
     ]
-    return max(found, default=0.0)
+    return max(sizes, default=0.0)
 
 
 def _on_gpu(plan: Plan | None) -> bool:

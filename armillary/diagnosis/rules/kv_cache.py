@@ -6,7 +6,7 @@ Where running requests lack blocks themselves, what was evicted is no cause of i
 from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding
-from armillary.diagnosis.evidence.serving_run import Service, blocks, prompt_of_ttft, queue, waiting, with_queue
+from armillary.diagnosis.evidence.serving_run import ServingRun, blocks, prompt_of_ttft, queue, waiting, with_queue
 from armillary.diagnosis.evidence.thresholds import (
     EVICTED_REQUEST_SHARE,
     MIN_SAVED_SHARE,
@@ -21,60 +21,60 @@ from armillary.spec.plan import Plan
 
 def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait for blocks of the KV cache while rows and budget are free."""
-    here = Service(reading, plan)
-    if here.bottleneck != "blocks" or here.bottlenecks["blocks"] < QUEUE_SHARE or put_back(here):
+    run = ServingRun(reading, plan)
+    if run.bottleneck != "blocks" or run.bottlenecks["blocks"] < QUEUE_SHARE or is_preempting(run):
         return None
-    return _blocks_lacking(here, "kv_pressure")
+    return _blocks_lacking(run, "kv_pressure")
 
 
 def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
     """Running requests are put back for lack of blocks, and computed again."""
-    here = Service(reading, plan)
-    if not preempt(here):
+    run = ServingRun(reading, plan)
+    if not is_preempting(run):
         return None
-    return _blocks_lacking(here, "preemption")
+    return _blocks_lacking(run, "preemption")
 
 
 def prefix_cache_off(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts begin alike and are computed anew each time, because nothing is kept."""
-    here = Service(reading, plan)
-    return _misses(here, "prefix_cache_off", "the prefix cache is off") if not here.serve.prefix_cache else None
+    run = ServingRun(reading, plan)
+    return _misses(run, "prefix_cache_off", "the prefix cache is off") if not run.serve.prefix_cache else None
 
 
 def prefix_cache_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts begin alike, but what was kept had to make room before it was asked for again."""
-    here = Service(reading, plan)
-    evicted, ended = here.total("prefix_evicted_total"), here.total("requests_total")
-    if not here.serve.prefix_cache or evicted < EVICTED_REQUEST_SHARE * max(1.0, ended):
+    run = ServingRun(reading, plan)
+    evicted, ended = run.total("prefix_evicted_total"), run.total("requests_total")
+    if not run.serve.prefix_cache or evicted < EVICTED_REQUEST_SHARE * max(1.0, ended):
         return None  # what came twice at once was not there to be found
-    if (here.bottleneck == "blocks" and here.bottlenecks["blocks"] >= QUEUE_SHARE) or put_back(here):
+    if (run.bottleneck == "blocks" and run.bottlenecks["blocks"] >= QUEUE_SHARE) or is_preempting(run):
         return None  # running requests lack blocks themselves: that is the deeper cause
-    return _misses(here, "prefix_cache_too_small", "the KV cache is too small to keep them")
+    return _misses(run, "prefix_cache_too_small", "the KV cache is too small to keep them")
 
 
-def preempt(here: Service) -> bool:
+def is_preempting(run: ServingRun) -> bool:
     """Whether preemption is what happens, and not bad luck now and then."""
-    times, again = here.total("preemptions_total"), here.total("recomputed_total")
-    done = here.total("tokens_in_total") + here.total("tokens_out_total")
-    ended = here.total("requests_total") or len(here.reading.requests)
+    times, again = run.total("preemptions_total"), run.total("recomputed_total")
+    done = run.total("tokens_in_total") + run.total("tokens_out_total")
+    ended = run.total("requests_total") or len(run.reading.requests)
     return bool(times) and (
         times > PREEMPTIONS_PER_REQUEST * max(1.0, ended) or again > RECOMPUTED_TOKEN_SHARE * max(1.0, done)
     )
 
 
-def _blocks_lacking(here: Service, cause: str) -> Finding | None:
-    reading, cost = here.reading, here.cost
-    again = here.total("recomputed_total")
-    again_s = again * cost.prefill_s / here.whole_s if cost is not None and here.whole_s else 0.0
-    saved = min(0.99, here.share_saved(min(here.wanted, here.serve.max_running)) + again_s)
-    share = with_queue(here, saved)
+def _blocks_lacking(run: ServingRun, cause: str) -> Finding | None:
+    reading, cost = run.reading, run.cost
+    again = run.total("recomputed_total")
+    again_s = again * cost.prefill_s / run.total_busy_s if cost is not None and run.total_busy_s else 0.0
+    saved = min(0.99, run.share_saved(min(run.wanted, run.serve.max_running)) + again_s)
+    share = with_queue(run, saved)
     if share < MIN_SAVED_SHARE:
         return None
-    times = here.total("preemptions_total")
+    times = run.total("preemptions_total")
     how = (
         f"{times:.0f} times a running request was put back, {again:,.0f} tokens computed again"
         if times
-        else f"{here.decoding:.0f} of {here.serve.max_running} rows decode while {here.wanted:.0f} requests are there"
+        else f"{run.decoding:.0f} of {run.serve.max_running} rows decode while {run.wanted:.0f} requests are there"
     )
     return Finding(
         loop="product",
@@ -82,22 +82,22 @@ def _blocks_lacking(here: Service, cause: str) -> Finding | None:
         rule=cause,
         share=share,
         says=f"the KV cache of {reading.get('kv_capacity_tokens') or 0:,.0f} tokens is too small for what comes: {how}",
-        evidence=(blocks(here), Evidence(gauge="preemptions_total", value=times), waiting(here), queue(here)),
+        evidence=(blocks(run), Evidence(gauge="preemptions_total", value=times), waiting(run), queue(run)),
     )
 
 
-def in_vain(here: Service) -> float:
+def repeated_prefill_share(run: ServingRun) -> float:
     """Share of the time in steps spent on prompt tokens that were there before."""
-    return here.prompt_share * min(1.0, here.not_found / here.computed) if here.computed else 0.0
+    return run.prompt_share * min(1.0, run.not_found / run.computed) if run.computed else 0.0
 
 
-def _misses(here: Service, rule: str, why: str) -> Finding | None:
-    asked = here.total("tokens_in_total") or here.computed
-    if here.not_found < MISSED_PREFIX_SHARE * max(1.0, asked):
+def _misses(run: ServingRun, rule: str, why: str) -> Finding | None:
+    asked = run.total("tokens_in_total") or run.computed
+    if run.not_found < MISSED_PREFIX_SHARE * max(1.0, asked):
         return None
-    saved = in_vain(here)
-    of_first = min(0.99, here.not_found / max(1.0, here.computed)) * prompt_of_ttft(here)
-    share = saved if here.batch_job else max(with_queue(here, saved), of_first)
+    saved = repeated_prefill_share(run)
+    of_first = min(0.99, run.not_found / max(1.0, run.computed)) * prompt_of_ttft(run)
+    share = saved if run.batch_job else max(with_queue(run, saved), of_first)
     if share < MIN_SAVED_SHARE:
         return None
     return Finding(
@@ -105,15 +105,15 @@ def _misses(here: Service, rule: str, why: str) -> Finding | None:
         cause="cache_misses",
         rule=rule,
         share=share,
-        says=f"{here.not_found / max(1.0, asked):.0%} of prompt tokens were there before and are computed again: {why}",
+        says=f"{run.not_found / max(1.0, asked):.0%} of prompt tokens were there before and are computed again: {why}",
         evidence=(
             Evidence(
                 gauge="prefix_hits_total",
-                value=here.total("prefix_hits_total"),
-                expected=here.repeated,
+                value=run.total("prefix_hits_total"),
+                expected=run.repeated,
                 against="prompt tokens that came before",
             ),
-            Evidence(gauge="prefix_evicted_total", value=here.total("prefix_evicted_total")),
+            Evidence(gauge="prefix_evicted_total", value=run.total("prefix_evicted_total")),
             Evidence(gauge="tokens_in_total", value=asked),
         ),
     )

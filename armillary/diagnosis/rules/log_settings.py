@@ -15,7 +15,7 @@ from armillary.planning.device_model.efficiency import curves
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 
-AGAIN = {"full": 1 / 4, "fullac": 1 / 4}
+RECOMPUTE_FLOPS_SHARE = {"full": 1 / 4, "fullac": 1 / 4}
 """share of a step's FLOPs that making all activations again takes: a forward pass beside a forward and a backward"""
 
 
@@ -95,12 +95,12 @@ def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
     used = max(reading.series("memory_used_fraction"), default=None)
     if (
         reading.by not in ("torchtitan", "megatron")
-        or kind not in AGAIN
+        or kind not in RECOMPUTE_FLOPS_SHARE
         or used is None
         or used > RECOMPUTE_MEMORY_SHARE
     ):
         return None
-    share = AGAIN[kind]
+    share = RECOMPUTE_FLOPS_SHARE[kind]
     action = (
         "--activation_checkpoint.mode=selective" if reading.by == "torchtitan" else "--recompute-granularity selective"
     )
@@ -125,10 +125,10 @@ def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def low_mfu(reading: Reading, plan: Plan | None) -> Finding | None:
     """Far less than what runs on this chip usually keep of its products' speed; a trace would say why."""
-    found = _reached(reading)
-    if found is None:
+    reached = _reached(reading)
+    if reached is None:
         return None
-    mfu, products = found
+    mfu, products = reached
     usual = WELL_SET_GEMM_SHARE * products
     if mfu >= usual:
         return None

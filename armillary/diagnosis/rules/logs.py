@@ -134,7 +134,7 @@ def _timed(reading: Reading) -> list[tuple[int, float]]:
     """(step, seconds) of every line that has both."""
     if not _theirs(reading):
         return []
-    return [(int(one["step"]), float(one["step_s"])) for one in reading.steps if "step_s" in one]
+    return [(int(record["step"]), float(record["step_s"])) for record in reading.steps if "step_s" in record]
 
 
 def _told(reading: Reading) -> bool:
@@ -162,9 +162,9 @@ def _grows(values: Sequence[float]) -> bool:
 
 def _run_s(reading: Reading) -> float | None:
     """How long the lines cover, by the clock or by their steps."""
-    if whole := reading.values.get("run_s"):
-        return whole
-    times = [float(one["time"]) for one in reading.steps if "time" in one]
+    if run_s := reading.values.get("run_s"):
+        return run_s
+    times = [float(record["time"]) for record in reading.steps if "time" in record]
     if len(times) > 1 and times[-1] > times[0]:
         return times[-1] - times[0]
     timed = _timed(reading)
@@ -173,17 +173,17 @@ def _run_s(reading: Reading) -> float | None:
     return sum(seconds for _, seconds in timed) * _steps_a_line(timed)
 
 
-def _stall(reading: Reading, gauge: str, cause: Cause, doing: str) -> Finding | None:
-    found = [(int(one["step"]), float(one[gauge])) for one in reading.steps if gauge in one]
-    whole = _run_s(reading) if _theirs(reading) and found else None
-    if not whole:
+def _stall(reading: Reading, gauge: str, cause: Cause, activity: str) -> Finding | None:
+    stalls = [(int(record["step"]), float(record[gauge])) for record in reading.steps if gauge in record]
+    run_s = _run_s(reading) if _theirs(reading) and stalls else None
+    if not run_s:
         return None
-    share, once = min(0.95, sum(seconds for _, seconds in found) / whole), mean(seconds for _, seconds in found)
+    share, once = min(0.95, sum(seconds for _, seconds in stalls) / run_s), mean(seconds for _, seconds in stalls)
     if share < STALL_SHARE:
         return None
-    period = _period([step for step, _ in found])
-    often = f"every {period} steps" if period else f"{len(found)} times"
-    says = f"{doing} takes {seconds_text(once)} {often}: {share:.0%} of the time"
+    period = _period([step for step, _ in stalls])
+    often = f"every {period} steps" if period else f"{len(stalls)} times"
+    says = f"{activity} takes {seconds_text(once)} {often}: {share:.0%} of the time"
     calm = Evidence(
         gauge=gauge, value=once, expected=STALL_TARGET_SHARE * once / share, against="a hundredth of the time"
     )

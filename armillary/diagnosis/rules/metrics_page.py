@@ -227,11 +227,11 @@ def _queued(load: Load) -> float:
     """Share of the latency that limits: of the whole request, or of the first token where only that is felt and there
     is more of a queue than what came since the last step. Means may be of a long history: a queue that is there now
     counts by Little's law, W / (R + W)."""
-    whole = load.queue_s / load.e2e_s if load.e2e_s > 0 else 0.0
+    of_request = load.queue_s / load.e2e_s if load.e2e_s > 0 else 0.0
     first = load.queue_s / load.ttft_s if load.ttft_s > 0 else 0.0
     felt = first >= TTFT_QUEUE_SHARE and load.waiting >= PAGE_QUEUE_SHARE * load.running
     now = load.waiting / (load.running + load.waiting) if load.waiting >= WAITING_PER_RUNNING * load.running else 0.0
-    return max(now, first if felt and whole < PAGE_QUEUE_SHARE else whole)
+    return max(now, first if felt and of_request < PAGE_QUEUE_SHARE else of_request)
 
 
 def _waits(load: Load) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Rule
 from armillary.diagnosis.evidence.serving_run import (
-    Service,
+    ServingRun,
     blocks,
     mean_of,
     prompt_of_ttft,
@@ -26,22 +26,22 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.engine_step import deciding_alone, graphs_off, prefill_interference
 from armillary.diagnosis.rules.kv_cache import (
-    in_vain,
     kv_pressure,
     preemption,
     prefix_cache_off,
     prefix_cache_too_small,
+    repeated_prefill_share,
 )
 from armillary.spec.plan import Plan
 
 
 def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait for a batch to end, or to be put together, while rows are free."""
-    here = Service(reading, plan)
-    if here.serve.batching == "continuous" or max(here.queued_share, here.queue_share) < QUEUE_SHARE:
+    run = ServingRun(reading, plan)
+    if run.serve.batching == "continuous" or max(run.queued_share, run.queue_share) < QUEUE_SHARE:
         return None  # where a window is waited for, there are no steps
-    saved = here.share_saved(min(here.serve.max_running, max(here.wanted, here.decoding)))
-    share = saved if here.batch_job else max(saved, here.queue_share)  # it makes the queue, however many come
+    saved = run.share_saved(min(run.serve.max_running, max(run.wanted, run.decoding)))
+    share = saved if run.batch_job else max(saved, run.queue_share)  # it makes the queue, however many come
     if share < MIN_SAVED_SHARE:
         return None
     return Finding(
@@ -49,63 +49,63 @@ def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
         cause="static_batching",
         rule="static_batching",
         share=share,
-        says=f"batching is {here.serve.batching}: {here.decoding:.1f} of {here.serve.max_running} rows decode while "
-        f"{here.wanted:.0f} requests are there",
+        says=f"batching is {run.serve.batching}: {run.decoding:.1f} of {run.serve.max_running} rows decode while "
+        f"{run.wanted:.0f} requests are there",
         evidence=(
             Evidence(
                 gauge="decode_tokens",
-                value=here.decoding,
-                expected=float(here.serve.max_running),
+                value=run.decoding,
+                expected=float(run.serve.max_running),
                 against="rows of the batch",
             ),
-            waiting(here),
-            queue(here),
+            waiting(run),
+            queue(run),
         ),
     )
 
 
 def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     """Every row is taken, requests wait, and more rows would make steps little longer."""
-    here = Service(reading, plan)
-    if here.serve.batching != "continuous" or here.bottleneck != "rows" or here.bottlenecks["rows"] < QUEUE_SHARE:
+    run = ServingRun(reading, plan)
+    if run.serve.batching != "continuous" or run.bottleneck != "rows" or run.bottlenecks["rows"] < QUEUE_SHARE:
         return None
-    saved = here.share_saved(min(here.wanted, _rows_that_fit(here)))
+    saved = run.share_saved(min(run.wanted, _rows_that_fit(run)))
     if saved < MIN_SAVED_SHARE:
         return None
     return Finding(
         loop="product",
         cause="batch_too_small",
         rule="batch_too_small",
-        share=with_queue(here, saved),
-        says=f"all {here.serve.max_running} rows are taken while {here.wanted - here.serve.max_running:.0f} wait and "
+        share=with_queue(run, saved),
+        says=f"all {run.serve.max_running} rows are taken while {run.wanted - run.serve.max_running:.0f} wait and "
         f"{1 - (reading.get('kv_used_fraction') or 0):.0%} of the KV cache is free",
         evidence=(
-            Evidence(gauge="running", value=here.serve.max_running, expected=here.wanted, against="requests there"),
-            waiting(here),
-            blocks(here),
-            queue(here),
+            Evidence(gauge="running", value=run.serve.max_running, expected=run.wanted, against="requests there"),
+            waiting(run),
+            blocks(run),
+            queue(run),
         ),
     )
 
 
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts wait for their turn in steps whose budget for them is so small that each mostly costs its base."""
-    here = Service(reading, plan)
+    run = ServingRun(reading, plan)
     late = (
-        "ttft_p99_s" in here.missed and here.filled_share >= OVERLOADED_QUEUE_SHARE
+        "ttft_p99_s" in run.missed and run.filled_share >= OVERLOADED_QUEUE_SHARE
     )  # nobody waits, but all go in slowly
     # a batch job begins with prompts, which is no queue
-    kept_out = here.bottleneck == "budget" and here.bottlenecks["budget"] >= (
-        OVERLOADED_QUEUE_SHARE if here.batch_job else QUEUE_SHARE
+    kept_out = run.bottleneck == "budget" and run.bottlenecks["budget"] >= (
+        OVERLOADED_QUEUE_SHARE if run.batch_job else QUEUE_SHARE
     )
-    if not (kept_out or late) or here.cost is None or in_vain(here) >= MIN_SAVED_SHARE:
+    if not (kept_out or late) or run.cost is None or repeated_prefill_share(run) >= MIN_SAVED_SHARE:
         return None
     tokens = mean_of(reading, "prefill_tokens")
-    alone = [one for one in reading.steps if one.get("prefill_tokens") and not one.get("decode_tokens")]
+    alone = [step for step in reading.steps if step.get("prefill_tokens") and not step.get("decode_tokens")]
     saved = max(
-        here.share_saved(min(here.wanted, here.rows)),
-        len(alone) * here.cost.base_s / 2 / here.busy_s,
-        prompt_of_ttft(here) * here.filled_share if late else 0.0,
+        run.share_saved(min(run.wanted, run.rows)),
+        len(alone) * run.cost.base_s / 2 / run.busy_s,
+        prompt_of_ttft(run) * run.filled_share if late else 0.0,
     )
     if saved < MIN_SAVED_SHARE:
         return None
@@ -113,18 +113,18 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
         loop="product",
         cause="queueing",
         rule="queueing",
-        share=with_queue(here, min(0.99, saved)),
+        share=with_queue(run, min(0.99, saved)),
         says=f"requests wait while steps take {tokens:.0f} prompt tokens at a time, which cost "
-        f"{tokens * here.cost.prefill_s / max(here.cost.base_s, 1e-12):.1f} times what a step costs anyway",
+        f"{tokens * run.cost.prefill_s / max(run.cost.base_s, 1e-12):.1f} times what a step costs anyway",
         evidence=(
             Evidence(
                 gauge="prefill_tokens",
                 value=tokens,
-                expected=float(here.serve.max_tokens_per_step),
+                expected=float(run.serve.max_tokens_per_step),
                 against="budget of a step",
             ),
-            waiting(here),
-            queue(here),
+            waiting(run),
+            queue(run),
         ),
     )
 
@@ -132,24 +132,24 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
 def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests come faster than the server answers them. Whatever else is wrong with it comes first: this is what is
     left where nothing else helps."""
-    here = Service(reading, plan)
-    crowded = here.queued_share >= OVERLOADED_QUEUE_SHARE and here.queue_share >= OVERLOADED_QUEUE_SHARE
-    refused = here.total("rejected_total") > MIN_SAVED_SHARE * max(1.0, here.total("requests_total"))
-    if not (crowded or refused) or (here.batch_job and not here.missed):
+    run = ServingRun(reading, plan)
+    crowded = run.queued_share >= OVERLOADED_QUEUE_SHARE and run.queue_share >= OVERLOADED_QUEUE_SHARE
+    refused = run.total("rejected_total") > MIN_SAVED_SHARE * max(1.0, run.total("requests_total"))
+    if not (crowded or refused) or (run.batch_job and not run.missed):
         return None
-    deeper = [found.share for rule in DEEPER if (found := rule(reading, plan)) is not None]
-    share = max(here.queue_share, OVERLOADED_QUEUE_SHARE if refused else 0.0)
+    deeper = [finding.share for rule in DEEPER if (finding := rule(reading, plan)) is not None]
+    share = max(run.queue_share, OVERLOADED_QUEUE_SHARE if refused else 0.0)
     return Finding(
         loop="product",
         cause="too_few_replicas",
         rule="too_few_replicas",
         share=min([share, *_behind(deeper, share)]),
-        says=f"requests come faster than one server answers them: they spend {here.queue_share:.0%} of their time "
+        says=f"requests come faster than one server answers them: they spend {run.queue_share:.0%} of their time "
         "waiting",
         evidence=(
-            queue(here),
-            waiting(here),
-            Evidence(gauge="running", value=mean_of(reading, "running"), expected=float(here.rows), against="rows"),
+            queue(run),
+            waiting(run),
+            Evidence(gauge="running", value=mean_of(reading, "running"), expected=float(run.rows), against="rows"),
         ),
     )
 
@@ -159,11 +159,11 @@ def _behind(shares: list[float], queue_share: float) -> list[float]:
     return [0.95 * share for share in shares if share >= max(QUEUE_CLEARING_SHARE, queue_share)]
 
 
-def _rows_that_fit(here: Service) -> float:
+def _rows_that_fit(run: ServingRun) -> float:
     """Rows whose blocks the KV cache holds, as those of now do."""
-    full = [one for one in here.queued if one["running"] >= here.rows and "kv_used_fraction" in one]
-    used = sum(float(one["kv_used_fraction"]) for one in full)
-    return sum(float(one["running"]) for one in full) / used if used else float("inf")
+    full = [step for step in run.queued if step["running"] >= run.rows and "kv_used_fraction" in step]
+    used = sum(float(step["kv_used_fraction"]) for step in full)
+    return sum(float(step["running"]) for step in full) / used if used else float("inf")
 
 
 DEEPER: tuple[Rule, ...] = (

@@ -101,7 +101,7 @@ def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def _usual_spread(parts: Parts, plan: Plan | None) -> float:
     """Seconds by which ranks may differ: of a whole step, or of a stage's own work where pipeline stages differ."""
-    return STAGE_SPREAD_SHARE * parts.work if plan is not None and plan.layout.pp > 1 else STRAGGLER_SHARE * parts.whole
+    return STAGE_SPREAD_SHARE * parts.work if plan is not None and plan.layout.pp > 1 else STRAGGLER_SHARE * parts.total
 
 
 def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -198,8 +198,8 @@ def _waited_for_experts(heavy: float, plan: Plan | None) -> float:
 
 def _late_median(reading: Reading, gauge: str) -> float | None:
     """Over the second half of the steps: a router begins uneven by chance."""
-    found = reading.series(gauge)
-    return median(found[len(found) // 2 :]) if found else None
+    values = reading.series(gauge)
+    return median(values[len(values) // 2 :]) if values else None
 
 
 def checkpoint_stall(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -220,13 +220,13 @@ def validation_stall(reading: Reading, plan: Plan | None) -> Finding | None:
     return _stall("validation_stall", "validation_s", parts, parts.validation, job.eval_every, "validating")
 
 
-def _stall(cause: Cause, gauge: str, parts: Parts, each: float, period: int, doing: str) -> Finding:
+def _stall(cause: Cause, gauge: str, parts: Parts, each: float, period: int, activity: str) -> Finding:
     share, once = parts.share(each), each * period
     evidence = (
         Evidence(
             gauge=gauge,
             value=once,
-            expected=STALL_SHARE * parts.whole * period,
+            expected=STALL_SHARE * parts.total * period,
             against=f"most a healthy run has in {period} steps",
         ),
         Evidence(gauge="step_s", value=parts.step),
@@ -237,7 +237,7 @@ def _stall(cause: Cause, gauge: str, parts: Parts, each: float, period: int, doi
         rule=cause,
         share=share,
         evidence=evidence,
-        says=f"{doing} takes {seconds_text(once)} every {period} steps of {seconds_text(parts.step)}: "
+        says=f"{activity} takes {seconds_text(once)} every {period} steps of {seconds_text(parts.step)}: "
         f"{share:.0%} of the time",
     )
 

@@ -35,13 +35,13 @@ def test_what_comes_between_steps_is_spread_over_them() -> None:
     )
     parts = parts_of(made)
     assert parts is not None and parts.checkpoint == pytest.approx(0.4) and parts.validation == pytest.approx(0.25)
-    assert parts.whole == pytest.approx(1.75) and parts.share(0.35) == pytest.approx(0.2)
+    assert parts.total == pytest.approx(1.75) and parts.share(0.35) == pytest.approx(0.2)
 
 
 def test_the_checkpoint_at_the_end_is_every_run_s() -> None:
     plan = plan_of("train.save_every=0")
     parts = parts_of(reading_of(plan, checkpoint_stall_s=lambda step: 9.0 if step == 19 else None))
-    assert parts is not None and parts.checkpoint == 0.0 and parts.whole == 1.0
+    assert parts is not None and parts.checkpoint == 0.0 and parts.total == 1.0
 
 
 def test_nothing_timed_has_no_parts() -> None:

@@ -65,10 +65,10 @@ def test_what_is_predicted_is_obtained(name: str, home: Home) -> None:
 
 
 def _kv_bytes(reading: Reading) -> float:
-    from armillary.diagnosis.evidence.serving_run import Service
+    from armillary.diagnosis.evidence.serving_run import ServingRun
     from armillary.diagnosis.levers.serving_replay import Replay
 
-    service = Service(reading, reading.plan)
+    service = ServingRun(reading, reading.plan)
     assert reading.plan is not None and service.cost is not None
     return Replay(service, reading.plan.model, service.cost).kv_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from armillary.diagnosis.evidence.finding import Finding
-from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.serving_run import ServingRun
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.serving import RULES
 from armillary.planning.simulation.fitted_step_time import StepCost
@@ -152,13 +152,13 @@ def test_what_kept_requests_out_is_told_apart() -> None:
         "batch": served(requests(40), max_running=8, batching="static"),
     }
     for bottleneck, reading in bottlenecks.items():
-        assert Service(reading, reading.plan).bottleneck == bottleneck
+        assert ServingRun(reading, reading.plan).bottleneck == bottleneck
     calm = served(requests(20, rate=1.0))
-    assert Service(calm, calm.plan).bottleneck is None and Service(calm, calm.plan).cost is not None
+    assert ServingRun(calm, calm.plan).bottleneck is None and ServingRun(calm, calm.plan).cost is not None
 
 
 def test_the_line_through_the_steps_is_the_one_they_were_made_of() -> None:
     reading = served(requests(60, rate=10.0, tokens_in=300), noise=0.0)
-    cost = Service(reading, reading.plan).cost
+    cost = ServingRun(reading, reading.plan).cost
     assert cost is not None and cost.base_s == pytest.approx(COST.base_s, rel=0.1)
     assert cost.prefill_s == pytest.approx(COST.prefill_s, rel=0.1)
