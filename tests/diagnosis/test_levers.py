@@ -65,7 +65,7 @@ def _pulled(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> Pulled:
     found = type("D", (), {"levers": (), "lever": lambda self, number: lever})()
     for name, made in {
         "read_run": lambda run, home: reading_of(step_s=run.seconds),
-        "keep": _nothing,
+        "save": _nothing,
         "diagnose": lambda run, home: found,
         "number_of": lambda found, key: 1,
         "write_lever": _nothing,
