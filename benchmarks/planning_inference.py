@@ -19,7 +19,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from armillary.planning.published.inference_row import InferenceRow, Row, inference_row, is_fitted, with_rates
+from armillary.planning.published.inference_row import InferenceRow, Row, inference_row, is_fitted
 from armillary.planning.published.inference_table import InferencePrediction, error_of, predict_rows
 from armillary.planning.serving.engines import Engine, engine_for, engines, physics
 
@@ -46,7 +46,7 @@ def fit(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
 
     def loss(logs: np.ndarray) -> float:
         rates = replace(physics(), **fixed, **_named(names, logs))
-        return mean(abs(_error(row, with_rates(case, rates))) for row, case in found)
+        return mean(abs(_error(row, replace(case, replica=replace(case.replica, rates=rates)))) for row, case in found)
 
     start = np.log([engine.parameters[name] for name in names])
     best = nelder_mead(loss, start)

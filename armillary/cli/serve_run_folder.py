@@ -99,14 +99,14 @@ def _predicted(
     """One replica at the recipe's traffic, which its scheduler plays; nothing where the planner says that this cannot
     be."""
     from armillary.planning.serving.deployment_options import from_layout
-    from armillary.planning.serving.queueing import load
+    from armillary.planning.serving.queueing import operating_point
     from armillary.planning.serving.serving_plan import serving_request
     from armillary.planning.simulation.simulate import planned_service
 
     try:
         request = serving_request(recipe, source.config, cluster, home)
         plan = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
-        now = load(plan.server, recipe.traffic.requests_per_s) if plan is not None else None
+        now = operating_point(plan.server, recipe.traffic.requests_per_s) if plan is not None else None
         if plan is None:
             return {}, ("one server does not bear this traffic",)
         said = replace(plan, replicas=1, actual=now or plan.actual).predicted()

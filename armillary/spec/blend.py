@@ -1,6 +1,6 @@
-"""Blend: how much is read of each source, as the smallest whole numbers in the same proportion.
+"""Blend: rows per data source as the smallest integers in the given proportion.
 
-0.7 to 0.3 is 7 rows of every 10: whole numbers make the proportion exact after each such round, however long a run is.
+0.7 to 0.3 is 7 of every 10 rows: with integers the proportion is exact after each round, however long a run is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from math import gcd, isfinite, lcm
 from armillary.errors import BadRecipe
 
 LONGEST = 100_000
-"""rows of a round at most: its table is kept in memory"""
+"""most rows per round: its table is in memory"""
 
 
 def shares(blend: Mapping[str, float]) -> tuple[tuple[str, int], ...]:
-    """Source and rows of a round, by name: the order in which a recipe lists its sources means nothing."""
+    """(source, rows per round), sorted by name: the order in a recipe has no effect."""
     for source, weight in blend.items():
         if not source.strip():
             raise BadRecipe('a source of data.blend has no name; write it like blend = { stdlib = 3, "books" = 1 }')
@@ -24,16 +24,16 @@ def shares(blend: Mapping[str, float]) -> tuple[tuple[str, int], ...]:
             raise BadRecipe(f"the weight {weight:g} of '{source}' in data.blend must be above 0; leave the source out")
     exact = {source: Fraction(str(weight)) for source, weight in sorted(blend.items())}
     unit = lcm(*(weight.denominator for weight in exact.values()))
-    whole = {source: int(weight * unit) for source, weight in exact.items()}
-    common = gcd(*whole.values())
-    rows = sum(whole.values()) // common
+    weights = {source: int(weight * unit) for source, weight in exact.items()}
+    common = gcd(*weights.values())
+    rows = sum(weights.values()) // common
     if rows > LONGEST:
-        better = f"{{ {', '.join(_rounded(whole))} }}"
+        better = f"{{ {', '.join(_rounded(weights))} }}"
         raise BadRecipe(f"the weights of data.blend repeat only after {rows:,} rows; round them, as in {better}")
-    return tuple((source, count // common) for source, count in whole.items())
+    return tuple((source, count // common) for source, count in weights.items())
 
 
-def _rounded(whole: Mapping[str, int]) -> list[str]:
+def _rounded(weights: Mapping[str, int]) -> list[str]:
     """Per mille, at least one."""
-    total = sum(whole.values())
-    return [f'"{source}" = {max(1, round(1000 * count / total))}' for source, count in whole.items()]
+    total = sum(weights.values())
+    return [f'"{source}" = {max(1, round(1000 * count / total))}' for source, count in weights.items()]

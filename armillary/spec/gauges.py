@@ -1,7 +1,7 @@
-"""The one gauge vocabulary: what a plan predicts, a run measures and a diagnosis reads goes by these names.
+"""Gauges: the names that plans predict, runs measure and diagnoses read.
 
-The end of a name is its unit: `_s` seconds, `_bytes` bytes, `_usd` dollars, `_fraction` a share from 0 to 1, `_per_s` a
-rate, `_total` a counter that only grows. The `memory_…_bytes` of the categories add up to memory_peak_bytes.
+The suffix of a name is its unit: `_s` seconds, `_bytes` bytes, `_usd` dollars, `_fraction` a share from 0 to 1,
+`_per_s` a rate, `_total` a monotonic counter. The `memory_…_bytes` of the categories add up to memory_peak_bytes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Kind = Literal["value", "counter", "histogram"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gauge:
-    """One thing that is predicted or measured."""
+    """A quantity that is predicted or measured."""
 
     name: str
     """key in gauges.jsonl and in Plan.predicted"""
     unit: str
-    """what one of it is"""
+    """unit of the value"""
     loop: Loop
-    """the ring it belongs to"""
+    """the loop it belongs to: device, training or serving"""
     kind: Kind = "value"
-    """latest value, a total that grows, or one value a request or token whose distribution counts"""
+    """latest value, monotonic counter, or a distribution with one value per request or token"""
     meaning: str
-    """what is measured, from where to where"""
+    """what it is, in one sentence"""
 
 
 RENAMED = {
@@ -40,193 +40,217 @@ RENAMED = {
     "roof_fraction": "roofline_fraction",
     "short_kernels_fraction": "launch_bound_fraction",
 }
-"""former name of a gauge -> its name now: files and metric pages with the former name stay readable"""
+"""former name -> current name of a gauge, so that older files and metric pages stay readable"""
 
 
 def current_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with every former gauge name replaced by the current one."""
+    """The record with former gauge names replaced by current ones."""
     return {RENAMED.get(name, name): value for name, value in record.items()}
 
 
 def prometheus_name(name: str) -> str:
-    """The name under which a gauge is exported."""
+    """Name of a gauge in the Prometheus export."""
     return "armillary_" + name
 
 
 def former_names(name: str) -> tuple[str, ...]:
-    """What a gauge was called before."""
+    """Former names of a gauge."""
     return tuple(old for old, new in RENAMED.items() if new == name)
 
 
 def budget_gauge(part: str) -> str:
-    """The gauge of one part of the step budget."""
+    """Name of the gauge of one part of the step budget."""
     return "kernel_inefficiency_fraction" if part == "inefficiency" else f"{part}_fraction"
 
 
 _Rows = tuple[tuple[str, str, str], ...]  # name, unit, meaning
 
 _INNER: _Rows = (
-    ("useful_fraction", "fraction", "step budget: work at the speed of the roofline"),
-    ("kernel_inefficiency_fraction", "fraction", "step budget: kernel time beyond what the roofline allows"),
-    ("unjudged_fraction", "fraction", "step budget: device time that cannot be judged against a roofline"),
-    ("comm_exposed_fraction", "fraction", "step budget: communication with no computation beside it"),
-    ("launch_gap_fraction", "fraction", "step budget: device idle because the next launch came late"),
-    ("host_fraction", "fraction", "step budget: device idle while Python or the loader ran"),
-    ("sync_fraction", "fraction", "step budget: synchronisation and copies between host and device"),
-    ("idle_fraction", "fraction", "step budget: device idle for another known reason"),
-    ("unknown_fraction", "fraction", "step budget: what could not be attributed"),
-    ("host_stall_fraction", "fraction", "share of a step in which the host held the device up for over a millisecond"),
-    ("fusible_fraction", "fraction", "share of a step in passes over memory that a compiler would join"),
-    ("launch_bound_fraction", "fraction", "share of a step in kernels too short for any roofline"),
-    ("data_wait_s", "s", "time the step waited for its batch"),
-    ("data_wait_fraction", "fraction", "data wait over step time"),
-    ("device_busy_fraction", "fraction", "wall time with at least one kernel running"),
-    ("flops_per_s", "FLOP/s", "achieved arithmetic of one device"),
-    ("bytes_per_s", "B/s", "achieved memory traffic of one device"),
-    ("intensity", "FLOP/B", "FLOPs a byte of memory traffic"),
+    ("useful_fraction", "fraction", "share of the step that its work takes at roofline speed (step budget)"),
+    ("kernel_inefficiency_fraction", "fraction", "share of the step in kernel time beyond the roofline (step budget)"),
     (
-        "roofline_fraction",
+        "unjudged_fraction",
         "fraction",
-        "roofline time over time taken, with ceilings measured on this machine",
+        "share of the step in device time that has no roofline to compare with (step budget)",
     ),
-    ("gemm_flops_per_s", "FLOP/s", "measured ceiling of matrix products"),
-    ("copy_bytes_per_s", "B/s", "measured ceiling of memory copies, read and write together"),
-    ("kernels", "kernels", "kernel launches a step"),
-    ("launch_s", "s", "time one launch costs the host"),
-    ("host_queue_s", "s", "part of a step in which the main thread was ready and others had the cores (Linux)"),
-    ("host_cpu_s", "s", "part of a step in which the main thread really ran, by the processor's clock"),
+    ("comm_exposed_fraction", "fraction", "share of the step in communication that no computation hides (step budget)"),
+    (
+        "launch_gap_fraction",
+        "fraction",
+        "share of the step in which the device waits for a late kernel launch (step budget)",
+    ),
+    (
+        "host_fraction",
+        "fraction",
+        "share of the step in which the device waits for Python or the data loader (step budget)",
+    ),
+    (
+        "sync_fraction",
+        "fraction",
+        "share of the step in synchronisation and copies between host and device (step budget)",
+    ),
+    (
+        "idle_fraction",
+        "fraction",
+        "share of the step in which the device is idle for another known reason (step budget)",
+    ),
+    ("unknown_fraction", "fraction", "share of the step that could not be attributed (step budget)"),
+    (
+        "host_stall_fraction",
+        "fraction",
+        "share of the step in which the host delayed the device by more than a millisecond at once",
+    ),
+    ("fusible_fraction", "fraction", "share of the step in memory-bound operations that a compiler would fuse"),
+    ("launch_bound_fraction", "fraction", "share of the step in kernels that are too short for a roofline"),
+    ("data_wait_s", "s", "time per step that the trainer waits for its batch"),
+    ("data_wait_fraction", "fraction", "data_wait_s over step_s"),
+    ("device_busy_fraction", "fraction", "share of wall time with at least one kernel running"),
+    ("flops_per_s", "FLOP/s", "achieved FLOP/s per device"),
+    ("bytes_per_s", "B/s", "achieved memory traffic per device"),
+    ("intensity", "FLOP/B", "arithmetic intensity: FLOPs per byte of memory traffic"),
+    ("roofline_fraction", "fraction", "roofline time over measured time, with ceilings measured on this machine"),
+    ("gemm_flops_per_s", "FLOP/s", "measured GEMM ceiling"),
+    ("kernels", "kernels", "kernel launches per step"),
+    ("launch_s", "s", "host time per kernel launch"),
+    (
+        "host_queue_s",
+        "s",
+        "time per step in which the main thread was runnable but other threads had the cores (Linux)",
+    ),
+    ("host_cpu_s", "s", "CPU time of the main thread per step"),
     ("torch_call_s", "s", "CPU time per torch call, measured with a small layer before the first step"),
     (
         "micro_batch_overhead_fraction",
         "fraction",
-        "fixed cost per micro-batch as a fraction of its time, measured before the first step",
+        "fixed cost per micro-batch over its time, measured before the first step",
     ),
-    ("loader_tokens_per_s", "tokens/s", "what the data path delivers by itself"),
-    ("clock_hz", "Hz", "device clock while measured"),
-    ("power_w", "W", "device power while measured"),
+    ("power_w", "W", "power of the device during the measurement"),
 )
 
 _TRAINING: _Rows = (
-    ("step_s", "s", "one optimiser step, wall time"),
-    ("compute_s", "s", "part of the step with kernels of the model running"),
-    ("comm_s", "s", "communication, hidden or not"),
-    ("comm_exposed_s", "s", "communication with no computation beside it"),
-    ("bubble_s", "s", "pipeline idle time"),
-    ("overhead_s", "s", "launches, optimiser, loader and the rest of the step"),
-    ("recompute_s", "s", "part of compute that makes activations again"),
-    ("optimizer_s", "s", "part of the step spent in the optimiser"),
-    ("validation_s", "s", "one validation on held-out text, between two steps"),
-    ("between_steps_s", "s", "from a step's end to the next one's begin, validation and checkpoints left out"),
-    ("offload_s", "s", "copies to and from host memory or disk that nothing hides"),
-    ("tokens_per_s", "tokens/s", "tokens trained, all devices"),
-    ("tokens_per_s_per_device", "tokens/s", "tokens trained a device"),
-    ("batch_tokens", "tokens", "tokens of one step"),
-    ("micro_batches", "micro-batches", "micro-batches a rank runs in one step"),
+    ("step_s", "s", "wall time per optimizer step"),
+    ("compute_s", "s", "time per step with kernels of the model running"),
+    ("comm_s", "s", "communication time per step, hidden or exposed"),
+    ("comm_exposed_s", "s", "communication time per step that no computation hides"),
+    ("bubble_s", "s", "pipeline bubble per step"),
+    ("overhead_s", "s", "time per step for launches, optimizer, data loader and everything else"),
+    ("recompute_s", "s", "part of compute_s that recomputes activations"),
+    ("optimizer_s", "s", "time per step in the optimizer"),
+    ("validation_s", "s", "time per validation on held-out text, between two steps"),
+    (
+        "between_steps_s",
+        "s",
+        "time from the end of a step to the start of the next, without validation and checkpoints",
+    ),
+    ("offload_s", "s", "time per step in copies to and from host memory or disk that nothing hides"),
+    ("tokens_per_s", "tokens/s", "trained tokens per second on all devices"),
+    ("tokens_per_s_per_device", "tokens/s", "trained tokens per second and device"),
+    ("batch_tokens", "tokens", "tokens per step"),
+    ("micro_batches", "micro-batches", "micro-batches per rank and step"),
     ("mfu", "fraction", "model FLOPs (6·N, causal attention as half, no recompute) over the chip's dense peak"),
-    ("hfu", "fraction", "FLOPs done, recompute included, over the chip's dense peak"),
-    ("model_flops_per_token", "FLOP", "the FLOPs a token that mfu counts"),
+    ("hfu", "fraction", "executed FLOPs, recompute included, over the chip's dense peak"),
+    ("model_flops_per_token", "FLOP", "FLOPs per token that mfu counts"),
     ("memory_bytes", "B", "device memory in use now"),
-    ("memory_peak_bytes", "B", "most device memory in use so far"),
-    ("memory_reserved_bytes", "B", "device memory the allocator holds"),
-    ("memory_used_fraction", "fraction", "device memory held over what the device has"),
-    ("memory_weights_bytes", "B", "weights"),
-    ("memory_gradients_bytes", "B", "gradients"),
-    ("memory_optimizer_bytes", "B", "optimiser states"),
-    ("memory_master_bytes", "B", "fp32 copies of lower-precision weights"),
-    ("memory_activations_bytes", "B", "activations kept for the backward pass"),
-    ("memory_loss_bytes", "B", "logits and what the loss keeps"),
-    ("memory_kv_bytes", "B", "KV cache"),
-    ("memory_buffers_bytes", "B", "gathered weights, gradient buckets, communication buffers"),
-    ("memory_other_bytes", "B", "framework, workspaces, fragmentation"),
-    ("host_memory_bytes", "B", "memory of the host in use by this process"),
-    ("offloaded_bytes", "B", "states and activations that wait in host memory or on disk"),
-    ("loss", "nats", "mean cross-entropy of the step's tokens"),
-    ("val_loss", "nats", "mean cross-entropy of the held-out split"),
+    ("memory_peak_bytes", "B", "largest device memory in use so far"),
+    ("memory_reserved_bytes", "B", "device memory reserved by the allocator"),
+    ("memory_used_fraction", "fraction", "reserved device memory over the memory of the device"),
+    ("memory_weights_bytes", "B", "device memory of the weights"),
+    ("memory_gradients_bytes", "B", "device memory of the gradients"),
+    ("memory_optimizer_bytes", "B", "device memory of the optimizer states"),
+    ("memory_master_bytes", "B", "device memory of the fp32 master weights"),
+    ("memory_activations_bytes", "B", "device memory of the activations stored for the backward pass"),
+    ("memory_loss_bytes", "B", "device memory of the logits and of what the loss stores"),
+    ("memory_kv_bytes", "B", "device memory of the KV cache"),
+    ("memory_buffers_bytes", "B", "device memory of all-gathered weights, gradient buckets and communication buffers"),
+    ("memory_other_bytes", "B", "device memory of the framework, workspaces and fragmentation"),
+    ("host_memory_bytes", "B", "host memory in use by this process"),
+    ("offloaded_bytes", "B", "states and activations offloaded to host memory or disk"),
+    ("loss", "nats", "mean cross-entropy over the tokens of the step"),
+    ("val_loss", "nats", "mean cross-entropy over the held-out split"),
     ("aux_loss", "nats", "load-balance and router losses added to the loss"),
     ("grad_norm", "1", "L2 norm of all gradients before clipping"),
     ("lr", "1", "learning rate of the step"),
     ("loss_scale", "1", "fp16 loss scale"),
-    ("skipped_steps_total", "steps", "steps the loss scaler skipped"),
+    ("skipped_steps_total", "steps", "steps that the loss scaler skipped"),
     ("tokens_total", "tokens", "tokens trained so far"),
-    ("rank_spread_s", "s", "slowest rank's step minus the median rank's"),
-    ("slowest_rank", "rank", "rank that took longest"),
-    ("expert_load_max_over_mean", "1", "tokens of the busiest expert over the mean, in the layer where that is worst"),
+    ("rank_spread_s", "s", "step time of the slowest rank minus that of the median rank"),
+    ("slowest_rank", "rank", "rank with the longest step"),
+    ("expert_load_max_over_mean", "1", "tokens of the busiest expert over the mean, in the most imbalanced layer"),
     ("expert_tail_fraction", "fraction", "share of experts with less than a tenth of the mean load"),
-    ("expert_drop_fraction", "fraction", "token copies dropped for lack of capacity"),
-    ("router_entropy", "nats", "entropy of the mean routing distribution, a mean over layers"),
-    ("checkpoint_s", "s", "from asking for a checkpoint to its commit"),
-    ("checkpoint_stall_s", "s", "part of it during which no step ran"),
-    ("checkpoint_bytes", "B", "size of one checkpoint"),
+    ("expert_drop_fraction", "fraction", "share of token copies dropped at the capacity limit"),
+    ("router_entropy", "nats", "entropy of the mean routing distribution, averaged over layers"),
+    ("checkpoint_s", "s", "time from the request of a checkpoint to its commit"),
+    ("checkpoint_stall_s", "s", "part of checkpoint_s in which no step ran"),
+    ("checkpoint_bytes", "B", "size of a checkpoint"),
     ("checkpoints_total", "checkpoints", "checkpoints committed"),
     ("restarts_total", "restarts", "times the run was resumed"),
-    ("goodput_fraction", "fraction", "time spent on steps that were kept, over wall time"),
-    ("run_s", "s", "from the first step to the last"),
-    ("step_usd", "USD", "what one step costs"),
-    ("run_usd", "USD", "what the whole run costs"),
-    ("million_trained_tokens_usd", "USD", "what training on a million tokens costs"),
+    ("goodput_fraction", "fraction", "time spent on steps that were not lost to failures, over wall time"),
+    ("run_s", "s", "time from the first step to the last"),
+    ("step_usd", "USD", "cost per step"),
+    ("run_usd", "USD", "cost of the run"),
+    ("million_trained_tokens_usd", "USD", "cost per million trained tokens"),
 )
 
 _PRODUCT: _Rows = (
-    ("ttft_s", "s", "time to first token: request sent to first streamed token"),
-    ("itl_s", "s", "inter-token latency: gap between consecutive streamed tokens of a request"),
-    ("itl_max_s", "s", "largest of those gaps of a request"),
-    ("tpot_s", "s", "time per output token: (end-to-end − TTFT) / (tokens − 1)"),
-    ("e2e_s", "s", "request sent to last token"),
-    ("queue_s", "s", "request received to first scheduled"),
-    ("prefill_s", "s", "first scheduled to first token"),
-    ("decode_s", "s", "first token to last token"),
-    ("tokens_in", "tokens", "prompt tokens of a request"),
-    ("tokens_out", "tokens", "generated tokens of a request"),
-    ("cached_tokens", "tokens", "prompt tokens of a request found in the prefix cache"),
-    ("repeated_tokens", "tokens", "prompt tokens of a request that an earlier one began with too, cached or not"),
+    ("ttft_s", "s", "time to first token: from sending a request to its first streamed token"),
+    ("itl_s", "s", "inter-token latency: time between consecutive streamed tokens of a request"),
+    ("itl_max_s", "s", "largest inter-token latency of a request"),
+    ("tpot_s", "s", "time per output token: (e2e_s − ttft_s) / (tokens_out − 1)"),
+    ("e2e_s", "s", "time from sending a request to its last token"),
+    ("queue_s", "s", "time from receiving a request to scheduling it for the first time"),
+    ("prefill_s", "s", "time from first scheduling a request to its first token"),
+    ("decode_s", "s", "time from the first to the last token of a request"),
+    ("tokens_in", "tokens", "prompt tokens per request"),
+    ("tokens_out", "tokens", "generated tokens per request"),
+    ("cached_tokens", "tokens", "prompt tokens per request found in the prefix cache"),
     (
-        "prefix_source_request",
-        "number",
-        "request_number of the earlier request that shares this prefix",
+        "repeated_tokens",
+        "tokens",
+        "prompt tokens per request that share a prefix with an earlier request, cached or not",
     ),
-    ("request_number", "number", "which request it was, counted as they came"),
-    ("arrived_s", "s", "when a request came, by the engine's clock"),
-    ("tokens_limit", "tokens", "tokens the answer to a request might have had"),
+    ("prefix_source_request", "number", "request_number of the earlier request that shares this prefix"),
+    ("request_number", "number", "sequence number of a request in order of arrival"),
+    ("arrived_s", "s", "arrival time of a request on the engine's clock"),
+    ("tokens_limit", "tokens", "most tokens that the completion of a request may have"),
     ("requests_total", "requests", "requests finished"),
-    ("aborted_total", "requests", "requests whose client went away or whose deadline passed"),
-    ("rejected_total", "requests", "requests refused for lack of room"),
+    ("aborted_total", "requests", "requests whose client disconnected or whose deadline passed"),
+    ("rejected_total", "requests", "requests rejected because the queue was full"),
     ("errors_total", "requests", "requests that ended in an error"),
-    ("tokens_in_total", "tokens", "prompt tokens computed or found"),
+    ("tokens_in_total", "tokens", "prompt tokens computed or found in the prefix cache"),
     ("tokens_out_total", "tokens", "tokens generated"),
     ("prefix_queries_total", "tokens", "prompt tokens looked up in the prefix cache"),
-    ("prefix_hits_total", "tokens", "prompt tokens found there"),
-    ("prefix_hit_fraction", "fraction", "prompt tokens found over looked up"),
-    ("prefix_repeated_total", "tokens", "prompt tokens that an earlier request began with too, cached or not"),
-    ("prefix_evicted_total", "requests", "requests of which more would have been found, had it not been evicted"),
-    ("preemptions_total", "requests", "running requests put back to waiting"),
-    ("recomputed_total", "tokens", "tokens in the KV cache that were given up by that, and are computed again"),
-    ("running", "requests", "requests in the batch"),
+    ("prefix_hits_total", "tokens", "prompt tokens found in the prefix cache"),
+    ("prefix_hit_fraction", "fraction", "prompt tokens found in the prefix cache over those looked up"),
+    ("prefix_repeated_total", "tokens", "prompt tokens that share a prefix with an earlier request, cached or not"),
+    ("prefix_evicted_total", "requests", "requests with a shorter prefix hit because blocks had been evicted"),
+    ("preemptions_total", "requests", "preemptions of running requests"),
+    ("recomputed_total", "tokens", "tokens dropped from the KV cache by preemption, which are recomputed"),
+    ("running", "requests", "requests in the running batch"),
     ("waiting", "requests", "requests in the queue"),
-    ("engine_step_s", "s", "one engine step, wall time"),
-    ("engine_schedule_s", "s", "part of it spent deciding what to run"),
-    ("engine_launch_s", "s", "part of it in which the host encoded and launched it"),
-    ("engine_wait_s", "s", "part of it spent waiting for the device"),
-    ("engine_roofline_fraction", "fraction", "time the roofline of that engine step needs over time taken"),
-    ("prefill_tokens", "tokens", "prompt tokens computed in one engine step"),
-    ("prefill_rows", "requests", "prompts that these are of"),
-    ("decode_tokens", "tokens", "tokens generated in one engine step"),
-    ("context_tokens", "tokens", "keys that the decodes of one engine step read"),
-    ("prefill_pairs", "pairs", "pairs of query and key in the prompts of one engine step"),
-    ("prefill_past", "tokens", "tokens of these prompts that were computed, or found, before"),
+    ("engine_step_s", "s", "wall time per engine step"),
+    ("engine_schedule_s", "s", "part of engine_step_s in the scheduler"),
+    ("engine_launch_s", "s", "part of engine_step_s in which the host prepares and launches the step"),
+    ("engine_wait_s", "s", "part of engine_step_s in which the host waits for the device"),
+    ("engine_roofline_fraction", "fraction", "roofline time of an engine step over its measured time"),
+    ("prefill_tokens", "tokens", "prompt tokens computed per engine step"),
+    ("prefill_rows", "requests", "prompts with tokens in the engine step"),
+    ("decode_tokens", "tokens", "tokens generated per engine step"),
+    ("context_tokens", "tokens", "keys that the decodes of an engine step read"),
+    ("prefill_pairs", "pairs", "pairs of query and key in the prompts of an engine step"),
+    ("prefill_past", "tokens", "tokens of these prompts that were computed or cached before the engine step"),
     ("calibration_step_s", "s", "time of an engine step of a given shape, run before the first request"),
-    ("kv_used_fraction", "fraction", "KV blocks in use"),
-    ("kv_capacity_tokens", "tokens", "tokens the KV cache holds"),
-    ("concurrency", "requests", "requests the KV cache holds at the given lengths"),
-    ("requests_per_s", "requests/s", "requests finished a second"),
-    ("tokens_in_per_s", "tokens/s", "prompt tokens a second"),
-    ("tokens_out_per_s", "tokens/s", "generated tokens a second"),
-    ("goodput_requests_per_s", "requests/s", "requests a second that meet every objective"),
-    ("slo_met_fraction", "fraction", "requests that meet every objective"),
-    ("replicas", "replicas", "copies of the model serving"),
+    ("kv_used_fraction", "fraction", "share of the KV-cache blocks in use"),
+    ("kv_capacity_tokens", "tokens", "tokens that the KV cache can hold"),
+    ("concurrency", "requests", "requests of the given lengths that the KV cache can hold"),
+    ("requests_per_s", "requests/s", "requests finished per second"),
+    ("tokens_in_per_s", "tokens/s", "prompt tokens per second"),
+    ("tokens_out_per_s", "tokens/s", "generated tokens per second"),
+    ("goodput_requests_per_s", "requests/s", "requests per second that meet every objective"),
+    ("slo_met_fraction", "fraction", "share of requests that meet every objective"),
+    ("replicas", "replicas", "copies of the model that serve"),
     ("devices", "devices", "devices in use"),
-    ("load_s", "s", "process start to ready"),
-    ("million_tokens_usd", "USD", "what serving a million tokens costs"),
-    ("device_hour_usd", "USD", "what an hour of one device costs"),
+    ("million_tokens_usd", "USD", "cost per million served tokens"),
+    ("device_hour_usd", "USD", "cost per device and hour"),
 )
 
 _PERCENTILES: _Rows = tuple(

@@ -1,7 +1,7 @@
-"""Layout: how one model is spread over many devices, and what each of them keeps.
+"""Layout: the parallelism of a model over devices, and what each device stores.
 
-Devices = dp × tp × pp × cp. Experts (ep) are spread over devices that are there already: over dp × cp, each expert
-then cut by tp like a dense MLP; or, where ep only divides dp × cp × tp, over all of these, experts staying whole.
+Devices = dp × tp × pp × cp. Expert parallelism (ep) uses the same devices: dp × cp, with each expert sharded by tp like
+a dense MLP; or, where ep only divides dp × cp × tp, all of these, with unsharded experts.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the model is spread over devices, and what each keeps."""
+    """Parallelism of the model over devices, and what each device stores."""
 
     dp: int = 1
     """data-parallel ranks (for serving: replicas)"""
     zero: Literal[0, 1, 2, 3] = 0
-    """what dp ranks share out: 0 nothing, 1 optimiser states, 2 and gradients, 3 and weights (FSDP)"""
+    """ZeRO stage, what dp ranks shard: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"""
     shard: int | None = None
-    """dp ranks that share one copy (HSDP); none: all of dp"""
+    """dp ranks that shard one copy (HSDP); none: all of dp"""
     tp: int = 1
-    """tensor-parallel ranks, which cut heads and MLPs"""
+    """tensor-parallel ranks, which shard heads and MLPs"""
     sequence_parallel: bool = True
-    """between the cut parts, tp ranks split the tokens (training with tp > 1)"""
+    """tp ranks split the tokens between the tensor-parallel regions (training with tp > 1)"""
     pp: int = 1
-    """pipeline stages; layers may be uneven, and embedding and head may be chunks of their own"""
+    """pipeline stages; they may have different numbers of layers, and embedding and head may be chunks of their own"""
     interleave: int = 1
-    """chunks of layers a stage holds"""
+    """chunks of layers per stage"""
     schedule: Schedule = "1f1b"
     """order of micro-batches in the pipeline"""
     cp: int = 1
-    """context-parallel ranks, which cut the sequence"""
+    """context-parallel ranks, which shard the sequence"""
     ep: int = 1
     """expert-parallel ranks, among dp × cp (or dp × cp × tp)"""
     micro_batch: int = 1
-    """sequences a rank runs at once"""
+    """sequences per rank and micro-batch"""
     recompute: Recompute = "none"
-    """what the backward pass makes again: nothing; all but matrix products and attention; whole layers"""
+    """what the backward pass recomputes: nothing; all but GEMMs and attention (selective); entire layers (full)"""
     recompute_every: int = 1
     """recompute one layer in this many"""
     precision: Precision = "auto"
     """dtype of the GEMMs; weights below fp32 have an fp32 master in training. auto: 16 bits where GEMM and attention
-    are measured to be at least 1.15 × as fast in them as in fp32 (bf16; fp16 where only bf16 is emulated), else fp32"""
+    are measured to be at least 1.15 × as fast as in fp32 (bf16; fp16 where only bf16 is emulated), else fp32"""
     fp8_scaling: Literal["token", "tensor", "row"] = "token"
-    """with precision fp8: scales a token (quickest), one for a whole operand, or one a row both ways (finest)"""
+    """with precision fp8: per-token scales (fastest), one per tensor, or per row in both directions (finest)"""
     offload: Literal["none", "optimizer", "activations", "both", "nvme"] = "none"
-    """what waits in host memory (nvme: optimiser states on disk)"""
+    """what is offloaded to host memory (nvme: optimizer states to disk)"""
     bucket_bytes: int = 25_000_000
-    """gradients sent together"""
+    """bytes of gradients reduced together"""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "interleave", "cp", "ep", "micro_batch", "recompute_every", "bucket_bytes"):
@@ -71,27 +71,27 @@ class Layout:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share one copy of what `zero` shares out."""
+        """Ranks that shard one copy of what `zero` shards."""
         return (self.shard or self.dp) if self.zero else 1
 
     @property
     def expert_tp(self) -> int:
-        """Into how many pieces tp cuts each expert."""
+        """Shards per expert by tp."""
         return self.tp if (self.dp * self.cp) % self.ep == 0 else 1
 
     def num_micro_batches(self, batch_tokens: int, sequence: int) -> int:
-        """Micro-batches a rank runs in a step (gradient accumulation)."""
+        """Micro-batches per rank and step (gradient accumulation)."""
         return batch_tokens // (sequence * self.micro_batch * self.dp)
 
     def on_devices(self, num_devices: int) -> Layout:
-        """The same layout with as much dp as fills `num_devices`."""
+        """The same layout with the dp that fills `num_devices`."""
         inner = self.num_devices // self.dp
         if num_devices % inner or num_devices < inner:
             raise BadLayout(self.leaves_over(num_devices))
         return replace(self, dp=num_devices // inner)
 
     def leaves_over(self, num_devices: int) -> str:
-        """That no dp fills so many devices, and the one axis that could be cut so that some does."""
+        """That no dp fills `num_devices`, and the one axis whose reduction would allow it."""
         inner = self.num_devices // self.dp
         options = [
             f"try --set layout.{axis}={less}"

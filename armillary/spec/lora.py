@@ -1,7 +1,7 @@
-"""LoRA: which projections carry adapters, and how many weights those have.
+"""LoRA: which projections have adapters, and how many parameters those have.
 
 An adapter adds scale·B·A to a frozen matrix, A [rank, inputs] and B [outputs, rank] (Hu et al., arXiv 2106.09685). Each
-projection that a Hugging Face folder names has an adapter of its own, also where ours are fused into one matrix.
+projection that a Hugging Face folder names has its own adapter, also where ours are fused into one matrix.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from armillary.spec.model import LayerKind, ModelConfig
 GROUPS = {"qkv": ("q", "k", "v"), "out": ("out",), "gate_up": ("gate", "up"), "down": ("down",)}
 """our matrices and the projections fused in them"""
 NAMES = (*GROUPS, "q", "k", "v", "gate", "up")
-"""what train.lora_on takes"""
+"""values of train.lora_on"""
 STACKED = ("phi3",)
-"""families whose folders hold QKV, and gate and up, as one matrix: one A for all of its rows"""
+"""families whose folders store QKV, and gate and up, as one matrix: one A for all of its rows"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One matrix with adapters. Its rows come in periods that repeat: a KV head's queries, key and value; a gate and
-    its up; so a contiguous cut of the rows is a Target with fewer periods."""
+    """One matrix with adapters. Its rows repeat in periods (a KV head's queries, key and value; a gate and its up), so
+    a contiguous shard of the rows is a Target with fewer periods."""
 
     inputs: int
     """columns of the matrix"""
     periods: int
     """how often the pattern of rows repeats"""
     parts: tuple[str, ...]
-    """projections of a period, in order"""
+    """projections per period, in order"""
     widths: tuple[int, ...]
-    """rows of each in a period"""
+    """rows of each per period"""
     chosen: tuple[bool, ...]
-    """which of them carry adapters"""
+    """which of them have adapters"""
     one_a: bool
     """one A for all, since they are one matrix in a Hugging Face folder"""
     column: bool
-    """tensor parallelism cuts outputs (QKV, gate and up) rather than inputs (out, down)"""
+    """tensor parallelism shards outputs (QKV, gate and up) rather than inputs (out, down)"""
 
     @property
     def num_a(self) -> int:
-        """Matrices A."""
+        """Number of matrices A."""
         return 1 if self.one_a else sum(self.chosen)
 
     @property
     def adapted(self) -> int:
-        """Rows of a period that have a row of B."""
+        """Rows per period that have a row of B."""
         return sum(width for width, on in zip(self.widths, self.chosen, strict=True) if on)
 
     def weights(self, rank: int) -> int:
-        """Numbers in A and B together."""
+        """Parameters of A and B together."""
         return rank * (self.num_a * self.inputs + self.periods * self.adapted)
 
 
 def check_names(on: Sequence[str]) -> None:
-    """Refuse what is no projection, before any model is known."""
+    """Refuse unknown projections, before any model is known."""
     for name in on:
         if name not in NAMES:
             guess = nearest(name, NAMES) or "qkv"
@@ -68,7 +68,7 @@ def check_names(on: Sequence[str]) -> None:
 
 
 def targets(config: ModelConfig, on: Sequence[str]) -> dict[str, Target]:
-    """Module name in our model -> its adapters, in the order of the layers. Routed experts carry none."""
+    """Module name in our model -> its adapters, in the order of the layers. Routed experts have none."""
     check_names(on)
     names = {part for name in on for part in GROUPS.get(name, (name,))}
     if "gate" in on and not config.gated:

@@ -1,7 +1,7 @@
-"""ModelConfig: the shape of a decoder-only transformer, in the terms every loop shares.
+"""ModelConfig: the shape of a decoder-only transformer, shared by planning, training and serving.
 
-One frozen dataclass describes any catalogue model or Hugging Face folder; per-layer variation is one tuple
-of layer kinds. The module in `armillary.model` raises on what it cannot build; planning still does the sums.
+One frozen dataclass describes any catalogue model or Hugging Face folder; variation between layers is one tuple of
+layer kinds. `armillary.model` raises on what it cannot build; planning still counts it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What one layer is made of."""
+    """Parts of one layer."""
 
     attention: Attention = "full"
     """full causal, sliding window, chunked (attends within its chunk) or 2-simplicial"""
@@ -30,7 +30,7 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary positions and how they are stretched beyond the original context."""
+    """Rotary positions and their scaling beyond the original context."""
 
     theta: float = 10_000.0
     """base of the inverse frequencies"""
@@ -41,17 +41,17 @@ class Rope:
     interleaved: bool = False
     """rotate pairs (2i, 2i+1) rather than halves (i, i + d/2)"""
     scaling: RopeScaling = "none"
-    """rule that stretches the frequencies"""
+    """rule that scales the frequencies"""
     factor: float = 1.0
-    """how many times the original context is stretched"""
+    """factor by which the original context is extended"""
     original_context: int | None = None
-    """context before stretching"""
+    """context before scaling"""
     low_freq_factor: float = 1.0
     """llama3: longest unscaled wavelength divisor"""
     high_freq_factor: float = 4.0
     """llama3: shortest scaled wavelength divisor"""
     beta_fast: float = 32.0
-    """yarn: rotations above which a frequency is kept"""
+    """yarn: rotations above which a frequency is unchanged"""
     beta_slow: float = 1.0
     """yarn: rotations below which a frequency is interpolated"""
     mscale: float | None = None
@@ -59,23 +59,23 @@ class Rope:
     mscale_all_dim: float | None = None
     """yarn: denominator of the attention factor; also scales the softmax (DeepSeek)"""
     truncate: bool = True
-    """yarn: round the correction range to whole dims"""
+    """yarn: round the correction range to integer dims"""
     attention_factor: float | None = None
     """multiplies cos and sin; None derives it from the rule"""
     short_factors: tuple[float, ...] = ()
     """longrope: divisor per frequency up to the original context"""
     long_factors: tuple[float, ...] = ()
-    """longrope: divisor per frequency beyond it"""
+    """longrope: divisor per frequency beyond the original context"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoE:
-    """Mixture of experts: which experts there are and how tokens are routed."""
+    """Mixture of experts: the experts and their routing."""
 
     num_experts: int
     """routed experts"""
     top_k: int
-    """routed experts a token visits"""
+    """routed experts per token"""
     ffn: int
     """inner size of one routed expert"""
     shared_ffn: int = 0
@@ -89,7 +89,7 @@ class MoE:
     routed_scale: float = 1.0
     """multiplies the routed experts' output (DeepSeek)"""
     selection_bias: bool = False
-    """a per-expert bias used only to choose (loss-free balancing)"""
+    """a per-expert bias used only for selection (loss-free balancing)"""
     groups: int = 1
     """expert groups for group-limited routing"""
     top_groups: int = 1
@@ -135,7 +135,7 @@ class ModelConfig:
     """The shape of a decoder-only transformer."""
 
     name: str = "custom"
-    """catalogue name, or what the folder calls itself"""
+    """catalogue name, or the folder's own name"""
     family: str = "llama"
     """Hugging Face model_type it is read from and written as"""
     hidden: int
@@ -151,9 +151,9 @@ class ModelConfig:
     vocab: int
     """rows of the embedding"""
     context: int
-    """longest sequence the model was made for"""
+    """longest sequence the model was trained for"""
     layers: tuple[LayerKind, ...]
-    """what each layer is made of"""
+    """kind of each layer"""
     tied: bool = False
     """the output projection is the embedding"""
     norm: Literal["rms", "layer"] = "rms"
@@ -189,7 +189,7 @@ class ModelConfig:
     gated: bool = True
     """activation(gate) * up, rather than activation(up)"""
     positions: Literal["rope", "learned", "alibi", "none"] = "rope"
-    """how positions enter"""
+    """position encoding"""
     learned_positions: int = 0
     """rows of the position table when learned"""
     alibi_max: float = 8.0
@@ -197,13 +197,13 @@ class ModelConfig:
     rope: Rope = field(default_factory=Rope)
     """rotary positions"""
     qk_norm: Literal["none", "head", "all"] = "none"
-    """norm queries and keys per head, or over the whole projection"""
+    """norm of queries and keys per head, or over the full projection"""
     qk_norm_kind: Literal["weight", "plain"] = "weight"
     """with a weight, or without one (Llama 4)"""
     qkv_clip: float | None = None
     """clamps the fused projection (MPT, OLMo, DBRX)"""
     sinks: bool = False
-    """one learned sink logit a head (GPT-OSS)"""
+    """one learned sink logit per head (GPT-OSS)"""
     qkv_bias: bool = False
     """bias on the query, key and value projections"""
     out_bias: bool = False
@@ -213,7 +213,7 @@ class ModelConfig:
     head_bias: bool = False
     """bias on the output projection"""
     window: int | None = None
-    """keys a sliding layer sees, itself included; chunk size for chunked layers"""
+    """keys that a sliding layer attends to, itself included; chunk size for chunked layers"""
     moe: MoE | None = None
     """experts of the moe layers"""
     mla: MLA | None = None
@@ -234,7 +234,7 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """What multiplies q·k."""
+        """Factor on q·k."""
         dim = self.mla.nope_dim + self.mla.rope_dim if self.mla else self.head_dim
         return self.attention_scale if self.attention_scale is not None else dim**-0.5
 
@@ -245,12 +245,12 @@ class ModelConfig:
         return dim - dim % 2
 
     def with_layers(self, num_layers: int) -> ModelConfig:
-        """The same model cut to, or continued to, another depth."""
+        """The same model truncated or continued to another depth."""
         return replace(self, layers=tile(self.layers, num_layers))
 
 
 def tile(layers: tuple[LayerKind, ...], num_layers: int) -> tuple[LayerKind, ...]:
-    """Cut `layers`, or continue its shortest repeating tail, to `num_layers`."""
+    """Truncate `layers`, or continue its shortest repeating tail, to `num_layers`."""
     refuse_too_deep(num_layers)
     if num_layers <= len(layers):
         return layers[:num_layers]
@@ -276,7 +276,7 @@ def _repeat(layers: tuple[LayerKind, ...]) -> tuple[int, int]:
 
 _DEEPEST = 10_000
 _LARGEST = 2**40
-"""no size of a model is near it; beyond it, arithmetic elsewhere overflows"""
+"""above every size of a model; beyond it, arithmetic elsewhere overflows"""
 
 
 def _check(config: ModelConfig) -> None:
@@ -287,7 +287,7 @@ def _check(config: ModelConfig) -> None:
     sizes = {key: getattr(config, key) for key in ("hidden", "heads", "kv_heads", "head_dim", "vocab", "context")}
     for key, value in sizes.items():
         if not isinstance(value, int) or not 0 < value <= _LARGEST:
-            raise BadModel(f"{name}: {key}={value} must be a whole number from 1 to {_LARGEST:,}")
+            raise BadModel(f"{name}: {key}={value} must be an integer from 1 to {_LARGEST:,}")
     if not config.layers:
         raise BadModel(f"{name}: a model needs at least one layer; set num_layers")
     if config.heads % config.kv_heads:
@@ -310,7 +310,7 @@ def _check(config: ModelConfig) -> None:
 def _check_rope(config: ModelConfig) -> None:
     rope, name = config.rope, config.name
     if rope.scaling in ("llama3", "yarn", "longrope") and not rope.original_context:
-        raise BadModel(f"{name}: rope.scaling={rope.scaling} needs the context it stretches; set rope.original_context")
+        raise BadModel(f"{name}: rope.scaling={rope.scaling} needs the context it extends; set rope.original_context")
     if not rope.factor > 0 or not 0 < rope.fraction <= 1:
         raise BadModel(f"{name}: rope.factor={rope.factor} must be above 0 and rope.fraction={rope.fraction} up to 1")
     if rope.scaling == "longrope":

@@ -1,6 +1,6 @@
-"""Plan: a recipe resolved once, with what was predicted for it; every rank and engine reads this file.
+"""Plan: a resolved recipe with its predictions; every rank and engine reads this file.
 
-Predictions are keyed by gauge names, so that each stands beside its measurement.
+Predictions have gauge names, so that each can be compared with its measurement.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from armillary.spec.tables.train import Data, TrainJob
 from armillary.spec.toml.fields import build, to_plain
 
 VERSION = 1
-"""raised when an older armillary could misread what is written"""
+"""increased when an older armillary could misread the file"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will run, where and how, and what is expected of it."""
+    """What will run, where and how, and its predictions."""
 
     version: int = VERSION
-    """of this file's form"""
+    """of the file format"""
     created: str
-    """when, in UTC: 2026-11-15T09:30:00Z"""
+    """time in UTC: 2026-11-15T09:30:00Z"""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """the recipe it was made from, overrides applied"""
+    """the recipe, overrides applied"""
     model: ModelConfig
-    """the model's shape"""
+    """shape of the model"""
     cluster: Cluster
     """the devices"""
     layout: Layout
-    """how the model is spread over them"""
+    """parallelism over the devices"""
     train: TrainJob | None = None
-    """how it is trained; none in a plan for serving"""
+    """training settings; none in a plan for serving"""
     data: Data | None = None
-    """what it is trained on, its path the folder of shards; none in a plan for serving"""
+    """training data, with the folder of shards as path; none in a plan for serving"""
     serve: Serve | None = None
-    """how it is served; none in a plan for training"""
+    """serving settings; none in a plan for training"""
     weights: str = ""
     """Hugging Face folder that training starts from; empty: from scratch"""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """recipe key that said "auto" -> what it came to and why"""
+    """recipe key that was "auto" -> its value and the reason"""
     predicted: Mapping[str, float] = field(default_factory=dict)
     """gauge -> value"""
     notes: tuple[str, ...] = ()
-    """what was assumed, and what to mind"""
+    """assumptions and warnings"""
 
     def __post_init__(self) -> None:
         for name, value in self.predicted.items():
@@ -72,9 +72,9 @@ class Plan:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise BadInput(f"{where} is not JSON ({error}); make the plan again") from None
+            raise BadInput(f"{where} is not JSON ({error}); make a new plan") from None
         if not isinstance(values, dict):
-            raise BadInput(f"{where} holds no plan; make the plan again")
+            raise BadInput(f"{where} has no plan; make a new plan")
         return Plan.from_dict(values, where)
 
     @staticmethod
@@ -82,7 +82,7 @@ class Plan:
         """The plan from parsed JSON; one written by a newer armillary is refused."""
         version = values.get("version")
         if not isinstance(version, int) or version < 1:
-            raise BadInput(f"{where} holds no plan; make the plan again")
+            raise BadInput(f"{where} has no plan; make a new plan")
         if version > VERSION:
             raise BadInput(f"{where} has version {version} and this armillary reads up to {VERSION}; upgrade armillary")
         if isinstance(values.get("predicted"), dict):

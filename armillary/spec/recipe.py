@@ -1,7 +1,7 @@
-"""Recipe: the one TOML file that goes through every verb, and `--set a.b=c` over it.
+"""Recipe: the TOML file of every verb, and `--set a.b=c` overrides.
 
 Tables are frozen dataclasses; an unknown table or key is refused with the nearest real name. Reading a recipe needs
-no model and no machine: `model_config` and `cluster` resolve those.
+neither model nor machine: `model_config` and `cluster` resolve those.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from armillary.spec.toml.fields import build, to_plain
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is to be planned, trained or served, where and how. The class of a table (Free, Noted, Defining) says what
-    editing it means for a run that is resumed; [data] and [train] have one for each key."""
+    """What is planned, trained or served, where and how. The class of a table (Free, Noted, Defining) says what editing
+    it means for a resumed run; [data] and [train] have one per key."""
 
     model: Defining[ModelTable]
     """which model"""
     hardware: Noted[HardwareTable] = field(default_factory=HardwareTable)
     """where it runs"""
     layout: Noted[Layout] = field(default_factory=Layout)
-    """how it is spread over devices"""
+    """its parallelism over devices"""
     data: Data = field(default_factory=Data)
-    """what it is trained on"""
+    """training data"""
     train: TrainJob = field(default_factory=TrainJob)
-    """how it is trained"""
+    """training settings"""
     serve: Free[Serve] = field(default_factory=Serve)
-    """how it is served"""
+    """serving settings"""
     traffic: Free[Traffic] = field(default_factory=Traffic)
-    """what arrives"""
+    """arriving requests"""
     objective: Free[Objective] = field(default_factory=Objective)
-    """what serving must meet"""
+    """latencies that serving must meet"""
     predict: Free[Predict] = field(default_factory=Predict)
-    """how a model file is served"""
+    """serving of a model file"""
     load: Free[Load] = field(default_factory=Load)
-    """how a server is tested"""
+    """load test of a server"""
     cost: Free[Cost] = field(default_factory=Cost)
-    """what devices cost"""
+    """cost of devices"""
 
     def model_config(self, base: ModelConfig | None = None) -> ModelConfig:
-        """The model's shape with the recipe's overrides: of `base`, or of the catalogue model that is named."""
+        """The model's shape with the recipe's overrides: of `base`, or of the named catalogue model."""
         config = base if base is not None else catalogue.model(self.model.source).config
         return apply_model_overrides(config, self.model.overrides)
 
     def cluster(self, here: Cluster | None = None) -> Cluster:
-        """The devices; `here` is what the caller found this machine to be."""
+        """The devices; `here` is this machine as the caller detected it."""
         return self.hardware.cluster(here)
 
 
@@ -142,8 +142,8 @@ def _at_line(message: str, text: str, where: str) -> str:
     """tomllib's message with the place in front: 'tour.toml:3: …'."""
     place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", message)
     line = (place and place.group(1)) or max(1, len(text.splitlines()))
-    said = re.sub(r" \(at .*?\)$", "", message).splitlines()[0]
-    return f"{where}:{line}: not valid TOML: {said[:1].lower()}{said[1:]}; correct that line"
+    cause = re.sub(r" \(at .*?\)$", "", message).splitlines()[0]
+    return f"{where}:{line}: not valid TOML: {cause[:1].lower()}{cause[1:]}; correct that line"
 
 
 def _unknown_table(name: str) -> BadRecipe:
@@ -156,7 +156,7 @@ def _unknown_table(name: str) -> BadRecipe:
 
 
 def parse_set(text: str) -> tuple[tuple[str, ...], Any]:
-    """'layout.tp=2' -> (('layout', 'tp'), '2'). Values stay text, to be read by the type of their field; lists of
+    """'layout.tp=2' -> (('layout', 'tp'), '2'). Values stay text, to be parsed by the type of their field; lists of
     tables are TOML."""
     key, equals, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
@@ -181,7 +181,7 @@ _EXCLUSIVE: Mapping[tuple[str, ...], tuple[str, ...]] = {
 
 
 def _apply(tables: dict[str, dict[str, Any]], path: tuple[str, ...], value: Any) -> None:
-    """Set one value; what it replaces by another key (model.name for model.path) goes."""
+    """Set one value and remove the keys that it excludes (model.name removes model.path)."""
     table = tables.setdefault(path[0], {})
     for other in _EXCLUSIVE.get(path[:2], ()):
         table.pop(other, None)
@@ -210,11 +210,11 @@ def _changed(table: Any, default: Any) -> dict[str, Any]:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe as a file that load_recipe reads back to the same."""
+    """The recipe as a file that load_recipe reads back to the same recipe."""
     return toml_text.dumps(to_dict(recipe))
 
 
-# --- what tables must agree on
+# --- agreement of tables
 
 
 def check_recipe(recipe: Recipe, config: ModelConfig, *, for_training: bool = True) -> None:

@@ -1,6 +1,6 @@
-"""What differs between two recipes: each key with its class, its value before and its value now.
+"""Differences between two recipes: each key with its class, its earlier and its present value.
 
-A run that is resumed compares the recipe it was started with and the present one.
+A resumed run compares the recipe it was started with and the present one.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class KeyChange:
 
     @property
     def text(self) -> str:
-        """For people: 'train.lr 0.001 → 0.0003'."""
+        """As text: 'train.lr 0.001 → 0.0003'."""
         return f"{self.key} {_shown(self.before)} → {_shown(self.now)}"
 
 
 def recipe_changes(before: Recipe, now: Recipe) -> list[KeyChange]:
-    """Every key in which two recipes differ, in the order of the recipe's tables; defaults are filled in, so a key that
-    is written out with its default value is no difference."""
+    """Every key in which two recipes differ, in the order of the recipe's tables. Defaults are filled in, so writing
+    out a default value is no difference."""
     old, new = flat(before), flat(now)
     keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
     return [KeyChange(key=key, kind=class_of(key), before=old.get(key), now=new.get(key)) for key in keys]
 
 
 def class_of(key: str) -> KeyClass:
-    """Of a key as `--set` names it; parts of a nested table have the class of the whole."""
+    """Class of a key as `--set` names it; keys of a nested table have the class of that table."""
     table, _, rest = key.partition(".")
-    found = classes_of(Recipe)[table] or classes_of(TABLES[table])[rest.partition(".")[0]]
-    assert found is not None, f"{key} has no class"
-    return found
+    kind = classes_of(Recipe)[table] or classes_of(TABLES[table])[rest.partition(".")[0]]
+    assert kind is not None, f"{key} has no class"
+    return kind
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
@@ -55,10 +55,10 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def _walk(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in table.items():
-        found |= _walk(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
+        values |= _walk(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return values
 
 
 def _shown(value: Any) -> str:

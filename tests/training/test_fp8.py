@@ -8,7 +8,7 @@ import pytest
 
 from armillary.model.low_precision.fp8_linear import Fp8Linear
 from armillary.parallel.world import join_world
-from armillary.spec.fp8 import fp8_rule, kept_in_bf16
+from armillary.spec.fp8 import fp8_rule, stays_in_bf16
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
@@ -36,7 +36,7 @@ def test_the_rule_is_printed_and_is_what_is_done(recipe: Make, home: Home) -> No
     begun = begin(recipe("layout.precision=fp8", "layout.fp8_scaling=row", "model.ffn=72"), home)
     begun.prepare()
     (note,) = (note for note in begun.plan.notes if note.startswith("fp8"))
-    assert "scales one a row" in note and "mlp.down (32 × 72 is not in multiples of 16)" in note and "head" in note
+    assert "per-row scales" in note and "mlp.down (32 × 72 is not in multiples of 16)" in note and "head" in note
     with Trainer(begun.plan, alone()) as trainer:
         found = {name for name, module in trainer.model.named_modules() if type(module) is Fp8Linear}
     assert found == {f"blocks.{i}.attention.{name}" for i in (0, 1) for name in ("qkv", "out")} | {
@@ -46,9 +46,9 @@ def test_the_rule_is_printed_and_is_what_is_done(recipe: Make, home: Home) -> No
 
 def test_tp_and_adapters_are_part_of_the_rule() -> None:
     config = small(heads=8, kv_heads=4, hidden=64, ffn=64)
-    assert not kept_in_bf16(config, Layout())
-    assert list(kept_in_bf16(config, Layout(tp=8))) == ["attention.out", "mlp.down"]
-    adapted = kept_in_bf16(config, Layout(), TrainJob(lora_rank=4, lora_on=("qkv",)))
+    assert not stays_in_bf16(config, Layout())
+    assert list(stays_in_bf16(config, Layout(tp=8))) == ["attention.out", "mlp.down"]
+    adapted = stays_in_bf16(config, Layout(), TrainJob(lora_rank=4, lora_on=("qkv",)))
     assert adapted == {"attention.qkv": "adapters"}
     experts = small(moe={"num_experts": 4, "top_k": 2, "ffn": 32})
     assert "mlp" not in fp8_rule(experts, Layout()) and "routers and experts" in fp8_rule(experts, Layout())

@@ -36,7 +36,7 @@ def say_serving_search(out: Output, plan: ServingPlan) -> None:
     _head(out, plan)
     _say_ways(out, plan, _SHOWN_SEARCHED)
     for choice in [choice for choice in plan.tried if choice.reason][:_SHOWN]:
-        out.say(f"not {choice.split.text()} {choice.formats.weights}: {choice.reason}")
+        out.say(f"not {choice.split.text()} {choice.dtypes.weights}: {choice.reason}")
     out.result(plan.plain(), quiet=plan.chosen.split.text())
 
 
@@ -76,7 +76,7 @@ def _node_answer(node: RankedServing) -> dict[str, Any]:
         "node": node.node.name,
         "meets": chosen is not None,
         "replica": to_plain(chosen.split) if chosen else None,
-        "formats": to_plain(chosen.formats) if chosen else None,
+        "formats": to_plain(chosen.dtypes) if chosen else None,
         "predicted": chosen.predicted() if chosen else {},
         "software": list(node.software),
         "reason": node.reason or None,

@@ -13,7 +13,7 @@ from statistics import median
 
 from armillary.diagnosis.evidence.thresholds import MAX_LAUNCH_SHARE, MAX_REMOVABLE_SHARE, WINSORISE_ABOVE
 from armillary.diagnosis.readings.reading import Reading
-from armillary.planning.device_model.efficiency import CALL_S
+from armillary.planning.device_model.efficiency import AUTOGRAD_CALL, TORCH_CALL_S
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 from armillary.store.gauges import Record
@@ -145,7 +145,7 @@ def launch_overhead_share(reading: Reading, plan: Plan | None) -> float | None:
         if "torch_call_s" in record and record.get("host_cpu_s")
     ]
     # a run measures torch_call_s once, before its first step; older ones measured it beside several
-    once = calls * (reading.get("torch_call_s") or CALL_S) / ran
+    once = calls * (reading.get("torch_call_s") or TORCH_CALL_S * AUTOGRAD_CALL) / ran
     return min(MAX_LAUNCH_SHARE, median(beside) if len(beside) > 1 else once)
 
 

@@ -26,11 +26,12 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.diagnosis.levers.serving_replay import Change, Replay, harms, risk_of, waits
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import ArmillaryError
-from armillary.planning.serving.deployment_options import serving_formats
+from armillary.planning.serving.deployment_options import serving_dtypes
 from armillary.planning.serving.forward_ops import Split
 from armillary.planning.serving.replica import Replica
 from armillary.planning.simulation.fitted_step_time import StepCost, extrapolate_batch, planned_step_cost
 from armillary.spec.arithmetic.params import parameters
+from armillary.spec.tables.serve import MEMORY_FRACTION
 from armillary.store.home import Home
 from armillary.units import bytes_text
 
@@ -221,8 +222,8 @@ def _planned(service: ServingRun) -> StepCost | None:
     assert plan is not None
     try:
         precision = "fp8" if service.serve.weights == "fp8" else plan.layout.precision
-        formats = serving_formats(precision, plan.cluster.chip, service.serve.kv_dtype)
-        replica = Replica(config=plan.model, cluster=plan.cluster, split=Split(tp=plan.layout.tp), formats=formats)
+        dtypes = serving_dtypes(precision, plan.cluster.chip, service.serve.kv_dtype)
+        replica = Replica(config=plan.model, cluster=plan.cluster, split=Split(tp=plan.layout.tp), dtypes=dtypes)
         return planned_step_cost(replica, context=int(service.context) or 512)
     except ArmillaryError:
         return None

@@ -1,10 +1,9 @@
-"""What a small model in an engine's process tells the planner: the cost of a torch call in an engine step on this CPU,
-and the memory that a process takes beside its tensors.
+"""Calibration of the planner with a small engine: CPU time per torch call, and memory of a process beside its tensors.
 
-Small models spend most of a step outside their arithmetic: Python, dispatch, threads that meet, messages to the server.
-Libraries differ by hundreds of megabytes between architectures and builds. Both differ too much between machines to be
-constants, so a model is served as `armillary serve` does it, and what is found is kept with the ceilings, as kinds
-"calls" and "process".
+Small models spend most of a step outside their arithmetic: Python, dispatch, thread synchronisation, messages to the
+server. Libraries differ by hundreds of megabytes between architectures and builds. Both differ too much between
+machines to be constants, so a model is served as `armillary serve` does it, and the result is stored with the ceilings,
+as kinds "calls" and "process".
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ if TYPE_CHECKING:
 
 MODEL, VOCAB = "armillary-5m", 4096
 ROWS = (1, 1, 2, 1, 2, 1, 1, 2)
-"""requests at once, one after the other; after a pause, as a server's caches are cold when a request comes. The lower
-quartile of what they show counts: shared cores are held up now and then, and never help"""
+"""concurrent requests per run, each after a pause, as a server's caches are cold when a request comes. The lower
+quartile of the results counts: other work on shared cores delays some runs and never speeds one up"""
 PROMPT, TOKENS = 128, 24
-"""of a request"""
+"""tokens per request"""
 PAUSE_S = 0.05
 ENOUGH_S = 5.0
-"""of answers; where they are slow, the first few will do"""
+"""seconds of runs after which slow machines stop early"""
 KV_BYTES = 16_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What the process showed."""
+    """Result of a calibration."""
 
     call_s: float
-    """a torch call in an engine step"""
+    """CPU time per torch call in an engine step"""
     process_bytes: float | None
-    """of the process at its most, beside weights, KV cache and activations; none where the system does not say"""
+    """peak memory of the process beside weights, KV cache and activations; None where the system does not report it"""
 
 
 def calibrate(home: Home, limit_s: float = 60.0) -> Calibration:
-    """Measured within `limit_s`, kept with this CPU's ceilings; they must be there: they say what arithmetic is."""
+    """Measure within `limit_s` and store the result with this CPU's ceilings, which must exist."""
     from armillary.machine.device_name import device_name
     from armillary.store.peaks import new_peaks, save_peaks
 
@@ -58,19 +57,19 @@ def calibrate(home: Home, limit_s: float = 60.0) -> Calibration:
     replica, serve = small_replica(home)
     with TemporaryDirectory(prefix="armillary-engine-") as folder:
         gaps, most = asyncio.run(_served(_saved(Path(folder)), serve, home, limit_s))
-    found = Calibration(
+    result = Calibration(
         call_s=sorted(_call_s(replica, rows, gap_s) for rows, gap_s in gaps)[len(gaps) // 4],
         process_bytes=None if most is None else most - _tensor_bytes(replica, serve),
     )
-    peaks = new_peaks(device_name("cpu")).with_points("calls", [{"what": "engine", "seconds": found.call_s}])
-    if found.process_bytes is not None:
-        peaks = peaks.with_points("process", [{"what": "engine", "resident_bytes": found.process_bytes}])
+    peaks = new_peaks(device_name("cpu")).with_points("calls", [{"what": "engine", "seconds": result.call_s}])
+    if result.process_bytes is not None:
+        peaks = peaks.with_points("process", [{"what": "engine", "resident_bytes": result.process_bytes}])
     save_peaks(home, peaks)
-    return found
+    return result
 
 
 def small_replica(home: Home) -> tuple[Replica, Serve]:
-    """The small model as the planner sees it, with what a server of it is set to: bound by calls, it leaves a core."""
+    """The small model as the planner sees it, and the settings of its server, which leave one core free."""
     from armillary.machine.cores import compute_threads
     from armillary.machine.machine import here
     from armillary.planning.serving.deployment_options import server_of
@@ -108,32 +107,32 @@ def _saved(folder: Path) -> Path:
 
 
 def _call_s(replica: Replica, rows: int, gap_s: float) -> float:
-    """(the gap between tokens − a step's arithmetic) / its calls."""
+    """(inter-token latency − a step's arithmetic) / calls per step."""
     planned = replica.decode(rows, PROMPT + TOKENS // 2)
     return max(0.1 * gap_s, gap_s - (planned.total_s - planned.host_s)) / replica.calls(rows)
 
 
 def _tensor_bytes(replica: Replica, serve: Serve) -> float:
-    """What the planner counts by itself."""
+    """Bytes of the tensors, as the planner counts them."""
     from armillary.planning.serving.serving_memory import step_bytes, weight_bytes
 
     return weight_bytes(replica) + KV_BYTES + step_bytes(replica, serve)
 
 
-# --- as a server would
+# --- measuring a served engine
 
 
 async def _served(
     model: Path, serve: Serve, home: Home, limit_s: float
 ) -> tuple[list[tuple[int, float]], float | None]:
-    """((requests at once, median gap between tokens) …, most memory of the engine's process)."""
+    """([(concurrent requests, median inter-token latency), …], peak memory of the engine's process)."""
     from armillary.machine.process import peak_of
     from armillary.serving.processes.engine_client import EngineProcess
     from armillary.serving.processes.engine_ipc import Orders
     from armillary.serving.processes.server_metrics import Metrics
 
     orders = Orders(model=str(model), serve=serve, home=home, device="cpu", gauges=model.with_name("gauges.jsonl"))
-    engine, found = EngineProcess(orders, ranks=1, metrics=Metrics(), say=lambda line: None), []
+    engine, gaps = EngineProcess(orders, ranks=1, metrics=Metrics(), say=lambda line: None), []
     try:
         async with asyncio.timeout(max(1.0, limit_s)):
             await engine.start()
@@ -141,18 +140,18 @@ async def _served(
             end = time.monotonic() + ENOUGH_S
             for number, rows in enumerate(ROWS):
                 if number < 2 or time.monotonic() < end:
-                    found.append((rows, await _gap_s(engine, rows)))
-        return found, None if engine.pid is None else peak_of(engine.pid)
+                    gaps.append((rows, await _gap_s(engine, rows)))
+        return gaps, None if engine.pid is None else peak_of(engine.pid)
     except TimeoutError:
         raise ArmillaryError(
-            f"a small engine did not answer within {limit_s:.0f} s; armillary doctor looks at the machine"
+            f"a small engine did not respond within {limit_s:.0f} s; armillary doctor checks the machine"
         ) from None
     finally:
         await engine.stop()
 
 
 async def _gap_s(engine: EngineProcess, rows: int) -> float:
-    """Between tokens of `rows` requests that came together."""
+    """Median time between tokens of `rows` concurrent requests."""
     from armillary.engine.request.sampling_params import SamplingParams
     from armillary.serving.processes.mailbox import Mailbox
 
@@ -170,5 +169,5 @@ async def _gap_s(engine: EngineProcess, rows: int) -> float:
                 gaps.append(now - last[event.choice])
             last[event.choice] = now
     if not gaps:
-        raise ArmillaryError("a small engine answered without tokens; armillary doctor looks at the machine")
+        raise ArmillaryError("a small engine returned no tokens; armillary doctor checks the machine")
     return median(gaps)

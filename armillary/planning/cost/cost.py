@@ -1,11 +1,11 @@
-"""Cost: what an hour of a device costs on demand, reserved, at spot or owned, and what steps and tokens then cost.
+"""Cost per device-hour (on demand, reserved, spot or owned), per step and per token.
 
     step           devices · $/h · step / 3600 / goodput
     run            steps · step
     million tokens trained   run / tokens · 10⁶
-    million tokens served    devices · $/h / 3600 / (tokens/s) · 10⁶; prompts and answers apart by the time they take
+    million tokens served    devices · $/h / 3600 / (tokens/s) · 10⁶; prompts and completions by the time they take
 
-Spot hours are dearer than their price: interruptions lose work and time, so the price is divided by the goodput that
+A spot hour costs more than its price: interruptions lose work and time, so the price is divided by the goodput that
 failures.py expects at the rate of interruption.
 """
 
@@ -23,12 +23,13 @@ from armillary.spec.hardware import Chip, Cluster, Price
 from armillary.spec.tables.serve import Cost
 
 RESERVED = {1: 0.62, 3: 0.40}
-"""price of a reserved hour over one on demand, by years committed: trn1.32xlarge 8.197 of 21.50 and inf2.48xlarge 5.608
-of 12.98 $/h for three years (aws-neuron-sdk price tables); one year lies between that and the full price"""
+"""price of a reserved hour over one on demand, by years of commitment: trn1.32xlarge 8.197 of 21.50 and inf2.48xlarge
+5.608 of 12.98 $/h for three years (aws-neuron-sdk price tables); one year lies between that and the full price"""
 SPOT_INTERRUPTED_MONTHLY = 0.2
-"""chance that a spot machine is taken back within a month: the top band of AWS's Spot Instance Advisor begins here"""
+"""probability that a spot machine is interrupted within a month: where the top band of AWS's Spot Instance Advisor
+begins"""
 SPOT_CHECKPOINT_S, SPOT_RESTART_S = 30.0, 900.0
-"""a checkpoint, and waiting for another machine"""
+"""seconds for a checkpoint, and for waiting for another machine"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +39,11 @@ class Offer:
     name: str
     """on demand, reserved 1 y, reserved 3 y, spot, owned"""
     usd_per_hour: float
-    """what an hour costs"""
+    """price per hour"""
     useful: float = 1.0
-    """share of the hour that is kept: interruptions of spot machines"""
+    """share of the hour that is not lost to interruptions of spot machines"""
     source: str = ""
-    """where the price is from"""
+    """source of the price"""
 
     @property
     def usd_per_useful_hour(self) -> float:
@@ -53,7 +54,7 @@ class Offer:
 
 
 def device_hour(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> Offer:
-    """The hour that the cost table asks for: owned, spot or on demand."""
+    """The offer that the cost table selects: owned, spot or on demand."""
     devices = num_devices or cluster.num_devices
     if cost.owned:
         return _owned_offer(cost, cluster, devices)
@@ -63,24 +64,24 @@ def device_hour(cost: Cost, cluster: Cluster, num_devices: int | None = None) ->
 
 
 def offers(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> list[Offer]:
-    """Every way that a price is known for, cheapest useful hour first."""
-    devices, found = num_devices or cluster.num_devices, []
+    """Every offer with a known price, cheapest useful hour first."""
+    devices, offers = num_devices or cluster.num_devices, []
     for make in (_rented, _spot, _owned_offer):
         try:
-            found.append(make(cost, cluster, devices))
+            offers.append(make(cost, cluster, devices))
         except NoPrice:
             continue  # of that kind
-    full = next((offer for offer in found if offer.name in ("on demand", "rented")), None)
+    full = next((offer for offer in offers if offer.name in ("on demand", "rented")), None)
     if full is not None:
-        found += [
+        offers += [
             Offer(
                 name=f"reserved {years} y", usd_per_hour=full.usd_per_hour * share, source=f"{share:.0%} of {full.name}"
             )
             for years, share in RESERVED.items()
         ]
-    if not found:
+    if not offers:
         raise NoPrice(f"no price of {cluster.chip.title} is known; try --set cost.usd_per_device_hour=2.5")
-    return sorted(found, key=lambda offer: offer.usd_per_useful_hour)
+    return sorted(offers, key=lambda offer: offer.usd_per_useful_hour)
 
 
 def _rented(cost: Cost, cluster: Cluster, devices: int) -> Offer:
@@ -91,7 +92,7 @@ def _rented(cost: Cost, cluster: Cluster, devices: int) -> Offer:
 
 def _on_demand(cost: Cost, chip: Chip) -> Offer:
     rows = _prices(chip, cost.provider)
-    return Offer(name="on demand", usd_per_hour=median(row.usd_per_hour for row in rows), source=_said(rows))
+    return Offer(name="on demand", usd_per_hour=median(row.usd_per_hour for row in rows), source=_source(rows))
 
 
 def _spot(cost: Cost, cluster: Cluster, devices: int) -> Offer:
@@ -102,11 +103,11 @@ def _spot(cost: Cost, cluster: Cluster, devices: int) -> Offer:
         raise NoPrice(f"no spot price of {chip.title}{where} is known; try --set cost.spot=false")
     price = median(row.spot_usd_per_hour for row in rows if row.spot_usd_per_hour is not None)
     machines = ceil(devices / cluster.node.num_chips) if cluster.node else devices
-    return Offer(name="spot", usd_per_hour=price, useful=spot_goodput(machines), source=_said(rows))
+    return Offer(name="spot", usd_per_hour=price, useful=spot_goodput(machines), source=_source(rows))
 
 
 def spot_goodput(machines: int, monthly: float = SPOT_INTERRUPTED_MONTHLY) -> float:
-    """Share of the time kept on spot `machines`, each taken back within a month with chance `monthly`."""
+    """Share of useful time on spot `machines`, each interrupted within a month with probability `monthly`."""
     rate = per_month(monthly)
     if rate == 0:
         return 1.0
@@ -117,8 +118,8 @@ def spot_goodput(machines: int, monthly: float = SPOT_INTERRUPTED_MONTHLY) -> fl
 
 
 def _owned_offer(cost: Cost, cluster: Cluster, devices: int) -> Offer:
-    one: Owned = owned(cost, cluster, devices)
-    return Offer(name="owned", usd_per_hour=one.usd_per_hour(cost.utilisation), source=one.capex_source)
+    device: Owned = owned(cost, cluster, devices)
+    return Offer(name="owned", usd_per_hour=device.usd_per_hour(cost.utilisation), source=device.capex_source)
 
 
 def _prices(chip: Chip, provider: str) -> list[Price]:
@@ -129,15 +130,15 @@ def _prices(chip: Chip, provider: str) -> list[Price]:
         if not rows and known:
             guess = nearest(provider, known)
             hint = f"did you mean {guess}?" if guess else f"one of: {', '.join(known)}"
-            raise NotFound(f"'{provider}' rents out no {chip.title}; {hint}")
+            raise NotFound(f"'{provider}' offers no {chip.title}; {hint}")
     if not rows:
         raise NoPrice(f"no hourly price of {chip.title} is known; try --set cost.usd_per_device_hour=2.5")
     return rows
 
 
-def _said(rows: list[Price]) -> str:
-    who = rows[0].provider if len(rows) == 1 else f"median of {len(rows)} providers"
-    return f"{who}, {rows[0].date}"
+def _source(rows: list[Price]) -> str:
+    provider = rows[0].provider if len(rows) == 1 else f"median of {len(rows)} providers"
+    return f"{provider}, {rows[0].date}"
 
 
 # --- steps and tokens
@@ -145,18 +146,18 @@ def _said(rows: list[Price]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """What training costs, in dollars."""
+    """Cost of training in dollars."""
 
     step_usd: float
-    """one step, its share of lost time included"""
+    """per step, its share of lost time included"""
     run_usd: float
-    """all steps"""
+    """of all steps"""
     million_trained_tokens_usd: float
-    """a million tokens"""
+    """per million tokens"""
     run_s: float
     """wall time of the run"""
     device_hour_usd: float
-    """an hour of one device"""
+    """per device-hour"""
 
     def predicted(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -165,7 +166,7 @@ class TrainingCost:
 def training_cost(
     *, step_s: float, batch_tokens: int, steps: int, num_devices: int, usd_per_device_hour: float, goodput: float = 1.0
 ) -> TrainingCost:
-    """Dollars and wall time of a run of `steps`, with a share `goodput` of the time kept."""
+    """Dollars and wall time of a run of `steps`, with a share `goodput` of useful time."""
     _check(step_s=step_s, batch_tokens=batch_tokens, steps=steps, num_devices=num_devices, goodput=goodput)
     if not (isfinite(usd_per_device_hour) and usd_per_device_hour >= 0):
         raise BadInput(f"a price of {usd_per_device_hour} $/h is not a price; give 0 or more")
@@ -182,16 +183,16 @@ def training_cost(
 
 @dataclass(frozen=True, kw_only=True)
 class ServingCost:
-    """What serving costs, in dollars."""
+    """Cost of serving in dollars."""
 
     million_tokens_usd: float
-    """a million tokens, prompts and answers together"""
+    """per million tokens, prompts and completions together"""
     million_in_usd: float
-    """a million prompt tokens, by the share of time prompts take"""
+    """per million prompt tokens, by the share of time in prefill"""
     million_out_usd: float
-    """a million generated tokens, by the rest"""
+    """per million generated tokens, by the rest"""
     device_hour_usd: float
-    """an hour of one device"""
+    """per device-hour"""
     month_usd: float
     """730 hours of all devices"""
 
@@ -208,8 +209,8 @@ def serving_cost(
     prefill_fraction: float = 0.5,
     busy_fraction: float = 1.0,
 ) -> ServingCost:
-    """Dollars a million tokens of devices that are paid for whether busy or not. `prefill_fraction` of the busy time
-    goes into prompts, which is how the cost is shared between prompts and answers."""
+    """Dollars per million tokens of devices that are paid for whether busy or not. Prefill takes `prefill_fraction` of
+    the busy time, which divides the cost between prompts and completions."""
     _check(num_devices=num_devices, tokens_in_per_s=tokens_in_per_s, tokens_out_per_s=tokens_out_per_s)
     if not (isfinite(usd_per_device_hour) and usd_per_device_hour >= 0):
         raise BadInput(f"a price of {usd_per_device_hour} $/h is not a price; give 0 or more")

@@ -1,4 +1,4 @@
-"""Failures: how much of a run's time is kept, and how often to checkpoint, from failure rates and the cost of both.
+"""Failures: the goodput of a run and the best checkpoint interval, from failure rates and the cost of both.
 
 With mean time between failures M (of all devices together), a checkpoint that stops training for δ and a restart of R:
 
@@ -22,23 +22,23 @@ from armillary.spec.hardware import Cluster
 HOUR = 3600.0
 DEVICE_MTBF_H = 50_000.0
 """hours between failures of one device that stop a run, its share of host, cables and software included: Llama 3 405B
-saw 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv 2407.21783, table 5), 50,700 device-hours each"""
+had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv 2407.21783, table 5), 50,700 device-hours each"""
 RESTART_S = 600.0
-"""from the failure to the first step after it: noticing, replacing the node, starting, reading the checkpoint"""
+"""from a failure to the next step: detecting it, replacing the node, starting, loading the checkpoint"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """What interrupts a run and what it costs."""
+    """Failure rate of a run and the cost of a failure."""
 
     num_devices: int
     """devices that must all work"""
     device_mtbf_s: float = DEVICE_MTBF_H * HOUR
     """mean time between failures of one device"""
     checkpoint_s: float
-    """time training stands still for a checkpoint"""
+    """time that a checkpoint stops training"""
     restart_s: float = RESTART_S
-    """from a failure to the first step after it"""
+    """from a failure to the next step"""
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
@@ -83,8 +83,8 @@ def best_interval_s(failures: Failures) -> float:
 
 
 def _one_plus_lambert(share: float) -> float:
-    """x = 1 + W₀(−e^(−1−share)), the root of −log(1 − x) − x = share in [0, 1), by bisection of the logarithm's side:
-    free of the cancellation that W₀ has near its branch point."""
+    """x = 1 + W₀(−e^(−1−share)), the root of −log(1 − x) − x = share in [0, 1), by bisection: without the cancellation
+    that W₀ (scipy.special.lambertw) has near its branch point."""
     if share <= 0:
         return 0.0
     low, high = 0.0, 1.0 - exp(-1 - share)  # at the upper end −log(1 − x) = 1 + share > share + x
@@ -106,7 +106,7 @@ def _shortfall(x: float) -> float:
 
 
 def goodput(failures: Failures, interval_s: float) -> float:
-    """Share of wall time spent on steps that are kept, with a checkpoint every `interval_s` of training."""
+    """Share of wall time spent on steps that are not lost, with a checkpoint every `interval_s` of training."""
     _positive("checkpoint interval", interval_s)
     mtbf = failures.mtbf_s
     exponent = (interval_s + failures.checkpoint_s) / mtbf
@@ -117,14 +117,14 @@ def goodput(failures: Failures, interval_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """What failures leave of a run."""
+    """Goodput of a run."""
 
     failures: Failures
     """rates and costs"""
     interval_s: float
-    """training between two checkpoints"""
+    """training time between two checkpoints"""
     goodput_fraction: float
-    """share of wall time spent on steps that are kept"""
+    """share of wall time spent on steps that are not lost"""
     young_s: float
     """Young's interval, for comparison"""
     daly_s: float
@@ -135,7 +135,7 @@ class Goodput:
         return 24 * HOUR / self.failures.mtbf_s
 
     def lost(self) -> dict[str, float]:
-        """Shares of wall time: checkpoints, restarts, work done again; with the goodput they make 1."""
+        """Shares of wall time: checkpoints, restarts, repeated steps; with the goodput they add up to 1."""
         mtbf, kept = self.failures.mtbf_s, self.goodput_fraction
         writing = kept * self.failures.checkpoint_s / self.interval_s
         restarting = min(1 - kept - writing, self.failures.restart_s / mtbf)
@@ -147,7 +147,7 @@ class Goodput:
 
 def expected_goodput(failures: Failures, interval_s: float | None = None) -> Goodput:
     """Goodput at `interval_s`, or at the best interval."""
-    # without a checkpoint cost the best interval is none at all; a second stands for a step
+    # without a checkpoint cost the best interval is zero; a second stands for a step
     chosen = interval_s if interval_s is not None else max(1.0, best_interval_s(failures))
     return Goodput(
         failures=failures,
@@ -158,36 +158,13 @@ def expected_goodput(failures: Failures, interval_s: float | None = None) -> Goo
     )
 
 
-def devices_for_goodput(failures: Failures, wanted: float) -> int:
-    """The most devices of this kind with which a run still keeps `wanted` of its time at the best interval."""
-    if not 0 < wanted < 1:
-        raise BadInput(f"a goodput of {wanted} is not a share; give a number between 0 and 1")
-
-    def keeps(count: int) -> bool:
-        case = Failures(
-            num_devices=count,
-            device_mtbf_s=failures.device_mtbf_s,
-            checkpoint_s=failures.checkpoint_s,
-            restart_s=failures.restart_s,
-        )
-        return expected_goodput(case).goodput_fraction >= wanted
-
-    low, high = 0, 1
-    while keeps(high) and high < 2**40:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if keeps(middle) else (low, middle)
-    return low
-
-
 def per_month(share: float, hours: float = 730.0) -> float:
-    """A chance of interruption a month as a rate an hour: −log(1 − share) / hours."""
+    """Probability of interruption per month as a rate per hour: −log(1 − share) / hours."""
     if not 0 <= share < 1:
-        raise BadInput(f"a chance of {share} is not a share below 1; write it like 0.2")
+        raise BadInput(f"a probability of {share} is not a share below 1; write it like 0.2")
     return -log(1 - share) / hours
 
 
 def of_cluster(cluster: Cluster, checkpoint_s: float, **changes: float) -> Failures:
-    """Failures of every device of a cluster, with the published rate unless `changes` say otherwise."""
+    """Failures of every device of a cluster, with the published rate unless `changes` override it."""
     return Failures(num_devices=cluster.num_devices, checkpoint_s=checkpoint_s, **changes)

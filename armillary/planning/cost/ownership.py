@@ -1,9 +1,9 @@
-"""Owned hardware: what an hour of a bought device costs, and when buying beats renting.
+"""Owned hardware: cost per hour of a bought device, and when buying beats renting.
 
-a year         capex / years + power · PUE · (use + idle · (1 − use)) · 8,760 h · $/kWh + staff / devices
-an hour used   a year / (8,760 · use)
+per year       capex / years + power · PUE · (use + idle · (1 − use)) · 8,760 h · $/kWh + staff / devices
+per used hour  per year / (8,760 · use)
 month          the first at which capex + running costs so far are below the rent so far
-utilisation    above which the hours a year that are used cost less owned than rented
+utilisation    above which the used hours of a year cost less owned than rented
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from armillary.spec.tables.serve import Cost
 
 HOURS_A_YEAR, HOURS_A_MONTH = 8760.0, 730.0
 IDLE = 0.3
-"""power of a device that waits over that of one that works"""
+"""power of an idle device over that of a busy one"""
 NODE_SHARE = 1.25
-"""price of a device with its share of host and network over the bare device's, where only that is known"""
+"""price of a device with its share of host and network over that of the bare device, where only that is known"""
 POWER_SHARE = 1.6
-"""power of a device with its share of the host over its board power (DGX H100: 10.2 kW for 8 × 700 W is 1.8 at most)"""
+"""power of a device with its share of the host over its board power (DGX H100: 10.2 kW for 8 × 700 W is at most 1.8)"""
 
 
 class NoPrice(BadInput):
-    """A price or power that nobody published and nobody gave."""
+    """A price or power that is neither published nor given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owned:
-    """One bought device, its share of the node included."""
+    """One bought device with its share of the node."""
 
     capex_usd: float
-    """purchase"""
+    """purchase price"""
     years: float
-    """over which it is written off, to nothing"""
+    """depreciation period"""
     power_w: float
-    """while it works"""
+    """power under load"""
     pue: float
     """power of the site over power of the machines"""
     usd_per_kwh: float
     """price of electricity"""
     staff_usd_per_year: float
-    """this device's share"""
+    """this device's share of staff"""
     capex_source: str = ""
-    """where the price is from"""
+    """source of the price"""
 
     def running_usd_per_year(self, use: float) -> float:
-        """Electricity, cooling and people, with the device in use a share `use` of the time."""
+        """Electricity, cooling and staff, with the device in use a share `use` of the time."""
         hours = (use + IDLE * (1 - use)) * HOURS_A_YEAR
         return self.power_w / 1e3 * self.pue * hours * self.usd_per_kwh + self.staff_usd_per_year
 
@@ -56,19 +56,19 @@ class Owned:
         return self.capex_usd / self.years + self.running_usd_per_year(use)
 
     def usd_per_hour(self, use: float) -> float:
-        """An hour in use."""
+        """Cost per hour in use."""
         if not 0 < use <= 1:
             raise BadInput(f"a utilisation of {use} is not a share; try --set cost.utilisation=0.8")
         return self.usd_per_year(use) / (HOURS_A_YEAR * use)
 
     def break_even_month(self, use: float, rent_usd_per_hour: float) -> float | None:
-        """Months until what was paid for owning is below what rent would have been; None: not while it lasts."""
+        """Months until owning has cost less than renting; None: not within the depreciation period."""
         saved = rent_usd_per_hour * use * HOURS_A_MONTH - self.running_usd_per_year(use) / 12
         months = self.capex_usd / saved if saved > 0 else float("inf")
         return months if months <= self.years * 12 else None
 
     def break_even_utilisation(self, rent_usd_per_hour: float) -> float | None:
-        """Share of the time in use above which an owned hour is cheaper than a rented one; None: never."""
+        """Share of time in use above which an owned hour is cheaper than a rented one; None: never."""
         at_rest, more = self.usd_per_year(0.0), self.running_usd_per_year(1.0) - self.running_usd_per_year(0.0)
         saved = rent_usd_per_hour * HOURS_A_YEAR - more
         use = at_rest / saved if saved > 0 else float("inf")
@@ -76,7 +76,7 @@ class Owned:
 
 
 def owned(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> Owned:
-    """One device of the cluster as the cost table says it would be bought."""
+    """One device of the cluster, bought under the terms of the cost table."""
     devices = num_devices or cluster.num_devices
     capex, source = _capex(cost, cluster)
     return Owned(
@@ -102,10 +102,10 @@ def _capex(cost: Cost, cluster: Cluster) -> tuple[float, str]:
 
 
 def power_w(cluster: Cluster) -> float:
-    """One device's draw with its share of the node."""
+    """Power of one device with its share of the node."""
     node, chip = cluster.node, cluster.chip
     if node is not None and node.power_w:
         return node.power_w / node.num_chips
     if chip.tdp_w and isfinite(chip.tdp_w):
         return chip.tdp_w * POWER_SHARE
-    raise NoPrice(f"the power of {chip.title} is not known; name another chip with --on")
+    raise NoPrice(f"the power of {chip.title} is unknown; name another chip with --on")

@@ -1,12 +1,12 @@
-"""Storage: how large dataset, checkpoints and logs are, and what bandwidth each must have so that devices don't starve.
+"""Storage: sizes of dataset, checkpoints and logs, and the bandwidth that each needs so that devices do not starve.
 
-    dataset       tokens · bytes a token                 read at tokens/s · bytes · epochs kept ahead (2 ×)
-    checkpoint    parameters · (weights 2 + master 4 + moments 8 bytes)      14 bytes a parameter for bf16 with AdamW
-    write         checkpoint / stall allowed, or / interval where it is written beside the training
-    read          checkpoint · copies / time to restart allowed
-    logs          steps · gauges · 24 bytes + a trace now and then
+    dataset       tokens · bytes per token               read at tokens/s · bytes · prefetch headroom (2 ×)
+    checkpoint    parameters · (weights 2 + master 4 + moments 8 bytes)      14 bytes per parameter for bf16 with AdamW
+    write         checkpoint / allowed stall, or / interval where it is written asynchronously
+    read          checkpoint · copies / allowed time to restart
+    logs          steps · gauges · 24 bytes + an occasional trace
 
-A tier holds when the bandwidth of all nodes reading or writing together is at least what is asked.
+A tier is fast enough when the bandwidth of all nodes together is at least the need.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from armillary.spec.hardware import Cluster, Storage
 from armillary.spec.model import ModelConfig
 
 MASTER, MOMENTS = 4, 8
-"""bytes a parameter of fp32 master weights and of AdamW's two moments"""
+"""bytes per parameter of fp32 master weights and of AdamW's two moments"""
 AHEAD = 2.0
-"""a loader must read this many times as fast as devices consume, to recover from hiccups"""
-GAUGE_BYTES, GAUGES_A_STEP = 24, 60
-"""a number with its name, compressed; gauges of a step"""
+"""how many times as fast as devices consume a loader must read, to recover from hiccups"""
+GAUGE_BYTES, GAUGES_PER_STEP = 24, 60
+"""bytes of a number with its name, compressed; gauges per step"""
 ONE_SERVER = ("nas", "nas-100g")
-"""tiers whose bandwidth all nodes share; of the others every node has its own, or its own way in"""
+"""tiers whose bandwidth all nodes share; of the others every node has its own"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """One thing that is kept: how large, how quick."""
+    """Size and bandwidth of one kind of stored data."""
 
     name: str
     """dataset, checkpoint, logs"""
     size_bytes: float
-    """of one copy"""
+    """bytes of one copy"""
     kept_bytes: float
-    """of all that is kept"""
+    """bytes of all copies that are kept"""
     read_bytes_per_s: float
-    """that all nodes together must be able to read"""
+    """bytes/s that all nodes together must be able to read"""
     write_bytes_per_s: float
-    """that all nodes together must be able to write"""
+    """bytes/s that all nodes together must be able to write"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Whether a tier does for a need."""
+    """Whether a tier is fast enough for a need."""
 
     need: Need
-    """what is asked"""
+    """the need"""
     tier: Storage
-    """of what"""
+    """the tier"""
     read_bytes_per_s: float
-    """that it gives, all nodes together"""
+    """bytes/s that all nodes together can read"""
     write_bytes_per_s: float
-    """that it gives, all nodes together"""
+    """bytes/s that all nodes together can write"""
 
     @property
     def holds(self) -> bool:
@@ -68,22 +68,22 @@ class Fit:
 
     @property
     def short(self) -> float:
-        """How many times as much bandwidth would be needed; 1 or less where it holds."""
+        """Needed over available bandwidth; at most 1 where it is fast enough."""
         pairs = (
             (self.need.read_bytes_per_s, self.read_bytes_per_s),
             (self.need.write_bytes_per_s, self.write_bytes_per_s),
         )
-        return max(asked / given for asked, given in pairs)
+        return max(needed / available for needed, available in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStorage:
-    """What a run asks of storage."""
+    """Storage needs of a run."""
 
     dataset: Need
     """token shards"""
     checkpoint: Need
-    """weights and optimiser states"""
+    """weights and optimizer states"""
     logs: Need
     """gauges"""
 
@@ -96,7 +96,7 @@ class RunStorage:
 
 
 def checkpoint_bytes(config: ModelConfig, *, weight_bytes: float = 2.0, optimizer: bool = True) -> float:
-    """Weights, and to resume from it the fp32 master (where weights are narrower) and AdamW's moments."""
+    """Weights, and to resume from it the fp32 master weights (where weights are narrower) and AdamW's moments."""
     master = MASTER if weight_bytes < MASTER else 0
     return parameters(config).total * (weight_bytes + (master + MOMENTS if optimizer else 0))
 
@@ -116,7 +116,7 @@ def run_storage(
     weight_bytes: float = 2.0,
 ) -> RunStorage:
     """Sizes and bandwidths of a run that consumes `tokens_per_s`: a checkpoint every `interval_s`, written within
-    `stall_s` (none: before the next one, beside the training) and read by `copies` of the model within `restart_s`."""
+    `stall_s` (None: before the next one, asynchronously) and read by `copies` of the model within `restart_s`."""
     given = {
         "tokens_per_s": tokens_per_s,
         "total_tokens": total_tokens,
@@ -145,7 +145,7 @@ def run_storage(
         read_bytes_per_s=size * copies / restart_s,
         write_bytes_per_s=size / (stall_s or interval_s),
     )
-    line = GAUGES_A_STEP * GAUGE_BYTES
+    line = GAUGES_PER_STEP * GAUGE_BYTES
     rate = line * steps / (total_tokens / tokens_per_s) if steps else 0.0
     logs = Need(
         name="logs", size_bytes=line * steps, kept_bytes=line * steps, read_bytes_per_s=0.0, write_bytes_per_s=rate
@@ -157,7 +157,7 @@ def run_storage(
 
 
 def fit(need: Need, tier: Storage, *, nodes: int, drives: int = 1) -> Fit:
-    """What `nodes` get of a tier together: each its own drives or its own way in, or all the one server there is."""
+    """What `nodes` get of a tier together: each its own drives or client, or all of them one server."""
     if nodes < 1 or drives < 1:
         raise BadInput(f"{nodes} nodes with {drives} drives read nothing; give at least one of each")
     clients = 1 if tier.name in ONE_SERVER else nodes * drives
@@ -170,20 +170,13 @@ def fit(need: Need, tier: Storage, *, nodes: int, drives: int = 1) -> Fit:
 
 
 def fits(need: Need, cluster: Cluster) -> list[Fit]:
-    """Every tier of the catalogue below host memory for a need of this cluster, the slowest that holds first."""
+    """Every tier of the catalogue below host memory for a need of this cluster, the slowest that is fast enough
+    first."""
     node = cluster.node
     nodes = max(1, cluster.num_devices // node.num_chips) if node else 1
-    found = [
+    tiers = [
         fit(need, tier, nodes=nodes, drives=node.num_drives if node and node.storage == tier.name else 1)
         for tier in catalogue.storages().values()
         if tier.name not in ("hbm", "dram")
     ]
-    return sorted(found, key=lambda one: (not one.holds, one.read_bytes_per_s if one.holds else one.short))
-
-
-def write_s(need: Need, cluster: Cluster, tier: Storage) -> float:
-    """Time to write one copy to `tier` from all nodes at once: what a checkpoint stops training for, or hides."""
-    node = cluster.node
-    nodes = max(1, cluster.num_devices // node.num_chips) if node else 1
-    drives = node.num_drives if node and node.storage == tier.name else 1
-    return need.size_bytes / fit(need, tier, nodes=nodes, drives=drives).write_bytes_per_s + tier.latency_s
+    return sorted(tiers, key=lambda fit: (not fit.holds, fit.read_bytes_per_s if fit.holds else fit.short))

@@ -1,7 +1,7 @@
-"""Attention as a device was measured to run it: by length and head dim, between the points that were tried.
+"""Measured attention rate of a device, interpolated over length and head dim.
 
-Short sequences and small heads reach a fraction of what long ones do, and how small a fraction differs by kernel; so
-where several lengths were measured, as `bench ceilings` does on processors, they replace the formula.
+Short sequences and small heads reach a fraction of what long ones do, and the fraction differs by kernel; where several
+lengths were measured, as `bench ceilings` does on CPUs, they replace the formula.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class AttentionCurve:
     """One pass, forward or backward."""
 
     lengths: Points
-    """(keys, FLOP/s) at the head dim that was tried most, shortest first"""
+    """(keys, FLOP/s) at the most frequent head dim, shortest first"""
     dims: Points
-    """(head dim, FLOP/s over those of that head dim), smallest first"""
+    """(head dim, FLOP/s over that of the most frequent head dim), smallest first"""
 
     def flops(self, keys: npt.NDArray[np.float64], head_dim: float) -> npt.NDArray[np.float64]:
-        """FLOP/s, on straight lines between points in logarithms; beyond the first and the last, theirs."""
+        """FLOP/s by log-log interpolation; constant beyond the first and last point."""
         return _between(self.lengths, keys) * _between(self.dims, np.asarray(head_dim))
 
 
 def measured_attention(
     measured: Peaks, share: float, dtypes: tuple[str, ...], *, backward: bool
 ) -> AttentionCurve | None:
-    """In one of the `dtypes`; None where not more than one length was measured at any head dim."""
+    """The curve in the `dtypes`; None where fewer than two lengths were measured at every head dim."""
     best: dict[tuple[float, float], float] = {}
     for point in measured.points.get("attention", ()):
         if bool(point["backward"]) == backward and point["dtype"] in dtypes:
@@ -53,5 +53,5 @@ def measured_attention(
 
 def _between(points: Points, where: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     x, y = np.log(np.array(points).T)
-    found: npt.NDArray[np.float64] = np.exp(np.interp(np.log(where), x, y))
-    return found
+    values: npt.NDArray[np.float64] = np.exp(np.interp(np.log(where), x, y))
+    return values

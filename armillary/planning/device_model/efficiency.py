@@ -1,7 +1,7 @@
-"""Efficiency curves: how fast a chip really runs a product of some size, attention, and passes over memory.
+"""Efficiency curves: the rate a chip reaches for a GEMM of some size, for attention, and for memory-bound operations.
 
-One number a machine would hide what matters: a short summed dim, a half-filled last wave and a small array each cost.
-The curves of a generation are in efficiency.toml; where this very device was measured, its ceilings replace them.
+A single efficiency would hide what matters: a short inner dimension, a partial last wave and a small array each cost.
+The curves of a chip generation are in efficiency.toml; measured ceilings of this device replace them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ if TYPE_CHECKING:  # the store's locks and sockets are slow to import
     from armillary.store.peaks import Peaks
 
 TILE = 128 * 256
-"""outputs of one thread block of a large product (cuBLAS and CUTLASS on Ampere and later)"""
+"""output elements per thread block of a large GEMM (cuBLAS and CUTLASS on Ampere and later)"""
 HEAD_DIM, SEQUENCE = 24, 300
-"""head dim and keys at which attention loses half its speed, against long ones (FlashAttention-2, figures 4 to 6)"""
+"""head dim and keys at which attention loses half its speed against long ones (FlashAttention-2, figures 4 to 6)"""
 SLOWEST = 0.3
-"""of the rate of copies, the least that norms, activations and losses come to on a machine with nothing else to do"""
-CALL_S = 5.4e-6
-"""what a call of torch costs a processor whatever its work: Python, autograd and dispatch. Training steps of the same
-tokens in 1 to 16 micro-batches differed by 4.9 to 6.7 µs for each operator more, as quick as the cores just were"""
-DECODE_CALL_S = 4.4e-6
-"""the same where nothing is kept for a backward pass: decode steps of 1 to 8 rows differed by 3.2 to 5.2 µs a call"""
-CALL_LAUNCH_S = 1.67e-6
-"""an eager launch on the machine where these two were found (benchmarks/ceilings_cpu.md); other hosts in proportion"""
+"""least rate of norms, activations and losses over that of copies, on an otherwise idle machine"""
+TORCH_CALL_S = 4.4e-6
+"""default CPU time per torch call without autograd, where it was not measured (peaks of kind "calls"): decode steps of
+1 to 8 rows differed by 3.2 to 5.2 µs per call (two x86 cores)"""
+AUTOGRAD_CALL = 5.4 / 4.4
+"""time of a torch call in training over one without autograd: training steps with the same tokens in 1 to 16
+micro-batches differed by 4.9 to 6.7 µs per operator on the same machine"""
+DEFAULT_LAUNCH_S = 1.67e-6
+"""launch latency of the machine of TORCH_CALL_S (benchmarks/ceilings_cpu.md); other hosts are scaled by theirs"""
 ATTENTION: Mapping[str, tuple[str, ...]] = {"bf16": ("bf16", "fp16"), "fp32": ("fp32",)}
-"""width of activations, by a dtype's name -> dtypes whose measurements of attention and plain operators count for it"""
+"""activation dtype -> dtypes whose measurements of attention and eager operators count for it"""
 WIDE = np.array([name in ("fp32", "tf32") for name in PRECISIONS])
-"""by code of precision: activations are 4 bytes"""
+"""by code of precision: activations have 4 bytes"""
 FORMATS: Mapping[str, tuple[str, float]] = {
     "fp32": ("fp32", 4),
     "tf32": ("tf32", 4),
@@ -49,13 +50,13 @@ FORMATS: Mapping[str, tuple[str, float]] = {
     "mxfp8": ("fp8", 1.03),
     "nvfp4": ("fp4", 0.56),
 }
-"""precision -> (dtype whose peak counts, bytes an element with its share of the scales)"""
+"""precision -> (dtype of the peak, bytes per element with its share of the scales)"""
 _STAND_INS = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """What one chip reaches."""
+    """Rates that one chip reaches."""
 
     generation: str
     """section of efficiency.toml"""
@@ -64,58 +65,53 @@ class Curves:
     peaks: Mapping[str, float]
     """precision -> dense peak, FLOP/s"""
     reached: Mapping[str, float]
-    """precision -> FLOP/s of the largest products"""
+    """precision -> FLOP/s of the largest GEMMs"""
     power_limited: Mapping[str, float]
-    """precision -> FLOP/s that no row of products exceeds, because the power limit holds the clock down; where it was
-    measured apart from what a burst reaches"""
+    """precision -> FLOP/s that a long sequence of GEMMs does not exceed, because of the power limit; where measured
+    apart from a burst"""
     gemm_k: float
-    """summed dim at which half is lost, for bf16 (or fp32, where that is quicker)"""
+    """inner dimension at which half the rate is lost, for bf16 (or fp32, where that is faster)"""
     gemm_waves: float
-    """waves at which half is lost"""
+    """waves at which half the rate is lost"""
     num_sms: int
     """multiprocessors"""
     attention_forward: Mapping[str, float]
     """dtype of ATTENTION -> FLOP/s of fused attention, long sequences, head dim 128"""
     attention_backward: Mapping[str, float]
-    """the same of its backward"""
+    """the same for the backward pass"""
     attention_at: Mapping[tuple[str, bool], AttentionCurve | None]
-    """(dtype, backward or not) -> what was measured at several lengths"""
+    """(dtype, is backward) -> curve over the measured lengths"""
     bytes_per_s: float
-    """of long passes over device memory"""
+    """bytes/s of large copies in device memory"""
     eager_bytes_per_s: Mapping[str, float]
-    """dtype of ATTENTION -> rate of torch's operators one by one, where measured; else as of long passes"""
+    """dtype of ATTENTION -> bytes/s of eager torch operators, where measured; else that of large copies"""
     row_bytes_per_s: Mapping[str, float]
-    """dtype of ATTENTION -> rate at which GEMMs of a single row read their weights, where measured; else as of long
-    passes"""
+    """dtype of ATTENTION -> bytes/s at which GEMMs with a single row read their weights, where measured; else that of
+    large copies"""
     kernel_s: float
-    """cost of a kernel beside its work"""
+    """fixed overhead per kernel"""
     launch_s: float
-    """cost of an eager launch on the host"""
-    host: float = 1.0
-    """time of a call of torch on this host, over that of the one where CALL_S was found"""
+    """host time per eager launch"""
+    call_s: float = TORCH_CALL_S
+    """CPU time per torch call without autograd"""
 
     @property
-    def call_s(self) -> float:
-        """What a call of torch costs a CPU in training, whatever its work."""
-        return CALL_S * self.host
-
-    @property
-    def decode_call_s(self) -> float:
-        """The same where nothing is kept for a backward pass."""
-        return DECODE_CALL_S * self.host
+    def autograd_call_s(self) -> float:
+        """CPU time per torch call in training."""
+        return self.call_s * AUTOGRAD_CALL
 
     @property
     def usual_peak(self) -> float:
-        """What MFU is of: the dense bf16 peak; fp32's on a CPU that emulates bf16 and is quickest in fp32."""
+        """Peak that MFU refers to: dense bf16; fp32 on a CPU that emulates bf16 and is fastest in fp32."""
         return max(self.peaks["bf16"], self.peaks["fp32"])
 
     def sustained(self, precision: str) -> float:
-        """FLOP/s of the largest products in a long row."""
+        """FLOP/s of the largest GEMMs in a long sequence."""
         return min(self.reached[precision], self.power_limited.get(precision, np.inf))
 
     def gemm_flops(self, precision: Ints, m: Array, n: Array, k: Array, groups: Array | float = 1.0) -> Array:
-        """reached · k/(k + k½·speed) · w/(w + w½): w = groups·⌈m·n⌉ tiles over the multiprocessors. Held to the power
-        limit's rate, which a product that leaves units idle comes nearer to, as the clock rises meanwhile."""
+        """reached · k/(k + k½·speed) · w/(w + w½), with w = groups·⌈m·n⌉ tiles over the multiprocessors; at most the
+        power-limited rate, which a GEMM with idle units comes nearer to, since the clock rises meanwhile."""
         reached = np.array([self.reached[name] for name in PRECISIONS])[precision]
         power_limited = np.array([self.power_limited.get(name, np.inf) for name in PRECISIONS])[precision]
         speed = np.array([max(1.0, self.peaks[name] / self.usual_peak) for name in PRECISIONS])[precision]
@@ -127,14 +123,14 @@ class Curves:
     def attention_flops(
         self, keys: Array | float, head_dim: float, *, backward: bool, precision: Ints | None = None
     ) -> Array:
-        """reached · s/(s + s½) · the head dim's share against 128; between lengths that were measured, by these.
-        `precision` is a code a layout; none: 16 bits."""
+        """reached · s/(s + s½) · the head dim's factor against 128; interpolated where lengths were measured.
+        `precision` has a code per layout; None: 16 bits."""
         keys = np.asarray(keys, dtype=float)
-        half = self._attention_flops("bf16", keys, head_dim, backward=backward)
+        narrow = self._attention_flops("bf16", keys, head_dim, backward=backward)
         if precision is None:
-            return half
+            return narrow
         wide = self._attention_flops("fp32", keys, head_dim, backward=backward)
-        flops: Array = np.where(WIDE[precision], wide, half)
+        flops: Array = np.where(WIDE[precision], wide, narrow)
         return flops
 
     def _attention_flops(self, dtype: str, keys: Array, head_dim: float, *, backward: bool) -> Array:
@@ -147,30 +143,29 @@ class Curves:
         return flops
 
     def eager_rate(self, precision: Ints) -> Array:
-        """bytes/s of torch's operators one by one, for each layout."""
+        """Bytes/s of eager torch operators for each layout."""
         rates: Array = np.where(WIDE[precision], *(self.eager_bytes_per_s[dtype] for dtype in ("fp32", "bf16")))
         return rates
 
     def memory_bound_s(self, num_bytes: Array) -> Array:
-        """Seconds of one pass over memory: bytes / bandwidth + what a kernel costs."""
+        """Seconds of a memory-bound kernel: bytes / bandwidth + its fixed overhead."""
         seconds: Array = np.where(num_bytes > 0, num_bytes / self.bytes_per_s + self.kernel_s, 0.0)
         return seconds
 
 
 def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attention", share: float = 1.0) -> Curves:
-    """The curves of a chip; `measured` ceilings of this very device replace what they cover. `kernel` names the fused
-    attention: the generation's own, or flash_2. `share` is what one device has of what was measured."""
+    """The curves of a chip; `measured` ceilings of this device replace what they cover. `kernel` names the fused
+    attention: the generation's own, or flash_2. `share` is one device's share of what was measured."""
     peaks = _peaks(chip, measured, share)
     if not peaks or not (chip.memory_bytes_per_s or measured):
         raise BadInput(
-            f"nothing is known of the speed of {chip.title}; run armillary bench ceilings on it, "
-            "or name another chip with --on"
+            f"the speed of {chip.title} is unknown; run armillary bench ceilings on it, or name another chip with --on"
         )
     generation, table = _generation(chip)
     by_precision = {name: _peak_of(peaks, dtype) for name, (dtype, _) in FORMATS.items()}
     shares: Mapping[str, float] = table["gemm"]
     reached = {name: by_precision[name] * _share(shares, name, dtype) for name, (dtype, _) in FORMATS.items()}
-    found = Curves(
+    catalogue_curves = Curves(
         generation=generation,
         source="catalogue",
         peaks=by_precision,
@@ -188,12 +183,12 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
         kernel_s=table["kernel_s"],
         launch_s=table["launch_s"],
     )
-    return with_measured(found, measured, share) if measured else found
+    return with_measured(catalogue_curves, measured, share) if measured else catalogue_curves
 
 
 def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves:
-    """Ceilings of `armillary bench` in place of the catalogue's: products in a burst and, where known, in a long row,
-    attention, copies, launches."""
+    """Ceilings of `armillary bench` in place of the catalogue's: GEMMs in a burst and, where known, sustained;
+    attention, copies, launches, torch calls."""
     reached, power_limited = dict(curves.reached), dict(curves.power_limited)
     for name, (dtype, _) in FORMATS.items():
         best, sustained = measured.best_gemm(dtype), _sustained(measured, dtype)
@@ -219,26 +214,25 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
         eager_bytes_per_s={dtype: _eager_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         row_bytes_per_s={dtype: _row_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         launch_s=min(launches, default=curves.launch_s),
-        host=_host(measured, launches),
+        call_s=_call_s(measured, launches),
     )
 
 
-def _host(measured: Peaks, launches: list[float]) -> float:
-    """Calls of torch against those of the machine where CALL_S was found: as the engine's were timed here, else by what
-    a single launch takes."""
+def _call_s(measured: Peaks, launches: list[float]) -> float:
+    """As measured in an engine on this CPU, else the default scaled by the launch latency."""
     timed = next((float(point["seconds"]) for point in measured.points.get("calls", ())), None)
-    return min(launches, default=CALL_LAUNCH_S) / CALL_LAUNCH_S if timed is None else timed / DECODE_CALL_S
+    return TORCH_CALL_S * min(launches, default=DEFAULT_LAUNCH_S) / DEFAULT_LAUNCH_S if timed is None else timed
 
 
 def _eager_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: float) -> float:
-    """What plain operators move; less than a part of what copies do was measured beside other work."""
+    """Bytes/s of eager operators; a rate below SLOWEST of copies was measured beside other work."""
     rates = [measured.best("passes", "bytes_per_s", dtype=dtype) for dtype in dtypes]
     best = max((rate for rate in rates if rate is not None), default=None)
     return copied if best is None else max(best * share, copied * SLOWEST)
 
 
 def _row_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: float) -> float:
-    """What GEMMs of one row read, by the best of them; the weights are all that such a GEMM moves."""
+    """Bytes/s of the best GEMM with one row, which moves little but its weights."""
     rates = [
         float(point["flops"]) / 2 * FORMATS[point["dtype"]][1]
         for point in measured.points.get("gemm", ())
@@ -248,21 +242,21 @@ def _row_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: fl
 
 
 def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool) -> dict[str, float]:
-    """What long sequences with heads of 128 would reach in each dtype, from the best that was measured in it; the
-    catalogue's where nothing was."""
+    """FLOP/s of long sequences with head dim 128 per dtype, from the best measured rate; the catalogue's where there is
+    none."""
     before = curves.attention_backward if backward else curves.attention_forward
-    found = dict.fromkeys(ATTENTION, 0.0)
+    best = dict.fromkeys(ATTENTION, 0.0)
     for point in measured.points.get("attention", ()):
         dtype = next((name for name, dtypes in ATTENTION.items() if point["dtype"] in dtypes), None)
         if bool(point["backward"]) == backward and dtype is not None:
             sizes = float(point["keys"]), float(point["head_dim"])
             of_best = float(curves.attention_flops(*sizes, backward=backward)) / before["bf16"]
-            found[dtype] = max(found[dtype], float(point["flops"]) * share / of_best)
-    return {dtype: rate or before[dtype] for dtype, rate in found.items()}
+            best[dtype] = max(best[dtype], float(point["flops"]) * share / of_best)
+    return {dtype: rate or before[dtype] for dtype, rate in best.items()}
 
 
 def _sustained(measured: Peaks, dtype: str) -> float | None:
-    """The best rate without rests, where it was kept beside the burst."""
+    """The best rate without pauses, where it was measured beside the burst."""
     rates = [
         point.get("beside", {}).get("sustained_flops") or point.get("sustained_flops")
         for point in measured.points.get("gemm", ())
@@ -272,7 +266,7 @@ def _sustained(measured: Peaks, dtype: str) -> float | None:
 
 
 def _peaks(chip: Chip, measured: Peaks | None, share: float) -> dict[str, float]:
-    """Dense peaks by dtype; where the catalogue has none, the best that was measured."""
+    """Dense peaks by dtype; where the catalogue has none, the best measured rate."""
     if chip.flops:
         return dict(chip.flops)
     dtypes = {str(point["dtype"]) for point in measured.points.get("gemm", ())} if measured else set()
@@ -280,7 +274,7 @@ def _peaks(chip: Chip, measured: Peaks | None, share: float) -> dict[str, float]
 
 
 def _peak_of(peaks: Mapping[str, float], dtype: str) -> float:
-    """The peak of a dtype, or of the nearest format the chip computes it in."""
+    """The peak of a dtype, or of the nearest dtype that the chip computes it in."""
     seen: set[str] = set()
     while dtype not in peaks and dtype in _STAND_INS and dtype not in seen:
         seen.add(dtype)
@@ -293,7 +287,7 @@ def _share(shares: Mapping[str, float], precision: str, dtype: str) -> float:
 
 
 def width_of(precision: str) -> str:
-    """Key of ATTENTION for a precision: fp32 where activations are 4 bytes, else bf16."""
+    """Key of ATTENTION for a precision: fp32 where activations have 4 bytes, else bf16."""
     return "fp32" if precision in ("fp32", "tf32") else "bf16"
 
 

@@ -1,6 +1,6 @@
-"""Software: what a framework does beside the physics, as settings that are facts and at most two fitted numbers.
+"""Software: what a framework does beside the physics, as settings that are facts and at most two fitted factors.
 
-Physics alone has no fitted number. The declared ones are in frameworks.toml with their date and how they are fitted.
+The physics alone has no fitted factor. The declared ones are in frameworks.toml with their date and how to fit them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from armillary.errors import BadInput
 from armillary.spec.model import ModelConfig
 
 PARAMETERS = ("gemm", "attention", "memory", "communication", "host", "experts")
-"""times that a framework's fitted numbers may multiply"""
+"""times that a framework's fitted factors may multiply"""
 MOST_PARAMETERS = 2
 
 
@@ -26,68 +26,68 @@ class Software:
     """A framework as the planner sees it."""
 
     name: str = "physics"
-    """what it is called"""
+    """name of the framework"""
     gemm: float = 1.0
-    """time of matrix products, times this"""
+    """factor on the time of GEMMs"""
     attention: float = 1.0
-    """time of attention, times this"""
+    """factor on the time of attention"""
     memory: float = 1.0
-    """time of passes over memory, times this (unfused operations)"""
+    """factor on the time of memory-bound operations (unfused operations)"""
     communication: float = 1.0
-    """time of collectives, times this"""
+    """factor on the time of collectives"""
     host: float = 1.0
-    """time of launches on the host, times this"""
+    """factor on the host time of launches"""
     experts: float = 1.0
-    """time of routed products and the passes around them, times this, where no fused kernel does them"""
+    """factor on the time of routed GEMMs and the operations around them, where they are not fused"""
     attention_kernel: str = "attention"
     """fused attention: 'attention', the chip generation's own, or 'flash_2'"""
     flat_gathers: bool = False
-    """sharded weights reach every rank over its own network link, nothing passed on inside a node (DeepSpeed ZeRO-3)"""
+    """sharded weights reach every rank over its own network link, not forwarded inside a node (DeepSpeed ZeRO-3)"""
     tp_overlap: bool = False
-    """tensor-parallel exchanges run beside the products they feed, in pieces"""
+    """tensor-parallel communication overlaps the GEMMs it feeds, in chunks"""
     dp_overlap: bool = True
-    """gradients are sent while the backward pass goes on, gathered weights come ahead of it"""
+    """gradients are reduced beside the backward pass, and weights are all-gathered ahead of their use"""
     pp_overlap: bool = True
-    """an interleaved pipeline sends while it computes"""
+    """an interleaved pipeline sends beside compute"""
     ep_overlap: bool = True
-    """an interleaved pipeline runs experts' exchanges beside another micro-batch"""
+    """an interleaved pipeline overlaps all-to-alls with another micro-batch"""
     fused_experts: bool = False
-    """the experts of a device are one kernel with what surrounds them, rather than a product each"""
+    """the experts of a device are one kernel with the operations around them, rather than one GEMM each"""
     flex_dispatch: bool = True
-    """rows are sent once a node and without waiting for the host (DeepEP, HybridEP), not by a plain all-to-all"""
+    """rows are sent once per node and without host synchronisation (DeepEP, HybridEP), not by a plain all-to-all"""
     graphs: bool = False
     """kernels are launched from CUDA graphs"""
     fused_layers: bool = False
-    """norms and activation functions are fused kernels that keep only their 16-bit inputs"""
+    """norms and activation functions are fused kernels that store only their 16-bit inputs"""
     fused_loss: bool = False
-    """head and loss are one kernel that makes the gradients at once, in chunks by its own measure"""
+    """head and loss are one kernel that computes the gradients at once, in chunks of its own size"""
     fused_blocks: bool = False
-    """a block's passes are written as one: they move what they must, with no cast, transpose or sum between them"""
+    """a block is a hand-written fused function: it moves the compulsory bytes, without casts, transposes or sums"""
     eager_layers: bool = False
-    """layers are torch's operators one by one, of which autograd keeps what each needs (our trainer on a CPU)"""
+    """layers are eager torch operators, of which autograd stores what each needs (our trainer on a CPU)"""
     fully_shard: bool = False
-    """ZeRO stages are torch's fully_shard: fp32 shards stand beside what is gathered of them, layer by layer"""
+    """ZeRO stages are torch's fully_shard: fp32 shards beside what is all-gathered from them, layer by layer"""
     experts_over_tp: bool = True
-    """ep may spread whole experts over tp ranks too, where dp × cp has too few"""
+    """ep may span the tp ranks too, where dp × cp is too small"""
     balanced_stages: bool = False
-    """pipeline stages are cut by FLOPs, the output projection counted (`spec.stages`), not by the number of layers"""
+    """pipeline stages are split by FLOPs, the output projection included, not by the number of layers"""
     narrow_experts: bool = True
-    """products of experts, shared ones too, run in 8 or 4 bits like the others"""
+    """GEMMs of experts, shared ones too, run in 8 or 4 bits like the others"""
     grad_bytes: float = 4.0
-    """bytes of one gradient on the wire"""
+    """bytes per gradient on the wire"""
     summed_bytes: float = 2.0
-    """bytes of one gradient at rest"""
+    """bytes per accumulated gradient"""
     narrow_alone: bool = False
-    """one device that runs a single micro-batch a step has nothing to sum: gradients stay in 16 bits"""
+    """one device with a single micro-batch per step has nothing to sum: gradients stay in 16 bits"""
 
     def with_numbers(self, numbers: Mapping[str, float]) -> Software:
-        """The same settings with these fitted numbers and no others."""
+        """The same settings with these fitted factors and no others."""
         changes: dict[str, Any] = dict.fromkeys(PARAMETERS, 1.0) | dict(numbers)
         return replace(self, **changes)
 
     @property
     def fitted(self) -> dict[str, float]:
-        """The declared numbers that are not 1."""
+        """The declared factors that are not 1."""
         return {name: getattr(self, name) for name in PARAMETERS if getattr(self, name) != 1.0}
 
 
@@ -107,9 +107,9 @@ OURS = Software(
     experts_over_tp=False,
     narrow_experts=False,
 )
-"""the trainer of this package on a GPU: facts of its code, nothing fitted"""
+"""our trainer on a GPU: facts of its code, nothing fitted"""
 OURS_BY_LAYER = replace(OURS, fused_blocks=False)
-"""where blocks run layer by layer: the same kernels, and sums and casts between them"""
+"""our trainer where blocks run layer by layer: the same kernels, with sums and casts between them"""
 OURS_ON_CPU = replace(
     OURS,
     fused_layers=False,
@@ -121,12 +121,12 @@ OURS_ON_CPU = replace(
     dp_overlap=False,
     pp_overlap=False,
 )
-"""on a processor: plain operators, and the cores that would compute beside an exchange are the ones that carry it"""
+"""our trainer on a CPU: eager operators, and the cores that would compute also carry the communication"""
 
 
 def has_fused_block(model: ModelConfig) -> bool:
-    """Whether our blocks of this shape are hand-written passes: norms before attention and a dense MLP, rotary
-    positions, no biases, nothing done to queries and keys."""
+    """Whether blocks of this shape have a hand-written fused function: pre-norm, a dense MLP, rotary positions, no
+    biases, no norm or clip on queries and keys."""
     plain = model.norm_at == "before" and model.parallel == "none" and model.residual_scale == 1.0
     heads = model.positions == "rope" and model.qk_norm == "none" and model.qkv_clip is None
     biased = model.qkv_bias or model.out_bias or model.mlp_bias
@@ -135,13 +135,13 @@ def has_fused_block(model: ModelConfig) -> bool:
 
 
 def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software:
-    """The declared framework whose name `framework` starts with, as of the release that follows it; physics for any
-    other. `fitted=False` keeps its settings and sets its fitted numbers to 1."""
+    """The declared framework whose name `framework` starts with, as of the release that follows it; the physics for any
+    other. `fitted=False` keeps its settings and sets its fitted factors to 1."""
     name, _, release = framework.strip().partition(" ")
-    found = next((known for known in _table() if known.lower() == name.lower()), None)
-    if found is None:
+    known = next((known for known in _table() if known.lower() == name.lower()), None)
+    if known is None:
         return replace(PHYSICS, name=framework or "physics")
-    declared = replace(_declared(found), **_since(found, release, chip))
+    declared = replace(_declared(known), **_since(known, release, chip))
     return declared if fitted else declared.with_numbers({})
 
 

@@ -1,7 +1,7 @@
-"""Collectives on nested tiers: how long an exchange takes, from the links it crosses.
+"""Collective times on nested network tiers, from the links they cross.
 
-A ring fed through every member's link is limited by the slowest tier: a byte enters each unit of a tier once, shared by
-the links of all members inside (Thakur et al. 2005; Patarasuk & Yuan 2009). Every step of the ring pays a latency.
+A ring is limited by the slowest tier: each byte enters every unit of a tier once, over the links of all members inside
+(Thakur et al. 2005; Patarasuk & Yuan 2009). Every step of the ring adds a latency.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:  # the store's locks and sockets are slow to import
 SCALE_UP, SCALE_OUT = 0.80, 0.88
 """share of a link's rate that large messages reach: NCCL over NVLink, over InfiniBand or RoCE"""
 UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S = 5e9, 20e-6
-"""a link of which nothing is known: slow enough to be noticed, said in the notes"""
+"""bytes/s and latency of a link that is unknown: slow enough to be noticed, and mentioned in the notes"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """One tier as an exchange meets it."""
+    """One tier as a collective sees it."""
 
     reach: int
-    """devices inside one unit of the tier above, this tier's included"""
+    """devices inside one unit of the tier above, this tier included"""
     bytes_per_s: float
-    """of one device's link into this tier, as reached"""
+    """achieved bytes/s of one device's link into this tier"""
     latency_s: float
-    """of one hop"""
+    """latency of one hop"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Network:
 
     def ring_s(self, kind: Collective, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
         """Seconds to gather, scatter or reduce an array of `num_bytes` among `members` ranks `stride` apart: the
-        slowest tier's bytes·(n−1)/n ÷ (links·rate), twice for an all-reduce, and a latency a step."""
+        slowest tier's bytes·(n−1)/n ÷ (links·rate), twice for an all-reduce, and a latency per step."""
         size = np.asarray(num_bytes, dtype=float)
         worst = np.zeros(np.broadcast_shapes(size.shape, members.shape))
         steps = np.zeros_like(worst)
@@ -67,12 +67,12 @@ class Network:
         return self.ring_s("all_gather", num_bytes, members, stride)
 
     def flat_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
-        """The same without passing anything on: every byte comes over the rank's own link of the tier it crosses."""
+        """The same without forwarding: every byte comes over the rank's own link of the tier it crosses."""
         return self.all_to_all_s(np.asarray(num_bytes, dtype=float), members, stride)
 
     def all_to_all_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints, copies: float | None = None) -> Array:
-        """Each rank sends `num_bytes`·(n−1)/n, each part over the tier its target is on; tiers work side by side. Where
-        the bytes are `copies` of the same rows, a row crosses into each of u units once: u·(1−(1−1/u)^k)/k of them."""
+        """Each rank sends `num_bytes`·(n−1)/n, each part over the tier of its target; tiers work in parallel. Where the
+        bytes are `copies` of the same rows, a row enters each of u units once: u·(1−(1−1/u)^k)/k of them."""
         size = np.asarray(num_bytes, dtype=float)
         worst = np.zeros(np.broadcast_shapes(size.shape, members.shape))
         latency = np.zeros_like(worst)
@@ -100,7 +100,7 @@ class Network:
 
 
 def network(cluster: Cluster, measured: Peaks | None = None) -> Network:
-    """The cluster's tiers as rings; a single chip has none. Collectives `measured` on this machine replace the rate and
+    """The cluster's tiers as rings; a single chip has none. Collectives `measured` on this machine replace rate and
     latency of the innermost tier."""
     rings, reach = [], 1
     for tier in cluster.tiers:
@@ -113,15 +113,15 @@ def network(cluster: Cluster, measured: Peaks | None = None) -> Network:
 
 
 def _measured_link(measured: Peaks, inner: int) -> tuple[float, float] | None:
-    """(rate, latency of a step) of the link behind the quickest measured collective: a time of alpha + bytes / beta
-    means a link of beta · the collective's wire factor, and alpha is shared by its steps."""
-    found = []
+    """(rate, latency per step) of the link behind the fastest measured collective: a time of alpha + bytes / beta means
+    a link of beta · the collective's wire factor, and its steps share alpha."""
+    links = []
     for point in measured.points.get("collective", ()):
         world, op = int(point["world"]), str(point["op"])
         if 2 <= world <= inner and op in _RINGS:
             rate = float(point["bytes_per_s"]) * wire_factor(_RINGS[op], world)
-            found.append((rate, float(point["alpha_s"]) / (world - 1)))
-    return max(found, default=None)
+            links.append((rate, float(point["alpha_s"]) / (world - 1)))
+    return max(links, default=None)
 
 
 _RINGS: dict[str, Collective] = {

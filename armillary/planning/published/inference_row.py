@@ -1,10 +1,10 @@
-"""A row of published inference measurements as a replica and a question; what it leaves out is filled by stated rules.
+"""A row of published inference measurements as a replica and its requests; stated rules fill in what it leaves out.
 
 Rules: no output length means 200 tokens (gpt-fast's default); tp beyond the number of chips counts cores, each an equal
-share of its chip; FP8 and FP4 engines keep their cache in fp8, others in 16 bits; formats a chip cannot compute in are
-stored only; GPT-OSS is 4 bits at rest whatever is said; 'max load' is a queue of 1,000 to 30,000 requests by length, as
-many at once as the cache holds, 2,048 a rank at most; DEPn and attention-DP spread the experts; an engine called decode
-is given its prompts by others.
+share of its chip; FP8 and FP4 engines have an fp8 KV cache, others 16 bits; dtypes that a chip cannot compute in are
+only stored; GPT-OSS weights have 4 bits whatever is stated; 'max load' is a queue of 1,000 to 30,000 requests by
+length, as many at once as the KV cache holds, at most 2,048 per rank; DEPn and attention-DP shard the experts; an
+engine called decode receives its prompts from a prefill pool.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal
 
 from armillary.errors import BadInput
 from armillary.planning.published.names import find_chip, find_model
-from armillary.planning.serving.deployment_options import serving_formats
+from armillary.planning.serving.deployment_options import serving_dtypes
 from armillary.planning.serving.engines import Rates, physics, rates_for
-from armillary.planning.serving.forward_ops import Formats, Split
+from armillary.planning.serving.forward_ops import ServingDtypes, Split
 from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
@@ -44,11 +44,11 @@ COLUMNS = (
     "measured_tokens_per_s",
     "note",
 )
-"""the columns of such a table"""
+"""columns of an inference table"""
 _IDENTITY = ("engine", "model", "gpu", "n_gpus", "tp", "precision", "input_len", "output_len", "concurrency_or_batch")
 _DEFAULT_OUT, _MOST_RUNNING = 200, 2048
 _LARGEST = 1e9
-"""no count or length is near it"""
+"""above every plausible count or length"""
 _FORMATS = (
     ("fp8", "fp8"),
     ("fp4", "fp4"),
@@ -67,22 +67,22 @@ class InferenceRow:
     """One measured configuration, ready to be predicted."""
 
     replica: Replica
-    """model, chips, cut and formats"""
+    """model, chips, parallelism and dtypes"""
     kind: Kind
     """what was measured"""
     batch: int
-    """requests at once; 0: as many as fit"""
+    """concurrent requests; 0: as many as fit"""
     tokens_in: int
-    """prompt tokens a request"""
+    """prompt tokens per request"""
     tokens_out: int
-    """generated tokens a request"""
+    """generated tokens per request"""
     requests: int = 0
-    """queued at once, for max load"""
+    """requests queued at once, for max load"""
 
 
 def config_id(row: Row) -> str:
-    """The row's config_id, or eight hex digits of what identifies a configuration: what is fitted and what is quoted is
-    told apart by the last of them."""
+    """The row's config_id, or eight hex digits of what identifies a configuration; the last digit separates rows of the
+    fit from held-out rows."""
     if row.get("config_id"):
         return row["config_id"]
     text = "|".join((row.get(key) or "").strip() for key in _IDENTITY)
@@ -90,12 +90,12 @@ def config_id(row: Row) -> str:
 
 
 def is_fitted(row: Row) -> bool:
-    """Whether the row belongs to the half that fitting may see: its config id ends in an even hex digit."""
+    """Whether the row belongs to the half of the fit: its config id ends in an even hex digit."""
     return int(config_id(row)[-1], 16) % 2 == 0
 
 
 def inference_row(row: Row, *, physics_only: bool = False, rates: Rates | None = None) -> InferenceRow:
-    """Read a row; BadInput says in a few words why one cannot be predicted."""
+    """Read a row; BadInput says why one cannot be predicted."""
     name = row.get("model", "")
     if any(part in name.lower() for part in _NOT_TRANSFORMERS):
         raise BadInput(f"{name} is not a plain transformer")
@@ -106,10 +106,10 @@ def inference_row(row: Row, *, physics_only: bool = False, rates: Rates | None =
     cluster = _cluster(row, devices, cores=max(1, split.num_devices // devices))
     if rates is None:
         rates = physics() if physics_only else rates_for(row.get("engine", ""))
-    formats = _formats(row.get("precision", ""), cluster.chip)
+    dtypes = _dtypes(row.get("precision", ""), cluster.chip)
     if config.family == "gpt_oss":  # 4-bit weights beside 8-bit inputs on chips that have both, else 16-bit inputs
-        formats = replace(formats, weights="fp4", compute="fp8" if cluster.chip.peak("fp4") else "bf16")
-    replica = Replica(config=config, cluster=cluster, split=split, formats=formats, rates=rates)
+        dtypes = replace(dtypes, weights="fp4", compute="fp8" if cluster.chip.peak("fp4") else "bf16")
+    replica = Replica(config=config, cluster=cluster, split=split, dtypes=dtypes, rates=rates)
     tokens_in = _number(row, "input_len")
     if tokens_in is None or tokens_in < 1:
         raise BadInput("no input length")
@@ -126,14 +126,14 @@ def inference_row(row: Row, *, physics_only: bool = False, rates: Rates | None =
 
 
 def _queued(tokens_in: int, tokens_out: int) -> int:
-    """Requests of a throughput benchmark: fewer the longer they stay (TensorRT-LLM's perf-overview.md of 1.0 and 1.2:
+    """Requests of a throughput benchmark: fewer the longer they are (TensorRT-LLM's perf-overview.md of 1.0 and 1.2:
     30,000 of 128/128, 3,000 up to about 2,500 tokens, 1,500 up to about 10,000, 1,000 beyond)."""
     tokens = tokens_in + tokens_out
     return next(count for most, count in ((256, 30_000), (2500, 3000), (10_000, 1500), (10**9, 1000)) if tokens <= most)
 
 
 def _number(row: Row, key: str) -> float | None:
-    """The number in a cell; none where there is no sound one."""
+    """The number in a cell; None where there is no valid one."""
     text = (row.get(key) or "").strip().replace(",", "")
     try:
         value = float(text) if text else 0.0
@@ -146,13 +146,13 @@ def _number(row: Row, key: str) -> float | None:
 
 
 def _split(row: Row) -> tuple[Split, int]:
-    """(cut, devices): tp from its column, stages and expert ranks from the note or from 'EP32'."""
+    """(parallelism, devices): tp from its column, stages and expert ranks from the note or from 'EP32'."""
     devices = _number(row, "n_gpus")
     if devices is None or devices < 1:
         raise BadInput("no number of devices")
     count, note, text = int(devices), row.get("note", ""), (row.get("tp") or "").strip()
-    if spread := re.search(r"DEP([1-9]\d{0,4})", note) or re.fullmatch(r"EP([1-9]\d{0,4})", text):
-        return Split(ep=int(spread.group(1))), count
+    if ranks := re.search(r"DEP([1-9]\d{0,4})", note) or re.fullmatch(r"EP([1-9]\d{0,4})", text):
+        return Split(ep=int(ranks.group(1))), count
     if "attention-DP" in note and count > 1:
         return Split(ep=count), count
     stages = re.search(r"\bPP([1-9]\d{0,3})", note)
@@ -166,8 +166,8 @@ def _split(row: Row) -> tuple[Split, int]:
 
 
 def _cluster(row: Row, devices: int, cores: int) -> Cluster:
-    """The chips in their default node, or the cores of each as devices of their own; a count that does not fill nodes
-    is joined by the node's link."""
+    """The chips in their default node, or the cores of each as separate devices; a count that does not fill nodes is
+    connected by the node's link."""
     chip = find_chip(row.get("gpu", ""))
     if chip is None:
         raise BadInput(f"no chip '{row.get('gpu', '')}' in the catalogue")
@@ -177,7 +177,7 @@ def _cluster(row: Row, devices: int, cores: int) -> Cluster:
         if cores == 1:
             return catalogue.cluster(f"{chip.name}x{devices}") if devices > 1 else catalogue.cluster(chip.name)
     except BadInput:
-        pass  # no whole number of nodes
+        pass  # not a multiple of nodes
     node = catalogue.nodes()[chip.node]
     tier = Tier(link=catalogue.link(node.link), count=devices * cores)
     return Cluster(name=row.get("gpu", ""), chip=_share(chip, cores), tiers=(tier,), node=node)
@@ -196,16 +196,16 @@ def _share(chip: Chip, cores: int) -> Chip:
     )
 
 
-def _formats(text: str, chip: Chip) -> Formats:
-    """'FP8 weights+KV', 'NVFP4', 'int4 g32' … as formats the chip computes in."""
+def _dtypes(text: str, chip: Chip) -> ServingDtypes:
+    """'FP8 weights+KV', 'NVFP4', 'int4 g32' … as dtypes that the chip computes in."""
     lower = text.lower()
     weights = next((name for part, name in _FORMATS if part in lower), None)
     if weights is None:
         raise BadInput(f"precision '{text}' is not known" if text else "no precision")
-    return serving_formats(weights, chip)
+    return serving_dtypes(weights, chip)
 
 
-# --- the question
+# --- the measured requests
 
 
 def _kind(row: Row, tokens_out: int, devices: int) -> tuple[Kind, int]:
@@ -225,8 +225,3 @@ def _kind(row: Row, tokens_out: int, devices: int) -> tuple[Kind, int]:
     if "static batch" in note:
         return "static batch", int(batch)
     return ("batch 1", 1) if batch == 1 else ("closed loop", int(batch))
-
-
-def with_rates(found: InferenceRow, rates: Rates) -> InferenceRow:
-    """The same row under other rates (fitting)."""
-    return replace(found, replica=replace(found.replica, rates=rates))

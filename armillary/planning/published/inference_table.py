@@ -1,7 +1,7 @@
-"""Predictions for a table of published inference measurements, beside what was measured, with the error.
+"""Predictions for a table of published inference measurements, with their errors.
 
-A row's error is that of its first published figure among tokens/s, gap between tokens and time to first token, as
-predicted / measured − 1 of speeds and of times alike; the other figures are predicted too.
+The error of a row is predicted / measured − 1 of its first published figure among tokens/s, inter-token latency and
+time to first token; the other figures are predicted too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MEASURES = {
     "itl_s": ("measured_itl_ms", 1e-3),
     "ttft_s": ("measured_ttft_ms", 1e-3),
 }
-"""gauge -> (column, unit); the first that a row has is the one its error is taken of"""
+"""gauge -> (column, unit); the error of a row is that of its first"""
 OFFLINE_USABLE = 0.95
 """share of memory that throughput benchmarks fill (TensorRT-LLM's perf-overview.md, reproducing the results)"""
 REQUIRED = frozenset({"model", "gpu", "engine", "input_len", "concurrency_or_batch"})
-"""columns by which a table is known to be one of inference"""
+"""columns that identify an inference table"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class InferencePrediction:
     config_id: str
     """identifies the configuration"""
     fitted: bool
-    """whether the engine's parameters may have seen it"""
+    """whether the engine's parameters may have been fitted on it"""
     kind: str = ""
     """what was measured: static batch, batch 1, first token, max load …"""
     predicted: Mapping[str, float] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class InferencePrediction:
 
     @property
     def gauge(self) -> str:
-        """The figure the error is taken of."""
+        """The figure of the error."""
         return next((name for name in MEASURES if name in self.measured and name in self.predicted), "")
 
     @property
@@ -72,9 +72,9 @@ class InferencePrediction:
         return self.predicted[name] / self.measured[name] - 1 if name else None
 
 
-def error_of(row: Row, found: InferenceRow) -> float | None:
-    """The error of one configuration, under whatever rates it has."""
-    about = {"row": row, "config_id": "", "fitted": False, "measured": _measured(row), "predicted": predict(found)}
+def error_of(row: Row, config: InferenceRow) -> float | None:
+    """The error of one configuration, with its current rates."""
+    about = {"row": row, "config_id": "", "fitted": False, "measured": _measured(row), "predicted": predict(config)}
     return InferencePrediction(**about).error  # type: ignore[arg-type]
 
 
@@ -92,42 +92,42 @@ def predict_row(row: Row, *, physics_only: bool = False, rates: Rates | None = N
     if not about["measured"]:
         return InferencePrediction(**about, reason="nothing measured")  # type: ignore[arg-type]
     try:
-        found = inference_row(row, physics_only=physics_only, rates=rates)
-        predicted = predict(found)
+        config = inference_row(row, physics_only=physics_only, rates=rates)
+        predicted = predict(config)
     except ArmillaryError as error:
         return InferencePrediction(**about, reason=str(error))  # type: ignore[arg-type]
-    return InferencePrediction(**about, kind=found.kind, predicted=predicted)  # type: ignore[arg-type]
+    return InferencePrediction(**about, kind=config.kind, predicted=predicted)  # type: ignore[arg-type]
 
 
-def predict(found: InferenceRow) -> dict[str, float]:
+def predict(config: InferenceRow) -> dict[str, float]:
     """Gauges of one configuration."""
-    replica = found.replica
-    if found.kind == "first token":
-        return {"ttft_s": replica.prefill(found.tokens_in, max(1, found.batch)).total_s}
-    if found.kind == "prefill only":
-        share = prefill_share_s(replica, found.tokens_in, 16384)
-        return {"tokens_out_per_s": found.tokens_in / share}
-    return _gauges(_generation(found))
+    replica = config.replica
+    if config.kind == "first token":
+        return {"ttft_s": replica.prefill(config.tokens_in, max(1, config.batch)).total_s}
+    if config.kind == "prefill only":
+        share = prefill_share_s(replica, config.tokens_in, 16384)
+        return {"tokens_out_per_s": config.tokens_in / share}
+    return _gauges(_generation(config))
 
 
-def _generation(found: InferenceRow) -> Generation:
-    lengths = (found.tokens_in, found.tokens_out)
-    if found.kind == "decode only":
-        gap = mean_decode_s(found.replica, found.batch, *lengths)
-        return Generation(ttft_s=gap, itl_s=gap, total_s=found.tokens_out * gap, tokens_out_per_s=found.batch / gap)
-    if found.kind in ("static batch", "batch 1"):
-        return static_batch(found.replica, found.batch, *lengths)
-    if found.kind == "max load":
-        return offline(found.replica, found.requests, _most_together(found), *lengths)
-    return steady_state(found.replica, found.batch, *lengths)
+def _generation(config: InferenceRow) -> Generation:
+    lengths = (config.tokens_in, config.tokens_out)
+    if config.kind == "decode only":
+        gap = mean_decode_s(config.replica, config.batch, *lengths)
+        return Generation(ttft_s=gap, itl_s=gap, total_s=config.tokens_out * gap, tokens_out_per_s=config.batch / gap)
+    if config.kind in ("static batch", "batch 1"):
+        return static_batch(config.replica, config.batch, *lengths)
+    if config.kind == "max load":
+        return offline(config.replica, config.requests, _most_together(config), *lengths)
+    return steady_state(config.replica, config.batch, *lengths)
 
 
-def _most_together(found: InferenceRow) -> int:
-    """Requests that run at once: what the cache holds at full length, and the engine's limit a rank."""
-    serve = Serve(max_tokens_per_step=8192, max_running=found.batch)
-    memory = serving_memory(found.replica, serve, usable=OFFLINE_USABLE)
-    room = concurrency(found.replica, memory, found.tokens_in + found.tokens_out)
-    return max(1, min(found.batch * found.replica.split.ep, room))
+def _most_together(config: InferenceRow) -> int:
+    """Concurrent requests: what the KV cache holds at full length, and the engine's limit per rank."""
+    serve = Serve(max_tokens_per_step=8192, max_running=config.batch)
+    memory = serving_memory(config.replica, serve, usable=OFFLINE_USABLE)
+    held = concurrency(config.replica, memory, config.tokens_in + config.tokens_out)
+    return max(1, min(config.batch * config.replica.split.ep, held))
 
 
 def _gauges(generation: Generation) -> dict[str, float]:
@@ -135,7 +135,7 @@ def _gauges(generation: Generation) -> dict[str, float]:
 
 
 def _measured(row: Row) -> dict[str, float]:
-    found = {}
+    values = {}
     for name, (column, unit) in MEASURES.items():
         text = (row.get(column) or "").strip().replace(",", "")
         try:
@@ -143,5 +143,5 @@ def _measured(row: Row) -> dict[str, float]:
         except ValueError:
             value = 0.0
         if 0 < value < float("inf"):
-            found[name] = value
-    return found
+            values[name] = value
+    return values

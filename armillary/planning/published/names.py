@@ -1,7 +1,7 @@
-"""Which catalogue model or chip a published table means: 'LLaMA 70B', 'Qwen/QwQ-32B', 'A100-80GB (330W limit)'.
+"""Names in published tables as catalogue models and chips: 'LLaMA 70B', 'Qwen/QwQ-32B', 'A100-80GB (330W limit)'.
 
-Tables spell names as they like. A name is cut down to letters, versions and sizes, and where several models remain the
-one whose parameters are nearest to the row's is taken; none is better than a wrong one.
+Tables spell names in many ways. A name is reduced to letters, versions and sizes, and of several models the one whose
+parameters are nearest to the row's is chosen; no model is better than a wrong one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from armillary.spec.hardware import Chip
 from armillary.spec.model import ModelConfig
 
 _FAR = 0.12
-"""a model whose parameters differ by more than this share from the row's is another model"""
-_TRIMMINGS = re.compile(
+"""largest relative difference of parameters from the row's"""
+_SUFFIXES = re.compile(
     r"[-_ ](instruct|chat|hf|base|it|fp8|fp4|nvfp4|mxfp4|bf16|fp16|int4|int8|awq|gptq|quantized|preview|0528|a\d+-?b?)$"
 )
 _SIZE = re.compile(r"(?:^|-)((?:\d+x)?\d+(?:\.\d+)?)(b|m|t)(?=-|$)")
@@ -38,7 +38,7 @@ def find_model(text: str, params_b: float | None = None) -> ModelConfig | None:
 
 
 def find_chip(text: str) -> Chip | None:
-    """The chip that `text` names: whole, without what stands in brackets, what stands there, or its first words."""
+    """The chip that `text` names: all of it, without the part in brackets, that part, or its first words."""
     inside = re.findall(r"\(([^)]*)\)", text)
     outside = re.sub(r"\([^)]*\)", "", text)
     if any("gcd" in part.lower() for part in inside):
@@ -61,14 +61,14 @@ def _plain(text: str) -> str:
 
 
 def _shortened(name: str) -> list[str]:
-    """The name, and what is left as its trimmings are cut off one by one; 'llama3' is also 'llama-3'."""
-    found = [name]
-    while (cut := _TRIMMINGS.sub("", found[-1])) != found[-1]:
-        found.append(cut)
-    found += [re.sub(r"-(instruct|chat|base)(?=-)", "", part) for part in found]
-    spread = [re.sub(r"^(llama|gemma|phi)(?=\d)", r"\1-", part) for part in found]
-    joined = [re.sub(r"^(qwen)-(?=\d)", r"\1", part) for part in found]
-    return list(dict.fromkeys([*found, *spread, *joined]))
+    """The name, and what is left as suffixes are removed one by one; 'llama3' is also 'llama-3'."""
+    names = [name]
+    while (shorter := _SUFFIXES.sub("", names[-1])) != names[-1]:
+        names.append(shorter)
+    names += [re.sub(r"-(instruct|chat|base)(?=-)", "", part) for part in names]
+    hyphenated = [re.sub(r"^(llama|gemma|phi)(?=\d)", r"\1-", part) for part in names]
+    joined = [re.sub(r"^(qwen)-(?=\d)", r"\1", part) for part in names]
+    return list(dict.fromkeys([*names, *hyphenated, *joined]))
 
 
 @cache
@@ -77,9 +77,8 @@ def _all_names() -> tuple[str, ...]:
 
 
 def _alike(known: str, name: str) -> bool:
-    """Same family, and a size of one is a size of the other, and no version contradicts."""
-    sizes, mine = set(_SIZE.findall(known)), set(_SIZE.findall(name))
-    if not sizes & mine:
+    """Same family, a common size, and no contradicting version."""
+    if not set(_SIZE.findall(known)) & set(_SIZE.findall(name)):
         return False
     families = [re.split(r"[-\d.]", part)[0] for part in (known, name)]
     version = re.match(r"[a-z]+-?(\d+(?:\.\d+)?)(?![\dbmx.])", _SIZE.sub("", name))

@@ -1,4 +1,4 @@
-"""The cluster of a table row: its chip from the catalogue, in that chip's usual node, with the network it states."""
+"""The cluster of a table row: its chip from the catalogue, in that chip's default node, with the stated network."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def _divided(link: Link, parts: int) -> Link:
 def chip_of(text: str) -> Chip:
     """'A100-80GB-SXM', 'TPU v4', 'A100 (unconfirmed)' as a chip of the catalogue; trailing words are dropped to fit."""
     words = re.sub(r"\(.*", "", text).strip().lower().replace("_", "-").replace("/", "-").split()
-    whole = "-".join(words)
-    parts = whole.split("-")
+    parts = "-".join(words).split("-")
     for end in range(len(parts), 0, -1):
         try:
             return catalogue.chip("-".join(parts[:end]))
@@ -64,7 +63,7 @@ def chip_of(text: str) -> Chip:
 
 
 def _stated_network(text: str, node: Node) -> Link | None:
-    """'1600 Gbps/node RoCE' or '8x200Gb HDR': the rate of one chip's share; None where nothing is stated."""
+    """'1600 Gbps/node RoCE' or '8x200Gb HDR': the rate per chip; None where nothing is stated."""
     per_node = re.search(r"(\d+) ?Gbps/node", text)
     per_card = re.search(r"(\d+)\s*x\s*(\d+) ?Gb", text)
     if per_node:
@@ -74,4 +73,4 @@ def _stated_network(text: str, node: Node) -> Link | None:
     else:
         return None
     usual = catalogue.link(node.network)
-    return replace(usual, name="stated", title=f"{gigabits:g} Gb/s a chip", bytes_per_s=gigabits * 1e9 / 8)
+    return replace(usual, name="stated", title=f"{gigabits:g} Gb/s per chip", bytes_per_s=gigabits * 1e9 / 8)

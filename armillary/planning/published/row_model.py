@@ -1,6 +1,6 @@
 """The model of a table row: the catalogue's where name and shape agree, else one built from the row's dimensions.
 
-What a row leaves open (gated or plain MLP, tied or not) is chosen so that the parameters come nearest to its params_b.
+What a row leaves open (gated or plain MLP, tied or not) is chosen so that the parameters are nearest to its params_b.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST = 2**40
 
 
 def number(row: Row, name: str) -> float | None:
-    """A cell as a number, None where it is empty; no size, count or measurement is negative or endless."""
+    """A cell as a number, None where it is empty; negative and infinite values are refused."""
     text = (row.get(name) or "").strip().replace(",", "")
     try:
         value = float(text) if text else None
@@ -33,7 +33,7 @@ def number(row: Row, name: str) -> float | None:
     return value
 
 
-def whole(row: Row, name: str) -> int | None:
+def integer(row: Row, name: str) -> int | None:
     """A cell as a count, None where it is empty or 0."""
     value = number(row, name)
     if value is not None and value != int(value):
@@ -68,16 +68,16 @@ def second_token_layers(row: Row) -> int:
 
 
 def _in_catalogue(name: str, *, loose: bool) -> ModelConfig | None:
-    """Exactly by letters and digits; `loose` also by a common beginning or a near spelling."""
+    """By letters and digits; `loose` also by a common beginning or a similar spelling."""
     names, wanted = _names(), _plain(name)
     if wanted in names or not wanted:
         return catalogue.model(names[wanted]).config if wanted else None
     if not loose:
         return None
-    begun = [known for known in names if known.startswith(wanted) or wanted.startswith(known)]
-    near = get_close_matches(wanted, names, n=1, cutoff=0.9)
-    found = min(begun, key=lambda known: abs(len(known) - len(wanted)), default=None) or next(iter(near), None)
-    return catalogue.model(names[found]).config if found else None
+    prefixes = [known for known in names if known.startswith(wanted) or wanted.startswith(known)]
+    similar = get_close_matches(wanted, names, n=1, cutoff=0.9)
+    best = min(prefixes, key=lambda known: abs(len(known) - len(wanted)), default=None) or next(iter(similar), None)
+    return catalogue.model(names[best]).config if best else None
 
 
 @cache
@@ -95,17 +95,17 @@ def _plain(name: str) -> str:
 
 
 def _nearest_in_size(row: Row) -> ModelConfig:
-    """The variant (gated or not, tied or not) whose parameters come nearest to params_b."""
+    """The variant (gated or not, tied or not) whose parameters are nearest to params_b."""
     wanted = number(row, "params_b")
-    found = [_build(row, gated=gated, tied=tied) for gated in (True, False) for tied in (False, True)]
+    variants = [_build(row, gated=gated, tied=tied) for gated in (True, False) for tied in (False, True)]
     if wanted is None:
         plain = (number(row, "ffn") or 0) == 4 * (number(row, "hidden") or 0)
-        return found[2] if plain else found[0]
-    return min(found, key=lambda model: abs(parameters(model).total - wanted * 1e9))
+        return variants[2] if plain else variants[0]
+    return min(variants, key=lambda model: abs(parameters(model).total - wanted * 1e9))
 
 
 def _build(row: Row, *, gated: bool, tied: bool) -> ModelConfig:
-    layers, hidden, heads = (whole(row, name) or 0 for name in ("layers", "hidden", "heads"))
+    layers, hidden, heads = (integer(row, name) or 0 for name in ("layers", "hidden", "heads"))
     refuse_too_deep(layers)
     experts = int(number(row, "experts") or 0)
     ffn = int(number(row, "ffn") or 4 * hidden)

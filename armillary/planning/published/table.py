@@ -1,13 +1,13 @@
-"""Tables of measured configurations: read a CSV, predict every row, and say how far off the predictions are.
+"""Judging the planner on a table of measured configurations: read a CSV, predict every row, and report the errors.
 
-What kind of table it is shows in its columns. Rows that cannot be predicted are kept with the reason, and the share
-that could is part of the result.
+The columns show whether it is a training or an inference table. Rows that cannot be predicted are kept with the reason,
+and the share that could be is part of the result.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Judged:
     kind: str
     """'training' or 'inference'"""
     rows: list[dict[str, Any]]
-    """one a row: its number in the file, what was measured and predicted, the error, or the reason there is none"""
+    """one per row: its number in the file, the measured and predicted figure, the error, or the reason there is none"""
     summary: dict[str, Any]
     """errors as fractions"""
 
@@ -59,7 +59,7 @@ def _judged(rows: list[Row], physics_only: bool) -> Judged:
 def read_table(path: str | Path) -> list[Row]:
     """The rows of a CSV with the columns of a training or an inference table."""
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark before the headings
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte-order mark
             reader = csv.DictReader(file)
             rows = [{key.strip().lower(): value or "" for key, value in row.items() if key} for row in reader]
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -67,7 +67,7 @@ def read_table(path: str | Path) -> list[Row]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise BadData(f"{path} is not a CSV file in UTF-8 ({error}); save it as one") from None
     if not rows:
-        raise BadData(f"{path} has no rows; add a line of headings and one a configuration")
+        raise BadData(f"{path} has no rows; add a line of headings and one per configuration")
     columns = list(rows[0])
     if not training_table.is_training_table(columns) and not inference_table.is_inference_table(columns):
         lacking = sorted(training_table.REQUIRED - set(columns))
@@ -88,7 +88,7 @@ _FILTERS: dict[str, Callable[[Row], bool]] = {
 
 
 def keeps(row: Row, name: str) -> bool:
-    """Whether a row passes a filter; a table without its column passes whole."""
+    """Whether a row passes a filter; a table without its column passes."""
     if name not in _FILTERS:
         raise unknown("filter", name, _FILTERS)
     return _FILTERS[name](row)
@@ -97,145 +97,175 @@ def keeps(row: Row, name: str) -> bool:
 # --- training
 
 
-def judge_training(found: Sequence[TrainingPrediction]) -> Judged:
+def judge_training(predictions: Sequence[TrainingPrediction]) -> Judged:
     """Predictions of training rows with their summary."""
-    speeds = [one for one in found if one.error is not None]
-    asked = [one for one in found if _has_speed(one)]
-    others = [one for one in speeds if not one.fitted]
-    summary = summarise([one.error for one in speeds if one.error is not None])
+    speeds = [prediction for prediction in predictions if prediction.error is not None]
+    asked = [prediction for prediction in predictions if _has_speed(prediction)]
+    others = [prediction for prediction in speeds if not prediction.fitted]
+    summary = summarise([prediction.error for prediction in speeds if prediction.error is not None])
     summary |= {
-        "complete": sum(one.complete for one in found),
+        "complete": sum(prediction.complete for prediction in predictions),
         "predicted": len(speeds) / len(asked) if asked else None,
         "by_framework": _groups(speeds, "framework"),
         "by_kind": _groups(speeds, "kind"),
         "held_out": _half(others),
-        "physics_only": summarise([one.physics_error for one in speeds if one.physics_error is not None]),
-        "memory": _memory(found),
-        "not_predicted": _reasons((one.framework, one.reason) for one in found if one.reason),
+        "physics_only": summarise(
+            [prediction.physics_error for prediction in speeds if prediction.physics_error is not None]
+        ),
+        "memory": _memory(predictions),
+        "not_predicted": _reasons(
+            (prediction.framework, prediction.reason) for prediction in predictions if prediction.reason
+        ),
     }
-    return Judged(kind="training", rows=[_training_row(one) for one in found], summary=summary)
+    return Judged(kind="training", rows=[_training_row(prediction) for prediction in predictions], summary=summary)
 
 
-def _has_speed(one: TrainingPrediction) -> bool:
+def _has_speed(prediction: TrainingPrediction) -> bool:
     columns = ("measured_tokens_per_s_per_gpu", "measured_step_s", "measured_tflops_per_gpu", "measured_mfu_pct")
-    return any((one.row.get(column) or "").strip() for column in columns)
+    return any((prediction.row.get(column) or "").strip() for column in columns)
 
 
-def _groups(found: Sequence[TrainingPrediction], name: str) -> dict[str, dict[str, Any]]:
-    pairs = [(getattr(one, name), one) for one in found]
-    errors = by_group((group, one.error) for group, one in pairs if one.error is not None)
-    physics = by_group((group, one.physics_error) for group, one in pairs if one.physics_error is not None)
-    held = by_group((group, one.error) for group, one in pairs if one.error is not None and not one.fitted)
+def _groups(predictions: Sequence[TrainingPrediction], name: str) -> dict[str, dict[str, Any]]:
+    pairs = [(getattr(prediction, name), prediction) for prediction in predictions]
+    errors = by_group((group, prediction.error) for group, prediction in pairs if prediction.error is not None)
+    physics = by_group(
+        (group, prediction.physics_error) for group, prediction in pairs if prediction.physics_error is not None
+    )
+    held = by_group(
+        (group, prediction.error)
+        for group, prediction in pairs
+        if prediction.error is not None and not prediction.fitted
+    )
     return {
         group: part | {"physics_only": physics[group]["mape"], "held_out": held.get(group, {}).get("mape")}
         for group, part in errors.items()
     }
 
 
-def _half(found: Sequence[TrainingPrediction]) -> dict[str, Any]:
-    return summarise([one.error for one in found if one.error is not None])
+def _half(predictions: Sequence[TrainingPrediction]) -> dict[str, Any]:
+    return summarise([prediction.error for prediction in predictions if prediction.error is not None])
 
 
-def _memory(found: Sequence[TrainingPrediction]) -> dict[str, Any]:
+def _memory(predictions: Sequence[TrainingPrediction]) -> dict[str, Any]:
     """Memory of the rows that measured it, and what became of those that ran out."""
-    asked = [one for one in found if (one.row.get("measured_mem_gb") or "").strip()]
-    known = [one for one in asked if one.memory_error is not None]
-    out = [one for one in found if one.ran_out]
-    part = summarise([one.memory_error for one in known if one.memory_error is not None])
+    asked = [prediction for prediction in predictions if (prediction.row.get("measured_mem_gb") or "").strip()]
+    known = [prediction for prediction in asked if prediction.memory_error is not None]
+    out = [prediction for prediction in predictions if prediction.ran_out]
+    part = summarise([prediction.memory_error for prediction in known if prediction.memory_error is not None])
     return part | {
         "measured": len(asked),
         "predicted": len(known) / len(asked) if asked else None,
         "oom_rows": len(out),
-        "oom_called": sum(one.called_out is True for one in out),
-        "by_framework": by_group((one.framework, one.memory_error) for one in known if one.memory_error is not None),
+        "oom_called": sum(prediction.called_out is True for prediction in out),
+        "by_framework": by_group(
+            (prediction.framework, prediction.memory_error)
+            for prediction in known
+            if prediction.memory_error is not None
+        ),
     }
 
 
-def _training_row(one: TrainingPrediction) -> dict[str, Any]:
+def _training_row(prediction: TrainingPrediction) -> dict[str, Any]:
     return {
-        "config_id": one.row.get("config_id"),
-        "framework": one.row.get("framework"),
-        "model": one.row.get("model"),
-        "gpu": one.row.get("gpu"),
-        "n_gpus": one.row.get("n_gpus"),
-        "kind": one.kind,
-        "complete": one.complete,
-        "fitted": one.fitted,
-        "figure": one.figure or None,
-        "measured": one.measured,
-        "predicted": one.predicted,
-        "error": one.error,
-        "physics_only": one.physics,
-        "physics_error": one.physics_error,
-        "step_s": one.step_s,
-        "memory_measured_bytes": one.memory_measured,
-        "memory_predicted_bytes": one.memory_predicted,
-        "memory_error": one.memory_error,
-        "ran_out": one.ran_out,
-        "called_out": one.called_out,
-        "assumed": list(one.assumed),
-        "reason": one.reason or None,
+        "config_id": prediction.row.get("config_id"),
+        "framework": prediction.row.get("framework"),
+        "model": prediction.row.get("model"),
+        "gpu": prediction.row.get("gpu"),
+        "n_gpus": prediction.row.get("n_gpus"),
+        "kind": prediction.kind,
+        "complete": prediction.complete,
+        "fitted": prediction.fitted,
+        "figure": prediction.figure or None,
+        "measured": prediction.measured,
+        "predicted": prediction.predicted,
+        "error": prediction.error,
+        "physics_only": prediction.physics,
+        "physics_error": prediction.physics_error,
+        "step_s": prediction.step_s,
+        "memory_measured_bytes": prediction.memory_measured,
+        "memory_predicted_bytes": prediction.memory_predicted,
+        "memory_error": prediction.memory_error,
+        "ran_out": prediction.ran_out,
+        "called_out": prediction.called_out,
+        "assumed": list(prediction.assumed),
+        "reason": prediction.reason or None,
     }
 
 
 # --- inference
 
 
-def judge_inference(found: Sequence[InferencePrediction], plain: Sequence[InferencePrediction]) -> Judged:
-    """Predictions of inference rows with their summary; `plain` are those of physics alone."""
-    known = [one for one in found if one.error is not None]
-    summary = summarise([one.error for one in known if one.error is not None])
+def judge_inference(predictions: Sequence[InferencePrediction], plain: Sequence[InferencePrediction]) -> Judged:
+    """Predictions of inference rows with their summary; `plain` are those of the physics alone."""
+    known = [prediction for prediction in predictions if prediction.error is not None]
+    summary = summarise([prediction.error for prediction in known if prediction.error is not None])
     summary |= {
-        "complete": len(found),
-        "predicted": len(known) / len(found) if found else None,
-        "by_framework": _inference_groups(found, plain, "engine"),
-        "by_kind": _inference_groups(found, plain, "kind"),
-        "held_out": summarise([one.error for one in known if one.error is not None and not one.fitted]),
-        "held_out_by_kind": by_group(
-            (f"{one.engine}, {one.kind}", one.error) for one in known if one.error is not None and not one.fitted
+        "complete": len(predictions),
+        "predicted": len(known) / len(predictions) if predictions else None,
+        "by_framework": _inference_groups(predictions, plain, "engine"),
+        "by_kind": _inference_groups(predictions, plain, "kind"),
+        "held_out": summarise(
+            [prediction.error for prediction in known if prediction.error is not None and not prediction.fitted]
         ),
-        "physics_only": summarise([one.error for one in plain if one.error is not None]),
+        "held_out_by_kind": by_group(
+            (f"{prediction.engine}, {prediction.kind}", prediction.error)
+            for prediction in known
+            if prediction.error is not None and not prediction.fitted
+        ),
+        "physics_only": summarise([prediction.error for prediction in plain if prediction.error is not None]),
         "memory": {},
-        "not_predicted": _reasons((one.engine, one.reason) for one in found if one.reason),
+        "not_predicted": _reasons(
+            (prediction.engine, prediction.reason) for prediction in predictions if prediction.reason
+        ),
     }
-    pairs = zip(found, plain, strict=True)
-    return Judged(kind="inference", rows=[_inference_row(one, other) for one, other in pairs], summary=summary)
+    pairs = zip(predictions, plain, strict=True)
+    return Judged(
+        kind="inference", rows=[_inference_row(prediction, other) for prediction, other in pairs], summary=summary
+    )
 
 
 def _inference_groups(
-    found: Sequence[InferencePrediction], plain: Sequence[InferencePrediction], name: str
+    predictions: Sequence[InferencePrediction], plain: Sequence[InferencePrediction], name: str
 ) -> dict[str, dict[str, Any]]:
-    """Errors by engine or kind, with the half not fitted and physics alone beside them."""
-    errors = by_group((getattr(one, name), one.error) for one in found if one.error is not None)
-    physics = by_group((getattr(one, name), one.error) for one in plain if one.error is not None)
-    held = by_group((getattr(one, name), one.error) for one in found if one.error is not None and not one.fitted)
+    """Errors by engine or kind, with the held-out half and the physics alone beside them."""
+    errors = by_group(
+        (getattr(prediction, name), prediction.error) for prediction in predictions if prediction.error is not None
+    )
+    physics = by_group(
+        (getattr(prediction, name), prediction.error) for prediction in plain if prediction.error is not None
+    )
+    held = by_group(
+        (getattr(prediction, name), prediction.error)
+        for prediction in predictions
+        if prediction.error is not None and not prediction.fitted
+    )
     return {
         group: part | {"physics_only": physics[group]["mape"], "held_out": held.get(group, {}).get("mape")}
         for group, part in errors.items()
     }
 
 
-def _inference_row(one: InferencePrediction, plain: InferencePrediction) -> dict[str, Any]:
+def _inference_row(prediction: InferencePrediction, plain: InferencePrediction) -> dict[str, Any]:
     return {
-        "config_id": one.config_id,
-        "framework": one.row.get("engine"),
-        "model": one.row.get("model"),
-        "gpu": one.row.get("gpu"),
-        "kind": one.kind,
-        "fitted": one.fitted,
-        "figure": one.gauge or None,
-        "measured": one.measured.get(one.gauge),
-        "predicted": one.predicted.get(one.gauge),
-        "error": one.error,
+        "config_id": prediction.config_id,
+        "framework": prediction.row.get("engine"),
+        "model": prediction.row.get("model"),
+        "gpu": prediction.row.get("gpu"),
+        "kind": prediction.kind,
+        "fitted": prediction.fitted,
+        "figure": prediction.gauge or None,
+        "measured": prediction.measured.get(prediction.gauge),
+        "predicted": prediction.predicted.get(prediction.gauge),
+        "error": prediction.error,
         "physics_error": plain.error,
-        "all_measured": dict(one.measured),
-        "all_predicted": dict(one.predicted),
-        "reason": one.reason or None,
+        "all_measured": dict(prediction.measured),
+        "all_predicted": dict(prediction.predicted),
+        "reason": prediction.reason or None,
     }
 
 
 def _reasons(pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Why rows were not predicted, the commonest first."""
+    """Why rows were not predicted, the most frequent first."""
     counts: dict[tuple[str, str], int] = {}
     for pair in pairs:
         counts[pair] = counts.get(pair, 0) + 1
@@ -264,7 +294,3 @@ def by_group(pairs: Iterable[tuple[str, float]]) -> dict[str, dict[str, Any]]:
     for name, error in pairs:
         groups.setdefault(name, []).append(error)
     return {name: summarise(errors) for name, errors in sorted(groups.items(), key=lambda item: -len(item[1]))}
-
-
-def merged(summary: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    return {**summary, **more}

@@ -1,4 +1,4 @@
-"""A row of measured training runs as a case and a layout; what it leaves out is filled by stated rules.
+"""A row of measured training runs as a case and a layout; stated rules fill in what it leaves out.
 
 Rules: no micro_batch means 1; no interleave 1; no recompute is selective for experts, else the least with which a run
 that reports a speed fits its device, else none; an unknown ZeRO stage 1; all releases of a framework are one framework.
@@ -15,7 +15,7 @@ from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import Software
 from armillary.planning.device_model.layout_arrays import RECOMPUTES, Layouts, as_arrays
 from armillary.planning.published.row_cluster import cluster_of
-from armillary.planning.published.row_model import Row, model_of, number, second_token_layers, whole
+from armillary.planning.published.row_model import Row, integer, model_of, number, second_token_layers
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.train_case import NF4, Lora, TrainCase, lora_weights
 from armillary.spec.arithmetic.params import parameters
@@ -49,9 +49,9 @@ _ZERO = (
 
 
 CORES = (1, 2, 4, 8)
-"""devices as software sees them in one chip as tables count them (Neuron, TPU)"""
+"""devices per chip as tables count them (Neuron, TPU)"""
 HSDP_GROUP = 8
-"""ranks that share one copy where a row says HSDP and no more: a node"""
+"""ranks per shard group where a row says only HSDP: a node"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,11 @@ class TrainingRow:
     case: TrainCase
     """model, cluster, batch"""
     layouts: Layouts
-    """the layout, an array of one"""
+    """the layout, an array of length one"""
     chips: int
     """devices by the row's count"""
     assumed: tuple[str, ...]
-    """what was filled in by rule"""
+    """assumptions"""
 
 
 def training_row(row: Row, software: Software) -> TrainingRow:
@@ -95,45 +95,45 @@ def training_row(row: Row, software: Software) -> TrainingRow:
         lora=lora_of(row, model),
         pure="true" in (row.get("precision") or "").lower(),
     )
-    found = as_arrays([layout], precision)
+    layouts = as_arrays([layout], precision)
     if not (row.get("recompute") or "").strip() and not model.num_moe_layers and measurement(row):
-        found, said = _least_recompute(case, found)
-        assumed = (*assumed, said)
+        layouts, assumption = _least_recompute(case, layouts)
+        assumed = (*assumed, assumption)
     return TrainingRow(
-        row=row, case=case, layouts=found, chips=int(number(row, "n_gpus") or layout.num_devices), assumed=assumed
+        row=row, case=case, layouts=layouts, chips=int(number(row, "n_gpus") or layout.num_devices), assumed=assumed
     )
 
 
 def _least_recompute(case: TrainCase, layouts: Layouts) -> tuple[Layouts, str]:
-    """The least recomputation with which the row fits its device; none where nothing helps."""
-    room = case.cluster.chip.memory_bytes or float("inf")
+    """The least recompute with which the row fits its device; none where nothing helps."""
+    limit = case.cluster.chip.memory_bytes or float("inf")
     for code, name in enumerate(RECOMPUTES):
         tried = replace(layouts, recompute=layouts.recompute * 0 + code)
-        if memory(case, tried).total[0] <= room:
+        if memory(case, tried).total[0] <= limit:
             return tried, f"recompute taken as {name} (the least that fits)"
     return layouts, "recompute taken as none"
 
 
 def lora_of(row: Row, model: ModelConfig) -> Lora | None:
-    """Adapters of a fine-tuning row: as many weights as its note says, else rank 8 on queries and values; a base in nf4
-    where precision or model name says so."""
+    """Adapters of a fine-tuning row: as many parameters as its note states, else rank 8 on queries and values; an
+    nf4 base where precision or model name says so."""
     text = f"{row.get('model')} {row.get('precision')}".lower()
     if (row.get("kind") or "") != "lora" and "lora" not in text:
         return None
-    said = re.search(r"trainable params ([\d,]+)", row.get("note") or "")
-    count = int(said.group(1).replace(",", "")) if said else lora_weights(model, 8)
+    stated = re.search(r"trainable params ([\d,]+)", row.get("note") or "")
+    count = int(stated.group(1).replace(",", "")) if stated else lora_weights(model, 8)
     return Lora(parameters=count, base_bytes=NF4_DOUBLE if "nf4-dq" in text else NF4 if "nf4" in text else 2.0)
 
 
 NF4_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""bytes of a weight in nf4 where the scales are quantised again, to a byte each"""
+"""bytes per nf4 weight with quantised scales of one byte"""
 
 
 def _settings(row: Row, software: Software) -> Software:
-    """What the row itself says of its software: whose attention kernel, whose ZeRO-3, compiled or not, async tp."""
+    """What the row states about its software: attention kernel, ZeRO-3 implementation, compiled or not, async tp."""
     attention, zero = (row.get("attention") or "").lower(), (row.get("zero_or_fsdp") or "").lower()
-    said = " ".join(row.get(name) or "" for name in ("model", "precision", "note", "source")).lower()
-    drops = "tokendrop" in (row.get("model") or "").lower()  # fixed capacity: no shape waits for the host
+    text = " ".join(row.get(name) or "" for name in ("model", "precision", "note", "source")).lower()
+    drops = "tokendrop" in (row.get("model") or "").lower()  # fixed capacity: no shape synchronises with the host
     own = not attention or _OWN_ATTENTION.search(attention) is not None
     core = software.name == "Megatron-LM" and "standard" not in attention  # since Megatron-Core both are overlapped
     return replace(
@@ -141,8 +141,8 @@ def _settings(row: Row, software: Software) -> Software:
         attention_kernel="attention" if own else "flash_2",
         flat_gathers=zero.startswith("zero-3"),
         flex_dispatch=software.flex_dispatch or drops,
-        fused_layers=software.fused_layers or _COMPILED.search(said) is not None,
-        tp_overlap=software.tp_overlap or core or _ASYNC_TP.search(said) is not None,
+        fused_layers=software.fused_layers or _COMPILED.search(text) is not None,
+        tp_overlap=software.tp_overlap or core or _ASYNC_TP.search(text) is not None,
         dp_overlap=software.dp_overlap or core,
     )
 
@@ -153,16 +153,14 @@ _ASYNC_TP = re.compile(r"async[ -]?tp")
 
 
 def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]:
-    sizes: dict[str, Any] = {name: whole(row, name) or 1 for name in ("tp", "pp", "cp", "ep")}
+    sizes: dict[str, Any] = {name: integer(row, name) or 1 for name in ("tp", "pp", "cp", "ep")}
     dp, assumed = _replicas(row, sizes["tp"] * sizes["pp"] * sizes["cp"])
     if sizes["tp"] > model.heads or sizes["pp"] > model.num_layers + 2:
-        raise BadInput(
-            f"tp={sizes['tp']} × pp={sizes['pp']} cut finer than {model.heads} heads and {model.num_layers} layers"
-        )
+        raise BadInput(f"tp={sizes['tp']} × pp={sizes['pp']} exceed {model.heads} heads or {model.num_layers} layers")
     assumed += [f"{name} taken as {value}" for name, value in (("micro_batch", 1), ("vpp", 1)) if not number(row, name)]
-    recompute, said = _recompute(row, model)
+    recompute, note = _recompute(row, model)
     inside = "hsdp" in (row.get("zero_or_fsdp") or "").lower() and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
-    interleave = (whole(row, "vpp") or 1) if sizes["pp"] > 1 else 1
+    interleave = (integer(row, "vpp") or 1) if sizes["pp"] > 1 else 1
     layout = Layout(
         **sizes,
         dp=dp,
@@ -170,17 +168,17 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
         shard=HSDP_GROUP if inside else None,
         interleave=interleave,
         schedule="interleaved" if interleave > 1 else "1f1b",
-        micro_batch=whole(row, "micro_batch") or 1,
+        micro_batch=integer(row, "micro_batch") or 1,
         recompute=recompute,
         sequence_parallel="tensor parallel only" not in (row.get("note") or ""),
     )
-    return layout, _precision(row.get("precision") or "bf16"), (*assumed, *said)
+    return layout, _precision(row.get("precision") or "bf16"), (*assumed, *note)
 
 
 def _replicas(row: Row, inner: int) -> tuple[int, list[str]]:
-    """(dp, what was assumed): as stated, unless it contradicts the number of devices, which then is believed; a device
-    may count as several where a chip has several cores."""
-    stated, devices = whole(row, "dp"), whole(row, "n_gpus")
+    """(dp, assumptions): as stated, unless it contradicts the number of devices, which then has priority; a device may
+    count as several where a chip has several cores."""
+    stated, devices = integer(row, "dp"), integer(row, "n_gpus")
     if stated and (not devices or stated * inner in [cores * devices for cores in CORES]):
         return stated, []
     if not devices:
@@ -203,10 +201,10 @@ def _recompute(row: Row, model: ModelConfig) -> tuple[Recompute, tuple[str, ...]
 
 def _precision(text: str) -> str:
     lower = text.lower()
-    found = next((name for part, name in _PRECISIONS if part in lower), None)
-    if found is None:
+    precision = next((name for part, name in _PRECISIONS if part in lower), None)
+    if precision is None:
         raise BadInput(f"precision '{text}' is not known")
-    return found
+    return precision
 
 
 def _zero(text: str) -> int:
@@ -214,12 +212,12 @@ def _zero(text: str) -> int:
     return next((stage for part, stage in _ZERO if part in lower), 0)
 
 
-# --- what was measured
+# --- measurements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The figure a row is held against."""
+    """The published figure of a row."""
 
     name: str
     """tokens_per_s_per_gpu, step_s, tflops_per_gpu or mfu_pct"""
@@ -228,7 +226,7 @@ class Measurement:
 
 
 def measurement(row: Row) -> Measurement | None:
-    """Tokens/s where given, else seconds a step, else TFLOP/s or MFU by the convention stated."""
+    """Tokens/s, else seconds per step, else TFLOP/s or MFU by the stated convention."""
     for name, column in _MEASURED.items():
         value = number(row, column)
         if value:
@@ -244,26 +242,26 @@ _MEASURED: Mapping[str, str] = {
 }
 
 
-def predicted(found: TrainingRow, name: str, step_s: float) -> float:
-    """The same figure from a predicted step."""
-    per_chip = found.case.batch_tokens / found.chips
+def predicted(row: TrainingRow, name: str, step_s: float) -> float:
+    """The figure of a predicted step."""
+    per_chip = row.case.batch_tokens / row.chips
     if name == "step_s":
         return step_s
     if name == "tokens_per_s_per_gpu":
         return per_chip / step_s
-    rate = published_flops_per_token(found) * per_chip / step_s
-    if name == "mfu_pct":  # published against the 16-bit peak, whatever the products ran in
-        return 100 * rate / found.case.curves.peaks["bf16"]
+    rate = published_flops_per_token(row) * per_chip / step_s
+    if name == "mfu_pct":  # published against the 16-bit peak, whatever the dtype of the GEMMs
+        return 100 * rate / row.case.curves.peaks["bf16"]
     return rate / 1e12
 
 
-def published_flops_per_token(found: TrainingRow) -> float:
-    """FLOPs a token as the row's source counts them: 6·N with full or causal attention, or the hardware's with
-    recomputation (8 a layer's weight, 16·layers·hidden·sequence: Narayanan et al., arXiv 2104.04473, section 5.1)."""
-    model, sequence = found.case.model, found.case.sequence
+def published_flops_per_token(row: TrainingRow) -> float:
+    """FLOPs per token as the row's source counts them: 6·N with full or causal attention, or the hardware's with
+    recompute (8 per weight of a layer, 16·layers·hidden·sequence: Narayanan et al., arXiv 2104.04473, section 5.1)."""
+    model, sequence = row.case.model, row.case.sequence
     count = parameters(model).multiplied
     width = model.num_layers * model.heads * model.head_dim * sequence
-    convention = (found.row.get("flop_convention") or "").lower()
+    convention = (row.row.get("flop_convention") or "").lower()
     if "hardware" in convention:
         head = model.vocab * model.hidden
         return 8 * (count - head) + 6 * head + 16 * width

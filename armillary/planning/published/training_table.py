@@ -1,7 +1,7 @@
-"""Predictions for a table of published training runs, beside what was measured, with the error.
+"""Predictions for a table of published training runs, with their errors.
 
-A row's error is predicted / measured − 1 of the figure it publishes: tokens/s, else seconds a step, else TFLOP/s by the
-convention it states; memory is held against what the allocator counted, and a row that ran out against the device.
+The error of a row is predicted / measured − 1 of its published figure: tokens/s, else seconds per step, else TFLOP/s by
+the convention it states. Memory is compared with what the allocator counted, and an OOM row with the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.step_time import step_time
 
 REQUIRED = frozenset({"model", "gpu", "seq_len", "micro_batch", "tp", "pp"})
-"""columns by which a table is known to be one of training"""
+"""columns that identify a training table"""
 GB = 1e9
 
 
@@ -34,29 +34,29 @@ class TrainingPrediction:
     kind: str
     """dense, moe, lora, hybrid"""
     complete: bool
-    """whether the row says all that a prediction needs"""
+    """whether the row has all that a prediction needs"""
     fitted: bool
-    """whether a framework's numbers were fitted on rows like it (even config_id)"""
+    """whether the framework's factors were fitted on rows like it (even config_id)"""
     figure: str = ""
-    """what the error is taken of"""
+    """name of the published figure"""
     measured: float | None = None
     """as published"""
     predicted: float | None = None
-    """the same figure"""
+    """predicted value of the figure"""
     physics: float | None = None
-    """the same figure without any fitted number"""
+    """value of the figure without fitted factors"""
     step_s: float | None = None
-    """predicted seconds a step"""
+    """predicted seconds per step"""
     memory_measured: float | None = None
     """bytes"""
     memory_predicted: float | None = None
-    """bytes the allocator would count"""
+    """bytes that the allocator would count"""
     ran_out: bool = False
-    """the row says it ran out of memory"""
+    """the row reports an out-of-memory error"""
     called_out: bool | None = None
     """the prediction exceeds the device"""
     assumed: tuple[str, ...] = ()
-    """what was filled in by rule"""
+    """assumptions"""
     reason: str = ""
     """why there is no prediction"""
 
@@ -73,8 +73,8 @@ class TrainingPrediction:
         return _ratio(self.memory_predicted, self.memory_measured)
 
 
-def _ratio(found: float | None, measured: float | None) -> float | None:
-    return found / measured - 1 if found is not None and measured else None
+def _ratio(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured else None
 
 
 def is_training_table(columns: Iterable[str]) -> bool:
@@ -87,9 +87,9 @@ def predict_rows(rows: Iterable[Row], *, physics_only: bool = False) -> list[Tra
 
 
 def predict_row(row: Row, *, physics_only: bool = False) -> TrainingPrediction:
-    """One row; `physics_only` leaves every fitted number out."""
+    """One row; `physics_only` leaves out every fitted factor."""
     framework = (row.get("framework") or "unknown").split(" ")[0]
-    said = TrainingPrediction(
+    result = TrainingPrediction(
         row=row,
         framework=framework,
         kind=row.get("kind") or "dense",
@@ -98,43 +98,42 @@ def predict_row(row: Row, *, physics_only: bool = False) -> TrainingPrediction:
         ran_out="oom" in (row.get("note") or "").lower(),
     )
     try:
-        return _priced(said, ready(row, fitted=not physics_only))
+        return _priced(result, ready(row, fitted=not physics_only))
     except ArmillaryError as error:
-        return replace(said, reason=str(error))
+        return replace(result, reason=str(error))
 
 
 def ready(row: Row, *, fitted: bool = True) -> TrainingRow:
-    """The row as a case, under its framework's software."""
+    """The row as a case, with its framework's software."""
     chip = chip_of(row.get("gpu") or "").name
     return training_row(row, software(row.get("framework") or "", chip=chip, fitted=fitted))
 
 
-def _priced(said: TrainingPrediction, found: TrainingRow) -> TrainingPrediction:
-    figure = measurement(found.row)
-    held = number(found.row, "measured_mem_gb")
-    if figure is None and held is None and not said.ran_out:
-        return replace(said, reason="nothing was measured")
-    bytes_ = memory(found.case, found.layouts)
-    room = found.case.cluster.chip.memory_bytes or float("inf")
-    said = replace(
-        said,
-        memory_measured=held * GB if held else None,
-        memory_predicted=float(bytes_.allocated[0]),
-        called_out=bool(bytes_.total[0] > room),
-        assumed=found.assumed,
+def _priced(result: TrainingPrediction, row: TrainingRow) -> TrainingPrediction:
+    figure = measurement(row.row)
+    gigabytes = number(row.row, "measured_mem_gb")
+    if figure is None and gigabytes is None and not result.ran_out:
+        return replace(result, reason="nothing was measured")
+    usage = memory(row.case, row.layouts)
+    limit = row.case.cluster.chip.memory_bytes or float("inf")
+    result = replace(
+        result,
+        memory_measured=gigabytes * GB if gigabytes else None,
+        memory_predicted=float(usage.allocated[0]),
+        called_out=bool(usage.total[0] > limit),
+        assumed=row.assumed,
     )
     if figure is None:
-        return said
-    seconds = float(step_time(found.case, found.layouts).total[0])
-    plain = replace(found.case, software=found.case.software.with_numbers({}))
-    same = not found.case.software.fitted
-    physics = seconds if same else float(step_time(plain, found.layouts).total[0])
+        return result
+    seconds = float(step_time(row.case, row.layouts).total[0])
+    unfitted = replace(row.case, software=row.case.software.with_numbers({}))
+    physics = float(step_time(unfitted, row.layouts).total[0]) if row.case.software.fitted else seconds
     return replace(
-        said,
+        result,
         figure=figure.name,
         measured=figure.value,
-        predicted=predicted(found, figure.name, seconds),
-        physics=predicted(found, figure.name, physics),
+        predicted=predicted(row, figure.name, seconds),
+        physics=predicted(row, figure.name, physics),
         step_s=seconds,
     )
 

@@ -1,6 +1,6 @@
-"""What a replica can bear, and how many of them a traffic needs to meet its objectives.
+"""Capacity: the highest request rate of a replica, and the number of replicas that meet the objectives.
 
-The highest rate is found by bisection on `load`: every time it gives grows with the rate. Devices follow from
+Bisection finds the highest rate: every latency grows with the rate. Devices follow from
 replicas = ⌈rate / highest rate⌉, money from devices · price / tokens.
 """
 
@@ -10,31 +10,31 @@ from dataclasses import dataclass, replace
 from math import ceil, isfinite
 
 from armillary.errors import BadInput
-from armillary.planning.serving.queueing import Load, Server, load
+from armillary.planning.serving.queueing import OperatingPoint, Server, operating_point
 from armillary.planning.serving.serving_memory import ServingMemory, concurrency, kv_capacity_tokens, serving_memory
 from armillary.spec.tables.serve import Objective
 from armillary.units import seconds_text
 
 _HEADROOM = 1 - 1e-4
-"""of the highest rate found: bisection ends just below it"""
+"""bisection ends this close below the highest rate"""
 _BISECTIONS = 40
 LIMITS = {"ttft_p99_s": "ttft_p99_s", "itl_p99_s": "itl_p99_s", "tpot_p99_s": "tpot_p99_s", "e2e_p99_s": "e2e_p99_s"}
-"""field of Objective -> field of Load"""
+"""field of Objective -> field of OperatingPoint"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Replicas for a traffic, and what each request then sees."""
+    """Replicas for some traffic, and the latencies of its requests."""
 
     server: Server
     """one replica and its requests"""
     memory: ServingMemory
-    """of each device"""
-    highest: Load
+    """memory per device"""
+    highest: OperatingPoint
     """a replica at the highest rate that meets every objective"""
     replicas: int
-    """copies needed for the traffic"""
-    actual: Load
+    """replicas needed for the traffic"""
+    actual: OperatingPoint
     """a replica at its share of the traffic"""
 
     @property
@@ -42,7 +42,7 @@ class Capacity:
         return self.replicas * self.server.replica.split.num_devices
 
     def predicted(self) -> dict[str, float]:
-        """Gauge -> value, of the whole deployment; times are of one request."""
+        """Gauge -> value of the deployment; latencies are per request."""
         traffic, now, memory = self.server.traffic, self.actual, self.memory
         rate = traffic.requests_per_s
         lengths = traffic.tokens_in + traffic.tokens_out
@@ -68,9 +68,9 @@ class Capacity:
             "replicas": float(self.replicas),
             "devices": float(self.devices),
             "memory_weights_bytes": memory.weights_bytes,
-            "memory_kv_bytes": memory.room_bytes,
+            "memory_kv_bytes": memory.kv_bytes,
             "memory_other_bytes": memory.working_bytes,
-            "memory_peak_bytes": memory.weights_bytes + memory.room_bytes + memory.working_bytes,
+            "memory_peak_bytes": memory.weights_bytes + memory.kv_bytes + memory.working_bytes,
         }
 
 
@@ -81,48 +81,48 @@ def capacity(server: Server, objective: Objective | None = None) -> Capacity:
     highest = sustainable(server, objective)
     rate = server.traffic.requests_per_s
     replicas = max(1, ceil(rate / highest.requests_per_s))
-    actual = load(server, rate / replicas)
-    assert actual is not None, "a rate below the highest is borne"
+    actual = operating_point(server, rate / replicas)
+    assert actual is not None, "a rate below the highest is sustainable"
     return Capacity(server=server, memory=memory, highest=highest, replicas=replicas, actual=actual)
 
 
-def sustainable(server: Server, objective: Objective) -> Load:
+def sustainable(server: Server, objective: Objective) -> OperatingPoint:
     """The replica at the highest rate that meets `objective`, with nothing lost."""
-    _refuse_hopeless(server, objective)
+    _refuse_impossible(server, objective)
     low, high = 0.0, _above(server)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _meets(load(server, middle), objective) else (low, middle)
+        low, high = (middle, high) if _meets(operating_point(server, middle), objective) else (low, middle)
         if high - low <= (1 - _HEADROOM) * high:
             break
-    found = load(server, low)
-    if found is None or low == 0:
+    highest = operating_point(server, low)
+    if highest is None or low == 0:
         raise BadInput(
-            f"{server.replica.config.name} with {server.replica.split.text()} bears no steady traffic of "
+            f"{server.replica.config.name} with {server.replica.split.text()} sustains no traffic of "
             "these lengths; raise layout.tp or relax the objectives"
         )
-    return found
+    return highest
 
 
 def _above(server: Server) -> float:
-    """A rate no replica bears: all of its time in prompts, or its largest batch at the quickest step."""
+    """A rate no replica sustains: all of its time in prompts, or its largest batch at the fastest step."""
     steps = max(1, server.traffic.tokens_out - 1) * server.decode_s(1.0)
     by_decode = 2 * server.most_running / steps if server.decodes and steps > 0 else float("inf")
     by_prefill = 1 / server.prefill_s if server.prefill_s else float("inf")
-    found = min(by_decode, by_prefill)
-    assert isfinite(found), "a server that neither prefills nor decodes"
-    return found
+    rate = min(by_decode, by_prefill)
+    assert isfinite(rate), "a server that neither prefills nor decodes"
+    return rate
 
 
-def _meets(found: Load | None, objective: Objective) -> bool:
-    return found is not None and all(
-        getattr(objective, name) is None or getattr(found, gauge) <= getattr(objective, name)
+def _meets(point: OperatingPoint | None, objective: Objective) -> bool:
+    return point is not None and all(
+        getattr(objective, name) is None or getattr(point, gauge) <= getattr(objective, name)
         for name, gauge in LIMITS.items()
     )
 
 
-def _refuse_hopeless(server: Server, objective: Objective) -> None:
-    """One sentence where a single request on an idle replica misses an objective already."""
+def _refuse_impossible(server: Server, objective: Objective) -> None:
+    """BadInput where a single request on an idle replica misses an objective."""
     name = server.replica.config.name
     if server.most_running < 1:
         tokens = server.traffic.tokens_in + server.traffic.tokens_out
@@ -130,8 +130,8 @@ def _refuse_hopeless(server: Server, objective: Objective) -> None:
             f"the KV cache of {name} with {server.replica.split.text()} holds no request of {tokens:,} "
             "tokens; raise layout.tp or shorten traffic.tokens_in"
         )
-    idle = load(server, 1e-9)
-    assert idle is not None, "an idle replica bears a request"
+    idle = operating_point(server, 1e-9)
+    assert idle is not None, "an idle replica sustains a request"
     for limit, gauge in LIMITS.items():
         wanted, least = getattr(objective, limit), getattr(idle, gauge)
         if wanted is not None and least > wanted:
@@ -143,5 +143,5 @@ def _refuse_hopeless(server: Server, objective: Objective) -> None:
 
 
 def at_rate(server: Server, requests_per_s: float) -> Server:
-    """The same server asked for another total rate."""
+    """The same server at another total rate."""
     return replace(server, traffic=replace(server.traffic, requests_per_s=requests_per_s))

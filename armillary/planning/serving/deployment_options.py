@@ -1,7 +1,7 @@
-"""Ways to serve a model on a kind of device: tp degree, precision and quantisation, together or in split pools.
+"""Deployment options: tp degree, dtypes, and disaggregation for serving a model on a kind of device.
 
-Every cut that divides heads and MLPs and every format the chip can hold is priced for the traffic; the cheapest that
-meets the objectives wins, and each of the others says what it lacks.
+Every tp that divides heads and MLPs and every dtype that the chip supports is priced for the traffic; the cheapest that
+meets the objectives wins, and each of the others has a reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from armillary.planning.device_model.layout_arrays import resolved_precision
 from armillary.planning.serving.capacity import Capacity, capacity
 from armillary.planning.serving.disaggregation import Pools, split_pools
 from armillary.planning.serving.engines import Rates, physics
-from armillary.planning.serving.forward_ops import Formats, Split, check_split
+from armillary.planning.serving.forward_ops import ServingDtypes, Split, check_split
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_memory import refuse_too_big, serving_memory
@@ -35,49 +35,49 @@ if TYPE_CHECKING:
 
 
 SMALLEST_BUDGET = 128
-"""tokens of a step below which prompts are no longer cut up"""
+"""smallest step budget that is tried"""
 WEIGHTS = ("bf16", "fp8", "int8", "int4", "fp4")
-"""formats that are tried; below 8 bits answers get worse, which no planner sees"""
+"""dtypes of weights that are tried; below 8 bits outputs get worse, which the planner does not model"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be served, where, and what it must meet."""
+    """What is served, on what, and which objectives it must meet."""
 
     config: ModelConfig
     """the model"""
     cluster: Cluster
-    """the devices there are"""
+    """the available devices"""
     serve: Serve
-    """how engines are set up"""
+    """settings of the engine"""
     traffic: Traffic
-    """what arrives"""
+    """arriving requests"""
     objective: Objective
-    """what must be met"""
+    """latencies that must be met"""
     cost: Cost
-    """what devices cost"""
+    """prices of devices"""
     rates: Rates | None = None
-    """how the engine uses the chip; none: the physics"""
+    """how the engine uses the chip; None: the physics"""
     measured: Peaks | None = None
-    """ceilings of this very device"""
+    """measured ceilings of this device"""
     threads: Threads | None = None
-    """of the engine, where this machine's CPU serves"""
+    """compute threads of the engine, where this machine's CPU serves"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One way to serve, priced; or the reason why it will not do."""
+class DeploymentOption:
+    """One way to serve, priced; or the reason why it is refused."""
 
     split: Split
-    """cut of a replica"""
-    formats: Formats
-    """number formats"""
+    """parallelism of a replica"""
+    dtypes: ServingDtypes
+    """dtypes"""
     capacity: Capacity | None = None
-    """replicas and times; none: refused"""
+    """replicas and latencies; None: refused"""
     cost: ServingCost | None = None
-    """dollars; none: no price is known"""
+    """dollars; None: no price is known"""
     reason: str = ""
-    """why it will not do"""
+    """why it is refused"""
 
     @property
     def devices(self) -> int:
@@ -85,94 +85,94 @@ class Choice:
 
     def predicted(self) -> dict[str, float]:
         """Gauge -> value."""
-        found = self.capacity.predicted() if self.capacity else {}
-        return found | (self.cost.predicted() if self.cost else {})
+        gauges = self.capacity.predicted() if self.capacity else {}
+        return gauges | (self.cost.predicted() if self.cost else {})
 
 
-def choice(request: Request, split: Split, formats: Formats) -> Choice:
-    """One way to serve; ArmillaryError where it cannot be."""
+def deployment_option(request: Request, split: Split, dtypes: ServingDtypes) -> DeploymentOption:
+    """One way to serve; ArmillaryError where it is impossible."""
     check_split(request.config, split)
-    server = _server(request, split, formats)
+    server = _server(request, split, dtypes)
     refuse_too_big(server.replica, serving_memory(server.replica, request.serve))
-    found = _best_budget(server, request.objective)
-    return Choice(split=split, formats=formats, capacity=found, cost=price(request, found))
+    best = _best_budget(server, request.objective)
+    return DeploymentOption(split=split, dtypes=dtypes, capacity=best, cost=price(request, best))
 
 
 def _best_budget(server: Server, objective: Objective) -> Capacity:
-    """Where gaps are limited, smaller chunks of prompt lengthen them less: the step budget, halved as long as that
-    raises the rate a replica bears."""
-    found = capacity(server, objective)
+    """Where the inter-token latency is limited, smaller prompt chunks help: the step budget is halved as long as that
+    raises the sustainable rate."""
+    best = capacity(server, objective)
     budget = server.serve.max_tokens_per_step // 2
-    while budget >= SMALLEST_BUDGET and _gaps_limit(found, objective):
+    while budget >= SMALLEST_BUDGET and _itl_limits(best, objective):
         smaller = capacity(replace(server, serve=replace(server.serve, max_tokens_per_step=budget)), objective)
-        if smaller.highest.requests_per_s > found.highest.requests_per_s:
-            found = smaller
+        if smaller.highest.requests_per_s > best.highest.requests_per_s:
+            best = smaller
         budget //= 2
-    return found
+    return best
 
 
-def _gaps_limit(found: Capacity, objective: Objective) -> bool:
-    """Whether gaps between tokens hold the rate down, as they are or as they would be in a step full of prompts."""
-    server, wanted = found.server, objective.itl_p99_s
+def _itl_limits(option: Capacity, objective: Objective) -> bool:
+    """Whether the inter-token latency limits the rate, as it is or as it would be in a step full of prompts."""
+    server, wanted = option.server, objective.itl_p99_s
     if wanted is None:
         return False
     full_s = server.prefill_s * server.serve.max_tokens_per_step / server.prompt
-    return max(found.highest.itl_p99_s, server.decode_s(found.highest.running) + full_s) > 0.9 * wanted
+    return max(option.highest.itl_p99_s, server.decode_s(option.highest.running) + full_s) > 0.9 * wanted
 
 
-def from_layout(request: Request, layout: Layout) -> Choice:
-    """The way a recipe's layout says: tp, pp, ep and precision (serve.dtype goes before it); dp is what the traffic
-    needs, not what is given."""
-    return choice(request, *_says(request, layout))
+def from_layout(request: Request, layout: Layout) -> DeploymentOption:
+    """The option of a recipe's layout: tp, pp, ep and precision (serve.dtype has priority); dp follows from the
+    traffic."""
+    return deployment_option(request, *_split_and_dtypes(request, layout))
 
 
 def server_of(request: Request, layout: Layout) -> Server:
-    """The replica that a recipe's layout says, with its traffic, whether or not it bears that."""
-    return _server(request, *_says(request, layout))
+    """The replica of a recipe's layout with its traffic, whether or not it sustains that."""
+    return _server(request, *_split_and_dtypes(request, layout))
 
 
-def _says(request: Request, layout: Layout) -> tuple[Split, Formats]:
-    asked = request.serve.dtype
-    precision = resolved_precision(layout) if asked == "auto" else asked
-    formats = serving_formats(precision, request.cluster.chip, request.serve.kv_dtype)
-    return Split(tp=layout.tp, pp=layout.pp, ep=layout.ep), formats
+def _split_and_dtypes(request: Request, layout: Layout) -> tuple[Split, ServingDtypes]:
+    dtype = request.serve.dtype
+    precision = resolved_precision(layout) if dtype == "auto" else dtype
+    dtypes = serving_dtypes(precision, request.cluster.chip, request.serve.kv_dtype)
+    return Split(tp=layout.tp, pp=layout.pp, ep=layout.ep), dtypes
 
 
-def choices(request: Request, weights: Sequence[str] = WEIGHTS) -> list[Choice]:
-    """Every way that is tried, those that do first, cheapest first; the others with their reason."""
-    found = []
-    for split, formats in _candidates(request, weights):
+def deployment_options(request: Request, weights: Sequence[str] = WEIGHTS) -> list[DeploymentOption]:
+    """Every option: the possible ones first, cheapest first; the others with their reason."""
+    options = []
+    for split, dtypes in _candidates(request, weights):
         try:
-            found.append(choice(request, split, formats))
+            options.append(deployment_option(request, split, dtypes))
         except ArmillaryError as error:
-            found.append(Choice(split=split, formats=formats, reason=str(error)))
-    return sorted(found, key=_rank)
+            options.append(DeploymentOption(split=split, dtypes=dtypes, reason=str(error)))
+    return sorted(options, key=_rank)
 
 
-def best(request: Request, weights: Sequence[str] = WEIGHTS) -> Choice:
-    """The cheapest way that meets every objective; BadInput with the nearest miss where none does."""
-    ranked = choices(request, weights)
+def best(request: Request, weights: Sequence[str] = WEIGHTS) -> DeploymentOption:
+    """The cheapest option that meets every objective; BadInput with the nearest miss where none does."""
+    ranked = deployment_options(request, weights)
     if ranked[0].capacity is None:
         raise BadInput(ranked[0].reason)
     return ranked[0]
 
 
-def pools(request: Request, choice: Choice) -> Pools:
-    """The same cut and formats with prompts and tokens in pools of their own."""
-    server = _server(request, choice.split, choice.formats)
+def pools(request: Request, deployment_option: DeploymentOption) -> Pools:
+    """The same parallelism and dtypes with separate pools for prefill and decode."""
+    server = _server(request, deployment_option.split, deployment_option.dtypes)
     return split_pools(server, server, request.objective)
 
 
-def price(request: Request, found: Capacity) -> ServingCost | None:
-    """Dollars of a deployment; None where no price is known and none was given."""
+def price(request: Request, option: Capacity) -> ServingCost | None:
+    """Dollars of a deployment; None where no price is known."""
     try:
-        hour: Offer = device_hour(request.cost, request.cluster, found.devices)
+        hour: Offer = device_hour(request.cost, request.cluster, option.devices)
     except NoPrice:
         return None
-    traffic, actual = request.traffic, found.actual
-    busy = actual.prefill_fraction + actual.running / max(1, found.server.most_running) * (1 - actual.prefill_fraction)
+    traffic, actual = request.traffic, option.actual
+    busy = actual.prefill_fraction + actual.running / max(1, option.server.most_running) * (1 - actual.prefill_fraction)
     return serving_cost(
-        num_devices=found.devices,
+        num_devices=option.devices,
         usd_per_device_hour=hour.usd_per_useful_hour,
         tokens_in_per_s=traffic.requests_per_s * traffic.tokens_in,
         tokens_out_per_s=traffic.requests_per_s * traffic.tokens_out,
@@ -184,18 +184,18 @@ def price(request: Request, found: Capacity) -> ServingCost | None:
 # --- candidates
 
 
-def _candidates(request: Request, weights: Sequence[str]) -> Iterator[tuple[Split, Formats]]:
-    """Formats the chip has a use for, on every cut of one fast domain."""
+def _candidates(request: Request, weights: Sequence[str]) -> Iterator[tuple[Split, ServingDtypes]]:
+    """Dtypes that the chip supports, on every parallelism of one fast domain."""
     chip = request.cluster.chip
     for name in weights:
         if name in ("fp8", "fp4") and not chip.peak(name):
-            continue  # stored only: int8 and int4 are the same and run everywhere
+            continue  # the chip would only store them: int8 and int4 do the same and run everywhere
         for split in _splits(request):
-            yield split, serving_formats(name, chip, request.serve.kv_dtype)
+            yield split, serving_dtypes(name, chip, request.serve.kv_dtype)
 
 
 def _splits(request: Request) -> Iterator[Split]:
-    """tp over the devices that share the fast link, stages beyond that, and for experts attention data-parallel."""
+    """tp inside the fast domain, pipeline stages beyond it, and for experts ep with data-parallel attention."""
     config, limit = request.config, request.cluster.num_devices
     domain = min(limit, request.cluster.fast_domain)
     rules = Case(model=config, for_training=False)
@@ -209,31 +209,34 @@ def _splits(request: Request) -> Iterator[Split]:
         yield from (Split(ep=size) for size in ranks if size <= config.moe.num_experts)
 
 
-def _rank(one: Choice) -> tuple[bool, float, int]:
-    dollars = one.cost.million_tokens_usd if one.cost else float(one.devices)
-    return one.capacity is None, dollars, one.split.num_devices if one.capacity else -one.split.num_devices
+def _rank(option: DeploymentOption) -> tuple[bool, float, int]:
+    dollars, devices = (
+        option.cost.million_tokens_usd if option.cost else float(option.devices),
+        option.split.num_devices,
+    )
+    return option.capacity is None, dollars, devices if option.capacity else -devices
 
 
-def _server(request: Request, split: Split, formats: Formats) -> Server:
+def _server(request: Request, split: Split, dtypes: ServingDtypes) -> Server:
     replica = Replica(
         config=request.config,
-        cluster=_home_of(request.cluster, split.num_devices),
+        cluster=_replica_cluster(request.cluster, split.num_devices),
         split=split,
-        formats=formats,
+        dtypes=dtypes,
         rates=request.rates or physics(),
         measured=request.measured,
     )
     return Server(replica=replica, serve=request.serve, traffic=request.traffic)
 
 
-def _home_of(cluster: Cluster, devices: int) -> Cluster:
+def _replica_cluster(cluster: Cluster, devices: int) -> Cluster:
     """A cluster that holds one replica: the given one, or as many of its nodes as the replica needs."""
     if devices <= max(1, cluster.num_devices):
         return cluster
     node = cluster.node
     if node is None:
         raise BadInput(
-            f"{devices} devices a replica are more than the {cluster.num_devices} of {cluster.name}; "
+            f"{devices} devices per replica are more than the {cluster.num_devices} of {cluster.name}; "
             "name more with --on"
         )
     inner = node.num_chips * node.domain
@@ -257,16 +260,16 @@ STORED = {
     "int8": "int8",
     "int4": "int4",
 }
-"""what people write -> format of the weights"""
+"""name of a precision -> dtype of the stored weights"""
 
 
-def serving_formats(weights: str, chip: Chip, kv: str = "auto") -> Formats:
-    """Integers are weight-only; narrow floats are computed in where the chip can, else stored only. The cache is fp8
-    beside fp8 and fp4, unless said otherwise."""
+def serving_dtypes(weights: str, chip: Chip, kv: str = "auto") -> ServingDtypes:
+    """Integers are weight-only; fp8 and fp4 GEMMs run where the chip has them, else the weights are only stored so. The
+    KV cache is fp8 beside fp8 and fp4 weights, unless `kv` is set."""
     if weights not in STORED:
         raise unknown("precision", weights, STORED)
     stored = STORED[weights]
     narrow = stored in ("fp8", "fp4")
     compute = stored if stored in ("fp32", "fp16") or (narrow and chip.peak(stored)) else "bf16"
     cache = ("fp8" if narrow else compute) if kv == "auto" else STORED.get(kv, "bf16")
-    return Formats(weights=stored, compute=compute, kv=cache)
+    return ServingDtypes(weights=stored, compute=compute, kv=cache)

@@ -1,10 +1,10 @@
-"""Split pools: replicas that only compute prompts, and others that only generate, against replicas that do both.
+"""Disaggregated serving: separate pools for prefill and decode, against replicas that do both.
 
-Prompts then never lengthen a gap between tokens, and each pool has the cut that suits it; the price is the KV cache
-crossing the network once a request (DistServe, arXiv 2401.09670; Splitwise, arXiv 2311.18677):
+Prompts then never lengthen the inter-token latency, and each pool has its own layout; the price is one transfer of the
+KV cache per request (DistServe, arXiv 2401.09670; Splitwise, arXiv 2311.18677):
 
     TTFT = wait + prefill + transfer + one decode step
-    transfer = KV bytes of the prompt on a device / (its link's bandwidth · share)
+    transfer = KV bytes of the prompt per device / (bandwidth of its link · share)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from armillary.errors import BadInput
+from armillary.planning.device_model.network import UNKNOWN_BYTES_PER_S
 from armillary.planning.serving.capacity import Capacity, capacity
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
@@ -81,5 +82,5 @@ def transfer_s(replica: Replica, tokens: int) -> float:
     """Moving the KV cache of a prompt between replicas: every device sends its part over its link outwards."""
     tier = replica.cluster.tiers[-1] if replica.cluster.tiers else None
     speed = tier.bytes_per_s if tier is not None else None
-    rate = (speed or 5e9) * replica.rates.link
+    rate = (speed or UNKNOWN_BYTES_PER_S) * replica.rates.link
     return sequence_bytes(replica, tokens) / rate

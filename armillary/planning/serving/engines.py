@@ -1,6 +1,6 @@
-"""What inference engines do beside the physics: rates that all share, and at most three fitted numbers an engine.
+"""Inference engines: rates that all engines share, and at most three fitted parameters per engine.
 
-Rates of the chip itself are in efficiency.toml; these are of serving: skinny products, reading a KV cache, small
+Rates of the chip itself are in efficiency.toml; these are of serving: skinny GEMMs, reading a KV cache, small
 all-reduces. All are in engines.toml, the fitted ones with their source, their date and the command that fits them.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from armillary.errors import BadInput, unknown
 
 MOST_PARAMETERS = 3
-"""an engine may deviate from the physics in no more than this"""
+"""most parameters in which an engine may deviate from the physics"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,37 +26,37 @@ class Rates:
     overlap: float
     """exponent p of the soft roofline (computeᵖ + readsᵖ)^(1/p) for a single wave of thread blocks: 1 none, ∞ full"""
     overlap_waves: float
-    """added to it for every wave"""
+    """added to the exponent for every wave"""
     grouped: float
-    """rate of the experts' products over that of a plain product"""
+    """rate of grouped expert GEMMs over that of a plain GEMM"""
     kv: float
-    """rate at which a long KV cache is read, over that of weights"""
+    """rate of reading a long KV cache over that of reading weights"""
     kv_start_bytes: float
-    """bytes of a head's keys and values that could be read while the thread block for them starts"""
+    """bytes of a KV head that could be read while its thread block starts"""
     launch_s: float
-    """host time of a launch where steps are not captured in a graph (prefill)"""
+    """host time per launch where steps are not captured in a graph (prefill)"""
     allreduce_s: float
-    """time of the smallest all-reduce, wires apart"""
+    """time of the smallest all-reduce, without the wire"""
     link: float
-    """share of a link's bandwidth that an all-reduce in a decode or prefill step reaches"""
+    """share of a link's bandwidth that an all-reduce in an engine step reaches"""
     dequantise_8: float
-    """time to read 8-bit weights that are computed on in 16 bits, over the time of their bytes"""
+    """time to read 8-bit weights for 16-bit compute, over the time of their bytes"""
     dequantise_4: float
     """the same for 4-bit weights"""
     step_s: float
     """host time between two steps that nothing hides"""
     kv_reread: float = 0.0
-    """share of the KV cache read again for every further query head of a group; 0: the group shares one read"""
+    """share of the KV cache that is read again per further query head of a group; 0: the group shares one read"""
     experts_in_16_bits: float = 0.0
-    """1: the experts' products run in 16 bits whatever the weights' format"""
+    """1: expert GEMMs run in 16 bits whatever the dtype of the weights"""
     expert_rate: float = 1.0
-    """multiplies the rate of the experts' products"""
+    """factor on the rate of expert GEMMs"""
     compute_rate: float = 1.0
-    """multiplies the rate of matrix products"""
+    """factor on the rate of GEMMs"""
     memory_rate: float = 1.0
-    """multiplies the rate of reads"""
+    """factor on the rate of reads"""
     fixed_time: float = 1.0
-    """multiplies what kernels and all-reduces cost beside their work"""
+    """factor on the fixed overhead of kernels and all-reduces"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -65,7 +65,7 @@ class Rates:
                 raise BadInput(f"{field.name}={value} must be above 0; see planning/serving/engines.toml")
 
     def dequantise(self, weights: str, compute: str) -> float:
-        """Factor on the time to read weights stored narrower than they are computed on."""
+        """Factor on the time to read weights that are stored in fewer bits than they are computed in."""
         if weights == compute:
             return 1.0
         eight, four = self.dequantise_8, self.dequantise_4
@@ -77,17 +77,17 @@ class Engine:
     """An inference engine's declared deviations from the physics."""
 
     name: str
-    """what it is called"""
+    """name of the engine"""
     match: tuple[str, ...]
-    """how its name starts in tables, lower case"""
+    """prefixes of its name in tables, lower case"""
     parameters: Mapping[str, float]
     """field of Rates -> value, at most three"""
     source: str
-    """what they were fitted to"""
+    """data of the fit"""
     date: str
-    """when"""
+    """date of the fit"""
     command: str
-    """how to fit them again"""
+    """command that repeats the fit"""
 
     def __post_init__(self) -> None:
         if len(self.parameters) > MOST_PARAMETERS:
@@ -107,7 +107,7 @@ def _toml() -> dict[str, Any]:
 
 @cache
 def physics() -> Rates:
-    """The rates that hold for every engine: no fitted number of any engine in them."""
+    """The rates of every engine, without fitted parameters."""
     return Rates(**{key: row["value"] for key, row in _toml()["physics"].items()})
 
 
@@ -120,7 +120,7 @@ def engines() -> dict[str, Engine]:
 
 
 def engine_for(text: str) -> Engine | None:
-    """The engine a table means by `text` ('TensorRT-LLM 0.9'), or None: then the physics alone holds."""
+    """The engine that `text` names ('TensorRT-LLM 0.9'), or None: then the physics alone holds."""
     wanted = text.strip().lower()
     return next((engine for engine in engines().values() if wanted.startswith(engine.match)), None)
 

@@ -1,8 +1,8 @@
-"""One forward pass as one device of a replica sees it: operations after tensor, pipeline and expert parallelism.
+"""Operations of one forward pass on one device of a replica, after tensor, pipeline and expert parallelism.
 
-tp ranks cut heads and MLPs of the same tokens; ep ranks each take their own sequences and share out the experts
-(attention data-parallel); pp stages share out the layers. A step is a few groups of equal sequences, so that its cost
-does not depend on how many there are.
+tp ranks shard heads and MLPs of the same tokens; ep ranks have their own sequences and shard the experts (attention is
+data-parallel); pp stages shard the layers. A step is a few groups of equal sequences, so that its price does not
+depend on their number.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.tensor import tp_holds, tp_says
 from armillary.spec.model import LayerKind, ModelConfig
 
-EXPERT_PRODUCTS = ("moe.gate_up", "moe.down")
+EXPERT_GEMMS = ("moe.gate_up", "moe.down")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How one replica is spread over devices: tp · pp · ep of them."""
+    """Parallelism of one replica: tp · pp · ep devices."""
 
     tp: int = 1
-    """ranks that cut heads and MLPs"""
+    """ranks that shard heads and MLPs"""
     pp: int = 1
-    """stages that share out the layers"""
+    """stages that shard the layers"""
     ep: int = 1
-    """ranks with sequences of their own that share out the experts"""
+    """ranks with their own sequences that shard the experts"""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep"):
@@ -50,27 +50,27 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Formats:
-    """Number formats of a served model."""
+class ServingDtypes:
+    """Dtypes of a served model."""
 
     weights: str = "bf16"
-    """of the layers' matrices at rest; embedding and head are in the activations' dtype"""
+    """of the stored matrices of layers; embedding and head are in the activations' dtype"""
     compute: str = "bf16"
-    """of the inputs of matrix products"""
+    """of the inputs of GEMMs"""
     kv: str = "bf16"
     """of the KV cache"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """`count` sequences that each add `queries` tokens and then see `keys`."""
+    """`count` sequences that each add `queries` tokens and then attend to `keys`."""
 
     count: int
     """sequences"""
     queries: int
-    """new tokens of each"""
+    """new tokens per sequence"""
     keys: int
-    """tokens of each once these are in"""
+    """tokens per sequence, the new ones included"""
 
     @property
     def tokens(self) -> int:
@@ -78,11 +78,11 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Equal(Batch):
-    """`copies` of the same spans: the same operations as if every span were listed, at the cost of one."""
+class RepeatedBatch(Batch):
+    """`copies` of the same spans: the operations of all copies at the cost of listing one."""
 
     copies: int
-    """how often the spans occur"""
+    """number of copies"""
 
     @property
     def tokens(self) -> int:
@@ -103,14 +103,14 @@ def check_split(config: ModelConfig, split: Split) -> None:
     if split.ep > 1 and (config.moe is None or split.ep > config.moe.num_experts):
         experts = config.moe.num_experts if config.moe else 0
         raise BadLayout(
-            f"ep={split.ep} needs as many experts and {config.name} has {experts}; "
+            f"ep={split.ep} needs at least as many experts and {config.name} has {experts}; "
             f"try --set layout.ep={max(1, experts)}"
         )
 
 
 def sharded(config: ModelConfig, tp: int) -> ModelConfig:
-    """The model one of `tp` ranks computes: heads, MLPs and vocabulary cut (rounded up, as engines pad), KV heads
-    repeated where there are fewer than ranks (Megatron-LM, arXiv 1909.08053)."""
+    """The model of one of `tp` ranks: heads, MLPs and vocabulary sharded (rounded up, as engines pad), KV heads
+    replicated where there are fewer than ranks (Megatron-LM, arXiv 1909.08053)."""
     if tp == 1:
         return config
     heads, kv_heads = ceil(config.heads / tp), ceil(config.kv_heads / tp)
@@ -129,27 +129,27 @@ def sharded(config: ModelConfig, tp: int) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A model cut for one device, in given number formats."""
+    """A model sharded for one device, in given dtypes."""
 
     config: ModelConfig
-    """the whole model"""
+    """the full model"""
     split: Split
-    """how it is cut"""
-    formats: Formats
-    """number formats"""
+    """its parallelism"""
+    dtypes: ServingDtypes
+    """its dtypes"""
 
     @cached_property
-    def seen(self) -> dict[tuple[object, ...], tuple[tuple[Op, int], ...]]:
-        """Lists made before: making one takes longer than pricing it."""
+    def cache(self) -> dict[tuple[object, ...], tuple[tuple[Op, int], ...]]:
+        """Operation lists by key: building one takes longer than pricing it."""
         return {}
 
     @property
     def dtype(self) -> str:
-        """Of activations, embedding and head: fp32 or fp16 where the products are, else bf16."""
-        return self.formats.compute if self.formats.compute in ("fp32", "fp16") else "bf16"
+        """Of activations, embedding and head: fp32 or fp16 where the GEMMs are, else bf16."""
+        return self.dtypes.compute if self.dtypes.compute in ("fp32", "fp16") else "bf16"
 
     @cached_property
-    def mine(self) -> ModelConfig:
+    def local_config(self) -> ModelConfig:
         return sharded(self.config, self.split.tp)
 
     @cached_property
@@ -157,54 +157,54 @@ class Forward:
         return dict(Counter(self.config.layers))
 
     def ops(self, tokens: int, logits: int, *, decoding: bool) -> tuple[tuple[Op, int], ...]:
-        """(operation, how often) of a pass over `tokens` of one ep rank, all stages one after the other, attention
-        itself left out; `logits` rows reach the head."""
+        """(operation, count) of a pass over `tokens` of one ep rank, all stages one after the other, without attention
+        itself; `logits` rows reach the head."""
         key = ("ops", tokens, logits, decoding)
-        if key not in self.seen:
-            self.seen[key] = self._ops(tokens, logits, decoding)
-        return self.seen[key]
+        if key not in self.cache:
+            self.cache[key] = self._ops(tokens, logits, decoding)
+        return self.cache[key]
 
     def attention(self, group: Group) -> tuple[tuple[Op, int], ...]:
-        """(attention of one sequence of the group, how often: layers × sequences)."""
+        """(attention of one sequence of the group, count: layers × sequences)."""
         key = ("attention", group.queries, group.keys)
-        if key not in self.seen:
-            self.seen[key] = self._attention(group.queries, group.keys)
-        return tuple((op, count * group.count) for op, count in self.seen[key])
+        if key not in self.cache:
+            self.cache[key] = self._attention(group.queries, group.keys)
+        return tuple((op, count * group.count) for op, count in self.cache[key])
 
     def _ops(self, tokens: int, logits: int, decoding: bool) -> tuple[tuple[Op, int], ...]:
         span = (1, 2) if decoding else (1, 1)
-        batch = Equal(
+        batch = RepeatedBatch(
             spans=(span,),
             copies=tokens,
             logits=logits,
             dtype=self.dtype,
-            weight_dtype=self.formats.weights,
-            kv_dtype=self.formats.kv,
+            weight_dtype=self.dtypes.weights,
+            kv_dtype=self.dtypes.kv,
         )
-        found = [(piece.forward, 1) for piece in embedding_pieces(self.mine, batch)]
+        ops = [(piece.forward, 1) for piece in embedding_pieces(self.local_config, batch)]
         for kind, count in self.kinds.items():
-            pieces = layer_pieces(self.mine, kind, batch)
-            found += [
+            pieces = layer_pieces(self.local_config, kind, batch)
+            ops += [
                 (self._expert(piece.forward, tokens), count) for piece in pieces if piece.forward.kind != "attention"
             ]
-        plain = replace(batch, weight_dtype="", copies=1)
-        return (*found, *((piece.forward, 1) for piece in head_pieces(self.mine, plain, loss=False)))
+        head = replace(batch, weight_dtype="", copies=1)
+        return (*ops, *((piece.forward, 1) for piece in head_pieces(self.local_config, head, loss=False)))
 
     def _attention(self, queries: int, keys: int) -> tuple[tuple[Op, int], ...]:
-        batch = Equal(spans=((queries, keys),), copies=1, logits=1, dtype=self.dtype, kv_dtype=self.formats.kv)
+        batch = RepeatedBatch(spans=((queries, keys),), copies=1, logits=1, dtype=self.dtype, kv_dtype=self.dtypes.kv)
         return tuple(
             (piece.forward, count)
             for kind, count in self.kinds.items()
-            for piece in layer_pieces(self.mine, kind, batch)
+            for piece in layer_pieces(self.local_config, kind, batch)
             if piece.forward.kind == "attention"
         )
 
     def _expert(self, op: Op, tokens: int) -> Op:
-        """A grouped product with ep: rows as many as this rank's tokens make, weights only of the experts held here."""
-        if self.split.ep == 1 or op.name not in EXPERT_PRODUCTS or self.config.moe is None:
+        """A grouped GEMM with ep: the rows of this rank's tokens, the weights of the experts on this rank."""
+        if self.split.ep == 1 or op.name not in EXPERT_GEMMS or self.config.moe is None:
             return op
         moe, (_, _, n, k) = self.config.moe, op.shape
         groups = ceil(experts_used(moe, tokens * self.split.ep) / self.split.ep)
         return grouped_matmul(
-            op.name, tokens * moe.top_k, n, k, groups=groups, dtype=op.dtype, weight_dtype=self.formats.weights
+            op.name, tokens * moe.top_k, n, k, groups=groups, dtype=op.dtype, weight_dtype=self.dtypes.weights
         )

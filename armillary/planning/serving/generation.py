@@ -1,12 +1,12 @@
-"""How long a replica takes to answer: a static batch from start to end, and a full house in steady state.
+"""Generation times of a replica: a static batch, an offline queue, and a full batch in steady state.
 
     static batch      T = prefill(batch · in) + Σ decode(batch, in + i);  tokens/s = batch · out / T
-    offline           `requests` queued at once, `batch` under way: waves of equal requests,
+    offline           `requests` queued at once, `batch` at a time: waves of equal requests,
                       T = requests · prefill + Σ over waves of out · decode(wave)
     steady state      every request costs its prefill once and a share of `out` decode steps:
                       requests/s = batch / (batch · prefill + out · decode(batch))
 
-With stages (pp) as many batches are under way as there are stages, each a pp-th of the requests.
+With pipeline stages, pp batches are in flight, each with a pp-th of the requests.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Generation:
     ttft_s: float
     """start to first token"""
     itl_s: float
-    """mean gap between tokens of a request"""
+    """mean inter-token latency of a request"""
     total_s: float
     """start to last token"""
     tokens_out_per_s: float
-    """generated tokens a second, all requests"""
+    """generated tokens per second, all requests"""
 
 
 def static_batch(replica: Replica, batch: int, tokens_in: int, tokens_out: int) -> Generation:
-    """All prompts together, then all tokens together (gptSessionBenchmark, batch-1 loops)."""
+    """All prompts together, then all decode steps together (gptSessionBenchmark, batch-1 loops)."""
     prefill = replica.prefill(tokens_in, batch).total_s
     gap = mean_decode_s(replica, batch, tokens_in, tokens_out)
     total = prefill + (tokens_out - 1) * gap
@@ -40,7 +40,7 @@ def static_batch(replica: Replica, batch: int, tokens_in: int, tokens_out: int) 
 
 
 def steady_state(replica: Replica, batch: int, tokens_in: int, tokens_out: int, chunk: int = 8192) -> Generation:
-    """A full house: whoever leaves is replaced at once, prompts are computed between decode steps."""
+    """A full batch: a finished request is replaced at once, prompts are computed between decode steps."""
     prefill = prefill_share_s(replica, tokens_in, chunk)
     gap = mean_decode_s(replica, batch, tokens_in, tokens_out)
     cycle = batch * prefill + tokens_out * gap
@@ -51,12 +51,12 @@ def steady_state(replica: Replica, batch: int, tokens_in: int, tokens_out: int, 
 
 
 def offline(replica: Replica, requests: int, batch: int, tokens_in: int, tokens_out: int) -> Generation:
-    """All requests queued at once, as throughput benchmarks do: equal ones leave together, so they run in waves, the
+    """All requests queued at once, as throughput benchmarks do: equal ones finish together, so they run in waves, the
     last of which may be small."""
-    whole, rest = divmod(requests, batch)
+    full_waves, rest = divmod(requests, batch)
     full = mean_decode_s(replica, min(batch, requests), tokens_in, tokens_out)
-    last = mean_decode_s(replica, rest, tokens_in, tokens_out) if rest and whole else full
-    waves = whole * full + (last if rest else 0.0)
+    last = mean_decode_s(replica, rest, tokens_in, tokens_out) if rest and full_waves else full
+    waves = full_waves * full + (last if rest else 0.0)
     total = requests * prefill_share_s(replica, tokens_in) + tokens_out * waves
     return Generation(
         ttft_s=replica.prefill(tokens_in).total_s,
@@ -67,24 +67,24 @@ def offline(replica: Replica, requests: int, batch: int, tokens_in: int, tokens_
 
 
 def prefill_share_s(replica: Replica, tokens_in: int, chunk: int = 8192, cached: int = 0) -> float:
-    """Time one prompt takes of the replica when as many go together as a step of `chunk` tokens a rank holds; stages
-    work on different ones, so pp of them take the time of one."""
+    """Seconds per prompt when as many are batched as fit a step of `chunk` tokens per rank; pipeline stages work on
+    different prompts, so pp of them take the time of one."""
     count = max(1, chunk // tokens_in) * replica.split.ep
     return replica.prefill(tokens_in, count, cached).total_s / count / replica.split.pp
 
 
 def mean_decode_s(replica: Replica, batch: int, tokens_in: int, tokens_out: int) -> float:
     """Mean decode step as contexts grow from `tokens_in` to `tokens_in + tokens_out` (Simpson's rule: a step is linear
-    in the context but where a window fills)."""
+    in the context, except where a window fills)."""
     first, last = tokens_in, max(tokens_in, tokens_in + tokens_out - 2)
     times = [decode_gap_s(replica, batch, context) for context in (first, (first + last) // 2, last)]
     return (times[0] + 4 * times[1] + times[2]) / 6
 
 
 def decode_gap_s(replica: Replica, batch: int, context: int) -> float:
-    """Gap between two tokens of each of `batch` requests: one step; with stages each pp-th of them passes through all,
-    and the others wait for the last stage, which has the output projection on top of its layers."""
+    """Seconds between two tokens of each of `batch` requests: one step; with pipeline stages each pp-th of the requests
+    passes through all of them, and the others wait for the last stage, which has the output projection too."""
     stages = replica.split.pp
-    under_way = ceil(batch / stages)
-    waiting = (stages - 1) * replica.head_s(under_way) if stages > 1 else 0.0
-    return replica.decode(under_way, context).total_s + waiting
+    in_flight = ceil(batch / stages)
+    waiting = (stages - 1) * replica.head_s(in_flight) if stages > 1 else 0.0
+    return replica.decode(in_flight, context).total_s + waiting

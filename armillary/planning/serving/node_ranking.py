@@ -1,4 +1,4 @@
-"""Nodes ranked for serving: which machines of the catalogue meet a traffic's objectives, and what tokens then cost."""
+"""Ranking of the catalogue's nodes for serving: which meet the objectives of some traffic, and what tokens cost."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from armillary.errors import ArmillaryError
-from armillary.planning.serving.deployment_options import Choice, Request, best
+from armillary.planning.serving.deployment_options import DeploymentOption, Request, best
 from armillary.planning.training.node_ranking import different_nodes
 from armillary.spec import catalogue
 from armillary.spec.hardware import Node
 
 WEIGHTS = ("bf16", "fp8")
-"""formats that lose nothing, or next to nothing"""
+"""dtypes of weights with no or almost no loss of quality"""
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "neuron", "llama.cpp", "jax", "pytorch")
-"""software that serves, best known first"""
+"""inference software, best known first"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankedServing:
-    """One node of the catalogue, with the cheapest way it serves a traffic."""
+    """One node of the catalogue, with its cheapest deployment for some traffic."""
 
     node: Node
-    """what would be rented or bought"""
-    best: Choice | None = None
-    """the cheapest way; none where none meets the objectives"""
+    """the node to rent or buy"""
+    best: DeploymentOption | None = None
+    """the cheapest option; None where none meets the objectives"""
     software: tuple[str, ...] = ()
     """engines that run on its chip"""
     reason: str = ""
-    """why it will not do"""
+    """why it is refused"""
 
 
 def rank_serving(request: Request) -> list[RankedServing]:
-    """Every kind of node: those that do first, the cheapest token first, those without a price after them."""
+    """Every kind of node: the possible ones first, the cheapest tokens first, those without a price last."""
     return sorted((_ranked(request, node) for node in _different()), key=_order)
 
 
 def _different() -> Iterator[Node]:
-    """Nodes that differ in what a replica sees: chip, number and link, not the network beyond."""
+    """Nodes that differ inside a replica: chip, number and link, not the network beyond."""
     seen = set()
     for node in different_nodes():
         key = (node.chip, node.num_chips * node.domain, node.link)
@@ -56,8 +56,8 @@ def _ranked(request: Request, node: Node) -> RankedServing:
         return replace(about, reason=str(error))
 
 
-def _order(one: RankedServing) -> tuple[bool, bool, float]:
-    if one.best is None:
+def _order(node: RankedServing) -> tuple[bool, bool, float]:
+    if node.best is None:
         return True, True, 0.0
-    cost = one.best.cost
-    return False, cost is None, cost.million_tokens_usd if cost else float(one.best.devices)
+    cost = node.best.cost
+    return False, cost is None, cost.million_tokens_usd if cost else float(node.best.devices)

@@ -1,16 +1,16 @@
-"""Replica: one copy of a model on the devices that serve it, and how long its steps take.
+"""Replica: one copy of a model on its devices, and the time of its engine steps.
 
-A step's time is the sum over its operations of a soft roofline, with a fixed cost a kernel, all-reduces between tp
-ranks, all-to-alls between ep ranks and sends between stages:
+The time of a step is the sum over its operations of a soft roofline, with a fixed overhead per kernel, all-reduces
+between tp ranks, all-to-alls between ep ranks and sends between pipeline stages:
 
-    product     ((flops / rate)ᵖ + (bytes / bandwidth)ᵖ)^(1/p)              rates: efficiency.toml, p: engines.toml
-    decode attention   bytes / bandwidth · (1 + start / bytes a KV head)    every sequence and KV head a thread block
+    GEMM        ((flops / rate)ᵖ + (bytes / bandwidth)ᵖ)^(1/p)              rates: efficiency.toml, p: engines.toml
+    decode attention   bytes / bandwidth · (1 + start / bytes per KV head)  one thread block per sequence and KV head
     prompt attention   max(flops / rate(keys, head dim), bytes / bandwidth)
-    the rest    bytes / bandwidth
-    all-reduce  a + 2·log2(tp)·latency + 2(tp−1)/tp · bytes / (link · share)      (one a sub-layer; Thakur et al. 2005)
+    other       bytes / bandwidth
+    all-reduce  a + 2·log2(tp)·latency + 2(tp−1)/tp · bytes / (link · share)     (one per sub-layer; Thakur et al. 2005)
 
-Without graphs (prefill) a step is at least as long as the host needs to launch its kernels. The roofline is that of
-Williams et al., CACM 2009; adding terms rather than taking the larger follows what skinny products measure.
+Without CUDA graphs (prefill) a step is at least as long as the host needs to launch its kernels. The roofline is that
+of Williams et al., CACM 2009; adding terms rather than taking the larger follows what skinny GEMMs measure.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import numpy as np
 
 from armillary.planning.device_model.efficiency import Curves, curves, width_of
 from armillary.planning.device_model.layout_arrays import PRECISIONS
+from armillary.planning.device_model.network import UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S
 from armillary.planning.serving.engines import Rates, physics
-from armillary.planning.serving.forward_ops import EXPERT_PRODUCTS, Formats, Forward, Group, Split
+from armillary.planning.serving.forward_ops import EXPERT_GEMMS, Forward, Group, ServingDtypes, Split
 from armillary.spec.arithmetic.attention_ops import AttentionShape
 from armillary.spec.arithmetic.layer_ops import wire_factor
 from armillary.spec.arithmetic.ops import Op, size_of
@@ -38,33 +39,31 @@ if TYPE_CHECKING:  # the store's locks and sockets are slow to import
     from armillary.store.peaks import Peaks
 
 TILE = 128
-"""rows and columns of a thread block's part of a product"""
+"""rows and columns of a thread block's tile of a GEMM"""
 MOST_OVERLAP = 8.0
-"""an exponent at which the larger of the two times is all that counts"""
+"""exponent at which only the larger of the two times counts"""
 EXPERT_TILE = 64
-"""rows that an expert's last thread block computes in vain, on average; of a few rows, as many again"""
+"""rows that an expert's last thread block computes in vain, on average; at most as many as it has"""
 SHARED_HEAD_DIM = 128
-"""head dim for which every engine has decode kernels that read a KV head once for its whole group of query heads"""
+"""head dim for which every engine has decode kernels that read a KV head once for its group of query heads"""
 CALLS = {"step": 235, "row": 90, "layer": 61, "layer and row": 22}
-"""calls of torch in a step of our engine on a CPU, drawing tokens included; a test counts them"""
-_SLOW_LINK = (5e9, 20e-6)
-"""bytes/s and latency of a link of which nothing is known"""
+"""torch calls per step of our engine on a CPU, sampling included; a test counts them"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Seconds of one engine step, by what they are spent on."""
+class EngineStepTime:
+    """Seconds per engine step, by kind of work."""
 
-    products_s: float = 0.0
-    """matrix products but the experts'"""
+    gemm_s: float = 0.0
+    """GEMMs except the experts'"""
     experts_s: float = 0.0
-    """the experts' products"""
+    """GEMMs of experts"""
     attention_s: float = 0.0
-    """attention, KV reads included"""
+    """attention, reads of the KV cache included"""
     other_s: float = 0.0
     """norms, rotations, activations, routing, embedding"""
     kernels_s: float = 0.0
-    """what kernels cost beside their work"""
+    """fixed overhead of kernels"""
     comm_s: float = 0.0
     """all-reduces, all-to-alls and sends"""
     host_s: float = 0.0
@@ -82,20 +81,20 @@ class Replica:
     config: ModelConfig
     """the model"""
     cluster: Cluster
-    """the devices it is on; only the replica's own links count"""
+    """its devices; only the links inside the replica count"""
     split: Split = field(default_factory=Split)
-    """how it is spread over them"""
-    formats: Formats = field(default_factory=Formats)
-    """number formats"""
+    """parallelism over them"""
+    dtypes: ServingDtypes = field(default_factory=ServingDtypes)
+    """dtypes of weights, compute and KV cache"""
     rates: Rates = field(default_factory=physics)
     """how the engine uses the chip"""
     measured: Peaks | None = None
-    """ceilings measured on this very device"""
+    """measured ceilings of this device"""
 
     @cached_property
     def forward(self) -> Forward:
         """The operations of one device."""
-        return Forward(config=self.config, split=self.split, formats=self.formats)
+        return Forward(config=self.config, split=self.split, dtypes=self.dtypes)
 
     @cached_property
     def curves(self) -> Curves:
@@ -107,67 +106,67 @@ class Replica:
 
     # --- steps
 
-    def prefill(self, tokens: int, count: int = 1, cached: int = 0) -> StepTime:
-        """`count` prompts of `tokens` new tokens each, `cached` before them, in one step."""
+    def prefill(self, tokens: int, count: int = 1, cached: int = 0) -> EngineStepTime:
+        """`count` prompts with `tokens` new and `cached` earlier tokens each, in one step."""
         return self.step([Group(count=count, queries=tokens, keys=cached + tokens)])
 
-    def decode(self, count: int, context: int) -> StepTime:
-        """One token more for each of `count` sequences of `context` tokens."""
+    def decode(self, count: int, context: int) -> EngineStepTime:
+        """One more token for each of `count` sequences of `context` tokens."""
         return self.step([Group(count=count, queries=1, keys=context + 1)])
 
-    def step(self, groups: Sequence[Group]) -> StepTime:
-        """One engine step over `groups`, all sequences of the replica together; with ep each rank has its share."""
+    def step(self, groups: Sequence[Group]) -> EngineStepTime:
+        """One engine step over `groups`, all sequences of the replica; each ep rank runs its share."""
         key = tuple(groups)
         if key not in self._steps:
             self._steps[key] = self._step(groups)
         return self._steps[key]
 
     @cached_property
-    def _steps(self) -> dict[tuple[Group, ...], StepTime]:
-        """Steps priced before: rates are searched for over the same few."""
+    def _steps(self) -> dict[tuple[Group, ...], EngineStepTime]:
+        """Cache of priced steps: the search for a rate asks for the same few."""
         return {}
 
-    def _step(self, groups: Sequence[Group]) -> StepTime:
-        mine = [
+    def _step(self, groups: Sequence[Group]) -> EngineStepTime:
+        local = [
             Group(count=max(1, -(-group.count // self.split.ep)), queries=group.queries, keys=group.keys)
             for group in groups
             if group.count
         ]
-        tokens, logits = sum(group.tokens for group in mine), sum(group.count for group in mine)
-        decoding = all(group.queries == 1 < group.keys for group in mine)
-        found = self._operations(self.forward.ops(tokens, logits, decoding=decoding))
-        found["attention_s"] = sum(self._attention_s(group) for group in mine)
-        found["kernels_s"] += self.config.num_layers * self._kernel_s * len(mine)
-        found["comm_s"] = self._comm_s(tokens)
-        return self._with_host(StepTime(**found), found["kernels_s"], decoding, self.calls(logits))
+        tokens, logits = sum(group.tokens for group in local), sum(group.count for group in local)
+        decoding = all(group.queries == 1 < group.keys for group in local)
+        parts = self._operations(self.forward.ops(tokens, logits, decoding=decoding))
+        parts["attention_s"] = sum(self._attention_s(group) for group in local)
+        parts["kernels_s"] += self.config.num_layers * self._kernel_s * len(local)
+        parts["comm_s"] = self._comm_s(tokens)
+        return self._with_host(EngineStepTime(**parts), parts["kernels_s"], decoding, self.calls(logits))
 
     def _operations(self, ops: Sequence[tuple[Op, int]]) -> dict[str, float]:
-        found = {"products_s": 0.0, "experts_s": 0.0, "other_s": 0.0, "kernels_s": 0.0}
+        parts = {"gemm_s": 0.0, "experts_s": 0.0, "other_s": 0.0, "kernels_s": 0.0}
         for op, count in ops:
             if op.kind == "matmul":
-                part = "experts_s" if op.name in EXPERT_PRODUCTS else "products_s"
-                found[part] += count * self._product_s(op)
+                part = "experts_s" if op.name in EXPERT_GEMMS else "gemm_s"
+                parts[part] += count * self._gemm_s(op)
             else:
-                found["other_s"] += count * op.bytes / self._plain_bytes_per_s
-            found["kernels_s"] += count * self._kernel_s
-        return found
+                parts["other_s"] += count * op.bytes / self._eager_bytes_per_s
+            parts["kernels_s"] += count * self._kernel_s
+        return parts
 
-    def _with_host(self, time: StepTime, kernels_s: float, decoding: bool, calls: float) -> StepTime:
-        """A decode step runs from a graph; others wait where launching takes longer than running. On a CPU the host is
-        the device: calls come on top."""
+    def _with_host(self, time: EngineStepTime, kernels_s: float, decoding: bool, calls: float) -> EngineStepTime:
+        """A decode step runs from a CUDA graph; others wait where launching takes longer than running. On a CPU the
+        torch calls are added."""
         if self._on_cpu:
-            return replace(time, host_s=calls * self.curves.decode_call_s + self.rates.step_s)
+            return replace(time, host_s=calls * self.curves.call_s + self.rates.step_s)
         launches = 0.0 if decoding or not self._kernel_s else kernels_s / self._kernel_s * self.rates.launch_s
         waiting = max(0.0, launches - time.total_s) + self.rates.step_s
         return replace(time, host_s=waiting)
 
     def calls(self, rows: int) -> float:
-        """Of torch in a step with `rows` sequences, on a CPU."""
+        """Torch calls per step with `rows` sequences, on a CPU."""
         each = CALLS["layer"] + CALLS["layer and row"] * rows
         return CALLS["step"] + CALLS["row"] * rows + self.config.num_layers * each
 
     def head_s(self, rows: int) -> float:
-        """The output projection of `rows` tokens: with stages, what the last has to do beyond its share of layers."""
+        """Output projection of `rows` tokens: with pipeline stages, the extra work of the last one."""
         return sum(
             count * self._product_s(op)
             for op, count in self.forward.ops(rows, rows, decoding=True)
@@ -178,12 +177,12 @@ class Replica:
 
     @property
     def _kernel_s(self) -> float:
-        """Of a GPU's kernel; a processor's calls are counted apart."""
+        """Fixed overhead per kernel of a GPU; torch calls of a CPU are counted separately."""
         return 0.0 if self._on_cpu else self.curves.kernel_s * self.rates.fixed_time
 
     @property
-    def _plain_bytes_per_s(self) -> float:
-        """Of norms, rotations and activations: a CPU runs torch's operators one by one."""
+    def _eager_bytes_per_s(self) -> float:
+        """Bytes/s of norms, rotations and activations: a CPU runs eager torch operators."""
         return self.curves.eager_bytes_per_s[self._width] if self._on_cpu else self.bytes_per_s
 
     @property
@@ -194,33 +193,33 @@ class Replica:
     def _on_cpu(self) -> bool:
         return self.cluster.chip.kind == "cpu"
 
-    def _product_s(self, op: Op) -> float:
+    def _gemm_s(self, op: Op) -> float:
         """On a CPU by the curve over shapes, or by the rate at which a single row reads weights."""
         if self._on_cpu:
-            return self._cpu_product_s(op)
-        experts = op.name in EXPERT_PRODUCTS
+            return self._cpu_gemm_s(op)
+        experts = op.name in EXPERT_GEMMS
         unrounded = op.name == "head" or (experts and self.rates.experts_in_16_bits)
-        compute = self.forward.dtype if unrounded else self.formats.compute
+        compute = self.forward.dtype if unrounded else self.dtypes.compute
         rate, flops = self.curves.sustained(_precision(compute)) * self.rates.compute_rate, op.flops
         if experts:
             rate *= self.rates.grouped * self.rates.expert_rate
             groups, _, n, k = op.shape
             flops += min(op.flops, 2 * groups * EXPERT_TILE * n * k)
-        weights = self.forward.dtype if op.name == "head" else self.formats.weights
+        weights = self.forward.dtype if op.name == "head" else self.dtypes.weights
         reads = op.bytes / self.bytes_per_s * self.rates.dequantise(weights, compute)
         power = self._overlap(op)
         return float(((flops / rate) ** power + reads**power) ** (1 / power))
 
-    def _cpu_product_s(self, op: Op) -> float:
+    def _cpu_gemm_s(self, op: Op) -> float:
         groups, m, n, k = op.shape
-        compute = self.forward.dtype if op.name == "head" else self.formats.compute
+        compute = self.forward.dtype if op.name == "head" else self.dtypes.compute
         code = np.array(PRECISIONS.index(_precision(compute)))
         rate = float(self.curves.gemm_flops(code, np.float64(m), np.float64(n), np.float64(k), np.float64(groups)))
         return max(op.flops / rate, op.bytes / self.curves.row_bytes_per_s[self._width])
 
     def _overlap(self, op: Op) -> float:
-        """The exponent of a product: with many waves of thread blocks on the same weights, one's reads hide behind
-        another's arithmetic (an expert's few rows make few waves)."""
+        """The exponent of a GEMM: with many waves of thread blocks on the same weights, the reads of one hide behind
+        the arithmetic of another (the few rows of an expert make few waves)."""
         _, m, n, _ = op.shape
         waves = m * n / TILE**2 / self.curves.num_sms
         return min(self.rates.overlap + self.rates.overlap_waves * waves, MOST_OVERLAP)
@@ -248,7 +247,7 @@ class Replica:
 
     @cached_property
     def _shape(self) -> AttentionShape:
-        return attention_shape(self.forward.mine, self.config.layers[0])
+        return attention_shape(self.forward.local_config, self.config.layers[0])
 
     # --- between devices
 
@@ -258,16 +257,15 @@ class Replica:
         sub_layers = 1 if config.parallel != "none" else 2
         seconds = config.num_layers * sub_layers * self.allreduce_s(tokens * row_bytes)
         if split.ep > 1 and config.moe is not None:
-            seconds += config.num_moe_layers * (
-                self._exchange_s(tokens, self.formats.compute) + self._exchange_s(tokens, "bf16")
-            )
+            to_experts, back = (self._all_to_all_s(tokens, dtype) for dtype in (self.dtypes.compute, "bf16"))
+            seconds += config.num_moe_layers * (to_experts + back)
         if split.pp > 1:
             seconds += (split.pp - 1) * self._wire_s(tokens * row_bytes / split.tp, split.num_devices, 1)
         return seconds
 
-    def _exchange_s(self, tokens: int, dtype: str) -> float:
-        """Rows to the experts' ranks, or back: between nodes a row goes once to each node that has an expert of it
-        (group-limited routing bounds those), within nodes to each of its experts (DeepSeek-V3, arXiv 2412.19437)."""
+    def _all_to_all_s(self, tokens: int, dtype: str) -> float:
+        """Rows to the ranks of their experts, or back: between nodes a row is sent once to each node with one of its
+        experts (group-limited routing bounds those), inside a node to each of them (DeepSeek-V3, arXiv 2412.19437)."""
         moe, ranks = self.config.moe, self.split.ep * self.split.tp
         assert moe is not None
         inside = min(ranks, self.cluster.fast_domain)
@@ -292,11 +290,12 @@ class Replica:
 
 def _link(tier: Tier | None) -> tuple[float, float]:
     if tier is None:
-        return _SLOW_LINK
+        return UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S
     latency = tier.link.latency_s
-    return tier.bytes_per_s or _SLOW_LINK[0], _SLOW_LINK[1] if latency is None else latency
+    return tier.bytes_per_s or UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S if latency is None else latency
 
 
 def _precision(dtype: str) -> str:
-    """The key of Curves for a format: integers compute as fast as the float of their width."""
+    """Key of Curves for a dtype: integers compute as fast as the float of their width."""
+
     return {"int8": "fp8", "fp4": "nvfp4", "int4": "nvfp4"}.get(dtype, dtype)

@@ -1,4 +1,4 @@
-"""A serving plan: the way to serve that was chosen, priced, as a Plan that every engine can read."""
+"""Serving plan: the chosen way to serve a model, priced, as a Plan that every engine can read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.planning.device_model.measured_peaks import cpu_peaks
-from armillary.planning.serving.deployment_options import Choice, Request, choices, from_layout, pools, server_of
+from armillary.planning.serving.deployment_options import (
+    DeploymentOption,
+    Request,
+    deployment_options,
+    from_layout,
+    pools,
+    server_of,
+)
 from armillary.planning.serving.disaggregation import Pools
 from armillary.planning.serving.threads import Threads, engine_threads, peaks_of_threads
 from armillary.planning.training.resolve import TrainingProblem, resolve
@@ -23,25 +30,25 @@ from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 
 _PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp4": "fp8"}
-"""format of the products -> what a layout can say; fp4 stands beside fp8 and is noted"""
+"""dtype of GEMMs -> precision of a layout; fp4 becomes fp8 and is noted"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """A plan with everything a person asks about it."""
+    """A plan with everything that a user asks about it."""
 
     recipe: Recipe
-    """what was asked"""
+    """the recipe as given"""
     request: Request
-    """the same with model and devices found"""
-    chosen: Choice
-    """how it is served"""
-    tried: tuple[Choice, ...]
-    """every way that was tried, best first; the chosen one alone where the recipe's layout was taken"""
+    """the recipe with model and devices resolved"""
+    chosen: DeploymentOption
+    """the chosen option"""
+    tried: tuple[DeploymentOption, ...]
+    """every option, best first; the chosen one alone where the recipe has a layout"""
     pools: Pools | None
-    """the same with prompts and tokens apart; none where that cannot be"""
+    """the chosen option with disaggregated pools; None where that is impossible"""
     assumed: tuple[str, ...] = ()
-    """what was assumed of the devices"""
+    """assumptions about the devices"""
 
     def plan(self) -> Plan:
         """The record that engines and other verbs read."""
@@ -58,53 +65,57 @@ class ServingPlan:
         )
 
     def layout(self) -> Layout:
-        """Replicas are dp ranks; with ep they are the ranks that share the experts out, times the copies."""
-        split, found = self.chosen.split, self.chosen.capacity
-        assert found is not None, "a refused choice is never chosen"
+        """Replicas are dp ranks; with ep, the ranks that shard the experts, times the replicas."""
+        split, capacity = self.chosen.split, self.chosen.capacity
+        assert capacity is not None, "a refused option is never chosen"
         return Layout(
-            dp=found.replicas * split.ep,
+            dp=capacity.replicas * split.ep,
             tp=split.tp,
             pp=split.pp,
             ep=split.ep,
-            precision=_PRECISIONS[self.chosen.formats.compute],
+            precision=_PRECISIONS[self.chosen.dtypes.compute],
         )
 
     def _serve(self) -> Any:
-        assert self.chosen.capacity is not None, "a refused choice is never chosen"
+        assert self.chosen.capacity is not None, "a refused option is never chosen"
         return self.chosen.capacity.server.serve
 
     def notes(self) -> tuple[str, ...]:
-        said, formats = list(self.assumed), self.chosen.formats
-        asked, there = self.chosen.devices, self.request.cluster.num_devices
-        if asked > there:
-            said.append(f"{asked} devices are needed and {there} are there; raise --on or relax the objectives")
-        if formats.weights != formats.compute:
-            said.append(f"weights are kept in {formats.weights} and computed on in {formats.compute}")
-        if formats.weights in ("int4", "fp4"):
-            said.append(f"{formats.weights} weights can cost quality, which no planner sees: compare answers first")
+        notes, dtypes = list(self.assumed), self.chosen.dtypes
+        needed, available = self.chosen.devices, self.request.cluster.num_devices
+        if needed > available:
+            notes.append(
+                f"{needed} devices are needed and {available} are available; raise --on or relax the objectives"
+            )
+        if dtypes.weights != dtypes.compute:
+            notes.append(f"weights are stored in {dtypes.weights} and computed in {dtypes.compute}")
+        if dtypes.weights in ("int4", "fp4"):
+            notes.append(
+                f"{dtypes.weights} weights can cost quality, which the planner does not model: compare outputs first"
+            )
         budget, given = self._serve().max_tokens_per_step, self.request.serve.max_tokens_per_step
         if budget != given:
-            said.append(
-                f"step budget lowered to {budget} tokens, so that prompts lengthen gaps less: "
+            notes.append(
+                f"step budget lowered to {budget} tokens, so that prompts add less to the inter-token latency: "
                 f"--set serve.max_tokens_per_step={budget}"
             )
-        return tuple(said)
+        return tuple(notes)
 
     def plain(self) -> dict[str, Any]:
         """For --json."""
-        found = self.plan()
+        plan = self.plan()
         return {
             "for": "serve",
-            "model": found.model.name,
+            "model": plan.model.name,
             "hardware": self.request.cluster.text(),
-            "layout": to_plain(found.layout),
-            "formats": to_plain(self.chosen.formats),
-            "predicted": found.predicted,
+            "layout": to_plain(plan.layout),
+            "formats": to_plain(self.chosen.dtypes),
+            "predicted": plan.predicted,
             "highest_requests_per_s": self.chosen.capacity.highest.requests_per_s if self.chosen.capacity else None,
             "cost": to_plain(self.chosen.cost) if self.chosen.cost else None,
             "pools": self._pools_plain(),
-            "choices": [_choice_plain(one) for one in self.tried],
-            "notes": list(found.notes),
+            "choices": [_choice_plain(option) for option in self.tried],
+            "notes": list(plan.notes),
         }
 
     def _pools_plain(self) -> dict[str, Any] | None:
@@ -118,36 +129,36 @@ class ServingPlan:
         }
 
 
-def _choice_plain(one: Choice) -> dict[str, Any]:
+def _choice_plain(option: DeploymentOption) -> dict[str, Any]:
     head = {
-        "tp": one.split.tp,
-        "pp": one.split.pp,
-        "ep": one.split.ep,
-        "weights": one.formats.weights,
-        "kv": one.formats.kv,
-        "reason": one.reason or None,
+        "tp": option.split.tp,
+        "pp": option.split.pp,
+        "ep": option.split.ep,
+        "weights": option.dtypes.weights,
+        "kv": option.dtypes.kv,
+        "reason": option.reason or None,
     }
-    if one.capacity is None:
+    if option.capacity is None:
         return head
     return head | {
-        "replicas": one.capacity.replicas,
-        "devices": one.devices,
-        "highest_requests_per_s": one.capacity.highest.requests_per_s,
-        "ttft_p99_s": one.capacity.actual.ttft_p99_s,
-        "itl_p99_s": one.capacity.actual.itl_p99_s,
-        "million_tokens_usd": one.cost.million_tokens_usd if one.cost else None,
+        "replicas": option.capacity.replicas,
+        "devices": option.devices,
+        "highest_requests_per_s": option.capacity.highest.requests_per_s,
+        "ttft_p99_s": option.capacity.actual.ttft_p99_s,
+        "itl_p99_s": option.capacity.actual.itl_p99_s,
+        "million_tokens_usd": option.cost.million_tokens_usd if option.cost else None,
     }
 
 
 def serving_plan(
     recipe: Recipe, config: ModelConfig, cluster: Cluster, home: Home, *, search: bool = False
 ) -> ServingPlan:
-    """The recipe's layout where it says one (unless every way is asked for), else the cheapest way that meets the
-    objectives; with the ceilings of this very device where they were measured."""
-    made = resolve(recipe, config, cluster, home)
-    request = _request(made, cluster, home)
-    if search or not _says_how(recipe.layout):
-        tried = tuple(choices(request))
+    """The recipe's layout where it has one (unless `search`), else the cheapest option that meets the objectives; with
+    measured ceilings of this device if any."""
+    problem = resolve(recipe, config, cluster, home)
+    request = _request(problem, cluster, home)
+    if search or not _is_set(recipe.layout):
+        tried = tuple(deployment_options(request))
     else:
         tried = (from_layout(request, recipe.layout),)
     if tried[0].capacity is None:
@@ -158,23 +169,23 @@ def serving_plan(
         chosen=tried[0],
         tried=tried,
         pools=_pools(request, tried[0]),
-        assumed=made.notes,
+        assumed=problem.notes,
     )
 
 
 def serving_request(recipe: Recipe, config: ModelConfig, cluster: Cluster, home: Home) -> Request:
-    """What a recipe asks of serving, on devices as the planner sees them."""
+    """A recipe's serving problem, on devices as the planner sees them."""
     return _request(resolve(recipe, config, cluster, home), cluster, home)
 
 
-def _request(made: TrainingProblem, cluster: Cluster, home: Home) -> Request:
-    recipe, measured = made.recipe, made.case.measured
+def _request(problem: TrainingProblem, cluster: Cluster, home: Home) -> Request:
+    recipe, measured = problem.recipe, problem.case.measured
     if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
         measured, _ = cpu_peaks(home, cluster.chip, cluster.num_devices, 1)
-    serve = replace(recipe.serve, dtype=_dtype(made, cluster, home))
+    serve = replace(recipe.serve, dtype=_dtype(problem, cluster, home))
     request = Request(
-        config=made.model,
-        cluster=made.case.cluster,
+        config=problem.model,
+        cluster=problem.case.cluster,
         serve=serve,
         traffic=recipe.traffic,
         objective=recipe.objective,
@@ -186,12 +197,12 @@ def _request(made: TrainingProblem, cluster: Cluster, home: Home) -> Request:
 
 
 def _with_threads(request: Request, layout: Layout, home: Home) -> Request:
-    """The same with serve.threads resolved where this machine's CPU serves, and the ceilings of so many."""
-    found = _threads(request, layout)
-    if found is None:
+    """With serve.threads resolved where this machine's CPU serves, and the ceilings of that many threads."""
+    threads = _threads(request, layout)
+    if threads is None:
         return request
-    measured = peaks_of_threads(home, request.measured, found.count, found.cores)
-    return replace(request, serve=replace(request.serve, threads=found.count), measured=measured, threads=found)
+    measured = peaks_of_threads(home, request.measured, threads.count, threads.cores)
+    return replace(request, serve=replace(request.serve, threads=threads.count), measured=measured, threads=threads)
 
 
 def _threads(request: Request, layout: Layout) -> Threads | None:
@@ -199,26 +210,26 @@ def _threads(request: Request, layout: Layout) -> Threads | None:
         return None
     from armillary.machine.cores import compute_threads
 
-    asked, cores = request.serve.threads, compute_threads()
-    if asked is not None:
-        return Threads(count=asked, cores=cores)
+    count, cores = request.serve.threads, compute_threads()
+    if count is not None:
+        return Threads(count=count, cores=cores)
     return engine_threads(server_of(request, layout).replica, cores, request.traffic.tokens_in)
 
 
-def _dtype(made: TrainingProblem, cluster: Cluster, home: Home) -> Any:
-    """serve.dtype, then a layout.precision that a recipe says, then auto as the engine resolves it; weights that nobody
-    has looked at yet are taken to be stored in bf16, as most are. Formats that no dtype names stay with the layout."""
-    serve, said = made.recipe.serve, "layout.precision" not in made.chosen
-    if serve.dtype != "auto" or said:
+def _dtype(problem: TrainingProblem, cluster: Cluster, home: Home) -> Any:
+    """serve.dtype, then a layout.precision that the recipe sets, then auto as the engine resolves it; weights that were
+    not inspected are taken to be stored in bf16, as most are. Precisions that are no dtype stay with the layout."""
+    serve, is_set = problem.recipe.serve, "layout.precision" not in problem.chosen
+    if serve.dtype != "auto" or is_set:
         return serve.dtype
-    rates = cluster_rates(home, cluster, serving_shape(made.model, serve))
-    return resolve_serving(serve, rates, stored="bf16", traffic=made.recipe.traffic).dtype
+    rates = cluster_rates(home, cluster, serving_shape(problem.model, serve))
+    return resolve_serving(serve, rates, stored="bf16", traffic=problem.recipe.traffic).dtype
 
 
-def _says_how(layout: Layout) -> bool:
-    """Whether a layout says how to serve, rather than being what a recipe without one has."""
-    usual = Layout()
-    return any(getattr(layout, name) != getattr(usual, name) for name in ("tp", "pp", "ep", "precision"))
+def _is_set(layout: Layout) -> bool:
+    """Whether a layout says how to serve, rather than having only defaults."""
+    default = Layout()
+    return any(getattr(layout, name) != getattr(default, name) for name in ("tp", "pp", "ep", "precision"))
 
 
 def _refuse_too_long(request: Request) -> None:
@@ -234,8 +245,8 @@ def _longest(request: Request) -> int:
     return request.serve.max_model_len or request.config.context
 
 
-def _pools(request: Request, chosen: Choice) -> Pools | None:
+def _pools(request: Request, chosen: DeploymentOption) -> Pools | None:
     try:
         return pools(request, chosen)
     except ArmillaryError:
-        return None  # the objectives leave no room for moving the cache
+        return None  # the objectives leave no time for the KV transfer

@@ -1,45 +1,45 @@
-"""A serving plan as rows for people: what fits, what a request sees, what it costs, and every term with its numbers."""
+"""Serving plan as text: memory, latencies and cost of a deployment, and every term with its numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 from armillary.planning.serving.capacity import Capacity
-from armillary.planning.serving.deployment_options import Choice, Request
+from armillary.planning.serving.deployment_options import DeploymentOption, Request
 from armillary.planning.serving.disaggregation import Pools
-from armillary.planning.serving.replica import StepTime
+from armillary.planning.serving.replica import EngineStepTime
 from armillary.planning.serving.serving_memory import sequence_bytes
 from armillary.units import bytes_text, count_text, dollars_text, seconds_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One term of a prediction: the formula, and with its numbers in place."""
+    """One term of a prediction: its formula, and the formula with numbers."""
 
     name: str
     """gauge or quantity"""
     formula: str
     """in symbols"""
     numbers: str
-    """in figures"""
+    """the formula with numbers"""
     value: str
     """the result, with its unit"""
 
 
-def plan_rows(request: Request, found: Choice, split: Pools | None = None) -> list[tuple[str, str]]:
-    """(label, text) of the plan, in the order a person asks."""
+def plan_rows(request: Request, found: DeploymentOption, split: Pools | None = None) -> list[tuple[str, str]]:
+    """(label, text) of the plan, in reading order."""
     assert found.capacity is not None, "a refused choice has no plan"
     now, memory, traffic = found.capacity.actual, found.capacity.memory, request.traffic
     rows = [
-        ("replica", f"{found.split.text()}, weights {found.formats.weights}, KV cache {found.formats.kv}"),
+        ("replica", f"{found.split.text()}, weights {found.dtypes.weights}, KV cache {found.dtypes.kv}"),
         (
             "memory / device",
-            f"weights {bytes_text(memory.weights_bytes)}  KV cache {bytes_text(memory.room_bytes)}  "
+            f"weights {bytes_text(memory.weights_bytes)}  KV cache {bytes_text(memory.kv_bytes)}  "
             f"working {bytes_text(memory.working_bytes)}  of {bytes_text(memory.device_bytes)}",
         ),
         ("KV cache", _cache_text(found.capacity)),
         (
-            "a replica bears",
+            "per replica",
             f"{found.capacity.highest.requests_per_s:.3g} requests/s at most" + _limit_text(request, found.capacity),
         ),
         (
@@ -66,13 +66,13 @@ def _cache_text(found: Capacity) -> str:
     values, traffic = found.predicted(), found.server.traffic
     tokens = traffic.tokens_in + traffic.tokens_out
     return (
-        f"{count_text(values['kv_capacity_tokens'])} tokens a replica = {values['concurrency']:,.0f} requests of "
-        f"{tokens:,} tokens, {bytes_text(sequence_bytes(found.server.replica, tokens))} each a device"
+        f"{count_text(values['kv_capacity_tokens'])} tokens per replica = {values['concurrency']:,.0f} requests of "
+        f"{tokens:,} tokens, {bytes_text(sequence_bytes(found.server.replica, tokens))} each per device"
     )
 
 
 def _limit_text(request: Request, found: Capacity) -> str:
-    """What stops the rate: the objective that is nearest, the batch, or the time prompts take."""
+    """What limits the rate: the nearest objective, the batch size, or the time of prompts."""
     high = found.highest
     shares = {
         name: getattr(high, name) / wanted
@@ -84,34 +84,34 @@ def _limit_text(request: Request, found: Capacity) -> str:
     if high.running > 0.7 * found.server.most_running:
         full = found.server.most_running < request.serve.max_running * found.server.replica.split.ep
         return ", limited by the KV cache" if full else ", limited by serve.max_running"
-    return ", limited by the time prompts take"
+    return ", limited by prefill time"
 
 
-def _room_text(request: Request, found: Choice) -> str:
+def _room_text(request: Request, found: DeploymentOption) -> str:
     there = request.cluster.num_devices
-    return "" if found.devices <= there else f" ({there} are there: raise --on, or relax the objectives)"
+    return "" if found.devices <= there else f" ({there} are available: raise --on, or relax the objectives)"
 
 
-def _cost_rows(found: Choice) -> list[tuple[str, str]]:
+def _cost_rows(found: DeploymentOption) -> list[tuple[str, str]]:
     if found.cost is None:
         return [("cost", "no price is known; try --set cost.usd_per_device_hour=2.5")]
     cost = found.cost
     text = (
-        f"{dollars_text(cost.million_tokens_usd)} a million tokens (in {dollars_text(cost.million_in_usd)}, "
-        f"out {dollars_text(cost.million_out_usd)}), {dollars_text(cost.month_usd)} a month at "
-        f"{dollars_text(cost.device_hour_usd)} a device-hour"
+        f"{dollars_text(cost.million_tokens_usd)} per million tokens (in {dollars_text(cost.million_in_usd)}, "
+        f"out {dollars_text(cost.million_out_usd)}), {dollars_text(cost.month_usd)} per month at "
+        f"{dollars_text(cost.device_hour_usd)} per device-hour"
     )
     return [("cost", text)]
 
 
-def _pool_rows(found: Choice, split: Pools | None) -> list[tuple[str, str]]:
+def _pool_rows(found: DeploymentOption, split: Pools | None) -> list[tuple[str, str]]:
     if split is None:
         return []
     values = split.predicted()
     verdict = "fewer" if split.devices < found.devices else "as many" if split.devices == found.devices else "more"
     return [
         (
-            "split pools",
+            "disaggregated",
             f"{split.prefill.replicas} prefill + {split.decode.replicas} decode replicas, "
             f"{split.devices} devices ({verdict}); ITL p99 {seconds_text(values['itl_p99_s'])}, "
             f"TTFT p99 {seconds_text(values['ttft_p99_s'])}",
@@ -119,9 +119,9 @@ def _pool_rows(found: Choice, split: Pools | None) -> list[tuple[str, str]]:
     ]
 
 
-def choice_cells(found: Choice) -> list[str]:
-    """One row of the table of choices: cut, weights, replicas, devices, rate, TTFT, ITL, dollars or the reason."""
-    head = [found.split.text(), found.formats.weights]
+def choice_cells(found: DeploymentOption) -> list[str]:
+    """One row of the table of options: parallelism, weights, replicas, devices, rate, TTFT, ITL, dollars or reason."""
+    head = [found.split.text(), found.dtypes.weights]
     if found.capacity is None:
         return [*head, "", "", "", "", "", found.reason]
     now, cost = found.capacity.actual, found.cost
@@ -142,9 +142,9 @@ CHOICE_COLUMNS = ("replica", "weights", "replicas", "devices", "requests/s", "TT
 # --- explaining
 
 
-def explain(request: Request, found: Choice) -> list[Term]:
+def explain(request: Request, found: DeploymentOption) -> list[Term]:
     """Every term of the plan, with its formula and its numbers."""
-    assert found.capacity is not None, "a refused choice has nothing to explain"
+    assert found.capacity is not None, "a refused option has nothing to explain"
     server, now = found.capacity.server, found.capacity.actual
     traffic, memory = request.traffic, found.capacity.memory
     rate, running = now.requests_per_s, max(1, round(now.running))
@@ -156,15 +156,15 @@ def explain(request: Request, found: Choice) -> list[Term]:
         *_step_terms(f"decode step of {running}", decode),
         *_step_terms(f"prefill of {server.prompt:,}", prefill),
         Term(
-            name="KV of a request",
+            name="KV cache per request",
             formula="Σ layers · 2 · kv_heads/tp · head_dim · tokens · bytes",
             numbers=f"{tokens:,} tokens",
             value=bytes_text(each),
         ),
         Term(
             name="concurrency",
-            formula="⌊(memory · 0.9 − weights − working) / KV of a request⌋ · ep",
-            numbers=f"⌊{bytes_text(memory.room_bytes)} / {bytes_text(each)}⌋ · {found.split.ep}",
+            formula="⌊(memory · 0.9 − weights − working) / KV cache per request⌋ · ep",
+            numbers=f"⌊{bytes_text(memory.kv_bytes)} / {bytes_text(each)}⌋ · {found.split.ep}",
             value=f"{found.predicted()['concurrency']:,.0f}",
         ),
         Term(
@@ -189,20 +189,20 @@ def explain(request: Request, found: Choice) -> list[Term]:
     ]
 
 
-def _step_terms(name: str, time: StepTime) -> list[Term]:
+def _step_terms(name: str, time: EngineStepTime) -> list[Term]:
     parts = [(part.name.removesuffix("_s"), getattr(time, part.name)) for part in fields(time)]
     numbers = " + ".join(f"{label} {seconds_text(value)}" for label, value in parts if value > 0)
-    formula = "products + experts + attention + other + kernels + comm + host"
+    formula = "gemm + experts + attention + other + kernels + comm + host"
     return [Term(name=name, formula=formula, numbers=numbers, value=seconds_text(time.total_s))]
 
 
-def _cost_terms(found: Choice, tokens_per_s: float) -> list[Term]:
+def _cost_terms(found: DeploymentOption, tokens_per_s: float) -> list[Term]:
     if found.cost is None:
         return []
     cost = found.cost
     return [
         Term(
-            name="a million tokens",
+            name="per million tokens",
             formula="devices · $/h / 3600 / (tokens/s) · 10⁶",
             numbers=f"{found.devices} · {cost.device_hour_usd:.3g} / 3600 / {tokens_per_s:,.0f} · 10⁶",
             value=dollars_text(cost.million_tokens_usd),

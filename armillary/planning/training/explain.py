@@ -228,7 +228,7 @@ def _waits(prediction: Prediction) -> list[Term]:
     kernels = float((time.work.layer.kernels_forward + time.work.layer.kernels_backward)[0] * time.work.stages.mean[0])
     launch, straggler = float(time.launch[0]), float(time.straggler[0])
     if case.software.eager_layers:
-        call_s = case.curves.call_s * case.software.host
+        call_s = case.curves.autograd_call_s * case.software.host
         return [
             _seconds(
                 "calls",

@@ -60,7 +60,7 @@ def launch_s(case: TrainCase, layouts: Layouts, work: Work, device: Array) -> Ar
     if case.software.eager_layers:
         forwards = 1 + np.where(layouts.recompute == FULL, 1.0 / layouts.recompute_every, 0.0)
         calls = CALLS_PER_OPERATOR * (work.kernels_forward * forwards + work.kernels_backward)
-        spent: Array = calls * case.curves.call_s * case.software.host
+        spent: Array = calls * case.curves.autograd_call_s * case.software.host
         return spent
     each = GRAPH_LAUNCH_S if case.software.graphs else case.curves.launch_s
     host = (work.kernels_forward + work.kernels_backward) * each * case.software.host

@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.timing import Call
 from armillary.profiling.ceilings.gemm import is_emulated
 from armillary.profiling.ceilings.settings import Settings
 from armillary.spec.arithmetic.attention_ops import AttentionShape, attention, attention_backward, self_spans
+from armillary.spec.precision import SIXTEEN_BIT, WIDE
 
 _KEYS, _HEADS, _HEAD_DIM, _ROWS = 4096, 16, 128, 8
 _ON_CPU = ((128, 8, 64), (512, 2, 64), (2048, 1, 64), (128, 8, 32), (128, 8, 128))
 """(keys, rows, head dim): a thousand tokens or two"""
 _CPU_HEADS = 4
 _SECONDS = 0.5
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -43,7 +44,7 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
 
 def native_dtypes(settings: Settings) -> list[str]:
     """fp32, and of the 16-bit dtypes those that a CPU does not emulate."""
-    return [dtype for dtype in _DTYPES if not is_emulated(dtype, settings)]
+    return [dtype for dtype in (WIDE, *SIXTEEN_BIT) if not is_emulated(dtype, settings)]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -65,7 +66,7 @@ def counted_flops(keys: int, heads: int, head_dim: int, *, backward: bool, rows:
 
 
 def _call(case: dict[str, Any], device: torch.device) -> Call:
-    dtype = _DTYPES[case["dtype"]]
+    dtype = DTYPES[case["dtype"]]
     size = (case.get("rows", _ROWS), case["heads"], case["keys"], case["head_dim"])
     q, k, v, dy = (torch.randn(size, device=device, dtype=dtype) for _ in range(4))
     if not case["backward"]:

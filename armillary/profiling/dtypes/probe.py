@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from armillary.kernels.core.dtype import DTYPES as TORCH_DTYPES
 from armillary.machine.device_name import device_name
 from armillary.machine.features import has_native
 from armillary.profiling.dtypes import onednn
@@ -20,7 +21,6 @@ from armillary.profiling.dtypes.rates import DTYPES, PROBE, RunShape
 from armillary.spec.precision import EMULATED
 from armillary.store.peaks import Peaks, new_peaks
 
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = (64, 256, 256)
 """the GEMM that shows emulation: 8 MFLOP, 33 ms at the slowest rate seen (0.25 GFLOP/s)"""
 LOOK_S = 0.03
@@ -62,13 +62,13 @@ def _look(dtype: str, device: torch.device, shape: RunShape, wide: dict[str, Any
 
 
 def _gemm_rate(m: int, n: int, k: int, dtype: str, device: torch.device) -> float:
-    a, b = (torch.ones(size, dtype=TORCH[dtype], device=device) for size in ((m, k), (k, n)))
+    a, b = (torch.ones(size, dtype=TORCH_DTYPES[dtype], device=device) for size in ((m, k), (k, n)))
     return 2.0 * m * n * k / _seconds(lambda: a @ b, device)
 
 
 def _decode_rate(dtype: str, device: torch.device) -> float:
     """One row against weights that no cache holds."""
-    size, kind = 2048, TORCH[dtype]
+    size, kind = 2048, TORCH_DTYPES[dtype]
     count: int = max(2, DECODE_BYTES // (size * size * kind.itemsize))
     weights, row = (torch.ones(*shape, size, dtype=kind, device=device) for shape in ((count, size), (1,)))
     seconds = _seconds(lambda: [F.linear(row, weight) for weight in weights], device)
@@ -77,7 +77,7 @@ def _decode_rate(dtype: str, device: torch.device) -> float:
 
 def _attention_rate(shape: RunShape, dtype: str, device: torch.device) -> float:
     keys, heads = min(512, shape.keys), 4
-    q, k, v = (torch.ones(1, heads, keys, shape.head_dim, dtype=TORCH[dtype], device=device) for _ in range(3))
+    q, k, v = (torch.ones(1, heads, keys, shape.head_dim, dtype=TORCH_DTYPES[dtype], device=device) for _ in range(3))
     flops = 2.0 * heads * keys * keys * shape.head_dim  # causal: half of the pairs, two GEMMs
     return flops / _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
 

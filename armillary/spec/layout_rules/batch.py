@@ -1,6 +1,6 @@
-"""The rules by which a layout divides a step: tokens of a sequence over ranks, sequences into micro-batches and rounds.
+"""Layout rules of a step: tokens of a sequence over ranks, sequences in micro-batches and rounds.
 
-As in `layout_rules`, each rule is a test and a sentence that ends with a change after which the test holds.
+As in `rules`, each rule is a test and a sentence that ends with a change after which the test holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def tokens_say(layout: Layout, case: Case) -> str:
 
 
 def _unit(layout: Layout, case: Case) -> int:
-    """Tokens the batch must be a multiple of; the interleaved schedule takes micro-batches pp at a time."""
+    """Tokens that must divide the batch; the interleaved schedule runs micro-batches in groups of pp."""
     assert case.sequence is not None
     rounds = layout.pp if layout.schedule == "interleaved" else 1
     return case.sequence * layout.micro_batch * layout.dp * rounds
@@ -49,7 +49,7 @@ def batch_says(layout: Layout, case: Case) -> str:
 
 
 def rounds_hold(layout: Layout, case: Case) -> bool:
-    """Schedules over several chunks take micro-batches in equal rounds of about as many as there are stages."""
+    """Schedules over several chunks run micro-batches in equal rounds of about as many as there are stages."""
     if not case.by_trainer or layout.pp == 1 or layout.schedule in ("gpipe", "1f1b"):
         return True
     if case.sequence is None or case.batch_tokens is None:
@@ -63,6 +63,6 @@ def rounds_say(layout: Layout, case: Case) -> str:
     count, unit = layout.num_micro_batches(case.batch_tokens, case.sequence), _unit(replace(layout, pp=1), case)
     fitting = next(n for n in range(count - 1, 0, -1) if rounds_hold(layout, replace(case, batch_tokens=n * unit)))
     return (
-        f"schedule={layout.schedule} takes {count} micro-batches in rounds of about pp={layout.pp}, which do not "
-        f"come out even; try --set train.batch_tokens={fitting * unit}"
+        f"schedule={layout.schedule} runs {count} micro-batches in rounds of about pp={layout.pp}, which do not "
+        f"divide them evenly; try --set train.batch_tokens={fitting * unit}"
     )

@@ -1,4 +1,4 @@
-"""What a layout is checked against: a model, and what is known of devices, sequence and batch."""
+"""Case: what a layout is checked against: a model, and what is known of devices, sequence and batch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class Case:
     """What a layout is checked against."""
 
     model: ModelConfig
-    """what is cut"""
+    """the model to shard"""
     num_devices: int | None = None
-    """devices there are; None: not known yet"""
+    """available devices; None: unknown"""
     fills: int | None = None
-    """devices that a person asked for (--devices): all are used, with as much dp as it takes"""
+    """requested devices (--devices): all are used, with the dp that fills them"""
     sequence: int | None = None
-    """tokens of a training sequence"""
+    """tokens per training sequence"""
     batch_tokens: int | None = None
-    """tokens of a step"""
+    """tokens per step"""
     for_training: bool = True
     """serving replicates KV heads where tp exceeds them, and has no batch to divide"""
     by_trainer: bool = False
-    """our trainer runs it: experts lie over dp × cp only, a step has whole rounds of micro-batches, and selective
-    recomputation goes with neither activations elsewhere nor backward passes in halves, which zero=3 does not either"""
+    """our trainer runs it: experts are over dp × cp only, a step has full rounds of micro-batches, and selective
+    recompute combines neither with offloaded activations nor with split backward passes, nor do those with zero=3"""
     compiled: bool = False
-    """blocks go through a compiler (train.compile), which backward passes in halves do not"""
+    """blocks are compiled (train.compile), which split backward passes cannot be"""
 
     def filled(self, layout: Layout) -> Layout:
-        """With the dp that uses all devices asked for, where some does."""
+        """With the dp that uses all requested devices, where one does."""
         inner = layout.num_devices // layout.dp
         return layout if self.fills is None or self.fills % inner else replace(layout, dp=self.fills // inner)

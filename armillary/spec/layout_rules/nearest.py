@@ -1,6 +1,7 @@
-"""The nearest layout that breaks no rule: what a refusal ends with, where its own suggestion would be refused next.
+"""The nearest valid layout: what an error suggests where its own suggestion would be refused next.
 
-Found by following the rules' suggestions, one after the other, and then taking back every change that was not needed.
+It is found by following the rules' suggestions one after the other, and then reverting every change that was not
+needed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from armillary.spec.layout_rules.case import Case
 from armillary.spec.toml.fields import build, to_plain
 
 Texts = Callable[[Layout, Case], Iterator[str]]
-"""texts(layout, case): what every broken rule says"""
+"""texts(layout, case): the messages of all broken rules"""
 Changes = dict[str, str]
 """'layout.tp' or 'train.batch_tokens' -> value"""
 _MOST = 12
@@ -25,33 +26,33 @@ _PLAIN = {f"layout.{key}": value for key, value in (_SINGLE | {"schedule": "1f1b
 
 
 def completed(text: str, layout: Layout, case: Case, texts: Texts) -> str:
-    """The sentence as it is if what it suggests breaks no other rule; else with the nearest layout that breaks none."""
+    """The message as it is if its suggestion breaks no other rule; else with the nearest valid layout."""
     if all(_is_clean(change, layout, case, texts) for change in suggested(text)):
         return text
     changes = _nearest(layout, case, texts)
     if changes is None:
         return text
-    head, found, _ = text.rpartition(" try ")
+    head, separator, _ = text.rpartition(" try ")
     step = " ".join(f"--set {key}={value}" for key, value in changes.items())
-    return f"{head} try {step}" if found else f"{text}, or try {step}"
+    return f"{head} try {step}" if separator else f"{text}, or try {step}"
 
 
 def suggested(text: str) -> list[Changes]:
-    """Every alternative that a sentence offers: 'layout.tp=2 or 4' is two."""
+    """Every alternative that a message offers: 'layout.tp=2 or 4' is two."""
     offered = re.findall(r"--set ((?:layout|train)\.\w+)=(\S+)(?: or (\S+))?", text)
     options = [[(key, value) for value in values if value] for key, *values in offered]
     return [dict(choice) for choice in product(*options)]
 
 
 def _nearest(layout: Layout, case: Case, texts: Texts) -> Changes | None:
-    found = _followed(layout, case, texts)
-    if found is None:
-        found = {key: value for key, value in _PLAIN.items() if _text(getattr(layout, key[7:])) != value}
-        found |= _followed(*_applied(found, layout, case), texts) or {}
-    for key in list(found):
-        fewer = {other: value for other, value in found.items() if other != key}
-        found = fewer if _is_clean(fewer, layout, case, texts) else found
-    return found if _is_clean(found, layout, case, texts) else None
+    changes = _followed(layout, case, texts)
+    if changes is None:
+        changes = {key: value for key, value in _PLAIN.items() if _text(getattr(layout, key[7:])) != value}
+        changes |= _followed(*_applied(changes, layout, case), texts) or {}
+    for key in list(changes):
+        fewer = {other: value for other, value in changes.items() if other != key}
+        changes = fewer if _is_clean(fewer, layout, case, texts) else changes
+    return changes if _is_clean(changes, layout, case, texts) else None
 
 
 def _followed(layout: Layout, case: Case, texts: Texts) -> Changes | None:

@@ -1,8 +1,8 @@
-"""Which layers a pipeline stage holds: chunks that take equally long, and among these the ones that need least memory.
+"""Layers per pipeline stage: chunks of equal time, and among these the split that needs the least memory.
 
-A chunk's time is its FLOPs a token: a layer's products and attention, and at the end the output projection, which may
-outweigh several layers. Its memory is its weights: at the beginning those of the embedding count too. Training builds
-its stages by this, and the planner prices them.
+The time of a chunk is its FLOPs per token: GEMMs and attention of layers, and at the end the output projection, which
+may outweigh several layers. Its memory is its weights, at the beginning those of the embedding too. Training builds its
+stages by this rule, and the planner prices them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from armillary.spec.arithmetic.params import layer_parameters, parameters
 from armillary.spec.model import ModelConfig
 
 _EQUAL = 1.05
-"""chunks that differ by less than this are taken to be as good, so memory decides"""
+"""chunks whose times differ by less are equally good, so memory decides"""
 _HALVINGS = 50
-"""of the span in which the least possible maximum is looked for"""
+"""bisections of the smallest possible maximum"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """What one chunk of a model holds."""
+    """One chunk of a model."""
 
     index: int
     """of the chunk, from 0"""
@@ -40,10 +40,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A layer, or one of the ends, as something to be shared out."""
+    """A layer, the embedding or the head, as a unit of the split."""
 
     flops: float
-    """a token, forward and backward"""
+    """per token, forward and backward"""
     weights: float
     """parameters"""
 
@@ -62,7 +62,7 @@ def places(config: ModelConfig, sequence: int) -> tuple[Place, ...]:
 
 
 def split(config: ModelConfig, num_stages: int, interleave: int = 1, *, sequence: int) -> tuple[Span, ...]:
-    """The chunks of a model, in order; every layer is in one of them."""
+    """The chunks of a model, in order."""
     num_chunks = num_stages * interleave
     cuts = _cuts(places(config, sequence), num_stages, interleave)
     ends = [(0, *cuts)[i : i + 2] for i in range(num_chunks)]
@@ -78,22 +78,22 @@ def split(config: ModelConfig, num_stages: int, interleave: int = 1, *, sequence
 
 
 def chunks_of(spans: tuple[Span, ...], stage: int, num_stages: int) -> tuple[Span, ...]:
-    """Those of a stage: chunks are dealt out in turn, as interleaved schedules want them."""
+    """Chunks of a stage: they are assigned round-robin, as interleaved schedules need."""
     return spans[stage::num_stages]
 
 
 def layers_by_stage(config: ModelConfig, num_stages: int, interleave: int, *, sequence: int) -> tuple[int, ...]:
-    """How many layers each stage holds, all its chunks together."""
+    """Layers per stage, over all its chunks."""
     spans = split(config, num_stages, interleave, sequence=sequence)
     return tuple(sum(len(span.layers) for span in chunks_of(spans, i, num_stages)) for i in range(num_stages))
 
 
 @cache
-def _cuts(found: tuple[Place, ...], num_stages: int, interleave: int) -> tuple[int, ...]:
-    """Where chunks end; each has a place at least."""
-    flops, weights = _sums([place.flops for place in found]), _sums([place.weights for place in found])
+def _cuts(units: tuple[Place, ...], num_stages: int, interleave: int) -> tuple[int, ...]:
+    """Where chunks end; each has at least one place."""
+    flops, weights = _sums([place.flops for place in units]), _sums([place.weights for place in units])
     num_chunks = num_stages * interleave
-    assert 1 <= num_chunks <= len(found), "layout_rules refuses more chunks than places"
+    assert 1 <= num_chunks <= len(units), "layout_rules refuses more chunks than places"
     longest = _EQUAL * _least(flops, num_chunks, lambda limit: _Row(flops, weights, limit, inf))
     heaviest = _least(weights, num_chunks, lambda limit: _Row(flops, weights, longest, limit))
     ends = _Row(flops, weights, longest, heaviest).even(num_chunks)
@@ -114,19 +114,19 @@ def _least(sums: list[float], num_chunks: int, row: Callable[[float], _Row]) -> 
 
 
 class _Row:
-    """Places in a row, of which a chunk may have so many as keep it within both limits."""
+    """Places in a row, with limits on the time and the weights of a chunk."""
 
     def __init__(self, flops: list[float], weights: list[float], longest: float, heaviest: float) -> None:
         self.flops, self.weights, self.longest, self.heaviest = flops, weights, longest, heaviest
         self.size = len(flops) - 1
 
     def reach(self, start: int) -> int:
-        """Where a chunk from `start` on ends at the latest."""
+        """The latest end of a chunk that begins at `start`."""
         by_time = bisect_right(self.flops, self.flops[start] + self.longest) - 1
         return min(by_time, bisect_right(self.weights, self.weights[start] + self.heaviest) - 1)
 
     def fits(self, num_chunks: int) -> bool:
-        """Chunks as long as they may be: fewer of them can always be cut further."""
+        """Whether the longest possible chunks suffice: fewer of them can always be split further."""
         at = 0
         for _ in range(num_chunks):
             at, before = self.reach(at), at
@@ -135,7 +135,7 @@ class _Row:
         return at == self.size
 
     def even(self, num_chunks: int) -> tuple[int, ...]:
-        """Ends of chunks: each as near to its share of what is left as both limits and the chunks behind it allow."""
+        """Ends of chunks: each as near to its share of the rest as both limits and the chunks behind it allow."""
         needs = [0] * (self.size + 1)
         for start in range(self.size - 1, -1, -1):
             needs[start] = 1 + needs[self.reach(start)] if self.reach(start) > start else self.size + 1
@@ -151,7 +151,7 @@ class _Row:
 
     def level(self, ends: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
         """Ends moved by single places, from a chunk of a longer stage to its neighbour of a shorter one, while that
-        brings the two nearer to each other and leaves no chunk empty or too long."""
+        brings their times closer and leaves no chunk empty or too long."""
         bounds = [0, *ends]
         times = [self.flops[stop] - self.flops[start] for start, stop in pairwise(bounds)]
         stages = [sum(times[stage::num_stages]) for stage in range(num_stages)]
@@ -165,7 +165,7 @@ class _Row:
         return tuple(bounds[1:])
 
     def _shift(self, bounds: list[int], times: list[float], stages: list[float], i: int, step: int) -> None:
-        """The end between chunks i - 1 and i, one place back (the first of the two gives) or on (the second does)."""
+        """Move the end between chunks i - 1 and i one place back (the first gives) or on (the second gives)."""
         giver, taker = (i - 1, i) if step < 0 else (i, i - 1)
         place = bounds[i] - 1 if step < 0 else bounds[i]
         time = self.flops[place + 1] - self.flops[place]

@@ -1,7 +1,7 @@
-"""Which ranks an axis of a layout joins, and which tier of a cluster it crosses, in words.
+"""Placement: which ranks an axis of a layout groups, and which tier of a cluster it crosses, as text.
 
-Axes from the outermost to the innermost are pp, replicate, shard, tp; ranks that share a row (cp) are the innermost of
-replicate, or of shard where weights are shared out, and expert ranks (ep) are the innermost of both together. Ranks are
+Axes from the outermost to the innermost are pp, replicate, shard, tp. Context-parallel ranks (cp) are the innermost of
+replicate, or of shard where weights are sharded, and expert ranks (ep) are the innermost of both together. Ranks are
 numbered along the innermost tier first, as launchers do; an axis is as fast as the slowest link that any of its groups
 crosses.
 """
@@ -24,8 +24,8 @@ def axis_sizes(layout: Layout) -> dict[str, int]:
 
 
 def expert_axis_sizes(layout: Layout) -> dict[str, int]:
-    """The same ranks as experts are spread over them: ep is innermost of dp × cp, so that tokens are exchanged between
-    neighbours; ranks with the same experts replicate or share them out as the layout does with all else."""
+    """The same ranks for experts: ep is innermost of dp × cp, so that the all-to-all is between neighbours; ranks with
+    the same experts replicate or shard them like all other weights."""
     sizes = axis_sizes(layout)
     copies = sizes["replicate"] * sizes["shard"]
     shard = sizes["shard"] // layout.ep if sizes["shard"] % layout.ep == 0 else 1
@@ -34,19 +34,19 @@ def expert_axis_sizes(layout: Layout) -> dict[str, int]:
 
 
 def placement(layout: Layout, cluster: Cluster | None) -> list[str]:
-    """'tp=8: neighbouring ranks, over NVLink 4 (8 devices)', one line for each axis in use, innermost first."""
+    """'tp=8: neighbouring ranks, over NVLink 4 (8 devices)', one line per axis in use, innermost first."""
     sizes, inner = axis_sizes(layout), "shard" if layout.zero and layout.shard_size * layout.cp > 1 else "replicate"
     apart: dict[str, int] = {}
     for axis, size in sizes.items():
         apart |= {axis: size // layout.cp, "cp": layout.cp} if axis == inner else {axis: size}
-    words = axis_words(apart, cluster)
+    lines = axis_lines(apart, cluster)
     if layout.ep == 1 or (layout.dp * layout.cp) % layout.ep:
-        return words
-    return words + [each for each in axis_words(expert_axis_sizes(layout), cluster) if each.startswith("ep=")]
+        return lines
+    return lines + [line for line in axis_lines(expert_axis_sizes(layout), cluster) if line.startswith("ep=")]
 
 
 def experts_apart(layout: Layout, cluster: Cluster) -> str:
-    """What to say where groups of experts leave the fastest links although a smaller ep would stay on them; else ''."""
+    """A note where expert groups leave the fastest links although a smaller ep would stay on them; else ''."""
     if layout.ep == 1 or (layout.dp * layout.cp) % layout.ep:
         return ""
     sizes = expert_axis_sizes(layout)
@@ -64,12 +64,12 @@ def experts_apart(layout: Layout, cluster: Cluster) -> str:
     )
 
 
-def axis_words(sizes: dict[str, int], cluster: Cluster | None) -> list[str]:
+def axis_lines(sizes: dict[str, int], cluster: Cluster | None) -> list[str]:
     """The same for any axes, outermost first."""
-    return [_words(axis, sizes, cluster) for axis in reversed(sizes) if sizes[axis] > 1]
+    return [_line(axis, sizes, cluster) for axis in reversed(sizes) if sizes[axis] > 1]
 
 
-def _words(axis: str, sizes: dict[str, int], cluster: Cluster | None) -> str:
+def _line(axis: str, sizes: dict[str, int], cluster: Cluster | None) -> str:
     neighbours = _inner(axis, sizes)
     near = "neighbouring ranks" if neighbours == 1 else f"every {ordinal(neighbours)} rank"
     if cluster is None:
@@ -81,7 +81,7 @@ def _words(axis: str, sizes: dict[str, int], cluster: Cluster | None) -> str:
 
 
 def crossed(axis: str, sizes: dict[str, int], cluster: Cluster) -> tuple[Tier | None, int]:
-    """The innermost tier that holds every group of the axis whole, and how many devices that tier spans."""
+    """The innermost tier that contains every group of the axis, and the number of devices that tier spans."""
     stride, size = _inner(axis, sizes), sizes[axis]
     reach = 1
     for tier in cluster.tiers:

@@ -36,12 +36,12 @@ from armillary.spec.model import ModelConfig
 
 
 class Problem(NamedTuple):
-    """A rule that a layout breaks, in words that end with what to change."""
+    """A broken rule, with a message that ends with what to change."""
 
     rule: str
     """name of the rule"""
     text: str
-    """one line for a person"""
+    """one line"""
 
 
 def check_layout(
@@ -56,8 +56,8 @@ def check_layout(
     by_trainer: bool = False,
     compiled: bool = False,
 ) -> None:
-    """Raise BadLayout, with the nearest layout that does, if the layout does not divide the model, the devices or the
-    batch. Fewer devices than there are is allowed: the rest stays idle; but not fewer than `fills`, where given."""
+    """Raise BadLayout, with the nearest valid layout, if the layout does not divide model, devices or batch.
+    It may use fewer devices than there are, the rest stays idle; but not fewer than `fills`, where given."""
     case = Case(
         model=model,
         num_devices=num_devices,
@@ -135,10 +135,10 @@ def _schedule_says(layout: Layout, case: Case) -> str:
         return f"interleave={layout.interleave} needs pipeline stages; try --set layout.interleave=1"
     if layout.interleave > 1:
         return (
-            f"schedule={layout.schedule} runs one chunk a stage, not interleave={layout.interleave}; "
+            f"schedule={layout.schedule} runs one chunk per stage, not interleave={layout.interleave}; "
             "try --set layout.schedule=interleaved"
         )
-    return "schedule=interleaved needs two chunks a stage or more; try --set layout.schedule=1f1b"
+    return "schedule=interleaved needs at least two chunks per stage; try --set layout.schedule=1f1b"
 
 
 # --- cp, ep, shard
@@ -153,7 +153,7 @@ def _cp_says(layout: Layout, case: Case) -> str:
     most = min(case.sequence // 2, 2 * layout.cp)
     fitting = [cp for cp in range(1, most + 1) if case.sequence % (2 * cp) == 0] or [1]
     return (
-        f"cp={layout.cp} does not cut a sequence of {case.sequence} into 2 × {layout.cp} equal pieces (zig-zag); "
+        f"cp={layout.cp} does not divide a sequence of {case.sequence} into 2 × {layout.cp} equal chunks (zig-zag); "
         f"try --set layout.cp={near(layout.cp, fitting)}"
     )
 
@@ -193,7 +193,7 @@ def _shard_says(layout: Layout, case: Case) -> str:
     fitting = [size for size in range(1, layout.dp + 1) if layout.dp % size == 0]
     if layout.zero == 0:
         change = "zero=3" if layout.shard in fitting else "shard=none"
-        return f"shard={layout.shard} but zero=0 shares nothing out; try --set layout.{change}"
+        return f"shard={layout.shard} but zero=0 shards nothing; try --set layout.{change}"
     nearest = near(layout.shard, fitting)
     return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={nearest}"
 
@@ -206,11 +206,12 @@ def _devices_hold(layout: Layout, case: Case) -> bool:
 
 
 def _devices_say(layout: Layout, case: Case) -> str:
-    room = case.num_devices
-    assert room is not None
-    options = [change for axis in _SHRINK if (change := _shrunk(layout, case, room, (axis,)))]
-    options = options or [_shrunk(layout, case, room, _SHRINK)]
-    return f"{room} device{'s' * (room != 1)} cannot hold {layout.text()}: try {_first_clean(layout, case, options)}"
+    available = case.num_devices
+    assert available is not None
+    options = [change for axis in _SHRINK if (change := _shrunk(layout, case, available, (axis,)))]
+    options = options or [_shrunk(layout, case, available, _SHRINK)]
+    devices = f"{available} device{'s' * (available != 1)}"
+    return f"{devices} cannot hold {layout.text()}: try {_first_clean(layout, case, options)}"
 
 
 def _fill_holds(layout: Layout, case: Case) -> bool:
@@ -225,19 +226,19 @@ def _fill_says(layout: Layout, case: Case) -> str:
 _SHRINK = ("dp", "pp", "cp", "tp")
 
 
-def _shrunk(layout: Layout, case: Case, room: int, axes: tuple[str, ...]) -> dict[str, Any]:
-    """The least reduction of `axes`, in that order, that fits into `room` devices; empty if none does."""
+def _shrunk(layout: Layout, case: Case, available: int, axes: tuple[str, ...]) -> dict[str, Any]:
+    """The least reduction of `axes`, in that order, that fits the `available` devices; empty if none does."""
     change: dict[str, Any] = {}
     for axis in axes:
         small = replace(layout, **change)
-        if small.num_devices <= room:
+        if small.num_devices <= available:
             break
         size = getattr(small, axis)
         if size == 1:
             continue
-        most = max(1, min(size, room // (small.num_devices // size)))
+        most = max(1, min(size, available // (small.num_devices // size)))
         change[axis] = next(n for n in range(most, 0, -1) if n == 1 or _divides(_with(small, axis, n), case))
-    return change if replace(layout, **change).num_devices <= room else {}
+    return change if replace(layout, **change).num_devices <= available else {}
 
 
 def _with(layout: Layout, axis: str, size: int) -> Layout:

@@ -1,6 +1,6 @@
-"""What tensor parallelism must divide: the heads and the MLPs of every kind of layer, in training and in serving.
+"""Tensor-parallel rules: tp must divide the heads and the MLPs of every kind of layer, in training and in serving.
 
-Vocabulary rows are padded and hidden is never cut, so neither is here.
+Vocabulary rows are padded and hidden is never sharded, so neither is checked.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 
 
-def _cut_by_tp(layout: Layout, case: Case) -> Iterator[tuple[int, str]]:
-    """(size, what it is) of everything that tp cuts."""
+def _sharded_by_tp(layout: Layout, case: Case) -> Iterator[tuple[int, str]]:
+    """(size, name) of everything that tp shards."""
     model = case.model
     kinds = {kind.mlp for kind in model.layers}
     replicated = not case.for_training and layout.tp % model.kv_heads == 0
@@ -29,12 +29,12 @@ def _cut_by_tp(layout: Layout, case: Case) -> Iterator[tuple[int, str]]:
 
 
 def tp_holds(layout: Layout, case: Case) -> bool:
-    return all(size % layout.tp == 0 for size, _ in _cut_by_tp(layout, case))
+    return all(size % layout.tp == 0 for size, _ in _sharded_by_tp(layout, case))
 
 
 def tp_says(layout: Layout, case: Case, setting: str = "--set layout.tp=") -> str:
-    """What tp does not divide and the nearest sizes that do, as `setting` gives them."""
-    what = next(words for size, words in _cut_by_tp(layout, case) if size % layout.tp)
+    """What tp does not divide and the nearest sizes that do, in the form of `setting`."""
+    what = next(name for size, name in _sharded_by_tp(layout, case) if size % layout.tp)
     fitting = [tp for tp in range(1, case.model.heads + 1) if tp_holds(replace(layout, tp=tp), case)]
     return f"tp={layout.tp} does not divide {what} of {case.model.name}; try {setting}{near(layout.tp, fitting)}"
 

@@ -1,6 +1,6 @@
-"""What our trainer cannot run together, though a layout divides everything: each rule is a test and a sentence.
+"""Combinations that our trainer cannot run, though the layout divides everything.
 
-As in `layout_rules`, the sentence ends with a change after which the test holds.
+As in `rules`, each rule is a test and a sentence that ends with a change after which the test holds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ def kept_holds(layout: Layout, case: Case) -> bool:
 
 def kept_says(layout: Layout, case: Case) -> str:
     return (
-        f"offload={layout.offload} cannot reach what selective recompute keeps; try --set layout.recompute=full or none"
+        f"offload={layout.offload} does not cover what selective recompute stores; "
+        "try --set layout.recompute=full or none"
     )
 
 
 def splits_backward(layout: Layout) -> bool:
-    """Whether gradients of inputs and of weights come in passes of their own (zero-bubble)."""
+    """Whether input gradients and weight gradients are separate passes (zero-bubble)."""
     return layout.pp > 1 and layout.schedule == "zero_bubble"
 
 
 def halves_hold(layout: Layout, case: Case) -> bool:
-    """A backward pass in two halves goes along the graph of plain operators."""
+    """A split backward pass follows the graph of eager operators."""
     return not (case.by_trainer and layout.recompute == "selective" and splits_backward(layout))
 
 
@@ -40,23 +41,23 @@ def compiled_holds(layout: Layout, case: Case) -> bool:
 
 
 def compiled_says(layout: Layout, case: Case) -> str:
-    other = _whole_backward(layout)
+    other = _unsplit_schedule(layout)
     return f"zero-bubble stages cannot be compiled; try --set layout.schedule={other} (or train.compile=false)"
 
 
 def gathered_holds(layout: Layout, case: Case) -> bool:
-    """The second half of a backward pass looks up weights that ZeRO-3 has let go of by then."""
+    """The weight-gradient pass reads weights that ZeRO-3 has freed by then."""
     shares_weights = layout.zero == 3 and layout.dp * layout.cp > 1
     return not (case.by_trainer and shares_weights and splits_backward(layout))
 
 
 def gathered_says(layout: Layout, case: Case) -> str:
     return (
-        "zero-bubble stages need whole weights between the halves of a backward pass, which zero=3 shares out; "
-        f"try --set layout.zero=2 (or layout.schedule={_whole_backward(layout)})"
+        "zero-bubble stages need full weights between the two parts of a backward pass, which zero=3 shards; "
+        f"try --set layout.zero=2 (or layout.schedule={_unsplit_schedule(layout)})"
     )
 
 
-def _whole_backward(layout: Layout) -> str:
-    """The nearest schedule whose backward passes are whole."""
+def _unsplit_schedule(layout: Layout) -> str:
+    """The nearest schedule that does not split the backward pass."""
     return "interleaved" if layout.interleave > 1 else "1f1b"

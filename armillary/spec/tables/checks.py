@@ -1,4 +1,4 @@
-"""Checks that the recipe's tables share: each refusal names the field and a value that would do."""
+"""Checks shared by the recipe's tables: each error names the field and a valid value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from armillary.errors import BadRecipe
 
 
 def refuse(job: Any, table: str, name: str, rule: str, better: Any = None) -> BadRecipe:
-    """A sentence that suggests `better`, or the field's default, which is always sound."""
+    """An error that suggests `better`, or the field's default, which is always valid."""
     default = getattr(type(job), name) if better is None else better
     shown = "none" if default is None else default
     return BadRecipe(f"{table}.{name}={getattr(job, name)} must be {rule}; try --set {table}.{name}={shown}")
 
 
 def at_least(job: Any, table: str, low: float, *names: str) -> None:
-    """Each is finite and no less than `low`; a None is derived elsewhere."""
+    """Each is finite and at least `low`; a None is derived elsewhere."""
     for name in names:
         value = getattr(job, name)
         if value is not None and not (isfinite(value) and value >= low):

@@ -1,4 +1,4 @@
-"""The recipe's [hardware] table: a hardware string, or a chip and the nested tiers that join its copies."""
+"""The recipe's [hardware] table: a hardware string, or a chip and the nested tiers that connect its copies."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from armillary.spec.hardware import Cluster, Tier
 
 @dataclass(frozen=True, kw_only=True)
 class TierTable:
-    """One ring of a cluster, innermost first."""
+    """One tier of a cluster, innermost first."""
 
     link: str
-    """what joins them (a link of the catalogue)"""
+    """link between them (a name in the catalogue)"""
     count: int
-    """how many of the thing inside"""
+    """number of units inside"""
     oversubscription: float = 1.0
     """bandwidth into the tier over bandwidth through it (2: half)"""
     shape: Literal["switch", "torus", "mesh"] = "switch"
-    """how they are joined"""
+    """topology"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class HardwareTable:
     chip: str = ""
     """instead of on: a chip of the catalogue"""
     tiers: tuple[TierTable, ...] = ()
-    """with chip: what joins its copies, innermost first; none: a single chip"""
+    """with chip: links between its copies, innermost first; none: a single chip"""
 
     def __post_init__(self) -> None:
         if self.on != "here" and (self.chip or self.tiers):
@@ -43,7 +43,7 @@ class HardwareTable:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller has to find out what this machine is."""
+        """Whether the caller must detect this machine."""
         return not self.chip and self.on == "here"
 
     def cluster(self, here: Cluster | None = None) -> Cluster:

@@ -1,7 +1,7 @@
-"""What an edited key means for a run that is to be resumed: every key of a recipe is free, noted or defining.
+"""Key classes: what editing a recipe key means for a resumed run (free, noted or defining).
 
-The class stands beside the key, as a marker around its type: `lr: Noted[float | None] = None`. A whole table has one
-where the recipe names it: `serve: Free[Serve]`. Types are read without the marker, so nothing else sees it.
+The class is a marker around the type: `lr: Noted[float | None] = None`. A table has one where the recipe names it:
+`serve: Free[Serve]`. Types are read without the marker, so nothing else sees it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Marker:
-    """Holds a class inside Annotated."""
+    """Key class inside Annotated."""
 
     def __init__(self, of: KeyClass) -> None:
         self.of = of
@@ -27,11 +27,11 @@ class _Marker:
 
 _FREE, _NOTED, _DEFINING = _Marker("free"), _Marker("noted"), _Marker("defining")
 Free = Annotated[T, _FREE]
-"""it changes no number that training computes"""
+"""changes no number that training computes"""
 Noted = Annotated[T, _NOTED]
-"""it changes how training goes on from here: rates, length, number format, layout"""
+"""changes how training continues: rates, length, dtype, layout"""
 Defining = Annotated[T, _DEFINING]
-"""it says which training this is: model, data, seed, batch, sequence"""
+"""identifies the training: model, data, seed, batch, sequence"""
 
 
 def classes_of(cls: type[Any]) -> dict[str, KeyClass | None]:
@@ -41,4 +41,4 @@ def classes_of(cls: type[Any]) -> dict[str, KeyClass | None]:
 
 def _class(hint: Any) -> KeyClass | None:
     markers = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((one.of for one in markers if isinstance(one, _Marker)), None)
+    return next((marker.of for marker in markers if isinstance(marker, _Marker)), None)

@@ -1,4 +1,4 @@
-"""The recipe's [load] table: how a running server is tested with the [traffic] of the same recipe."""
+"""The recipe's [load] table: a load test of a running server with the [traffic] of the same recipe."""
 
 from __future__ import annotations
 
@@ -11,42 +11,44 @@ from armillary.spec.tables.checks import above_zero, at_least
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How a load test is run."""
+    """Settings of a load test."""
 
     api: Literal["auto", "chat", "completions", "predict"] = "auto"
-    """which form of request is sent; auto: chat, completions where there is no chat, predict where there is neither"""
+    """endpoint; auto: chat, completions where there is no chat, predict where there is neither"""
     model: str = ""
-    """name the server knows the model by; empty: the first it lists"""
+    """the server's name of the model; empty: the first it lists"""
     tokenizer: str = ""
-    """folder with the model's tokenizer.json, for prompts of exact lengths; empty: lengths are set by the server's own
-    counts of two trial prompts"""
+    """folder with the model's tokenizer.json, for prompts of exact lengths; empty: two trial prompts calibrate the
+    lengths by the server's token counts"""
     concurrency: int | None = None
-    """closed loop: so many clients, each of which sends again when its answer is complete; none: open loop, requests
-    are sent when traffic says so, whatever the server does"""
+    """closed loop: number of clients, each of which sends its next request when its response is complete; none: open
+    loop, requests are sent at the times of the traffic, whatever the server does"""
     requests: int | None = None
-    """measured requests; none: as many as traffic.duration_s holds"""
+    """measured requests; none: as many as traffic.duration_s allows"""
     ramp_to: float | None = None
-    """open loop: the rate rises (or falls) evenly from traffic.requests_per_s to this over the test; none: it stays"""
+    """open loop: the rate changes linearly from traffic.requests_per_s to this over the test; none: it is constant"""
     length_spread: float = 0.0
-    """coefficient of variation of prompt and answer lengths (lognormal, of the means in traffic); 0: all alike"""
+    """coefficient of variation of prompt and completion lengths (lognormal, around the means in traffic); 0: equal
+    lengths"""
     prefixes: int = 1
-    """different beginnings of traffic.shared_prefix tokens, of which each prompt has one"""
+    """different prefixes of traffic.shared_prefix tokens, of which each prompt has one"""
     trace: str = ""
-    """file of a recorded day, replayed instead of traffic: Azure (CSV) or Mooncake (JSONL)"""
+    """file of a recorded trace, replayed instead of traffic: Azure (CSV) or Mooncake (JSONL)"""
     trace_speed: float = 1.0
-    """how much faster than recorded a trace is replayed"""
+    """speed-up of the replay over the recorded trace"""
     longest: int | None = None
-    """prompt and answer of a trace's request together at most; longer ones are cut and counted; none: as recorded"""
+    """most tokens of prompt and completion together in a trace's request; longer ones are truncated and counted; none:
+    as recorded"""
     warmup_s: float | None = None
-    """the same traffic before measuring begins, left out of every figure; none: a tenth of the test, at most 10 s"""
+    """warm-up with the same traffic, left out of every figure; none: a tenth of the test, at most 10 s"""
     repeats: int = 1
-    """times the test is run, each with a seed of its own; from 2 on figures have 95 % confidence intervals"""
+    """runs of the test, each with its own seed; from 2 on figures have 95 % confidence intervals"""
     timeout_s: float = 300.0
-    """an answer that is not complete by then is an error"""
+    """time after which an incomplete response is an error"""
     temperature: float = 0.0
-    """of sampling"""
+    """sampling temperature"""
     processes: int = 1
-    """processes that send; more where one core cannot keep up, which the report says"""
+    """sending processes; more where one core cannot keep up, which the report says"""
 
     def __post_init__(self) -> None:
         at_least(self, "load", 1, "concurrency", "requests", "repeats", "processes", "prefixes")
@@ -57,6 +59,6 @@ class Load:
 
     def _check_together(self) -> None:
         if self.trace and self.concurrency:
-            raise BadRecipe("load.trace says when requests are sent, load.concurrency too; leave one out")
+            raise BadRecipe("load.trace and load.concurrency both say when requests are sent; leave one out")
         if self.ramp_to and (self.trace or self.concurrency):
             raise BadRecipe("load.ramp_to needs the open loop of [traffic]; leave load.trace and load.concurrency out")

@@ -1,7 +1,7 @@
 """The recipe's [model] table: a name or a path, and any field of ModelConfig that differs.
 
-Layers are changed by num_layers and the catalogue's pattern keys; [model.rope], [model.moe], [model.mla] and
-[model.simplicial] change single fields of what the model has, or give it what it lacks.
+num_layers and the catalogue's pattern keys change the layers; [model.rope], [model.moe], [model.mla] and
+[model.simplicial] change single fields of what the model has, or add what it lacks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from armillary.spec.model import MLA, Attention, LayerKind, ModelConfig, MoE, Ro
 from armillary.spec.toml.fields import build, convert, to_plain, unknown_key
 
 PATTERN_HELP: Mapping[str, tuple[Any, str]] = {
-    "num_layers": (int, "layers; the repeating pattern is cut or continued"),
+    "num_layers": (int, "layers; the repeating pattern is truncated or continued"),
     "attention_pattern": (tuple[Attention, ...], "kinds of attention that layers cycle through"),
     "dense_first": (int, "layers before the first with experts"),
-    "moe_every": (int, "every such layer after those has experts"),
-    "nope_every": (int, "every such layer has no rotary positions; 0: none"),
+    "moe_every": (int, "every n-th layer after those has experts"),
+    "nope_every": (int, "every n-th layer has no rotary positions; 0: none"),
 }
-"""key -> its type and what it does"""
+"""key -> (type, help)"""
 NESTED: Mapping[str, type[Any]] = {"rope": Rope, "moe": MoE, "mla": MLA, "simplicial": Simplicial}
 _NOT_OVERRIDES = ("name", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:
-    """Which model, and what is different about it."""
+    """Which model, and its overrides."""
 
     name: str = ""
     """a catalogue name, a Hub id or a run's name"""
@@ -40,12 +40,12 @@ class ModelTable:
 
     @property
     def source(self) -> str:
-        """What a person would type to get the model."""
+        """What a user would type to get the model."""
         return self.path or self.name
 
 
 def model_table(values: Mapping[str, Any]) -> ModelTable:
-    """The table from a recipe: its keys known, its values of the right type."""
+    """The table of a recipe, its keys and types checked."""
     texts = {key: convert(str, values[key], f"model.{key}") for key in ("name", "path") if key in values}
     overrides = typed_overrides({key: value for key, value in values.items() if key not in texts})
     if bool(texts.get("name")) == bool(texts.get("path")):
@@ -69,7 +69,7 @@ def _without_none(value: Any) -> Any:
 
 
 def override_hints() -> dict[str, Any]:
-    """Every key that may stand in [model] beside name and path, with its type."""
+    """Every key of [model] beside name and path, with its type."""
     plain = {key: hint for key, hint in get_type_hints(ModelConfig).items() if key not in _NOT_OVERRIDES}
     return plain | {key: hint for key, (hint, _) in PATTERN_HELP.items()}
 
@@ -95,8 +95,8 @@ def _typed_table(key: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_model_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
-    """The model with `overrides` applied. Where head_dim was hidden / heads it goes on following them; where it was
-    not, or when it is given, it stays. kv_heads follows heads where they were equal. All else changes only if named."""
+    """The model with `overrides` applied. head_dim follows hidden / heads where it was equal to it and is not given;
+    kv_heads follows heads where they were equal. Everything else changes only if named."""
     given = typed_overrides(overrides)
     changes = {key: value for key, value in given.items() if key not in PATTERN_HELP and key not in NESTED}
     changes |= {key: _changed_table(config, key, given[key]) for key in NESTED if key in given}
@@ -106,7 +106,7 @@ def apply_model_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> 
 
 
 def _changed_table(config: ModelConfig, key: str, value: Any) -> Any:
-    """A nested table: its fields changed where the model has it, built where not, taken away by none."""
+    """A nested table: changed where the model has it, built where not, removed by none."""
     have = getattr(config, key)
     if not isinstance(value, Mapping):
         return value
@@ -115,18 +115,19 @@ def _changed_table(config: ModelConfig, key: str, value: Any) -> Any:
 
 def _following(config: ModelConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = changes.get("hidden", config.hidden), changes.get("heads", config.heads)
-    found: dict[str, Any] = {}
+    derived: dict[str, Any] = {}
     if "kv_heads" not in changes and config.kv_heads == config.heads:
-        found["kv_heads"] = heads
+        derived["kv_heads"] = heads
     if "head_dim" in changes or config.head_dim * config.heads != config.hidden:
-        return found
+        return derived
     if heads < 1 or hidden % heads:
         raise BadModel(f"hidden={hidden} is not a multiple of heads={heads}; give model.head_dim, or other heads")
-    return found | {"head_dim": hidden // heads}
+    return derived | {"head_dim": hidden // heads}
 
 
 def _layers(config: ModelConfig, given: Mapping[str, Any]) -> tuple[LayerKind, ...]:
-    """Cut or continue the layers, then derive anew only what the pattern keys (or gaining or losing experts) name."""
+    """Truncate or continue the layers, then derive anew what the pattern keys (or adding or removing experts) name."""
+
     pattern = {key: given[key] for key in PATTERN_HELP if key in given}
     pattern.setdefault("num_layers", config.num_layers)
     for key, low in (("num_layers", 1), ("moe_every", 1), ("dense_first", 0), ("nope_every", 0)):

@@ -1,6 +1,6 @@
-"""What a training run is asked for: the recipe tables [data] and [train].
+"""Training in a recipe: the tables [data] and [train].
 
-Few dials with good defaults; what is left out is derived by the rule in its docstring.
+Few settings with good defaults; what is left out is derived by the rule in its docstring.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from armillary.spec.tables.key_class import Defining, Free, Noted
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is read: text to prepare, or prepared shards."""
+    """Training data: text to prepare, or prepared shards."""
 
     source: Defining[str] = "stdlib"
     """text or prepared shards: a file, a folder, a glob, a URL of any fsspec store, or stdlib: Python's own library"""
     blend: Defining[Mapping[str, float]] = field(default_factory=dict)
     """several sources with weights, in place of source: rows of each in this proportion, exact to one row"""
     key: Defining[str] = "text"
-    """what holds the text: key of JSONL records, column of Parquet files, suffix of WebDataset samples"""
+    """where the text is: key of JSONL records, column of Parquet files, suffix of WebDataset samples"""
     format: Defining[Literal["text", "chat"]] = "text"
-    """chat: records with messages, or a prompt and a response; only answers are learnt"""
+    """chat: records with messages, or a prompt and a response; only responses are trained on"""
     template: Defining[str] = ""
     """chat: a file with a chat template, or chatml or plain; empty: the tokenizer's own"""
     tokenizer: Defining[str] = ""
     """folder with a tokenizer.json; empty: the model's own, or one trained on the source"""
     vocab: Defining[int | None] = None
-    """ids of a trained tokenizer; none: as many as the model has"""
+    """vocabulary of a trained tokenizer; none: the model's"""
     held_out: Defining[float] = 0.01
-    """share of the documents kept for validation"""
+    """share of the documents held out for validation"""
     shuffle: Defining[bool] = False
-    """mix documents when text is prepared, so that neighbours in a row come from anywhere"""
+    """shuffle documents when text is prepared"""
     path: Defining[str] = ""
-    """folder of prepared shards; empty: kept in the store, named after source and settings"""
+    """folder of prepared shards; empty: in the store, named after source and settings"""
     paths: Defining[tuple[str, ...]] = ()
-    """the same for a blend: a folder for each source, in the order of their names"""
+    """the same for a blend: one folder per source, in the order of their names"""
     packing: Defining[Literal["stream", "whole"]] = "stream"
-    """rows: cut from one stream of documents, or filled with whole documents (best fit), which leaves some padding"""
+    """rows: cut from one stream of documents, or packed with whole documents (best fit), which leaves some padding"""
     mix_shards: Defining[int] = 0
-    """shards whose rows are mixed with each other, others follow: for stores larger than the cache; 0: all"""
+    """shards whose rows are shuffled together before the next: for stores larger than the cache; 0: all"""
     cache: Free[str] = ""
-    """folder for what is fetched from stores; empty: in the user's cache"""
+    """folder for what is fetched from stores; empty: the user's cache"""
     cache_bytes: Free[int] = 100_000_000_000
-    """size of that folder at most: what was not used for longest goes first"""
+    """largest size of that folder: the least recently used files are removed first"""
     verify: Free[bool] = True
-    """compare each shard with its checksum when it is first read on this machine; sizes are always checked"""
+    """verify each shard's checksum when it is first read on this machine; sizes are always checked"""
     seed: Defining[int] = 0
-    """of the held-out choice and of the sample order"""
+    """seed of the held-out split and of the sample order"""
     workers: Free[int] = 0
-    """loader processes of each rank; 0: a thread of the training process reads ahead"""
+    """loader processes per rank; 0: a thread of the training process prefetches"""
 
     def __post_init__(self) -> None:
         if not self.source.strip() and not self.path:
@@ -79,85 +79,85 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """How long and how fast to train."""
+    """Length and speed of training."""
 
     sequence: Defining[int] = 1024
-    """tokens of a sequence"""
+    """tokens per sequence"""
     batch_tokens: Defining[int] = 65_536
-    """tokens of a step, over all ranks and micro-batches"""
+    """tokens per step, over all ranks and micro-batches"""
     steps: Noted[int] = 1000
-    """optimiser steps"""
+    """optimizer steps"""
     until: Free[str] = ""
-    """end early, once val_loss (or loss) is as low: val_loss=3.2; empty: after the last step"""
+    """stop early, once val_loss (or loss) has fallen to a value: val_loss=3.2; empty: after the last step"""
     from_scratch: Defining[bool] = False
-    """random weights, in the shape of a model that has some"""
+    """random weights in the shape of a model that has trained ones"""
     lr: Noted[float | None] = None
     """peak learning rate; none: 3e-4·(7e9/N)^⅓, N the parameters, at most 3e-3 (through Llama 7B, 65B and 405B);
     adapters 2e-4"""
     lr_base_batch: Noted[int | None] = None
-    """tokens of the batch that lr is meant for: the rate is multiplied by batch_tokens over it; none: taken as it is"""
+    """tokens of the batch that lr is meant for: the rate is multiplied by batch_tokens over it; none: used as it is"""
     min_lr: Noted[float | None] = None
     """learning rate at the end, multiplied like lr where lr_base_batch is given; none: a tenth of the peak"""
     warmup_steps: Noted[int | None] = None
     """steps of linear warm-up; none: a tenth of the steps, at most 2000"""
     schedule: Noted[Literal["cosine", "linear", "wsd", "constant"]] = "cosine"
-    """how the learning rate falls after the warm-up; wsd stays at the peak and then falls"""
+    """decay of the learning rate after the warm-up; wsd stays at the peak and then decays"""
     decay_fraction: Noted[float] = 0.2
-    """wsd: share of the steps over which it falls"""
+    """wsd: share of the steps in which the rate decays"""
     weight_decay: Noted[float] = 0.1
-    """AdamW's, on matrices only"""
+    """of AdamW, on matrices only"""
     betas: Noted[tuple[float, float]] = (0.9, 0.95)
-    """AdamW's averaging of gradients and of their squares"""
+    """of AdamW, for the averages of gradients and of their squares"""
     eps: Noted[float] = 1e-8
-    """AdamW's, added to the root"""
+    """of AdamW, added to the root"""
     clip: Noted[float] = 1.0
     """largest gradient norm; 0: no clipping"""
     on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
-    """when loss or gradients are nan or infinite: the step is never taken; stop ends the run, skip goes on with the
-    next batch (fp16 always skips, and lowers its loss scale)"""
+    """what happens when loss or gradients are nan or infinite: the step is never taken; stop ends the run, skip
+    continues with the next batch (fp16 always skips, and lowers its loss scale)"""
     seed: Defining[int] = 0
-    """of the initial weights and of dropout"""
+    """seed of the initial weights and of dropout"""
     eval_every: Free[int] = 50
     """steps between validations; 0: only at the end"""
     eval_batches: Free[int] = 8
-    """batches a validation reads"""
+    """batches per validation"""
     save_every: Free[int | None] = None
-    """steps between checkpoints; 0: only at the end and when it is stopped; none: about every ten minutes, and at least
-    50 times as long as a save takes"""
+    """steps between checkpoints; 0: only at the end and when the run is stopped; none: about every ten minutes, and at
+    least 50 times as long as a save takes"""
     keep: Free[int] = 3
-    """checkpoints that stay, the newest; 0: all"""
+    """newest checkpoints that are kept; 0: all"""
     profile_every: Free[int] = 100
-    """steps between short recordings that split a step into compute, communication and overhead, beside three of the
+    """steps between short profiles that split a step into compute, communication and overhead, beside three of the
     first twelve; 0: none"""
     log_every: Free[int] = 1
     """steps between records in gauges.jsonl"""
     compile: Noted[bool | Literal["auto"]] = "auto"
-    """compile the blocks with torch.compile; auto: on a CPU, where the plan says that it saves several times what
-    compiling takes"""
+    """compile the blocks with torch.compile; auto: on a CPU, where the plan predicts that it saves several times the
+    cost of compiling"""
     deterministic: Noted[bool] = False
-    """bit-equal results on the same machine; slower, and no kernel is chosen by timing"""
+    """bit-equal results on the same machine; slower, and no kernel is autotuned"""
     loss_chunk: Noted[int | None] = None
-    """tokens whose logits exist at once; none: about 64 MB of logits but at least 1024 tokens, 0: all at once"""
+    """tokens per chunk of the loss; none: about 64 MB of logits but at least 1024 tokens, 0: all at once"""
     lora_rank: Defining[int] = 0
-    """rank of adapters trained beside frozen weights; 0: every weight is trained"""
+    """rank of LoRA adapters beside frozen weights; 0: every weight is trained"""
     lora_alpha: Defining[float | None] = None
     """adapters are scaled by alpha / rank; none: twice the rank"""
     lora_on: Defining[tuple[str, ...]] = ("qkv", "out", "gate_up", "down")
     """projections with adapters: qkv (or q, k, v), out, gate_up (or gate, up), down"""
     lora_dropout: Noted[float] = 0.0
-    """share of an adapter's inputs left out at random"""
+    """dropout on the inputs of adapters"""
     balance_loss: Noted[float | None] = None
-    """weight of the routers' balance loss, a mean over sequences and layers that is 1 where all experts are used alike;
-    none: the model's own (model.moe.aux_loss)"""
+    """weight of the routers' balance loss, a mean over sequences and layers that is 1 where all experts are used
+    equally; none: the model's own (model.moe.aux_loss)"""
     router_z_loss: Noted[float] = 0.0
     """weight of the mean square of log Σ exp of the routers' logits, which keeps them small; usual: 1e-3"""
     bias_rate: Noted[float] = 2e-3
-    """how far the selection bias of an expert moves a step at most, up where it is used too little, down where too much
+    """largest change per step of an expert's selection bias, up where it is used too little, down where too much
     (models with model.moe.selection_bias)"""
     expert_capacity: Noted[float | None] = None
-    """places of an expert in each sequence, times the fair share; choices beyond are dropped; none: nothing is"""
+    """capacity of an expert per sequence, times the fair share; tokens beyond are dropped; none: none are dropped"""
     track: Free[tuple[Literal["tensorboard", "mlflow", "wandb"], ...]] = ()
-    """where gauges also go: tensorboard, mlflow, wandb"""
+    """further destinations of gauges: tensorboard, mlflow, wandb"""
 
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "eval_batches", "log_every")
@@ -208,7 +208,7 @@ class TrainJob:
 
     @property
     def lr_factor(self) -> float:
-        """What the batch makes of the rate: k times the tokens, k times the rate (the linear scaling rule, Goyal et
+        """Factor of the batch size on the rate: k times the tokens, k times the rate (the linear scaling rule, Goyal et
         al., arXiv 1706.02677, section 2.1; its warm-up is ours)."""
         return self.batch_tokens / self.lr_base_batch if self.lr_base_batch else 1.0
 
@@ -217,16 +217,16 @@ class TrainJob:
         return self.peak_lr(num_parameters) / 10 if self.min_lr is None else self.min_lr * self.lr_factor
 
     def check_rates(self, num_parameters: int) -> None:
-        """Refuse a final rate above a peak that was derived: it would rise to the end."""
+        """Refuse a final rate above a derived peak: the rate would rise to the end."""
         peak = self.peak_lr(num_parameters) / self.lr_factor
         if self.min_lr is not None and self.min_lr > peak:
             raise refuse(self, "train", "min_lr", f"at most the peak learning rate of {peak:.3g}", f"{peak / 10:.2g}")
 
     @property
     def lora_scale(self) -> float:
-        """What adapters are multiplied by: alpha / rank."""
+        """Factor on the adapters' output: alpha / rank."""
         return 2.0 if self.lora_alpha is None else self.lora_alpha / max(1, self.lora_rank)
 
     def chunk_tokens(self, vocab: int) -> int:
-        """Tokens whose logits exist at once; 0: all."""
+        """Tokens per chunk of the loss; 0: all."""
         return max(1024, 64_000_000 // (4 * vocab)) if self.loss_chunk is None else self.loss_chunk

@@ -1,6 +1,6 @@
-"""From TOML tables, JSON and `--set a.b=c` to frozen dataclasses, with errors that name the nearest key.
+"""TOML tables, JSON and `--set a.b=c` as frozen dataclasses, with errors that name the nearest key.
 
-The dataclasses are the schema: their annotations are checked here, their field docstrings become help text.
+The dataclasses are the schema: their annotations are checked here, and their field docstrings are the help text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def required(cls: type[Any]) -> list[str]:
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type; text from `--set` becomes numbers, booleans or lists where asked for."""
+    """`value` as the annotated type; text from `--set` becomes a number, boolean or list."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _convert_union(hint, value, where)
@@ -66,7 +66,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _split(text: str) -> list[str]:
-    """'[a, "b"]' and 'a,b' alike."""
+    """Items of '[a, "b"]' or 'a,b'."""
     parts = [part.strip().strip("\"'") for part in text.strip().strip("[]").split(",")]
     return [part for part in parts if part]
 
@@ -159,13 +159,13 @@ def help_of(cls: type[Any]) -> dict[str, str]:
     """Field name -> the docstring under it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     assert isinstance(tree.body[0], ast.ClassDef)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     body = tree.body[0].body
     for item, after in pairwise(body):
         is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and is_text:
-            found[item.target.id] = str(ast.literal_eval(after.value))  # type: ignore[attr-defined]
-    return found
+            texts[item.target.id] = str(ast.literal_eval(after.value))  # type: ignore[attr-defined]
+    return texts
 
 
 def to_plain(value: Any) -> Any:

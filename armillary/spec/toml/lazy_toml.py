@@ -1,6 +1,6 @@
-"""A long TOML file as rows that are parsed when they are asked for: a verb that needs one model reads one model.
+"""Lazy TOML: a long file as rows that are parsed on access, so that a verb that needs one model reads one model.
 
-Splitting at the headings takes a millisecond, parsing all of a catalogue a hundred.
+Splitting at the headings takes a millisecond, parsing the full catalogue a hundred.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rows(Mapping[str, Row]):
         return len(self._texts)
 
     def find(self, name: str) -> str | None:
-        """The key that `name` stands for: itself, or the row that lists it among its aliases."""
+        """The key that `name` means: itself, or the row that lists it among its aliases."""
         wanted = name.strip().lower()
         if wanted in self._texts:
             return wanted
@@ -52,10 +52,10 @@ def read_rows(path: Path, *, grouped: bool = False) -> dict[str, Rows]:
     text = path.read_text(encoding="utf-8")
     headings = list(_HEADING.finditer(text))
     ends = [heading.start() for heading in headings[1:]] + [len(text)]
-    found: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, str]] = {}
     for heading, end in zip(headings, ends, strict=True):
         names = [quoted or plain for quoted, plain in _NAME.findall(heading.group(1))]
         group, name = (names[0], names[1] if len(names) > 1 else "") if grouped else ("", names[0])
-        texts = found.setdefault(group, {})
+        texts = groups.setdefault(group, {})
         texts[name] = texts.get(name, "") + text[heading.start() : end]
-    return {group: Rows(group, texts) for group, texts in found.items()}
+    return {group: Rows(group, texts) for group, texts in groups.items()}

@@ -1,6 +1,6 @@
-"""TOML written out: the standard library reads it but does not write it.
+"""TOML writer for recipes: tables of numbers, booleans, texts and lists, nested tables, lists of inline tables.
 
-Enough for recipes: tables of numbers, booleans, texts and lists, tables inside tables, lists of inline tables.
+It is hand-written because `spec` uses only the standard library, which reads TOML (tomllib) but does not write it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def dumps(tables: Mapping[str, Any]) -> str:
-    """One [table] after another, a blank line between them; tables inside come as [outer.inner]."""
+    """One [table] after another with a blank line between them; nested tables as [outer.inner]."""
     blocks = [_lines(tables)] if any(not isinstance(value, Mapping) for value in tables.values()) else []
     for name, value in tables.items():
         if isinstance(value, Mapping):
@@ -23,10 +23,10 @@ def dumps(tables: Mapping[str, Any]) -> str:
 def _blocks(name: str, table: Mapping[str, Any]) -> list[list[str]]:
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
     own = _lines(table)
-    found = [[f"[{name}]", *own]] if own or not inner else []
+    blocks = [[f"[{name}]", *own]] if own or not inner else []
     for key, value in inner.items():
-        found += _blocks(f"{name}.{_key(key)}", value)
-    return found
+        blocks += _blocks(f"{name}.{_key(key)}", value)
+    return blocks
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:
@@ -51,5 +51,5 @@ def _value(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """JSON's escapes are TOML's, but for the delete character, which TOML wants escaped too."""
+    """TOML has JSON's escapes, and also wants the delete character escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

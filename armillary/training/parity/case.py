@@ -16,7 +16,6 @@ from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig, MoE
 
 ROWS, SEQUENCE = 16, 16
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def tiny(**changes: Any) -> ModelConfig:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from armillary.kernels.core.dtype import DTYPES
 from armillary.model.layers.attention_forms import packed, plain
 from armillary.model.moe.experts import Router
 from armillary.model.transformer import Transformer, build
@@ -25,7 +26,7 @@ from armillary.parallel.shard_weights import fill_random, materialise
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout_rules.placement import axis_sizes
 from armillary.spec.tables.train import TrainJob
-from armillary.training.parity.case import DTYPES, ROWS, SEQUENCE, Case, Outcome, batch
+from armillary.training.parity.case import ROWS, SEQUENCE, Case, Outcome, batch
 from armillary.training.setup.kernel_selection import use_kernels
 from armillary.training.step.lora import add_lora
 from armillary.training.step.loss import loss_sum

@@ -29,7 +29,7 @@ from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.experts import Experts, MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.transformer import Block, Transformer
-from armillary.spec.fp8 import kept_in_bf16
+from armillary.spec.fp8 import stays_in_bf16
 from armillary.spec.layout import Layout
 from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
@@ -85,7 +85,7 @@ def use_kernels(
     device = device or next(model.parameters()).device
     _sort_experts(model, job, grouped_linear)
     if layout.precision == "fp8":
-        use_fp8(model, scaling=layout.fp8_scaling, kept=kept_in_bf16(model.config, layout), multiply=_fp8(device))
+        use_fp8(model, scaling=layout.fp8_scaling, kept=stays_in_bf16(model.config, layout), multiply=_fp8(device))
     if device.type != "cuda" and not (names and interpreted()):
         return Choices()
     functions, taken = {}, {}

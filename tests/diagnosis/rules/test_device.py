@@ -17,7 +17,7 @@ from armillary.diagnosis.rules.device import (
     sync,
 )
 from armillary.machine.machine import here
-from armillary.planning.device_model.efficiency import CALL_S
+from armillary.planning.device_model.efficiency import AUTOGRAD_CALL, TORCH_CALL_S
 from armillary.profiling.profile import Profile, Roofline, Row
 from armillary.store.home import Home
 from armillary.store.peaks import save_peaks
@@ -55,7 +55,7 @@ def test_many_short_kernels_are_launch_overhead() -> None:
 def test_on_a_processor_operators_are_counted_and_not_what_else_ran() -> None:
     plan = plan_of("hardware.on=cpux2", "layout.dp=1")
     made = reading_of(plan, kernels=20_000.0, host_cpu_s=0.2)
-    counted = 20_000 * CALL_S / 0.2
+    counted = 20_000 * TORCH_CALL_S * AUTOGRAD_CALL / 0.2
     assert launch_overhead_share(made, plan) == pytest.approx(counted) and launch_overhead_share(
         made, None
     ) == pytest.approx(0.05)

@@ -8,7 +8,7 @@ import pytest
 
 from armillary.machine.device_name import device_name
 from armillary.planning.calibrate.engine_calibration import calibrate, small_replica
-from armillary.planning.device_model.efficiency import CALL_S, DECODE_CALL_S
+from armillary.planning.device_model.efficiency import AUTOGRAD_CALL, TORCH_CALL_S
 from armillary.planning.serving.serving_memory import serving_memory
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks
@@ -28,10 +28,10 @@ def test_steps_are_planned_by_calls(home: Home) -> None:
     measured(home, 0.3e9)
     replica, _ = small_replica(home)
     assert replica.measured is not None
-    calls = [{"what": "engine", "seconds": 4 * DECODE_CALL_S}]
+    calls = [{"what": "engine", "seconds": 4 * TORCH_CALL_S}]
     slow = replace(replica, measured=replica.measured.with_points("calls", calls))
-    assert slow.decode(2, 64).host_s == pytest.approx(4 * DECODE_CALL_S * slow.calls(2))
-    assert slow.curves.call_s == pytest.approx(4 * CALL_S), "training's in proportion"
+    assert slow.decode(2, 64).host_s == pytest.approx(4 * TORCH_CALL_S * slow.calls(2))
+    assert slow.curves.autograd_call_s == pytest.approx(4 * TORCH_CALL_S * AUTOGRAD_CALL), "training's in proportion"
 
 
 def test_memory_is_planned_by_what_a_process_takes(home: Home) -> None:

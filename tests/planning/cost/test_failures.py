@@ -13,7 +13,6 @@ from armillary.planning.cost.failures import (
     Failures,
     best_interval_s,
     daly_s,
-    devices_for_goodput,
     expected_goodput,
     goodput,
     of_cluster,
@@ -80,12 +79,6 @@ def test_what_is_lost_and_what_is_kept_make_the_whole(devices: int, checkpoint_s
     assert sum(shares) == pytest.approx(1) and min(shares) >= -1e-9
 
 
-def test_devices_for_a_wanted_goodput() -> None:
-    most = devices_for_goodput(case(1, 1.8e8, 30.0), 0.9)
-    kept = [expected_goodput(case(count, 1.8e8, 30.0)).goodput_fraction for count in (most, most + 1)]
-    assert kept[0] >= 0.9 > kept[1]
-
-
 def test_a_monthly_chance_as_a_rate() -> None:
     assert per_month(0.2) == pytest.approx(3.06e-4, rel=0.01)
 
@@ -103,8 +96,3 @@ def test_nonsense_is_refused(change: dict[str, float], message: str) -> None:
     values: dict[str, float] = {"num_devices": 8, "checkpoint_s": 30.0, **change}
     with pytest.raises(BadInput, match=message):
         Failures(**values)  # type: ignore[arg-type]
-
-
-def test_a_wanted_goodput_is_a_share() -> None:
-    with pytest.raises(BadInput, match="not a share"):
-        devices_for_goodput(case(), 1.5)

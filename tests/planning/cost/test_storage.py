@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.cost.storage import checkpoint_bytes, fit, fits, run_storage, write_s
+from armillary.planning.cost.storage import checkpoint_bytes, fit, fits, run_storage
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import parameters
 
@@ -51,11 +51,6 @@ def test_tiers_that_hold_come_first_the_slowest_of_them_leading() -> None:
     assert held and ranked[: len(held)] == held
     assert [one.read_bytes_per_s for one in held] == sorted(one.read_bytes_per_s for one in held)
     assert all(one.short <= 1 for one in held) and all(one.short > 1 for one in ranked[len(held) :])
-
-
-def test_writing_takes_size_over_bandwidth() -> None:
-    need, tier = run_storage(LLAMA, **RUN).checkpoint, catalogue.storages()["nvme-gen4"]
-    assert write_s(need, CLUSTER, tier) == pytest.approx(need.size_bytes / (64 * tier.write_bytes_per_s), rel=1e-3)
 
 
 @given(st.floats(1, 1e9), st.floats(1, 1e9))

@@ -120,10 +120,10 @@ def test_config_ids_tell_the_halves_apart() -> None:
 
 
 def test_formats_a_chip_cannot_compute_in_are_only_stored() -> None:
-    ampere = inference_row(row(gpu="A100-80GB-SXM", precision="FP8")).replica.formats
-    hopper = inference_row(row(precision="FP8 weights+KV")).replica.formats
+    ampere = inference_row(row(gpu="A100-80GB-SXM", precision="FP8")).replica.dtypes
+    hopper = inference_row(row(precision="FP8 weights+KV")).replica.dtypes
     assert (ampere.weights, ampere.compute) == ("fp8", "bf16") and (hopper.compute, hopper.kv) == ("fp8", "fp8")
-    assert inference_row(row(precision="int4 g32")).replica.formats.weights == "int4"
+    assert inference_row(row(precision="int4 g32")).replica.dtypes.weights == "int4"
 
 
 def test_cuts_from_columns_and_notes() -> None:

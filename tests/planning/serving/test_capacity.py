@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadInput
 from armillary.planning.serving.capacity import capacity, sustainable
-from armillary.planning.serving.deployment_options import Request, best, choices, from_layout, pools
+from armillary.planning.serving.deployment_options import Request, best, deployment_options, from_layout, pools
 from armillary.planning.serving.disaggregation import split_pools, transfer_s
-from armillary.planning.serving.forward_ops import Formats, Split
+from armillary.planning.serving.forward_ops import ServingDtypes, Split
 from armillary.planning.serving.generation import static_batch, steady_state
 from armillary.planning.serving.node_ranking import rank_serving
-from armillary.planning.serving.queueing import Server, load
+from armillary.planning.serving.queueing import Server, operating_point
 from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_report import choice_cells, explain, plan_rows
 from armillary.spec import catalogue
@@ -63,7 +63,7 @@ def test_a_full_house_shares_its_time_between_prompts_and_tokens() -> None:
 
 def test_little_s_law_and_the_stretched_step() -> None:
     one = server()
-    found = load(one, 5.0)
+    found = operating_point(one, 5.0)
     assert found is not None
     assert found.running == pytest.approx(5.0 * 249 * found.step_s, rel=1e-4)
     assert found.step_s == pytest.approx(one.decode_s(found.running) / (1 - 5.0 * one.prefill_s), rel=1e-4)
@@ -71,7 +71,7 @@ def test_little_s_law_and_the_stretched_step() -> None:
 
 def test_an_idle_replica_answers_in_its_own_time() -> None:
     one = server()
-    found = load(one, 1e-9)
+    found = operating_point(one, 1e-9)
     assert found is not None
     assert found.ttft_p99_s < one.alone_s + 3 * one.decode_s(1)
     assert found.itl_p99_s == pytest.approx(one.decode_s(1))
@@ -79,8 +79,8 @@ def test_an_idle_replica_answers_in_its_own_time() -> None:
 
 def test_beyond_what_it_bears_there_is_no_load() -> None:
     one = server()
-    assert load(one, 1 / one.prefill_s) is None
-    assert load(one, 1e6) is None
+    assert operating_point(one, 1 / one.prefill_s) is None
+    assert operating_point(one, 1e6) is None
 
 
 def test_constant_arrivals_do_not_wait_and_bursts_wait_longer() -> None:
@@ -90,7 +90,7 @@ def test_constant_arrivals_do_not_wait_and_bursts_wait_longer() -> None:
         ("poisson", CHAT),
         ("bursty", replace(CHAT, arrival="gamma", burstiness=3.0)),
     ):
-        found = load(server(traffic=traffic), 12.0)
+        found = operating_point(server(traffic=traffic), 12.0)
         assert found is not None
         waits[name] = found.ttft_p99_s
     assert waits["constant"] < waits["poisson"] < waits["bursty"]
@@ -107,7 +107,7 @@ def test_a_shared_prefix_is_not_computed_again() -> None:
 @given(rates, rates)
 def test_more_traffic_never_makes_a_request_faster(rate: float, more: float) -> None:
     one = server()
-    low, high = load(one, rate), load(one, rate + more)
+    low, high = operating_point(one, rate), operating_point(one, rate + more)
     if high is None:
         return
     assert low is not None, "a lower rate is borne where a higher is"
@@ -122,7 +122,7 @@ def test_the_highest_rate_meets_the_objective_and_a_little_more_does_not() -> No
     one, objective = server(), Objective(ttft_p99_s=0.3, itl_p99_s=0.04)
     found = sustainable(one, objective)
     assert found.ttft_p99_s <= 0.3 and found.itl_p99_s <= 0.04
-    above = load(one, found.requests_per_s * 1.02)
+    above = operating_point(one, found.requests_per_s * 1.02)
     assert above is None or above.ttft_p99_s > 0.3 or above.itl_p99_s > 0.04
 
 
@@ -164,7 +164,7 @@ def test_a_better_chip_never_needs_more_replicas(factor: float, tokens_in: int, 
 
 def test_the_best_choice_is_the_cheapest_that_meets_the_objectives() -> None:
     asked = request()
-    ranked, found = choices(asked), best(asked)
+    ranked, found = deployment_options(asked), best(asked)
     good = [one for one in ranked if one.capacity]
     assert found == ranked[0] and good == ranked[: len(good)]
     dollars = [one.cost.million_tokens_usd for one in good if one.cost]
@@ -174,15 +174,15 @@ def test_the_best_choice_is_the_cheapest_that_meets_the_objectives() -> None:
 
 
 def test_quantisation_and_tp_are_choices() -> None:
-    tried = choices(request())
-    assert {one.formats.weights for one in tried} == {"bf16", "fp8", "int8", "int4"}, "an H100 does not compute in fp4"
+    tried = deployment_options(request())
+    assert {one.dtypes.weights for one in tried} == {"bf16", "fp8", "int8", "int4"}, "an H100 does not compute in fp4"
     assert {one.split.tp for one in tried} == {1, 2, 4, 8}
-    assert {one.split.ep for one in choices(request("mixtral-8x7b"))} == {1, 2, 4, 8}
+    assert {one.split.ep for one in deployment_options(request("mixtral-8x7b"))} == {1, 2, 4, 8}
 
 
 def test_a_recipe_s_layout_is_taken_as_it_is() -> None:
     found = from_layout(request(), Layout(tp=4, precision="fp8"))
-    assert found.split == Split(tp=4) and found.formats == Formats(weights="fp8", compute="fp8", kv="fp8")
+    assert found.split == Split(tp=4) and found.dtypes == ServingDtypes(weights="fp8", compute="fp8", kv="fp8")
 
 
 def test_smaller_chunks_of_prompt_where_gaps_are_limited() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from armillary.planning.serving.capacity import sustainable
 from armillary.planning.serving.forward_ops import Split
-from armillary.planning.serving.queueing import Server, load
+from armillary.planning.serving.queueing import Server, operating_point
 from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
 from armillary.spec.tables.serve import Objective, Serve, Traffic
@@ -70,7 +70,7 @@ def test_formulas_agree_with_the_slow_twin(name: str, share: float) -> None:
     replica = Replica(config=catalogue.model(model).config, cluster=catalogue.cluster(on), split=split)
     server = Server(replica=replica, serve=Serve(), traffic=traffic)
     rate = share * sustainable(server, Objective()).requests_per_s
-    found, seen = load(server, rate), step_through(server, rate, 1200)
+    found, seen = operating_point(server, rate), step_through(server, rate, 1200)
     assert found is not None
     assert found.running == pytest.approx(seen.busy / seen.seconds, rel=0.2)
     assert found.step_s == pytest.approx(np.mean(seen.gaps), rel=0.2)

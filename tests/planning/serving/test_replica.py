@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadInput, BadLayout
 from armillary.planning.serving.engines import physics
-from armillary.planning.serving.forward_ops import Formats, Forward, Group, Split, check_split, sharded
+from armillary.planning.serving.forward_ops import Forward, Group, ServingDtypes, Split, check_split, sharded
 from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import parameters
@@ -21,17 +21,17 @@ from armillary.store.peaks import Peaks
 LLAMA = catalogue.model("llama-3.1-8b").config
 MIXTRAL = catalogue.model("mixtral-8x7b").config
 DEEPSEEK = catalogue.model("deepseek-v3").config
-FP8 = Formats(weights="fp8", compute="fp8", kv="fp8")
+FP8 = ServingDtypes(weights="fp8", compute="fp8", kv="fp8")
 
 
 def replica(
-    model: str = "llama-3.1-8b", on: str = "h100", split: Split | None = None, formats: Formats | None = None
+    model: str = "llama-3.1-8b", on: str = "h100", split: Split | None = None, dtypes: ServingDtypes | None = None
 ) -> Replica:
     return Replica(
         config=catalogue.model(model).config,
         cluster=catalogue.cluster(on),
         split=split or Split(),
-        formats=formats or Formats(),
+        dtypes=dtypes or ServingDtypes(),
     )
 
 
@@ -56,7 +56,7 @@ def faster(cluster: Cluster, *, memory: float = 1.0, flops: float = 1.0, link: f
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL, DEEPSEEK], ids=lambda config: config.name)
 def test_equal_sequences_cost_as_much_as_the_same_ones_listed(config) -> None:  # type: ignore[no-untyped-def]
     """The short way (one span, many copies) against spec's own list of every sequence."""
-    forward = Forward(config=config, split=Split(), formats=Formats())
+    forward = Forward(config=config, split=Split(), dtypes=ServingDtypes())
     short = [*forward.ops(8, 8, decoding=True), *forward.attention(Group(count=8, queries=1, keys=501))]
     listed = forward_ops(config, make_batch([1] * 8, cached=[500] * 8, logits=8))
     for measure in ("flops", "bytes"):
@@ -67,7 +67,7 @@ def test_equal_sequences_cost_as_much_as_the_same_ones_listed(config) -> None:  
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tp_ranks_share_the_products_out(tp: int) -> None:
-    whole, part = (Forward(config=LLAMA, split=Split(tp=size), formats=Formats()) for size in (1, tp))
+    whole, part = (Forward(config=LLAMA, split=Split(tp=size), dtypes=ServingDtypes()) for size in (1, tp))
     flops = [
         sum(op.flops * count for op, count in one.ops(64, 64, decoding=True) if op.kind == "matmul")
         for one in (whole, part)
@@ -81,7 +81,7 @@ def test_kv_heads_are_repeated_where_ranks_outnumber_them() -> None:
 
 
 def test_expert_ranks_read_only_their_experts() -> None:
-    alone, spread = (Forward(config=MIXTRAL, split=Split(ep=ranks), formats=Formats()) for ranks in (1, 8))
+    alone, spread = (Forward(config=MIXTRAL, split=Split(ep=ranks), dtypes=ServingDtypes()) for ranks in (1, 8))
     read = [
         next(op.bytes_read for op, _ in one.ops(64, 64, decoding=True) if op.name == "moe.gate_up")
         for one in (alone, spread)
@@ -95,7 +95,7 @@ def test_expert_ranks_read_only_their_experts() -> None:
 def test_vllm_on_h100_at_concurrency_1() -> None:
     """ITL = 6.44 ms + 43.7 ns a token of context for Llama 3.1 8B in bf16, 23.7 ns with an fp8 cache (vLLM's blog)."""
     for kv, slope_ns in (("bf16", 43.7), ("fp8", 23.7)):
-        one = replica(formats=Formats(kv=kv))
+        one = replica(dtypes=ServingDtypes(kv=kv))
         short, long = one.decode(1, 1000).total_s, one.decode(1, 101_000).total_s
         assert short == pytest.approx(6.44e-3, rel=0.1)
         assert (long - short) / 100_000 == pytest.approx(slope_ns * 1e-9, rel=0.15)
@@ -117,7 +117,7 @@ def test_prefill_is_bound_by_arithmetic() -> None:
 
 def test_the_parts_of_a_step_add_up() -> None:
     step = replica("mixtral-8x7b", "h100x2", Split(tp=2), FP8).decode(64, 1000)
-    parts = (step.products_s, step.experts_s, step.attention_s, step.other_s, step.kernels_s, step.comm_s, step.host_s)
+    parts = (step.gemm_s, step.experts_s, step.attention_s, step.other_s, step.kernels_s, step.comm_s, step.host_s)
     assert sum(parts) == pytest.approx(step.total_s) and min(parts[:6]) > 0
 
 
@@ -136,11 +136,13 @@ models = st.sampled_from(["llama-3.1-8b", "mixtral-8x7b", "gpt-j-6b", "gemma-2-9
 
 
 @settings(max_examples=60, deadline=None)
-@given(models, batches, contexts, st.floats(1, 10), st.sampled_from([Formats(), FP8, Formats(weights="int4")]))
+@given(
+    models, batches, contexts, st.floats(1, 10), st.sampled_from([ServingDtypes(), FP8, ServingDtypes(weights="int4")])
+)
 def test_a_faster_chip_never_slows_a_step(
-    model: str, batch: int, context: int, factor: float, formats: Formats
+    model: str, batch: int, context: int, factor: float, dtypes: ServingDtypes
 ) -> None:
-    base = replica(model, "h100x2", Split(tp=2), formats)
+    base = replica(model, "h100x2", Split(tp=2), dtypes)
     for better in ({"memory": factor}, {"flops": factor}, {"link": factor}):
         quick = replace(base, cluster=faster(base.cluster, **better))
         assert quick.decode(batch, context).total_s <= base.decode(batch, context).total_s * (1 + 1e-9)
@@ -159,7 +161,7 @@ def test_more_work_never_takes_less_time(model: str, batch: int, more: int, cont
 @settings(max_examples=30, deadline=None)
 @given(batches, contexts)
 def test_narrower_weights_and_caches_never_slow_a_decode_step(batch: int, context: int) -> None:
-    wide, narrow = replica(), replica(formats=FP8)
+    wide, narrow = replica(), replica(dtypes=FP8)
     assert narrow.decode(batch, context).total_s <= wide.decode(batch, context).total_s
 
 
@@ -209,10 +211,10 @@ def test_rates_that_are_none() -> None:
 
 
 def test_fp16_is_computed_in_fp16() -> None:
-    from armillary.planning.serving.deployment_options import serving_formats
+    from armillary.planning.serving.deployment_options import serving_dtypes
     from armillary.spec import catalogue
 
     chip = catalogue.chip("h100-sxm")
-    formats = serving_formats("fp16", chip)
-    assert (formats.weights, formats.compute, formats.kv) == ("fp16", "fp16", "fp16")
-    assert serving_formats("bf16", chip).compute == "bf16"
+    dtypes = serving_dtypes("fp16", chip)
+    assert (dtypes.weights, dtypes.compute, dtypes.kv) == ("fp16", "fp16", "fp16")
+    assert serving_dtypes("bf16", chip).compute == "bf16"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.serving.forward_ops import Formats, Split
+from armillary.planning.serving.forward_ops import ServingDtypes, Split
 from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_memory import (
     concurrency,
@@ -24,12 +24,12 @@ from armillary.spec.arithmetic.params import parameters
 from armillary.spec.tables.serve import Serve
 
 
-def replica(model: str, on: str = "h100x8", split: Split | None = None, formats: Formats | None = None) -> Replica:
+def replica(model: str, on: str = "h100x8", split: Split | None = None, dtypes: ServingDtypes | None = None) -> Replica:
     return Replica(
         config=catalogue.model(model).config,
         cluster=catalogue.cluster(on),
         split=split or Split(),
-        formats=formats or Formats(),
+        dtypes=dtypes or ServingDtypes(),
     )
 
 
@@ -68,11 +68,11 @@ def test_windows_cap_the_cache() -> None:
 def test_weights_in_their_formats() -> None:
     counts = parameters(catalogue.model("llama-3.1-70b").config)
     ends, layers = counts.embedding + counts.head, counts.total - counts.embedding - counts.head
-    eight = Formats(weights="fp8", compute="fp8", kv="fp8")
+    eight = ServingDtypes(weights="fp8", compute="fp8", kv="fp8")
     assert weight_bytes(replica("llama-3.1-70b")) == 2 * counts.total
-    assert weight_bytes(replica("llama-3.1-70b", formats=eight)) == layers + 2 * ends
+    assert weight_bytes(replica("llama-3.1-70b", dtypes=eight)) == layers + 2 * ends
     assert weight_bytes(replica("llama-3.1-70b", split=Split(tp=4))) == pytest.approx(2 * counts.total / 4)
-    assert weight_bytes(replica("llama-3.1-70b", formats=Formats(weights="int4"))) == layers * 0.625 + 2 * ends
+    assert weight_bytes(replica("llama-3.1-70b", dtypes=ServingDtypes(weights="int4"))) == layers * 0.625 + 2 * ends
 
 
 def test_experts_are_shared_out_over_ep_while_the_rest_is_repeated() -> None:
@@ -85,14 +85,14 @@ def test_llama_8b_on_an_h100() -> None:
     """80 GB · 0.9 − 16 GB − about 2 GB leaves 54 GB: some 400,000 tokens of 131 kB."""
     one = replica("llama-3.1-8b", "h100")
     memory = serving_memory(one)
-    assert 50e9 < memory.room_bytes < 56e9
+    assert 50e9 < memory.kv_bytes < 56e9
     assert 380_000 < kv_capacity_tokens(one, memory) < 430_000
-    assert concurrency(one, memory, 4096) == int(memory.room_bytes // (4096 * 131_072))
+    assert concurrency(one, memory, 4096) == int(memory.kv_bytes // (4096 * 131_072))
 
 
 def test_a_cache_size_that_was_asked_for() -> None:
     memory = serving_memory(replica("llama-3.1-8b", "h100"), Serve(kv_bytes=10_000_000_000))
-    assert memory.room_bytes == 10e9
+    assert memory.kv_bytes == 10e9
 
 
 @settings(max_examples=40, deadline=None)
@@ -110,5 +110,8 @@ def test_a_model_that_does_not_fit_names_the_change_that_would() -> None:
     message = r"405b with tp=8 needs 115 GB a device and H100 SXM has 80.0 GB; try --set layout.tp=16 or .*fp8"
     with pytest.raises(BadInput, match=message):
         refuse_too_big(big, serving_memory(big))
-    for split, formats in ((Split(tp=16), Formats()), (Split(tp=8), Formats(weights="fp8", compute="fp8", kv="fp8"))):
-        assert serving_memory(replica("llama-3.1-405b", "h100x16", split, formats)).fits, "the advice holds"
+    for split, dtypes in (
+        (Split(tp=16), ServingDtypes()),
+        (Split(tp=8), ServingDtypes(weights="fp8", compute="fp8", kv="fp8")),
+    ):
+        assert serving_memory(replica("llama-3.1-405b", "h100x16", split, dtypes)).fits, "the advice holds"

@@ -13,7 +13,7 @@ from armillary.engine.request.sampling_params import SamplingParams
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import save_model
-from armillary.planning.device_model.efficiency import DECODE_CALL_S
+from armillary.planning.device_model.efficiency import TORCH_CALL_S
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
 from armillary.planning.simulation.simulate import planned_service
@@ -42,7 +42,7 @@ def test_blocks_that_are_few_do_too() -> None:
 
 def test_a_processor_pays_for_its_calls() -> None:
     one, eight = (server_of("cpu", 8).replica.decode(rows, 64) for rows in (1, 8))
-    assert one.host_s > 500 * DECODE_CALL_S and eight.host_s > one.host_s
+    assert one.host_s > 500 * TORCH_CALL_S and eight.host_s > one.host_s
     assert server_of("h100", 8).replica.decode(1, 64).host_s == 0, "a graph is one launch"
 
 
@@ -71,5 +71,5 @@ def test_calls_of_a_step_are_what_the_engine_makes(layers: int, rows: int, tmp_p
             llm.generate([[5, 6, 7]] * rows, SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.8))
         made[tokens] = calls.count
         llm.close()
-    planned = Replica(config=config, cluster=catalogue.cluster("cpu")).decode(rows, 8).host_s / DECODE_CALL_S
+    planned = Replica(config=config, cluster=catalogue.cluster("cpu")).decode(rows, 8).host_s / TORCH_CALL_S
     assert (made[12] - made[4]) / 8 == pytest.approx(planned, rel=0.2)

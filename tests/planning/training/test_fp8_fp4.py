@@ -16,7 +16,7 @@ from armillary.planning.training.search import search
 from armillary.planning.training.sharding import local_gemm
 from armillary.planning.training.train_case import TrainCase, lora_of
 from armillary.spec.arithmetic.workload import layer_pieces, make_batch
-from armillary.spec.fp8 import kept_in_bf16, projections
+from armillary.spec.fp8 import projections, stays_in_bf16
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
 from armillary.spec.tables.train import TrainJob
@@ -52,7 +52,7 @@ def test_the_planner_narrows_what_the_trainer_does(ffn: int, tp: int, adapters: 
     model, layout = small_model(ffn=ffn), Layout(tp=tp, precision="fp8")
     job = TrainJob(lora_rank=8, lora_on=adapters) if adapters else TrainJob()
     case = case_of(model, "h100x8", software=OURS_BY_LAYER, lora=lora_of(model, job))
-    wanted = {one.name for one in projections(model)} - set(kept_in_bf16(model, layout, job))
+    wanted = {one.name for one in projections(model)} - set(stays_in_bf16(model, layout, job))
     assert {NAMES[name] for name in narrow(case, layout)} == wanted
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from armillary.spec.catalogue import cluster
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import (
+    axis_lines,
     axis_sizes,
-    axis_words,
     crossed,
     expert_axis_sizes,
     experts_apart,
@@ -17,7 +17,7 @@ from armillary.spec.layout_rules.placement import (
 
 def test_placement_says_which_link_an_axis_crosses() -> None:
     sizes = axis_sizes(Layout(dp=8, zero=3, shard=4, tp=8))
-    words = axis_words(sizes, cluster("dgx-h100x8"))
+    words = axis_lines(sizes, cluster("dgx-h100x8"))
     assert words[0].startswith("tp=8: neighbouring ranks, over NVLink 4 (8 devices)")
     assert words[1].startswith("shard=4: every 8th rank, over") and "(64 devices)" in words[1]
     assert words[2].startswith("replicate=2: every 32nd rank")
@@ -54,10 +54,10 @@ def test_an_axis_that_straddles_a_node_is_as_slow_as_the_network() -> None:
 def test_experts_are_shared_out_among_neighbours() -> None:
     """64 GPUs in nodes of 8: tokens for experts stay inside a node, and so do those of tp inside ep."""
     on = cluster("h100x64")
-    inside = axis_words(expert_axis_sizes(Layout(dp=64, ep=8, zero=3)), on)
+    inside = axis_lines(expert_axis_sizes(Layout(dp=64, ep=8, zero=3)), on)
     assert inside[0] == "ep=8: neighbouring ranks, over NVLink 4 (8 devices)"
     assert inside[1] == "expert_shard=8: every 8th rank, over InfiniBand NDR (64 devices)"
-    both = axis_words(expert_axis_sizes(Layout(dp=32, tp=2, ep=4)), on)
+    both = axis_lines(expert_axis_sizes(Layout(dp=32, tp=2, ep=4)), on)
     assert both[1] == "ep=4: every 2nd rank, over NVLink 4 (8 devices)"
     assert expert_axis_sizes(Layout(dp=8, ep=4, zero=3, shard=2)) == dict(
         pp=1, expert_replicate=2, expert_shard=1, ep=4, tp=1
