@@ -46,7 +46,7 @@ def test_the_three_loops_and_the_terms_of_a_step_are_there() -> None:
 
 
 def test_the_step_budget_has_nine_parts() -> None:
-    assert sum(gauge.meaning.startswith("step budget") for gauge in GAUGES.values()) == 9
+    assert sum(gauge.meaning.endswith("(step budget)") for gauge in GAUGES.values()) == 9
 
 
 def test_renamed_gauges_are_read_by_their_current_name() -> None:

@@ -128,20 +128,20 @@ def test_the_tour_s_refusals() -> None:
             Layout(pp=2, interleave=2),
             model(),
             {},
-            "schedule=1f1b runs one chunk a stage, not interleave=2; try --set layout.schedule=interleaved",
+            "schedule=1f1b runs one chunk per stage, not interleave=2; try --set layout.schedule=interleaved",
         ),
         (
             Layout(pp=2, schedule="interleaved"),
             model(),
             {},
-            "schedule=interleaved needs two chunks a stage or more; try --set layout.schedule=1f1b",
+            "schedule=interleaved needs at least two chunks per stage; try --set layout.schedule=1f1b",
         ),
         (Layout(interleave=2), model(), {}, "interleave=2 needs pipeline stages; try --set layout.interleave=1"),
         (
             Layout(cp=3),
             model(),
             {"sequence": 512},
-            "cp=3 does not cut a sequence of 512 into 2 × 3 equal pieces (zig-zag); try --set layout.cp=2 or 4",
+            "cp=3 does not divide a sequence of 512 into 2 × 3 equal chunks (zig-zag); try --set layout.cp=2 or 4",
         ),
         (
             Layout(tp=2),
@@ -163,7 +163,7 @@ def test_the_tour_s_refusals() -> None:
             "ep=4 does not divide dp × cp × tp = 2 (--devices 4 would do); try --set layout.ep=2",
         ),
         (Layout(dp=8, zero=3, shard=3), model(), {}, "shard=3 does not divide dp=8; try --set layout.shard=2 or 4"),
-        (Layout(dp=8, shard=4), model(), {}, "shard=4 but zero=0 shares nothing out; try --set layout.zero=3"),
+        (Layout(dp=8, shard=4), model(), {}, "shard=4 but zero=0 shards nothing; try --set layout.zero=3"),
         (
             Layout(dp=2, micro_batch=3),
             model(),
@@ -203,7 +203,7 @@ def test_interleaved_takes_micro_batches_pp_at_a_time() -> None:
 def test_our_trainer_has_rules_of_its_own() -> None:
     steps = dict(sequence=64, batch_tokens=9 * 64, by_trainer=True)
     assert refusal(Layout(pp=4, schedule="zero_bubble"), **steps) == (
-        "schedule=zero_bubble takes 9 micro-batches in rounds of about pp=4, which do not come out even; "
+        "schedule=zero_bubble runs 9 micro-batches in rounds of about pp=4, which do not divide them evenly; "
         "try --set train.batch_tokens=512"
     )
     check_layout(Layout(pp=4, schedule="1f1b"), model(), **steps)
@@ -322,7 +322,7 @@ def test_what_the_trainer_cannot_keep_selectively_is_refused_for_it_alone() -> N
     away = Layout(recompute="selective", offload="both")
     halves = Layout(pp=2, recompute="selective", schedule="zero_bubble")
     wanted = "try --set layout.recompute=full or none"
-    for layout, said in ((away, "offload=both cannot reach"), (halves, "zero-bubble stages cannot")):
+    for layout, said in ((away, "offload=both does not cover"), (halves, "zero-bubble stages cannot")):
         text = refusal(layout, by_trainer=True)
         assert text.startswith(said) and text.endswith(wanted)
         check_layout(layout, model())
@@ -335,7 +335,7 @@ def test_zero_bubble_stages_keep_their_weights_whole() -> None:
     """Zero-3 is refused for our trainer, rather than becoming zero-2 without a word."""
     layout = Layout(pp=2, dp=2, zero=3, schedule="zero_bubble")
     assert refusal(layout, by_trainer=True) == (
-        "zero-bubble stages need whole weights between the halves of a backward pass, which zero=3 shares out; "
+        "zero-bubble stages need full weights between the two parts of a backward pass, which zero=3 shards; "
         "try --set layout.zero=2 (or layout.schedule=1f1b)"
     )
     chunks = replace(layout, interleave=2)

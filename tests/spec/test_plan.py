@@ -80,7 +80,7 @@ def test_a_newer_plan_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": "1"}', '{"version": 0}'])
 def test_what_is_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match="make the plan again"):
+    with pytest.raises(BadInput, match="make a new plan"):
         Plan.from_json(text)
 
 

@@ -220,7 +220,7 @@ def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None
     ("overrides", "expected"),
     [
         (["layout.tp=3"], "tp=3 does not divide"),
-        (["layout.offload=both", "layout.recompute=selective"], "cannot reach what selective recompute keeps; try"),
+        (["layout.offload=both", "layout.recompute=selective"], "does not cover what selective recompute stores; try"),
         (["train.sequence=256"], "longer than the context"),
         (["train.batch_tokens=100"], "batch_tokens"),
         (["model.ffnn=3"], "did you mean ffn"),

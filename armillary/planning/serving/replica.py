@@ -168,9 +168,7 @@ class Replica:
     def head_s(self, rows: int) -> float:
         """Output projection of `rows` tokens: with pipeline stages, the extra work of the last one."""
         return sum(
-            count * self._product_s(op)
-            for op, count in self.forward.ops(rows, rows, decoding=True)
-            if op.name == "head"
+            count * self._gemm_s(op) for op, count in self.forward.ops(rows, rows, decoding=True) if op.name == "head"
         )
 
     # --- parts

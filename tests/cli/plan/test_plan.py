@@ -213,7 +213,7 @@ def test_a_table_is_judged(cli: Cli, tmp_path: Path) -> None:
         (("plan", *SMALL, "--sequence", "4096", "--batch-tokens", "512"), "batch"),
         (("plan", "search", "--model", "llama-3.1-405b", "--on", "a100x8"), "no layout of llama-3.1-405b fits"),
         (("plan", "search", *SMALL, "--top", "0"), "--top 0 shows nothing"),
-        (("plan", "--model", "llama-3.2-1b", "--on", "gb10"), "nothing is known of the speed"),
+        (("plan", "--model", "llama-3.2-1b", "--on", "gb10"), "the speed of"),
         (("plan", "serach", *SMALL), "did you mean armillary plan search"),
         (("plan", "nowhere.toml"), "no recipe"),
         (("plan",), "give a recipe"),

@@ -18,7 +18,7 @@ FIXTURE = Path(__file__).parents[2] / "planning" / "published" / "published_infe
 
 def test_the_page_answers_in_the_order_a_person_asks(cli: Cli) -> None:
     out = cli(*SERVE, "--set", "objective.ttft_p99_s=1").out
-    labels = ["replica", "memory / device", "KV cache", "needed", "TTFT", "ITL", "throughput", "cost", "split pools"]
+    labels = ["replica", "memory / device", "KV cache", "needed", "TTFT", "ITL", "throughput", "cost", "disaggregated"]
     places = [out.index(f" {label}  ") for label in labels]
     assert places == sorted(places) and "$/M tokens" in out
 

@@ -80,7 +80,7 @@ def test_every_way_is_compared_by_what_a_useful_hour_costs() -> None:
 
 
 def test_offers_nobody_makes_are_left_out_but_a_misspelt_provider_is_not() -> None:
-    with pytest.raises(NotFound, match="'lamda' rents out no H100 SXM"):
+    with pytest.raises(NotFound, match="'lamda' offers no H100 SXM"):
         offers(Cost(provider="lamda"), H100)
     with pytest.raises(BadInput, match=r"no price of .* is known; try --set cost\.usd_per_device_hour"):
         offers(Cost(), catalogue.cluster("wse-2"))
@@ -133,7 +133,7 @@ def test_nonsense_is_one_sentence() -> None:
         training_cost(step_s=1, batch_tokens=1, steps=1, num_devices=1, usd_per_device_hour=-1.0)
     with pytest.raises(BadInput, match="num_devices=0 must be above 0"):
         serving_cost(num_devices=0, usd_per_device_hour=1, tokens_in_per_s=1, tokens_out_per_s=1)
-    with pytest.raises(NotFound, match="'lamda' rents out no H100 SXM; did you mean lambda"):
+    with pytest.raises(NotFound, match="'lamda' offers no H100 SXM; did you mean lambda"):
         device_hour(Cost(provider="lamda"), H100)
     with pytest.raises(BadInput, match=r"no purchase price of TPU v5e is known; try --set cost\.usd"):
         device_hour(Cost(owned=True), catalogue.cluster("tpu-v5e"))

@@ -208,7 +208,7 @@ def test_missing_recompute_is_the_least_that_fits() -> None:
         ({"seq_len": "-4096"}, "from 0 up"),
         ({"measured_tokens_per_s_per_gpu": "nan"}, "from 0 up"),
         ({"tp": "2.5"}, "not a whole number"),
-        ({"tp": "128", "n_gpus": "1024", "dp": "1"}, "cut finer than 64 heads"),
+        ({"tp": "128", "n_gpus": "1024", "dp": "1"}, "exceed 64 heads"),
         ({"tp": "3", "dp": ""}, "not a multiple"),
         ({"micro_batch": "1e9"}, "exceed the global batch"),
         ({"layers": "999999"}, "num_layers"),

@@ -229,10 +229,10 @@ def test_rows_say_what_is_asked_and_terms_carry_their_numbers() -> None:
     asked = request()
     found = best(asked)
     rows = dict(plan_rows(asked, found, pools(asked, found)))
-    assert {"replica", "memory / device", "KV cache", "needed", "TTFT", "ITL", "cost", "split pools"} <= set(rows)
-    assert "limited by" in rows["a replica bears"]
+    assert {"replica", "memory / device", "KV cache", "needed", "TTFT", "ITL", "cost", "disaggregated"} <= set(rows)
+    assert "limited by" in rows["per replica"]
     terms = {term.name: term for term in explain(asked, found)}
-    assert terms["replicas"].numbers.startswith("⌈20 / ") and terms["a million tokens"].value.startswith("$")
+    assert terms["replicas"].numbers.startswith("⌈20 / ") and terms["per million tokens"].value.startswith("$")
     assert len(choice_cells(found)) == 8
 
 

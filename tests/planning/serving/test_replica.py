@@ -184,7 +184,7 @@ def test_measured_ceilings_take_the_catalogues_place() -> None:
         (Split(tp=3), "tp=3 does not divide 8 KV heads of llama-3.1-8b; try --set layout.tp=2 or 4"),
         (Split(tp=64), "tp=64 does not divide 32 heads of llama-3.1-8b; try --set layout.tp=32"),
         (Split(pp=64), "pp=64 exceeds the 32 layers"),
-        (Split(ep=2), "ep=2 needs as many experts and llama-3.1-8b has 0"),
+        (Split(ep=2), "ep=2 needs at least as many experts and llama-3.1-8b has 0"),
     ],
 )
 def test_a_cut_that_no_engine_runs(split: Split, message: str) -> None:

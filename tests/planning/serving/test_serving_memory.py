@@ -107,7 +107,7 @@ def test_more_memory_never_lowers_concurrency(model: str, factor: float, tokens:
 
 def test_a_model_that_does_not_fit_names_the_change_that_would() -> None:
     big = replica("llama-3.1-405b", split=Split(tp=8))
-    message = r"405b with tp=8 needs 115 GB a device and H100 SXM has 80.0 GB; try --set layout.tp=16 or .*fp8"
+    message = r"405b with tp=8 needs 115 GB per device and H100 SXM has 80.0 GB; try --set layout.tp=16 or .*fp8"
     with pytest.raises(BadInput, match=message):
         refuse_too_big(big, serving_memory(big))
     for split, dtypes in (
