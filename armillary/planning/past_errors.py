@@ -23,7 +23,6 @@ class Confidence:
     """Planned over measured step times, less 1."""
 
     errors: tuple[float, ...]
-    """one per run"""
 
     def __str__(self) -> str:
         """'± 9 % on this kind of device (track record: 14 runs)'."""

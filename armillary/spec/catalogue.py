@@ -24,7 +24,7 @@ _PATTERN_KEYS = ("num_layers", "attention_pattern", "dense_first", "moe_every", 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry:
-    """A catalogue model: its shape and where it comes from."""
+    """A catalogue model: its shape and its source."""
 
     config: ModelConfig
     title: str = ""
@@ -93,7 +93,7 @@ def layer_kinds(
     nope_every: int = 0,
     moe: bool = False,
 ) -> list[dict[str, Any]]:
-    """One table a layer: attention cycles through the pattern, every `moe_every`-th layer after the first
+    """One table per layer: attention cycles through the pattern, every `moe_every`-th layer after the first
     `dense_first` has experts, every `nope_every`-th has no rotary positions."""
     refuse_too_deep(num_layers)
     pattern = attention_pattern or ["full"]
@@ -165,7 +165,7 @@ def storage(name: str) -> Storage:
 
 @cache
 def prices() -> tuple[Price, ...]:
-    """Hourly prices; date and source stand once, above the rows."""
+    """Hourly prices; date and source are above the rows."""
     table = _hardware()["prices"][""]
     common = {"date": table["date"], "source": table["source"]}
     return tuple(build(Price, common | row, f"prices.rows[{i}]") for i, row in enumerate(table["rows"]))
@@ -207,7 +207,7 @@ def cluster(text: str) -> Cluster:
 
 
 def _split(text: str) -> tuple[str, int]:
-    """'h100x64' -> ('h100', 64); a name that ends in x and digits of its own (mi300x) is tried whole first."""
+    """'h100x64' -> ('h100', 64); a name that itself ends in x and digits (mi300x) is tried first."""
     text = text.strip().lower()
     if _hardware()["chip"].find(text) or _hardware()["node"].find(text):
         return text, 1
@@ -216,7 +216,7 @@ def _split(text: str) -> tuple[str, int]:
 
 
 def _of_nodes(text: str, node: Node, count: int) -> Cluster:
-    """`count` nodes; those that share a scale-up domain (NVL72, a TPU pod) make up the inner tier together."""
+    """`count` nodes; those that share a scale-up domain (NVL72, a TPU pod) form the inner tier together."""
     per_domain = min(node.domain, count)
     if count % per_domain:
         raise _unfilled(text, count, per_domain, f"{node.title} domains of {per_domain} nodes")
@@ -226,7 +226,7 @@ def _of_nodes(text: str, node: Node, count: int) -> Cluster:
 
 
 def _of_chips(text: str, chip: Chip, count: int) -> Cluster:
-    """`count` chips in the chip's default node; more than one domain of them must fill whole domains."""
+    """`count` chips in the chip's default node; more than one domain of them must fill domains."""
     if count == 1:
         return Cluster(name=text, chip=chip, node=node(chip.node) if chip.node else None)
     if not chip.node:
@@ -243,7 +243,8 @@ def _of_chips(text: str, chip: Chip, count: int) -> Cluster:
 
 
 def _unfilled(text: str, count: int, size: int, what: str) -> BadInput:
-    """The two nearest sizes that would do, under the name the user wrote."""
+    """The two nearest valid sizes, under the name the user wrote."""
+
     name, below = _split(text)[0], count - count % size
     return BadInput(f"'{text}': {count} do not fill {what}; try {name}x{below} or {name}x{below + size}")
 

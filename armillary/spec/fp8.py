@@ -22,7 +22,6 @@ class Projection(NamedTuple):
     """A linear layer of a block."""
 
     name: str
-    """'attention.qkv' …"""
     outputs: int
     """of the full layer, not of a shard"""
     inputs: int

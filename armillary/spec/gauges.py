@@ -21,7 +21,6 @@ class Gauge:
     name: str
     """key in gauges.jsonl and in Plan.predicted"""
     unit: str
-    """unit of the value"""
     loop: Loop
     """the loop it belongs to: device, training or serving"""
     kind: Kind = "value"

@@ -32,17 +32,12 @@ class Chip:
     """One accelerator (or one CPU socket) as a program sees it."""
 
     name: str
-    """catalogue name"""
     title: str
-    """what the vendor calls it"""
     vendor: str
-    """who makes it"""
     kind: Literal["gpu", "tpu", "npu", "cpu", "wafer"]
-    """class of device"""
     year: int | None = None
     """first shipped or announced"""
     memory_bytes: float | None = None
-    """device memory"""
     memory_type: str = ""
     """HBM3, GDDR6, LPDDR5X, SRAM …"""
     memory_bytes_per_s: float | None = None
@@ -66,13 +61,10 @@ class Chip:
     precisions: tuple[str, ...] = ()
     """number formats it computes in (a superset of the peaks: a rate may be unpublished)"""
     list_price_usd: float | None = None
-    """reported purchase price of one"""
     aliases: tuple[str, ...] = ()
-    """other names people type"""
     sources: Mapping[str, str] = field(default_factory=dict)
     """figure -> where it is published; 'all' covers what is not listed"""
     note: str = ""
-    """traps: sparse headlines, disputed figures"""
 
     def peak(self, dtype: str) -> float | None:
         """Dense peak for `dtype`, or None where it is unknown or unsupported."""
@@ -87,9 +79,7 @@ class Link:
     """A wire between devices; bandwidth is per device and per direction."""
 
     name: str
-    """catalogue name"""
     title: str
-    """what the vendor calls it"""
     bytes_per_s: float | None
     """one direction, one device's share; none: not known before it is measured"""
     latency_s: float | None
@@ -97,9 +87,7 @@ class Link:
     kind: Literal["scale_up", "scale_out", "host", "torus"]
     """inside a node, between nodes, to the host, or a torus of chips"""
     source: str = ""
-    """where the figures are published"""
     note: str = ""
-    """what the headline figure counts"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,19 +95,14 @@ class Node:
     """A machine that can be bought or rented: chips, what joins them, what joins it to others."""
 
     name: str
-    """catalogue name"""
     title: str
-    """what it is called"""
     chip: str
-    """a name in [chip]"""
     num_chips: int
-    """accelerators in it"""
     link: str
     """between its chips (a name in [link]; the host link where they share no other)"""
     network: str
     """one link of the way to other nodes (a name in [link]); a chip has its own unless oversubscribed"""
     shape: Literal["switch", "torus", "mesh"] = "switch"
-    """how its chips are joined"""
     domain: int = 1
     """how many such nodes share one scale-up domain (NVL72: 18 trays of 4; a TPU pod: its hosts)"""
     oversubscription: float = 1.0
@@ -127,7 +110,6 @@ class Node:
     cpu_cores: int | None = None
     """host cores (vCPUs of a rented machine)"""
     memory_bytes: float | None = None
-    """host memory"""
     storage: str = ""
     """local storage (a name in [storage])"""
     num_drives: int = 1
@@ -137,13 +119,9 @@ class Node:
     power_w: float | None = None
     """maximum draw of the whole node"""
     list_price_usd: float | None = None
-    """reported purchase price"""
     aliases: tuple[str, ...] = ()
-    """other names people type"""
     source: str = ""
-    """where the figures are published"""
     note: str = ""
-    """anything unusual"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +129,7 @@ class Storage:
     """A storage tier, from device memory down to an object store."""
 
     name: str
-    """catalogue name"""
     title: str
-    """what it is"""
     read_bytes_per_s: float
     """sequential read, one device or one client"""
     write_bytes_per_s: float
@@ -163,9 +139,7 @@ class Storage:
     usd_per_gb_month: float | None = None
     """what keeping a gigabyte costs"""
     source: str = ""
-    """where the figures are published"""
     note: str = ""
-    """what was assumed"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,17 +147,13 @@ class Price:
     """What an hour of one accelerator costs at one provider."""
 
     chip: str
-    """a name in [chip]"""
     provider: str
-    """who rents it"""
     usd_per_hour: float
     """on demand, median of the offers"""
     spot_usd_per_hour: float | None = None
     """interruptible, median of the offers"""
     date: str
-    """when it was read"""
     source: str
-    """where"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +161,10 @@ class Tier:
     """One ring of a cluster: `count` of the thing inside, joined by `link`."""
 
     link: Link
-    """what joins them"""
     count: int
-    """how many"""
     oversubscription: float = 1.0
     """bandwidth into the tier over bandwidth through it (2 = half)"""
     shape: Literal["switch", "torus", "mesh"] = "switch"
-    """how they are joined"""
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -210,9 +177,7 @@ class Cluster:
     """Chips joined by nested tiers, innermost (fastest) first."""
 
     name: str
-    """what the recipe called it"""
     chip: Chip
-    """all chips are alike"""
     tiers: tuple[Tier, ...] = ()
     """innermost first; none for a single chip"""
     node: Node | None = None

@@ -33,13 +33,9 @@ class Plan:
     created: str
     """time in UTC: 2026-11-15T09:30:00Z"""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """the recipe, overrides applied"""
     model: ModelConfig
-    """shape of the model"""
     cluster: Cluster
-    """the devices"""
     layout: Layout
-    """parallelism over the devices"""
     train: TrainJob | None = None
     """training settings; none in a plan for serving"""
     data: Data | None = None
@@ -53,7 +49,6 @@ class Plan:
     predicted: Mapping[str, float] = field(default_factory=dict)
     """gauge -> value"""
     notes: tuple[str, ...] = ()
-    """assumptions and warnings"""
 
     def __post_init__(self) -> None:
         for name, value in self.predicted.items():

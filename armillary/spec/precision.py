@@ -66,7 +66,6 @@ class DtypeChoice:
     """A dtype and the reason for it."""
 
     dtype: Precision
-    """compute dtype"""
     reason: str
     """one line for the plan, the run and the screen"""
 

@@ -21,7 +21,6 @@ class KeyChange:
     key: str
     """as `--set` names it: train.lr"""
     kind: KeyClass
-    """free, noted or defining"""
     before: Any
     """value of the earlier recipe, its default where it was left out; None where there was none"""
     now: Any

@@ -39,11 +39,9 @@ class Offer:
     name: str
     """on demand, reserved 1 y, reserved 3 y, spot, owned"""
     usd_per_hour: float
-    """price per hour"""
     useful: float = 1.0
     """share of the hour that is not lost to interruptions of spot machines"""
     source: str = ""
-    """source of the price"""
 
     @property
     def usd_per_useful_hour(self) -> float:
@@ -153,11 +151,9 @@ class TrainingCost:
     run_usd: float
     """of all steps"""
     million_trained_tokens_usd: float
-    """per million tokens"""
     run_s: float
     """wall time of the run"""
     device_hour_usd: float
-    """per device-hour"""
 
     def predicted(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -192,7 +188,6 @@ class ServingCost:
     million_out_usd: float
     """per million generated tokens, by the rest"""
     device_hour_usd: float
-    """per device-hour"""
     month_usd: float
     """730 hours of all devices"""
 

@@ -120,7 +120,6 @@ class Goodput:
     """Goodput of a run."""
 
     failures: Failures
-    """rates and costs"""
     interval_s: float
     """training time between two checkpoints"""
     goodput_fraction: float

@@ -33,7 +33,6 @@ class Owned:
     """One bought device with its share of the node."""
 
     capex_usd: float
-    """purchase price"""
     years: float
     """depreciation period"""
     power_w: float
@@ -41,11 +40,9 @@ class Owned:
     pue: float
     """power of the site over power of the machines"""
     usd_per_kwh: float
-    """price of electricity"""
     staff_usd_per_year: float
     """this device's share of staff"""
     capex_source: str = ""
-    """source of the price"""
 
     def running_usd_per_year(self, use: float) -> float:
         """Electricity, cooling and staff, with the device in use a share `use` of the time."""

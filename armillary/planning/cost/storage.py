@@ -35,9 +35,7 @@ class Need:
     """Size and bandwidth of one kind of stored data."""
 
     name: str
-    """dataset, checkpoint, logs"""
     size_bytes: float
-    """bytes of one copy"""
     kept_bytes: float
     """bytes of all copies that are kept"""
     read_bytes_per_s: float
@@ -51,9 +49,7 @@ class Fit:
     """Whether a tier is fast enough for a need."""
 
     need: Need
-    """the need"""
     tier: Storage
-    """the tier"""
     read_bytes_per_s: float
     """bytes/s that all nodes together can read"""
     write_bytes_per_s: float

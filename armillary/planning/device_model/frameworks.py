@@ -26,7 +26,6 @@ class Software:
     """A framework as the planner sees it."""
 
     name: str = "physics"
-    """name of the framework"""
     gemm: float = 1.0
     """factor on the time of GEMMs"""
     attention: float = 1.0

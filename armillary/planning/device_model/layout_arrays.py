@@ -42,37 +42,27 @@ class Layouts:
     """Fields of spec.Layout as arrays of equal length; names are codes into the tuples above."""
 
     dp: Ints
-    """data-parallel ranks"""
     zero: Ints
     """ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 gradients too, 3 weights too"""
     shard: Ints
     """dp ranks that shard one copy"""
     tp: Ints
-    """tensor-parallel ranks"""
     sequence_parallel: Bools
     """tp ranks split the tokens between the tensor-parallel regions"""
     pp: Ints
-    """pipeline stages"""
     interleave: Ints
     """chunks of layers per stage"""
     schedule: Ints
-    """code of SCHEDULES"""
     cp: Ints
-    """context-parallel ranks"""
     ep: Ints
-    """expert-parallel ranks"""
     micro_batch: Ints
     """sequences per rank and micro-batch"""
     recompute: Ints
-    """code of RECOMPUTES"""
     recompute_every: Ints
     """one layer in this many recomputes"""
     precision: Ints
-    """code of PRECISIONS"""
     fp8_scaling: Ints
-    """code of FP8_SCALINGS"""
     offload: Ints
-    """code of OFFLOADS"""
     bucket_bytes: Ints
     """bytes of gradients reduced together"""
 

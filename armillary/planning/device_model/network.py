@@ -34,7 +34,6 @@ class Ring:
     bytes_per_s: float
     """achieved bytes/s of one device's link into this tier"""
     latency_s: float
-    """latency of one hop"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,6 @@ class Network:
     """The tiers of a cluster, innermost first."""
 
     rings: tuple[Ring, ...]
-    """innermost first"""
 
     def ring_s(self, kind: Collective, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
         """Seconds to gather, scatter or reduce an array of `num_bytes` among `members` ranks `stride` apart: the

@@ -69,13 +69,10 @@ class InferenceRow:
     replica: Replica
     """model, chips, parallelism and dtypes"""
     kind: Kind
-    """what was measured"""
     batch: int
     """concurrent requests; 0: as many as fit"""
     tokens_in: int
-    """prompt tokens per request"""
     tokens_out: int
-    """generated tokens per request"""
     requests: int = 0
     """requests queued at once, for max load"""
 

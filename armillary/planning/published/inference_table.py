@@ -40,17 +40,13 @@ class InferencePrediction:
     """One row, predicted or not."""
 
     row: Row
-    """as read"""
     config_id: str
-    """identifies the configuration"""
     fitted: bool
     """whether the engine's parameters may have been fitted on it"""
     kind: str = ""
     """what was measured: static batch, batch 1, first token, max load …"""
     predicted: Mapping[str, float] = field(default_factory=dict)
-    """gauge -> value"""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """gauge -> value"""
     reason: str = ""
     """why there is no prediction"""
 

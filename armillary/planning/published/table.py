@@ -26,11 +26,9 @@ class Judged:
     """A table with its predictions."""
 
     kind: str
-    """'training' or 'inference'"""
     rows: list[dict[str, Any]]
     """one per row: its number in the file, the measured and predicted figure, the error, or the reason there is none"""
     summary: dict[str, Any]
-    """errors as fractions"""
 
     def plain(self) -> dict[str, Any]:
         return {"rows": self.rows, "summary": self.summary}

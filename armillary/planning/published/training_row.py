@@ -59,15 +59,12 @@ class TrainingRow:
     """One measured configuration, ready to be priced."""
 
     row: Row
-    """as read"""
     case: TrainCase
-    """model, cluster, batch"""
     layouts: Layouts
     """the layout, an array of length one"""
     chips: int
     """devices by the row's count"""
     assumed: tuple[str, ...]
-    """assumptions"""
 
 
 def training_row(row: Row, software: Software) -> TrainingRow:
@@ -222,7 +219,6 @@ class Measurement:
     name: str
     """tokens_per_s_per_gpu, step_s, tflops_per_gpu or mfu_pct"""
     value: float
-    """as published"""
 
 
 def measurement(row: Row) -> Measurement | None:

@@ -28,11 +28,9 @@ class TrainingPrediction:
     """One row, predicted or not."""
 
     row: Row
-    """as read"""
     framework: str
     """without its release"""
     kind: str
-    """dense, moe, lora, hybrid"""
     complete: bool
     """whether the row has all that a prediction needs"""
     fitted: bool
@@ -40,15 +38,12 @@ class TrainingPrediction:
     figure: str = ""
     """name of the published figure"""
     measured: float | None = None
-    """as published"""
     predicted: float | None = None
     """predicted value of the figure"""
     physics: float | None = None
     """value of the figure without fitted factors"""
     step_s: float | None = None
-    """predicted seconds per step"""
     memory_measured: float | None = None
-    """bytes"""
     memory_predicted: float | None = None
     """bytes that the allocator would count"""
     ran_out: bool = False
@@ -56,7 +51,6 @@ class TrainingPrediction:
     called_out: bool | None = None
     """the prediction exceeds the device"""
     assumed: tuple[str, ...] = ()
-    """assumptions"""
     reason: str = ""
     """why there is no prediction"""
 

@@ -29,7 +29,6 @@ class Capacity:
     server: Server
     """one replica and its requests"""
     memory: ServingMemory
-    """memory per device"""
     highest: OperatingPoint
     """a replica at the highest rate that meets every objective"""
     replicas: int

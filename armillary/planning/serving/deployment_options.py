@@ -45,17 +45,12 @@ class Request:
     """What is served, on what, and which objectives it must meet."""
 
     config: ModelConfig
-    """the model"""
     cluster: Cluster
-    """the available devices"""
     serve: Serve
-    """settings of the engine"""
     traffic: Traffic
-    """arriving requests"""
     objective: Objective
     """latencies that must be met"""
     cost: Cost
-    """prices of devices"""
     rates: Rates | None = None
     """how the engine uses the chip; None: the physics"""
     measured: Peaks | None = None
@@ -69,15 +64,11 @@ class DeploymentOption:
     """One way to serve, priced; or the reason why it is refused."""
 
     split: Split
-    """parallelism of a replica"""
     dtypes: ServingDtypes
-    """dtypes"""
     capacity: Capacity | None = None
     """replicas and latencies; None: refused"""
     cost: ServingCost | None = None
-    """dollars; None: no price is known"""
     reason: str = ""
-    """why it is refused"""
 
     @property
     def devices(self) -> int:

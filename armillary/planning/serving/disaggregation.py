@@ -26,9 +26,7 @@ class Pools:
     """A pool for prompts and a pool for tokens."""
 
     prefill: Capacity
-    """replicas that compute prompts"""
     decode: Capacity
-    """replicas that generate"""
     transfer_s: float
     """moving a prompt's KV cache"""
 

@@ -77,15 +77,12 @@ class Engine:
     """An inference engine's declared deviations from the physics."""
 
     name: str
-    """name of the engine"""
     match: tuple[str, ...]
     """prefixes of its name in tables, lower case"""
     parameters: Mapping[str, float]
     """field of Rates -> value, at most three"""
     source: str
-    """data of the fit"""
     date: str
-    """date of the fit"""
     command: str
     """command that repeats the fit"""
 

@@ -58,7 +58,6 @@ class ServingDtypes:
     compute: str = "bf16"
     """of the inputs of GEMMs"""
     kv: str = "bf16"
-    """of the KV cache"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,6 @@ class Group:
     """`count` sequences that each add `queries` tokens and then attend to `keys`."""
 
     count: int
-    """sequences"""
     queries: int
     """new tokens per sequence"""
     keys: int
@@ -82,7 +80,6 @@ class RepeatedBatch(Batch):
     """`copies` of the same spans: the operations of all copies at the cost of listing one."""
 
     copies: int
-    """number of copies"""
 
     @property
     def tokens(self) -> int:
@@ -132,11 +129,8 @@ class Forward:
     """A model sharded for one device, in given dtypes."""
 
     config: ModelConfig
-    """the full model"""
     split: Split
-    """its parallelism"""
     dtypes: ServingDtypes
-    """its dtypes"""
 
     @cached_property
     def cache(self) -> dict[tuple[object, ...], tuple[tuple[Op, int], ...]]:

@@ -22,11 +22,9 @@ class Generation:
     """Times of a batch of equal requests."""
 
     ttft_s: float
-    """start to first token"""
     itl_s: float
     """mean inter-token latency of a request"""
     total_s: float
-    """start to last token"""
     tokens_out_per_s: float
     """generated tokens per second, all requests"""
 

@@ -28,7 +28,6 @@ class RankedServing:
     software: tuple[str, ...] = ()
     """engines that run on its chip"""
     reason: str = ""
-    """why it is refused"""
 
 
 def rank_serving(request: Request) -> list[RankedServing]:

@@ -49,17 +49,13 @@ class OperatingPoint:
     step_s: float
     """mean inter-token latency"""
     itl_p50_s: float
-    """median inter-token latency"""
     itl_p99_s: float
-    """99th percentile of the inter-token latency"""
     tpot_p99_s: float
     """mean inter-token latency of a request in the fullest batches"""
     ttft_p50_s: float
-    """median time to first token"""
     ttft_p99_s: float
     """99th percentile of the time to first token"""
     e2e_p50_s: float
-    """median time to last token"""
     e2e_p99_s: float
     """99th percentile of the time to last token"""
     prefill_fraction: float
@@ -71,9 +67,7 @@ class Server:
     """A replica and the requests it serves."""
 
     replica: Replica
-    """the model on its devices"""
     serve: Serve
-    """settings of the engine"""
     traffic: Traffic
     """lengths and arrivals of requests; the rate is a parameter of `operating_point`"""
     prefills: bool = True

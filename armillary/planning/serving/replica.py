@@ -57,7 +57,6 @@ class EngineStepTime:
     gemm_s: float = 0.0
     """GEMMs except the experts'"""
     experts_s: float = 0.0
-    """GEMMs of experts"""
     attention_s: float = 0.0
     """attention, reads of the KV cache included"""
     other_s: float = 0.0
@@ -79,11 +78,9 @@ class Replica:
     """One copy of a model as it is served."""
 
     config: ModelConfig
-    """the model"""
     cluster: Cluster
     """its devices; only the links inside the replica count"""
     split: Split = field(default_factory=Split)
-    """parallelism over them"""
     dtypes: ServingDtypes = field(default_factory=ServingDtypes)
     """dtypes of weights, compute and KV cache"""
     rates: Rates = field(default_factory=physics)

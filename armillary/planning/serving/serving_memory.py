@@ -38,7 +38,6 @@ class ServingMemory:
     kv_bytes: float
     """what is left for the KV cache; below zero the model does not fit"""
     device_bytes: float
-    """memory of the device"""
 
     @property
     def fits(self) -> bool:

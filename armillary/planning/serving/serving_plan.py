@@ -42,13 +42,11 @@ class ServingPlan:
     request: Request
     """the recipe with model and devices resolved"""
     chosen: DeploymentOption
-    """the chosen option"""
     tried: tuple[DeploymentOption, ...]
     """every option, best first; the chosen one alone where the recipe has a layout"""
     pools: Pools | None
     """the chosen option with disaggregated pools; None where that is impossible"""
     assumed: tuple[str, ...] = ()
-    """assumptions about the devices"""
 
     def plan(self) -> Plan:
         """The record that engines and other verbs read."""

@@ -17,11 +17,8 @@ class Term:
     """One term of a prediction: its formula, and the formula with numbers."""
 
     name: str
-    """gauge or quantity"""
     formula: str
-    """in symbols"""
     numbers: str
-    """the formula with numbers"""
     value: str
     """the result, with its unit"""
 

@@ -26,9 +26,7 @@ class Threads:
     """A number of threads and why."""
 
     count: int
-    """compute threads"""
     cores: int
-    """cores of the machine"""
     reason: str = ""
     """one line; empty where the number was set"""
 

@@ -28,7 +28,6 @@ class CommCost:
     """One kind of communication."""
 
     total: Array
-    """seconds"""
     exposed: Array
     """of them, not hidden by compute"""
 
@@ -118,9 +117,7 @@ class Windows:
     """Wall time of one micro-batch on a stage, which can hide data-parallel communication."""
 
     forward: Array
-    """of the forward pass"""
     backward: Array
-    """of the backward pass"""
 
 
 def data_parallel(

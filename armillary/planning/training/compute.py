@@ -39,7 +39,6 @@ class Work:
     memory_backward: Array
     """memory-bound operations of the backward pass"""
     selective_recompute: Array
-    """what selective recompute repeats"""
     kernels_forward: Array
     """kernels launched by the forward pass"""
     kernels_backward: Array

@@ -22,7 +22,6 @@ class ActivationBytes:
     """Bytes stored per token and layer (mean over the kinds of layers) on one device."""
 
     no_recompute: Array
-    """without recompute"""
     selective: Array
     """with selective recompute of norms and activation functions (unfused: of the scores)"""
     layer_input: Array

@@ -31,11 +31,8 @@ class Term:
     """One line of the explanation."""
 
     name: str
-    """what it is"""
     formula: str
-    """in symbols"""
     numbers: str
-    """the formula with numbers"""
     value: float
     """the result, in seconds, bytes or as stated"""
     text: str

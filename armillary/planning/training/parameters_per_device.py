@@ -28,7 +28,6 @@ class DeviceParameters:
     ends: Array
     """embedding or output projection, whichever the stage has (both on a single stage)"""
     layers: Array
-    """layers per stage"""
 
     @property
     def dense(self) -> Array:

@@ -74,13 +74,10 @@ class Stage:
     case: TrainCase
     layouts: Layouts
     params: DeviceParameters
-    """parameters of a device"""
     states: StateBytes
-    """bytes per parameter"""
     in_flight: Array
     """micro-batches whose activations it stores"""
     micro_batches: Array
-    """micro-batches per step"""
     makes_logits: bool
     """it has the output projection"""
 

@@ -22,13 +22,9 @@ class Prediction:
     """Layouts with their predicted time and memory."""
 
     case: TrainCase
-    """what is trained, on what"""
     layouts: Layouts
-    """the layouts, as arrays"""
     time: StepTime
-    """seconds per step"""
     memory: Memory
-    """bytes on the fullest device"""
 
     @property
     def fits(self) -> Bools:

@@ -36,11 +36,8 @@ class Remedy:
     change: Change
     """field of the layout -> value"""
     layout: Layout
-    """the changed layout"""
     memory_bytes: float
-    """bytes per device after the change"""
     step_s: float
-    """seconds per step after the change"""
 
     def text(self) -> str:
         sets = " ".join(f"--set layout.{name}={value}" for name, value in self.change.items())

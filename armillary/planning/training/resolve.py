@@ -42,11 +42,8 @@ class TrainingProblem:
     requested: Recipe
     """the recipe before auto was resolved"""
     model: ModelConfig
-    """shape of the model"""
     case: TrainCase
-    """what is priced"""
     notes: tuple[str, ...] = ()
-    """assumptions"""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """recipe key that was "auto" -> its value and the reason"""
 

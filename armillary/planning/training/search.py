@@ -42,7 +42,6 @@ class SearchResult:
     num_fitting: int
     """of them, those that fit into memory"""
     seconds: float
-    """duration of the search"""
     best: Prediction
     """the fastest layouts, fastest first, one per set of parallel axes"""
     front: Prediction

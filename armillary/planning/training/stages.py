@@ -21,15 +21,12 @@ class Stages:
     """Layers per pipeline stage of every layout."""
 
     first: Array
-    """layers of the first stage"""
     fullest: Array
-    """layers of the fullest stage"""
     fullest_at: Array
     """index of the fullest stage, the first of several"""
     least_last: Array
     """fewest layers that the stage with the output projection can have"""
     mean: Array
-    """mean layers per stage"""
     is_exact: Bools
     """`least_last` is exact; otherwise the last stage gets as many layers as keep it no slower than the others"""
 

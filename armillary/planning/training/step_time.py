@@ -44,15 +44,12 @@ class StageWork:
     micro_batches: Array
     """micro-batches per rank and step"""
     stages: Stages
-    """layers per pipeline stage"""
     parameters: DeviceParameters
-    """parameters per device"""
     layer: Work
     """one layer (mean over the kinds of layers)"""
     mean_stage: Work
     """the mean stage, with its share of embedding and output projection"""
     layer_comm: LayerComm
-    """communication inside one layer"""
     recompute: Array
     """seconds that the backward pass of a layer recomputes"""
     forward_share: Array
@@ -72,23 +69,18 @@ class StepTime:
     gemm: Array
     """GEMMs of the model, forward and backward"""
     attention: Array
-    """attention, forward and backward"""
     memory: Array
     """memory-bound operations: norms, activations, casts, loss"""
     recompute: Array
-    """activation recomputation"""
     contention: Array
     """slowdown of compute by the communication that it hides"""
     comm_costs: dict[str, CommCost]
     """communication by kind: tp, cp, ep, gradients, weights, pp"""
     fill: Array
-    """pipeline fill and drain"""
     imbalance: Array
     """waiting for the slowest pipeline stage"""
     optimizer: Array
-    """optimizer step"""
     launch: Array
-    """waiting for kernel launches"""
     straggler: Array
     """waiting for the slowest node"""
     data: Array

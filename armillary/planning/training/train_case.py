@@ -29,7 +29,6 @@ class Lora:
     """LoRA adapters beside frozen weights (Hu et al., arXiv 2106.09685; QLoRA, arXiv 2305.14314)."""
 
     parameters: int
-    """parameters of all adapters"""
     base_bytes: float = 2.0
     """bytes per frozen weight of a layer's matrices: 2 for bf16, about 0.56 for nf4 with its scales"""
     unsharded: int = 0
@@ -72,13 +71,9 @@ class TrainCase:
     """A training step to be priced."""
 
     model: ModelConfig
-    """what is trained"""
     cluster: Cluster
-    """on what"""
     sequence: int
-    """tokens per sequence"""
     batch_tokens: int
-    """tokens per step"""
     software: Software = PHYSICS
     """what kernels and framework do; by default the physics alone"""
     measured: Peaks | None = None
@@ -94,7 +89,6 @@ class TrainCase:
     loss_chunk: int = 0
     """tokens per chunk of the loss; 0: the full micro-batch"""
     compiled: bool = False
-    """torch.compile compiles the layers"""
     flash: bool = field(default=True)
     """flash attention: no score matrix in memory"""
 

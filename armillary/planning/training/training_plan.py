@@ -34,7 +34,6 @@ class TrainingPlan:
     """A plan with everything that a user asks about it."""
 
     problem: TrainingProblem
-    """the resolved request"""
     prediction: Prediction
     """time and memory of the layout, arrays of length one"""
     goodput: Goodput

@@ -19,35 +19,28 @@ class AttentionShape:
     """Heads, dims and mask of one attention layer."""
 
     heads: int
-    """query heads"""
     kv_heads: int
-    """key/value heads"""
     qk_dim: int
     """size of a query or key head"""
     v_dim: int
     """size of a value head (differs from qk_dim in MLA)"""
     causal: bool = True
-    """a query sees no later key"""
+    """a query attends to no later key"""
     window: int | None = None
-    """keys a query sees at most, itself included (sliding)"""
+    """most keys per query, itself included (sliding window)"""
     chunk: int | None = None
-    """a query sees only keys of its own chunk of this size"""
+    """a query attends only to keys of its own chunk of this size"""
     latent: bool = False
-    """keys and values are one cached latent of size qk_dim, its first v_dim numbers the value (absorbed MLA)"""
+    """keys and values are one cached latent of size qk_dim, its first v_dim elements the value (absorbed MLA)"""
 
 
 def self_spans(lengths: Iterable[int]) -> list[Span]:
-    """One span a sequence of a packed (varlen) batch."""
+    """One span per sequence of a packed (varlen) batch."""
     return [(length, length) for length in lengths]
 
 
-def decode_spans(contexts: Iterable[int]) -> list[Span]:
-    """One new token a sequence; `contexts` counts the cached tokens."""
-    return [(1, context + 1) for context in contexts]
-
-
 def pairs(span: Span, shape: AttentionShape, *, half: bool = False) -> float:
-    """(query, key) pairs that the mask leaves, exactly; with `half`, the diagonal is cut in two: T²/2 for a causal
+    """(query, key) pairs that the mask leaves, exactly; with `half`, the diagonal counts half: T²/2 for a causal
     sequence instead of T·(T+1)/2. That is the MFU convention (causal attention counted as half)."""
     queries, keys = span
     if not shape.causal:
@@ -58,8 +51,8 @@ def pairs(span: Span, shape: AttentionShape, *, half: bool = False) -> float:
 def _seen(n: int, shape: AttentionShape, half: bool) -> float:
     """Pairs of the first n positions of a causal sequence."""
     if shape.chunk:
-        whole, rest = divmod(n, shape.chunk)
-        return whole * _triangle(shape.chunk, half) + _triangle(rest, half)
+        chunks, rest = divmod(n, shape.chunk)
+        return chunks * _triangle(shape.chunk, half) + _triangle(rest, half)
     if shape.window and n > shape.window:
         return _triangle(shape.window, half) + (n - shape.window) * shape.window
     return _triangle(n, half)
@@ -70,7 +63,7 @@ def _triangle(n: int, half: bool) -> float:
 
 
 def keys_read(span: Span, shape: AttentionShape) -> int:
-    """Keys that at least one query of the span sees: what must be read from memory."""
+    """Keys that at least one query of the span attends to: what must be read from memory."""
     queries, keys = span
     first = keys - queries
     if shape.chunk:
@@ -88,9 +81,9 @@ def attention(
     flash: bool = True,
     half: bool = False,
 ) -> Op:
-    """softmax(QKᵀ)V: 2·heads·(qk_dim + v_dim)·pairs FLOPs, the two products only (softmax not counted, as in
+    """softmax(QKᵀ)V: 2·heads·(qk_dim + v_dim)·pairs FLOPs, the two GEMMs only (softmax not counted, as in
     Dao et al., FlashAttention, arXiv 2205.14135). `flash`: masked blocks are skipped and scores never leave the
-    chip; otherwise the whole matrix is computed, and the scores and probabilities are each written and read."""
+    chip; otherwise the full matrix is computed, and the scores and probabilities are each written and read."""
     seen = sum(pairs(span, shape, half=half) for span in spans) if flash else _matrix(spans)
     flops = 2 * shape.heads * (shape.qk_dim + shape.v_dim) * seen
     queries, b = sum(q for q, _ in spans), size_of(dtype)
@@ -103,7 +96,7 @@ def attention(
 def attention_backward(
     name: str, shape: AttentionShape, spans: Sequence[Span], *, dtype: str, flash: bool = True, half: bool = False
 ) -> Op:
-    """dV = PᵀdO, dP = dO·Vᵀ, dQ = dS·K, dK = dSᵀQ, and with `flash` S = QKᵀ once more, so 5 products against the
+    """dV = PᵀdO, dP = dO·Vᵀ, dQ = dS·K, dK = dSᵀQ, and with `flash` S = QKᵀ once more, so 5 GEMMs against the
     forward's 2: 2.5 × its FLOPs where qk_dim = v_dim (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1)."""
     seen = sum(pairs(span, shape, half=half) for span in spans) if flash else _matrix(spans)
     flops = 2 * shape.heads * ((3 if flash else 2) * shape.qk_dim + 2 * shape.v_dim) * seen
@@ -153,9 +146,9 @@ def simplicial_attention(
     dtype: str,
     backward: bool = False,
 ) -> Op:
-    """softmax over pairs (j, k) of Σ_d q·k1_j·k2_k, then Σ P·(v1_j ⊙ v2_k). Forward (q⊙k1)K2ᵀ and P·V2: 4·heads·dim
-    FLOPs a triple. Backward S and P·V2 once more, dP, dV2, d(q⊙k1), dK2: 12. The products with k1 and v1 happen
-    once a pair and are not counted (Roy et al., Fast and Simplex, arXiv 2507.02754)."""
+    """softmax over pairs (j, k) of Σ_d q·k1_j·k2_k, then Σ P·(v1_j ⊙ v2_k). Forward (q⊙k1)K2ᵀ, P·V2: 4·heads·dim
+    FLOPs per triple. Backward S and P·V2 once more, dP, dV2, d(q⊙k1), dK2: 12. The multiplications with k1 and v1 happen
+    once per pair and are not counted (Roy et al., Fast and Simplex, arXiv 2507.02754)."""
     seen = sum(triples(span, window_1, window_2) for span in spans)
     flops = (12 if backward else 4) * shape.heads * shape.qk_dim * seen
     queries, b = sum(q for q, _ in spans), size_of(dtype)

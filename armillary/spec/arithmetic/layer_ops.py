@@ -1,5 +1,5 @@
-"""FLOPs and bytes of what surrounds the matrix products: norms, rope, activations, embedding, loss, optimiser,
-routing, sampling, collectives. Nearly all of it is memory-bound, so the bytes are what counts.
+"""FLOPs and bytes of the operations around the GEMMs: norms, rope, activations, embedding, loss, optimizer, routing,
+sampling, collectives. Nearly all of them are memory-bound, so the bytes count.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ACTIVATION_FLOPS: dict[Activation, int] = {
     "relu2": 2,
     "swiglu_clamped": 8,
 }
-"""operations an element; exp, erf, tanh and a clamp count as one each"""
+"""operations per element; exp, erf, tanh and a clamp count as one each"""
 
 
 def norm(
     name: str, rows: int, columns: int, *, dtype: str, kind: Literal["rms", "layer"] = "rms", residual: bool = False
 ) -> Op:
-    """RMSNorm x·rsqrt(mean(x²) + ε)·w: 4 FLOPs an element (Zhang & Sennrich, arXiv 1910.07467); LayerNorm also
+    """RMSNorm x·rsqrt(mean(x²) + ε)·w: 4 FLOPs per element (Zhang & Sennrich, arXiv 1910.07467); LayerNorm also
     subtracts the mean and adds a bias: 7 (Ba et al., arXiv 1607.06450). With `residual`, x + residual is formed in
     the same pass and written too: one add, one read and one write more."""
     n, b = rows * columns, size_of(dtype)
@@ -43,7 +43,7 @@ def norm(
 def norm_backward(
     name: str, rows: int, columns: int, *, dtype: str, kind: Literal["rms", "layer"] = "rms", residual: bool = False
 ) -> Op:
-    """dx = r·(w·dy − x̂·mean(w·dy·x̂)) and dw = Σ dy·x̂: 9 FLOPs an element for RMSNorm, 13 for LayerNorm. Reads dy
+    """dx = r·(w·dy − x̂·mean(w·dy·x̂)) and dw = Σ dy·x̂: 9 FLOPs per element for RMSNorm, 13 for LayerNorm. Reads dy
     and x (and the gradient that came along the residual), writes dx; dw is summed in fp32."""
     n, b = rows * columns, size_of(dtype)
     flops = ({"rms": 9, "layer": 13}[kind] + residual) * n
@@ -54,8 +54,8 @@ def norm_backward(
 
 
 def rope(name: str, tokens: int, heads: int, rotary_dim: int, *, dtype: str) -> Op:
-    """Rotate pairs: 4 multiplies and 2 adds a pair, 3 FLOPs an element, over query and key heads together (Su et
-    al., arXiv 2104.09864); cos and sin in fp32 are read once a token. The backward is the rotation by −θ: the same."""
+    """Rotate pairs: 4 multiplies and 2 adds per pair, 3 FLOPs per element, over query and key heads together (Su et
+    al., arXiv 2104.09864); cos and sin in fp32 are read once per token. The backward is the rotation by −θ."""
     n, b = tokens * heads * rotary_dim, size_of(dtype)
     tables = tokens * rotary_dim * FP32_BYTES
     return Op(name=name, kind="elementwise", flops=3 * n, bytes_read=n * b + tables, bytes_written=n * b, dtype=dtype)
@@ -74,7 +74,7 @@ def activation(
 def activation_backward(
     name: str, tokens: int, ffn: int, *, dtype: str, function: Activation = "silu", gated: bool = True
 ) -> Op:
-    """The function and its derivative again, and for a gate two products more: reads dy and the inputs, writes
+    """The function and its derivative, and for a gate two more multiplications: reads dy and the inputs, writes
     the gradient of each input."""
     n, b = tokens * ffn, size_of(dtype)
     flops = (2 * ACTIVATION_FLOPS[function] + 1 + 2 * gated) * n
@@ -88,11 +88,11 @@ def activation_backward(
     )
 
 
-# --- the two ends: embedding and loss
+# --- embedding and loss
 
 
 def embedding(name: str, tokens: int, hidden: int, *, dtype: str) -> Op:
-    """A row gathered a token: no arithmetic, which is why N in 6·N leaves the lookup out."""
+    """One gathered row per token: no arithmetic, which is why N in 6·N leaves the lookup out."""
     rows = tokens * hidden * size_of(dtype)
     read = rows + tokens * INDEX_BYTES
     return Op(name=name, kind="embedding", flops=0, bytes_read=read, bytes_written=rows, dtype=dtype)
@@ -107,7 +107,7 @@ def embedding_backward(name: str, tokens: int, hidden: int, vocab: int, *, dtype
 
 
 def cross_entropy(name: str, tokens: int, vocab: int, *, dtype: str) -> Op:
-    """logsumexp(logits) − logit of the target: max, subtract, exp, add, 4 FLOPs a logit in one online pass."""
+    """logsumexp(logits) − logit of the target: max, subtract, exp, add, 4 FLOPs per logit in one online pass."""
     n = tokens * vocab
     return Op(
         name=name,
@@ -120,7 +120,7 @@ def cross_entropy(name: str, tokens: int, vocab: int, *, dtype: str) -> Op:
 
 
 def cross_entropy_backward(name: str, tokens: int, vocab: int, *, dtype: str) -> Op:
-    """(softmax − one-hot)·dloss: 3 FLOPs a logit, logits read and their gradient written in place."""
+    """(softmax − one-hot)·dloss: 3 FLOPs per logit, logits read and their gradient written in place."""
     n, b = tokens * vocab, size_of(dtype)
     return Op(
         name=name,
@@ -136,14 +136,14 @@ def linear_cross_entropy(
     name: str, tokens: int, hidden: int, vocab: int, *, dtype: str, backward: bool = False, recompute: bool = False
 ) -> Op:
     """Output projection and loss without logits in memory (Wijmans et al., Cut Your Losses, arXiv 2411.09009).
-    Forward 2·tokens·hidden·vocab FLOPs; backward (dX and dW) twice that, three times where the logits are made
-    again. Hidden and weight are read once, dX and dW written once."""
-    b, products = size_of(dtype), (3 if recompute else 2) if backward else 1
+    Forward 2·tokens·hidden·vocab FLOPs; backward (dX and dW) twice that, three times where the logits are
+    recomputed. Hidden and weight are read once, dX and dW written once."""
+    b, gemms = size_of(dtype), (3 if recompute else 2) if backward else 1
     x, w = tokens * hidden * b, hidden * vocab * b
     return Op(
         name=name,
         kind="matmul",
-        flops=2 * products * tokens * hidden * vocab,
+        flops=2 * gemms * tokens * hidden * vocab,
         bytes_read=x + w + tokens * INDEX_BYTES,
         bytes_written=x + w if backward else 2 * tokens * FP32_BYTES,
         dtype=dtype,
@@ -151,15 +151,15 @@ def linear_cross_entropy(
     )
 
 
-# --- optimisers
+# --- optimizers
 
 
 def adamw(
     name: str, weights: int, *, weight_dtype: str = "fp32", grad_dtype: str = "fp32", state_dtype: str = "fp32"
 ) -> Op:
-    """m, v, bias corrections, step, decay: 15 FLOPs a weight (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2).
+    """m, v, bias corrections, step, decay: 15 FLOPs per weight (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2).
     Moments in `state_dtype` and the weight are read and written; below fp32 an fp32 master is updated and the
-    working copy only written. fp32 throughout moves 28 bytes a weight, bf16 with fp32 gradients and master 30."""
+    working copy only written. fp32 throughout moves 28 bytes per weight, bf16 with fp32 gradients and master 30."""
     state, master = 2 * size_of(state_dtype), size_of("fp32")
     working = size_of(weight_dtype) if weight_dtype not in ("fp32", "tf32") else 0
     return Op(
@@ -173,7 +173,7 @@ def adamw(
 
 
 def sgd(name: str, weights: int, *, momentum: bool = True, dtype: str = "fp32") -> Op:
-    """w − lr·(μ·m + g): 4 FLOPs a weight, 2 without momentum; momentum is one more array read and written."""
+    """w − lr·(μ·m + g): 4 FLOPs per weight, 2 without momentum; momentum is one more array read and written."""
     b = size_of(dtype)
     read, written = weights * b * (2 + momentum), weights * b * (1 + momentum)
     flops = (4 if momentum else 2) * weights
@@ -185,7 +185,7 @@ def sgd(name: str, weights: int, *, momentum: bool = True, dtype: str = "fp32") 
 
 def router(name: str, tokens: int, experts: int, top_k: int, *, dtype: str = "fp32") -> Op:
     """Scores and top-k over the experts, after the router's matmul: softmax (5 FLOPs) and one compare for each of
-    the k passes; writes k scores and k indices a token (Shazeer et al., arXiv 1701.06538)."""
+    the k passes; writes k scores and k indices per token (Shazeer et al., arXiv 1701.06538)."""
     n = tokens * experts
     return Op(
         name=name,
@@ -198,7 +198,7 @@ def router(name: str, tokens: int, experts: int, top_k: int, *, dtype: str = "fp
 
 
 def dispatch(name: str, tokens: int, hidden: int, top_k: int, *, dtype: str) -> Op:
-    """Put each token's row beside those of its k experts: read once, written k times. Its backward is `combine`."""
+    """Copy each token's row to its k experts: read once, written k times. Its backward is `combine`."""
     b = size_of(dtype)
     return Op(
         name=name,
@@ -211,7 +211,7 @@ def dispatch(name: str, tokens: int, hidden: int, top_k: int, *, dtype: str) -> 
 
 
 def combine(name: str, tokens: int, hidden: int, top_k: int, *, dtype: str) -> Op:
-    """Weighted sum of the k experts' rows of each token: a multiply-add an element."""
+    """Weighted sum of the k experts' rows of each token: one multiply-add per element."""
     b = size_of(dtype)
     return Op(
         name=name,
@@ -227,8 +227,8 @@ def combine(name: str, tokens: int, hidden: int, top_k: int, *, dtype: str) -> O
 
 
 def sampling(name: str, rows: int, vocab: int, *, dtype: str = "fp32") -> Op:
-    """Temperature (1), softmax (5), threshold for top-k/top-p/min-p (1), Gumbel or inverse draw (1): 8 FLOPs a logit,
-    the logits read once, one id written a row."""
+    """Temperature (1), softmax (5), threshold for top-k/top-p/min-p (1), Gumbel or inverse draw (1): 8 FLOPs per
+    logit, the logits read once, one id written per row."""
     n = rows * vocab
     return Op(
         name=name,
@@ -244,7 +244,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 
 def wire_factor(collective: Collective, world: int) -> float:
-    """Bytes a device sends over the size of the whole array: ring all-reduce 2(n−1)/n, all-gather, reduce-scatter and
+    """Bytes sent per device over the size of the full array: ring all-reduce 2(n−1)/n, all-gather, reduce-scatter and
     all-to-all (n−1)/n (Thakur et al. 2005; nccl-tests calls it the bus-bandwidth factor), broadcast and send 1."""
     if world <= 1:
         return 0.0
@@ -254,13 +254,7 @@ def wire_factor(collective: Collective, world: int) -> float:
 
 def collective(name: str, kind: Collective, elements: int, world: int, *, dtype: str) -> Op:
     """What one of `world` devices sends and receives for an array of `elements` (gathered size for all-gather and
-    reduce-scatter); a reduction adds once an element received."""
+    reduce-scatter); a reduction adds once per received element."""
     wire = elements * size_of(dtype) * wire_factor(kind, world)
     adds = elements * (world - 1) / world if kind in ("all_reduce", "reduce_scatter") else 0
     return Op(name=name, kind="collective", flops=adds, bytes_read=wire, bytes_written=wire, dtype=dtype)
-
-
-def expert_all_to_all(name: str, tokens: int, hidden: int, top_k: int, ep: int, *, dtype: str) -> Op:
-    """Rows one device sends to its experts' devices with balanced routing: tokens·top_k·hidden·(ep−1)/ep (Lepikhin
-    et al., GShard, arXiv 2006.16668); the way back (combine) is the same again."""
-    return collective(name, "all_to_all", tokens * top_k * hidden, ep, dtype=dtype)

@@ -1,7 +1,7 @@
-"""FLOPs a token by the MFU and HFU conventions.
+"""FLOPs per token by the MFU and HFU conventions.
 
-MFU counts what the model needs: 6 a multiplied weight (4 if frozen) and attention with causal as half, nothing
-recomputed (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). HFU counts what the chip was given to do.
+MFU counts what the model needs: 6 per weight of a GEMM (4 if frozen) and attention with causal as half, no
+recompute (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). HFU counts what the chip executes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 
 def model_flops_per_token(config: ModelConfig, sequence: int, *, frozen: int = 0, adapters: int = 0) -> float:
-    """6·N + attention: N the weights a token is multiplied by (router, shared and top-k experts only; the output
+    """6·N + attention: N the weights of the GEMMs of a token (router, shared and top-k experts only; the output
     projection counts, tied or not, the embedding lookup does not). `frozen` of the N count 4: forward and dX but no dW;
     `adapters` are weights trained beside them (LoRA). Attention is 6·layers·sequence·heads·head_dim, causal as half."""
     multiplied = parameters(config).multiplied
-    assert 0 <= frozen <= multiplied, "cannot freeze more weights than a token meets"
+    assert 0 <= frozen <= multiplied, "cannot freeze more weights than a token uses"
     return 6 * (multiplied - frozen) + 4 * frozen + 6 * adapters + 3 * attention_flops_per_token(config, sequence)
 
 
@@ -73,12 +73,12 @@ def hardware_flops_per_token(
     frozen: int = 0,
     adapters: int = 0,
 ) -> float:
-    """Model FLOPs plus what is done again: flash attention's backward remakes the scores (5 products where the model
-    needs 4); `full` repeats the forward of one layer in `recompute_every`; `selective` keeps the outputs of matrix
-    products and attention, so that it repeats none of their FLOPs."""
+    """Model FLOPs plus recompute: flash attention's backward recomputes the scores (5 GEMMs where the model needs 4);
+    `full` recomputes the forward of one layer in `recompute_every`; `selective` stores the outputs of GEMMs and
+    attention, so that it repeats none of their FLOPs."""
     forward_attention = attention_flops_per_token(config, sequence)
-    again = _over_layers(config, sequence, _flash_backward) - 2 * forward_attention if flash else 0.0
+    recomputed = _over_layers(config, sequence, _flash_backward) - 2 * forward_attention if flash else 0.0
     if recompute == "full":
         layers = parameters(config).multiplied - config.vocab * config.hidden
-        again += (2 * (layers + adapters) + forward_attention) / recompute_every
-    return model_flops_per_token(config, sequence, frozen=frozen, adapters=adapters) + again
+        recomputed += (2 * (layers + adapters) + forward_attention) / recompute_every
+    return model_flops_per_token(config, sequence, frozen=frozen, adapters=adapters) + recomputed

@@ -2,7 +2,7 @@
 
 A multiply-add is 2 FLOPs; bytes are what must cross device memory if every operand is read once and every
 result written once (compulsory traffic, the roofline's convention: Williams et al., CACM 2009). Attention is in
-attention_ops, what surrounds the matrix products in layer_ops, a whole model's list in workload.
+attention_ops, the operations around the GEMMs in layer_ops, the list of a model in workload.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Op:
     name: str
     """what the operation is for: 'qkv', 'layers.3.attention' …"""
     kind: Kind
-    """which model of efficiency applies"""
+    """kind of operation, which selects the efficiency model"""
     flops: float
     """floating-point operations, a multiply-add counted as two"""
     bytes_read: float
@@ -50,9 +50,9 @@ class Op:
     bytes_written: float
     """bytes that must go to device memory (received, for a collective)"""
     dtype: str
-    """number format of the arithmetic's inputs"""
+    """dtype of the inputs"""
     shape: tuple[int, ...] = ()
-    """(batch, m, n, k) of a matrix product, which its efficiency depends on; else empty"""
+    """(batch, m, n, k) of a GEMM, on which its efficiency depends; else empty"""
 
     @property
     def bytes(self) -> float:
@@ -60,7 +60,7 @@ class Op:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte: left of peak_flops / bandwidth the operation is memory-bound."""
+        """FLOPs per byte: left of peak_flops / bandwidth the operation is memory-bound."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     @property
@@ -74,7 +74,7 @@ def size_of(dtype: str) -> float:
     return DTYPE_BYTES[dtype]
 
 
-# --- matrix products
+# --- GEMMs
 
 
 def matmul(name: str, m: int, n: int, k: int, *, dtype: str, weight_dtype: str = "", out_dtype: str = "") -> Op:
@@ -86,7 +86,7 @@ def matmul(name: str, m: int, n: int, k: int, *, dtype: str, weight_dtype: str =
 def batched_matmul(
     name: str, batch: int, m: int, n: int, k: int, *, dtype: str, weight_dtype: str = "", out_dtype: str = ""
 ) -> Op:
-    """`batch` products [m, k] @ [k, n]: 2·batch·m·n·k FLOPs."""
+    """`batch` GEMMs [m, k] @ [k, n]: 2·batch·m·n·k FLOPs."""
     read = batch * (m * k * size_of(dtype) + k * n * size_of(weight_dtype or dtype))
     written = batch * m * n * size_of(out_dtype or dtype)
     flops = 2 * batch * m * n * k
@@ -102,7 +102,7 @@ def batched_matmul(
 
 
 def matmul_backward(op: Op) -> tuple[Op, Op]:
-    """The two products behind one: dX = dY @ Wᵀ and dW = Xᵀ @ dY, each as many FLOPs as the forward
+    """The two GEMMs of the backward pass: dX = dY @ Wᵀ and dW = Xᵀ @ dY, each as many FLOPs as the forward
     (so training costs 3 × forward: Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
     batch, m, n, k = op.shape
     dx = batched_matmul(f"{op.name}.dx", batch, m, k, n, dtype=op.dtype)
@@ -111,8 +111,8 @@ def matmul_backward(op: Op) -> tuple[Op, Op]:
 
 
 def grouped_matmul(name: str, rows: int, n: int, k: int, *, groups: int, dtype: str, weight_dtype: str = "") -> Op:
-    """`rows` rows spread over `groups` weights [k, n] (experts): 2·rows·n·k FLOPs, every weight that gets
-    a row read once (MegaBlocks, arXiv 2211.15841)."""
+    """`rows` rows over `groups` weights [k, n] (experts): 2·rows·n·k FLOPs, every weight with a row is
+    read once (MegaBlocks, arXiv 2211.15841)."""
     used = min(groups, rows)
     read = rows * k * size_of(dtype) + used * k * n * size_of(weight_dtype or dtype)
     per_group = -(-rows // used) if used else 0
@@ -128,7 +128,7 @@ def grouped_matmul(name: str, rows: int, n: int, k: int, *, groups: int, dtype: 
 
 
 def grouped_matmul_backward(name: str, rows: int, n: int, k: int, *, groups: int, dtype: str) -> tuple[Op, Op]:
-    """dX reads every used weight again; dW writes the gradient of all `groups` (zeros where no row went)."""
+    """dX reads every used weight again; dW writes the gradient of all `groups` (zeros where there is no row)."""
     dx = grouped_matmul(f"{name}.dx", rows, k, n, groups=groups, dtype=dtype)
     b = size_of(dtype)
     dw = Op(
@@ -153,25 +153,23 @@ class Conv:
     batch: int
     """images or sequences"""
     channels_in: int
-    """channels of the input"""
     channels_out: int
-    """channels of the output"""
     size: tuple[int, ...]
     """(length,) or (height, width) of the input"""
     kernel: tuple[int, ...]
-    """extent of the filter, a number a dim"""
+    """extent of the filter per dim"""
     stride: tuple[int, ...] = (1,)
-    """step of the filter; one number serves all dims"""
+    """step of the filter; one number applies to all dims"""
     padding: tuple[int, ...] = (0,)
-    """zeros added on both sides; one number serves all dims"""
+    """zeros added on both sides; one number applies to all dims"""
     dilation: tuple[int, ...] = (1,)
-    """gap between filter taps; one number serves all dims"""
+    """gap between filter taps; one number applies to all dims"""
     groups: int = 1
     """channel groups that do not mix (= channels_in: depthwise)"""
 
     @property
     def out(self) -> tuple[int, ...]:
-        """floor((size + 2·padding − dilation·(kernel − 1) − 1) / stride) + 1, a dim at a time."""
+        """floor((size + 2·padding − dilation·(kernel − 1) − 1) / stride) + 1, per dim."""
         rank = len(self.size)
         stride, padding, dilation = (_spread(x, rank) for x in (self.stride, self.padding, self.dilation))
         return tuple(
@@ -229,7 +227,7 @@ def elementwise(
     flops_each: float = 1,
     out_dtype: str = "",
 ) -> Op:
-    """`inputs` arrays read, `outputs` written, `flops_each` FLOPs an element (exp, tanh … counted as one)."""
+    """`inputs` arrays read, `outputs` written, `flops_each` FLOPs per element (exp, tanh … count as one)."""
     return Op(
         name=name,
         kind="elementwise",
@@ -247,7 +245,7 @@ def copy(name: str, elements: int, *, dtype: str, out_dtype: str = "") -> Op:
 
 
 def reduction(name: str, elements: int, outputs: int = 1, *, dtype: str) -> Op:
-    """One operation an element, `outputs` results (sum, max, norm)."""
+    """One operation per element, `outputs` results (sum, max, norm)."""
     b = size_of(dtype)
     return Op(
         name=name, kind="reduction", flops=elements, bytes_read=elements * b, bytes_written=outputs * b, dtype=dtype
@@ -255,7 +253,7 @@ def reduction(name: str, elements: int, outputs: int = 1, *, dtype: str) -> Op:
 
 
 def dropout(name: str, elements: int, *, dtype: str, mask: bool = False) -> Op:
-    """Compare and scale; a byte of mask an element where it is kept, none where it is regenerated from a seed."""
+    """Compare and scale; one byte of mask per element where it is stored, none where it is regenerated from a seed."""
     b = size_of(dtype)
     return Op(
         name=name,
@@ -268,8 +266,8 @@ def dropout(name: str, elements: int, *, dtype: str, mask: bool = False) -> Op:
 
 
 def softmax(name: str, rows: int, columns: int, *, dtype: str, backward: bool = False) -> Op:
-    """Forward max, subtract, exp, sum, divide: 5 an element, one read and one write (online softmax, Milakov &
-    Gimelshein, arXiv 1805.02867). Backward p·(dy − Σ p·dy): 4 an element, two reads and one write."""
+    """Forward max, subtract, exp, sum, divide: 5 per element, one read and one write (online softmax, Milakov &
+    Gimelshein, arXiv 1805.02867). Backward p·(dy − Σ p·dy): 4 per element, two reads and one write."""
     n, b = rows * columns, size_of(dtype)
     return Op(
         name=name,

@@ -1,4 +1,4 @@
-"""Exact parameter counts of a ModelConfig, and what its KV cache takes.
+"""Exact parameter counts of a ModelConfig, and the size of its KV cache.
 
 Counts follow the tensors of the module in `armillary.model`, so they equal `sum(p.numel())` on the meta device.
 """
@@ -13,24 +13,22 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParameters:
-    """Parameters of one layer, by what they belong to."""
+    """Parameters of one layer, by part."""
 
     attention: int
     """projections with their biases, and sinks"""
     mlp: int = 0
-    """the dense MLP"""
     router: int = 0
     """expert scores; the selection bias is a buffer and not counted"""
     experts: int = 0
-    """all routed experts"""
     shared: int = 0
     """the shared expert and its gate"""
     norms: int
     """norms around the sub-layers and inside attention"""
     unvisited: int = 0
-    """the routed experts that one token does not visit"""
+    """the routed experts that one token does not use"""
     multiplied: int
-    """matrix entries one token is multiplied by: no biases, norms or unvisited experts"""
+    """weights of the GEMMs of one token: no biases, norms or unused experts"""
 
     @property
     def total(self) -> int:
@@ -43,20 +41,17 @@ class LayerParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Parameters of a model, by what they belong to."""
+    """Parameters of a model, by part."""
 
     embedding: int
-    """one row a vocabulary entry"""
+    """one row per vocabulary entry"""
     positions: int
     """the learned position table"""
     attention: int
     """projections with their biases, and sinks"""
     mlp: int
-    """dense MLPs"""
     router: int
-    """expert scores"""
     experts: int
-    """all routed experts"""
     shared: int
     """shared experts and their gates"""
     norms: int
@@ -64,11 +59,10 @@ class Parameters:
     head: int
     """the output projection and its bias; its weight is the embedding's when tied"""
     total: int
-    """all of the above"""
     active: int
-    """what one token uses: all but the unvisited experts"""
+    """what one token uses: all but its unused experts"""
     multiplied: int
-    """the N of 6·N FLOPs: matrix entries a token is multiplied by, output projection included, tied or not"""
+    """the N of 6·N FLOPs: weights of the GEMMs of one token, output projection included, tied or not"""
 
 
 def parameters(config: ModelConfig) -> Parameters:
@@ -137,7 +131,7 @@ def _attention(config: ModelConfig, kind: LayerKind) -> tuple[int, int]:
 
 
 def _latent_attention(config: ModelConfig) -> tuple[int, int]:
-    """DeepSeek-V2 (arXiv:2405.04434, section 2.1): queries and keys/values each go down to a rank and up again."""
+    """DeepSeek-V2 (arXiv:2405.04434, section 2.1): low-rank down and up projections of queries and of keys/values."""
     mla, hidden, heads = config.mla, config.hidden, config.heads
     assert mla is not None
     query_rows = heads * (mla.nope_dim + mla.rope_dim)
@@ -176,12 +170,12 @@ def _is_latent(config: ModelConfig, kind: LayerKind) -> bool:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int = 2) -> int:
-    """What one more token adds to a sequence's cache while every window still has room."""
+    """KV-cache bytes of one more token while no window is full."""
     return kv_bytes(config, 1, dtype_bytes)
 
 
 def kv_bytes(config: ModelConfig, context: int, dtype_bytes: int = 2) -> int:
-    """Cache of one sequence of `context` tokens: windowed layers keep their window, latent ones the latent."""
+    """KV cache of one sequence of `context` tokens: windowed layers store their window, latent ones the latent."""
     counts = Counter(kind.attention for kind in config.layers)
     return sum(count * _cached_entries(config, attention, context) for attention, count in counts.items()) * dtype_bytes
 

@@ -1,7 +1,7 @@
-"""The parts of a layer as operations: attention in its several forms, MLPs, experts, norms.
+"""The parts of a layer as operations: the forms of attention, MLPs, experts, norms.
 
-A piece is one forward operation with its backward ones; adds of the residual stream are fused into the norms, biases
-and caps into the product before them.
+A piece is one forward operation with its backward operations; residual adds are fused into the norms, biases and caps
+into the GEMM before them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The tokens of one pass and the number formats they go through."""
+    """The tokens of one pass and their dtypes."""
 
     spans: tuple[Span, ...]
-    """(new tokens, keys they may see) of each sequence"""
+    """(new tokens, keys they attend to) of each sequence"""
     logits: int
-    """rows the output projection sees"""
+    """rows of the output projection"""
     dtype: str = "bf16"
     """of activations and, unless given, of weights and cache"""
     weight_dtype: str = ""
-    """of weights at rest, where it differs (weight-only quantisation)"""
+    """of stored weights, where it differs (weight-only quantisation)"""
     kv_dtype: str = ""
     """of the cache, where it differs"""
     flash: bool = True
@@ -53,9 +53,7 @@ class Piece:
     """One operation of the network, forward and backward."""
 
     forward: Op
-    """in the forward pass"""
     backward: tuple[Op, ...] = ()
-    """in the backward pass"""
 
 
 def norm(config: ModelConfig, name: str, batch: Batch, *, residual: bool) -> Piece:
@@ -71,12 +69,12 @@ def norm_of(config: ModelConfig, name: str, rows: int, columns: int, batch: Batc
 
 
 def add(name: str, config: ModelConfig, batch: Batch) -> Piece:
-    """Its backward hands the same gradient to both sides: nothing to do."""
+    """Its backward passes the same gradient to both sides, without an operation."""
     return Piece(forward=ops.elementwise(name, batch.tokens * config.hidden, dtype=batch.dtype, inputs=2))
 
 
 def linear(name: str, batch: Batch, out: int, into: int) -> Piece:
-    """A projection of every token; its backward makes dX, then dW."""
+    """A projection of every token; its backward computes dX, then dW."""
     forward = ops.matmul(name, batch.tokens, out, into, dtype=batch.dtype, weight_dtype=batch.weight_dtype)
     return Piece(forward=forward, backward=ops.matmul_backward(forward))
 
@@ -182,7 +180,7 @@ def _activation(config: ModelConfig, name: str, rows: int, ffn: int, dtype: str,
 
 
 def moe_pieces(config: ModelConfig, moe: MoE, batch: Batch) -> list[Piece]:
-    """Router, tokens to experts, the experts' gated MLPs, back and summed; then the shared expert."""
+    """Router, dispatch, the experts' gated MLPs, combine; then the shared expert."""
     tokens, hidden, top_k = batch.tokens, config.hidden, moe.top_k
     send = layer_ops.dispatch("moe.dispatch", tokens, hidden, top_k, dtype=batch.dtype)
     gather = layer_ops.combine("moe.combine", tokens, hidden, top_k, dtype=batch.dtype)
@@ -212,7 +210,7 @@ def _grouped(name: str, moe: MoE, batch: Batch, out: int, into: int) -> Piece:
 
 
 def experts_used(moe: MoE, tokens: int) -> int:
-    """Experts at least one of `tokens` visits if all are equally likely: E·(1 − (1 − k/E)^tokens), rounded up. In a
+    """Experts with at least one of `tokens` if all are equally likely: E·(1 − (1 − k/E)^tokens), rounded up. In a
     small decode batch most experts' weights are never read."""
     expected = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
     return min(moe.num_experts, ceil(expected - 1e-9))

@@ -1,6 +1,6 @@
-"""A model's operations: what one forward and backward pass of a ModelConfig computes and moves.
+"""Workload: the operations of one forward and backward pass of a ModelConfig, in execution order.
 
-The list is in the order the operations run, so that its sums are the model's work and its entries a profile's rows.
+Their sum is the work of the model, and each is a row of a profile.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 
 def even_lengths(tokens: int, sequence: int) -> list[int]:
-    """`tokens` cut into sequences of `sequence`, the last shorter where it does not divide."""
-    whole, rest = divmod(tokens, sequence)
-    return [sequence] * whole + [rest] * (rest > 0)
+    """`tokens` as sequences of `sequence`, the last shorter where it does not divide."""
+    full, rest = divmod(tokens, sequence)
+    return [sequence] * full + [rest] * (rest > 0)
 
 
 def make_batch(
@@ -39,9 +39,9 @@ def make_batch(
     kv_dtype: str = "",
     flash: bool = True,
 ) -> Batch:
-    """New tokens of each sequence and how many `cached` tokens it continues: make_batch(even_lengths(tokens, sequence))
-    is a training step, make_batch([1] * 64, cached=[1000] * 64) a decode step. The head sees `logits` rows: all of
-    them, unless given (serving: one a sequence)."""
+    """New tokens of each sequence after its `cached` tokens: make_batch(even_lengths(tokens, sequence))
+    is a training step, make_batch([1] * 64, cached=[1000] * 64) a decode step. The head has `logits` rows: all of them,
+    unless given (serving: one per sequence)."""
     past = cached if cached is not None else [0] * len(lengths)
     spans = tuple((length, before + length) for length, before in zip(lengths, past, strict=True))
     rows = sum(lengths) if logits is None else logits
@@ -51,12 +51,6 @@ def make_batch(
 def forward_ops(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[Op]:
     """Every operation of one forward pass in order, output projection included (`loss`: cross-entropy too)."""
     return [piece.forward for piece in pieces(config, batch, loss=loss)]
-
-
-def backward_ops(config: ModelConfig, batch: Batch) -> list[Op]:
-    """Every operation of the backward pass in order, the loss first. Nothing is recomputed beyond what flash
-    attention's own backward does."""
-    return [op for piece in reversed(pieces(config, batch, loss=True)) for op in piece.backward]
 
 
 def pieces(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[Piece]:
@@ -73,7 +67,7 @@ def _renamed(piece: Piece, prefix: str) -> Piece:
     return Piece(forward=replace(piece.forward, name=prefix + piece.forward.name), backward=backward)
 
 
-# --- the ends
+# --- embedding and head
 
 
 def embedding_pieces(config: ModelConfig, batch: Batch) -> list[Piece]:

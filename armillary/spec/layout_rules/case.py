@@ -13,15 +13,12 @@ class Case:
     """What a layout is checked against."""
 
     model: ModelConfig
-    """the model to shard"""
     num_devices: int | None = None
     """available devices; None: unknown"""
     fills: int | None = None
     """requested devices (--devices): all are used, with the dp that fills them"""
     sequence: int | None = None
-    """tokens per training sequence"""
     batch_tokens: int | None = None
-    """tokens per step"""
     for_training: bool = True
     """serving replicates KV heads where tp exceeds them, and has no batch to divide"""
     by_trainer: bool = False

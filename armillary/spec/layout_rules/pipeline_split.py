@@ -45,7 +45,6 @@ class Place:
     flops: float
     """per token, forward and backward"""
     weights: float
-    """parameters"""
 
 
 @cache

@@ -39,9 +39,7 @@ class Problem(NamedTuple):
     """A broken rule, with a message that ends with what to change."""
 
     rule: str
-    """name of the rule"""
     text: str
-    """one line"""
 
 
 def check_layout(

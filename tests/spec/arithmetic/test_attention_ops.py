@@ -12,7 +12,6 @@ from armillary.spec.arithmetic.attention_ops import (
     AttentionShape,
     attention,
     attention_backward,
-    decode_spans,
     keys_read,
     pairs,
     self_spans,
@@ -109,7 +108,7 @@ def test_flash_moves_no_scores() -> None:
 
 
 def test_decode_reads_the_cache_once_and_the_window_bounds_it() -> None:
-    spans = decode_spans([999, 99])
+    spans = [(1, 1000), (1, 100)]
     full = attention("a", shape(), spans, dtype="bf16")
     assert full.flops == 2 * 8 * 32 * 1100
     cache = 1100 * 2 * 32
@@ -121,7 +120,7 @@ def test_decode_reads_the_cache_once_and_the_window_bounds_it() -> None:
 
 def test_latent_cache_is_read_once_for_keys_and_values() -> None:
     absorbed = shape(heads=128, kv_heads=1, qk_dim=576, v_dim=512, latent=True)
-    op = attention("a", absorbed, decode_spans([4095]), dtype="bf16")
+    op = attention("a", absorbed, [(1, 4096)], dtype="bf16")
     assert op.flops == 2 * 128 * (576 + 512) * 4096
     assert op.bytes_read == 128 * 576 * 2 + 4096 * 576 * 2
 

@@ -72,7 +72,7 @@ def test_experts_send_rows_out_and_back() -> None:
     send, gather = ops.dispatch("d", 10, 64, 2, dtype="bf16"), ops.combine("c", 10, 64, 2, dtype="bf16")
     assert send.bytes_written == 2 * 10 * 64 * 2 and gather.bytes_written == 10 * 64 * 2
     assert gather.flops == 2 * 2 * 10 * 64
-    wire = ops.expert_all_to_all("a", 10, 64, 2, ep=4, dtype="bf16")
+    wire = ops.collective("a", "all_to_all", 10 * 2 * 64, 4, dtype="bf16")
     assert wire.bytes_read == 10 * 2 * 64 * 2 * 3 / 4
     assert ops.router("r", 10, 8, 2).bytes_written == 10 * 2 * 12
 
