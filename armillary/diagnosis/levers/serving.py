@@ -31,7 +31,6 @@ from armillary.planning.serving.forward_ops import Split
 from armillary.planning.serving.replica import Replica
 from armillary.planning.simulation.fitted_step_time import StepCost, extrapolate_batch, planned_step_cost
 from armillary.spec.arithmetic.params import parameters
-from armillary.spec.tables.serve import MEMORY_FRACTION
 from armillary.store.home import Home
 from armillary.units import bytes_text
 

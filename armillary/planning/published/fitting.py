@@ -33,7 +33,7 @@ class Fit:
     """parameter -> factor on its time"""
     fitted_error: float
     """mean absolute error on the rows of the fit"""
-    held_out_error: float
+    other_error: float
     """mean absolute error on the other rows"""
 
 
@@ -67,4 +67,4 @@ def fit(rows: Sequence[TrainingRow], names: Sequence[str]) -> Fit:
             )
             numbers[name] = float(np.exp(best.x))
     numbers = {name: round(value, 3) for name, value in numbers.items()}
-    return Fit(numbers=numbers, fitted_error=loss(numbers), held_out_error=loss(numbers, held_out))
+    return Fit(numbers=numbers, fitted_error=loss(numbers), other_error=loss(numbers, held_out))
