@@ -147,7 +147,7 @@ def simplicial_attention(
     backward: bool = False,
 ) -> Op:
     """softmax over pairs (j, k) of Σ_d q·k1_j·k2_k, then Σ P·(v1_j ⊙ v2_k). Forward (q⊙k1)K2ᵀ, P·V2: 4·heads·dim
-    FLOPs per triple. Backward S and P·V2 once more, dP, dV2, d(q⊙k1), dK2: 12. The multiplications with k1 and v1 happen
+    FLOPs per triple. Backward S and P·V2 once more, dP, dV2, d(q⊙k1), dK2: 12. Multiplications with k1 and v1 happen
     once per pair and are not counted (Roy et al., Fast and Simplex, arXiv 2507.02754)."""
     seen = sum(triples(span, window_1, window_2) for span in spans)
     flops = (12 if backward else 4) * shape.heads * shape.qk_dim * seen
