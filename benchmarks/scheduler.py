@@ -169,7 +169,7 @@ def long_prompts(running: int) -> list[list[float]]:
         begin = time.thread_time()
         made = scheduler.submit(ask(case, start, LONG, 4, n), 0.0)
         submits.append(time.thread_time() - begin)
-        steps.while_(lambda made=made: any(seq.finish is None for seq in made) or bool(scheduler.cache.leaving))
+        steps.while_(lambda made=made: any(seq.finish is None for seq in made) or bool(scheduler.cache.freeing))
         costs.append(steps.cost_s)
     (seq,) = scheduler.submit(ask("aborted", 11, LONG, 4), 0.0)
     steps.while_(lambda: seq.computed < LONG - 1)

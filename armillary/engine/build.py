@@ -1,4 +1,4 @@
-"""Where the parts of an engine are put together: scheduler, cache, executor, loop and texts of answers."""
+"""Builds an engine from its parts: scheduler, KV cache, executor, loop and output text."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from armillary.store.peaks import Peaks
 from armillary.units import bytes_text
 
 Phase = Callable[[str, float], None]
-"""what was done when an engine started, and the seconds it took"""
+"""(part of an engine's start, its seconds)"""
 _CALIBRATION_S = {"cuda": 0.5, "cpu": 1.0}
-"""that a start takes longer where records are kept"""
+"""time for step calibration at the start, where records are kept"""
 _SPARE = 0.25
-"""of free memory that a second copy of the weights may take on a CPU"""
+"""fraction of free memory that a second copy of the weights may take on a CPU"""
 
 
 def make_engine(
@@ -60,10 +60,10 @@ def make_engine(
     owns_model: bool = False,
     eos_ids: Items[int] = (),
 ) -> tuple[Engine, KVPlan]:
-    """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of. With a
-    `group` of ranks the model is cut over them; the first one's engine leads, the others follow. Where few requests
-    will come, graphs need not be captured beforehand (`warm`): each is when its shape first comes. An engine that
-    `owns_model` lets go of weights that it keeps in another form. `eos_ids` count where there is no tokenizer."""
+    """`seed` generates the seeds of requests without one; `phase` gets the seconds of each part of the start. With a
+    `group` the model is sharded over its ranks; the first rank's engine leads, the others follow. Without `warm`, for
+    few requests, a CUDA graph is captured when its shape first comes instead of at the start. An engine that
+    `owns_model` frees weights that it keeps in another form. `eos_ids` count where there is no tokenizer."""
     tell = phase or (lambda name, seconds: None)
     begin = time.monotonic()
     fit_threads()
@@ -89,9 +89,9 @@ def make_engine(
     loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=ahead)
     if record is not None and warm and group is None:
         begin = time.monotonic()
-        for made in calibrate_steps(executor, scheduler.cache, settings, _CALIBRATION_S[_device_type(model)]):
-            record(made)
-            loop.times.learn(StepWork.of(made), made["calibration_step_s"])
+        for gauges in calibrate_steps(executor, scheduler.cache, settings, _CALIBRATION_S[_device_type(model)]):
+            record(gauges)
+            loop.times.learn(StepWork.of(gauges), gauges["calibration_step_s"])
         tell("calibration", time.monotonic() - begin)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
@@ -101,8 +101,8 @@ def make_engine(
 def make_executor(
     model: Transformer, settings: Settings, serve: Serve, seed: int | None, group: Group | None = None
 ) -> FastExecutor:
-    """The executor of a recipe, its weights cut and rounded where that was asked for, with hardly any blocks yet: what
-    there is for them is known once all else is in its place."""
+    """The executor of a recipe, its weights sharded and quantized where the recipe says so, with the fewest KV blocks:
+    the memory left for them is known once everything else is allocated."""
     plan = _plan(model, serve, None, group)
     weight, rng = next(model.parameters()), random.Random(seed)
     if serve.weights == "int8" and weight.device.type != "cpu":
@@ -146,7 +146,7 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
 
 
 def _scale(executor: FastExecutor) -> None:
-    """Keys and values go to fp8 as they are: their range suffices without calibration (vLLM's default too)."""
+    """Scales of 1 for the fp8 KV cache: the range suffices without calibration (vLLM's default too)."""
     heads = executor.rows.blocks.shape[3]
     ones_2K = torch.ones(2, heads, device=executor.device)
     for layer in executor.forward.layers:
@@ -157,13 +157,13 @@ def _scale(executor: FastExecutor) -> None:
 def kv_plan(
     executor: FastExecutor, serve: Serve, max_model_len: int, group: Group | None = None, *, warm: bool = True
 ) -> KVPlan:
-    """A cache of serve.kv_bytes, or of what serve.memory_fraction leaves (on the rank that has least), but no more than
+    """A cache of serve.kv_bytes, or of what serve.memory_fraction leaves (on the rank with the least), but no more than
     a full batch can use."""
     model = executor.forward.model
     if serve.kv_bytes is not None:
         return _plan(model, serve, serve.kv_bytes, group)
-    one = _plan(model, serve, 1 << 62, group)
-    useful = (one.blocks_of(max_model_len) * serve.max_running + 1) * one.block_bytes
+    unlimited = _plan(model, serve, 1 << 62, group)
+    useful = (unlimited.blocks_of(max_model_len) * serve.max_running + 1) * unlimited.block_bytes
     left = kv_budget(executor, serve.memory_fraction, graphs=warm)
     if group is not None:
         left = int(all_reduce(torch.tensor([left], device=executor.device), group, "min"))
@@ -171,14 +171,15 @@ def kv_plan(
 
 
 def _plan(model: Transformer, serve: Serve, num_bytes: int | None, group: Group | None) -> KVPlan:
-    """A cache of so many bytes on a rank; none: the smallest there is, the null block and one more."""
+    """A cache of so many bytes per rank; none: the smallest, the null block and one more."""
     tp, dtype = 1 if group is None else group.size, _dtype_name(model)
     plan = plan_kv(model.config, serve, num_bytes or 1 << 62, dtype=dtype, tp=tp)
     return plan if num_bytes is not None else replace(plan, budget_bytes=2 * plan.block_bytes)
 
 
 def _fitting_len(settings: Settings, serve: Serve, plan: KVPlan, cache: KVCache) -> int:
-    """Prompt and answer together: the model's context, or what the cache can hold; BadInput where more was asked."""
+    """Longest prompt and output together: the model's context, or what the cache holds; BadInput where the recipe wants
+    more."""
     wanted = settings.max_model_len
     longest = cache.longest(wanted)
     if longest < wanted and serve.max_model_len is not None:

@@ -1,4 +1,4 @@
-"""The engine: requests in, pieces of answers out, a record of every step and request.
+"""The engine: requests in, pieces of output out, a record of every step and request.
 
 `generate` serves a list of requests and returns; an `EngineThread` serves requests in a thread of its own until it is
 stopped.
@@ -24,34 +24,34 @@ from armillary.errors import BadInput, MissingPart
 Record = Callable[..., None]
 """`GaugeWriter.write`, or anything that takes gauges and step= or request="""
 _NAP_S = 0.001
-"""between looks whether the window of a dynamic batch is over"""
+"""sleep while a dynamic batch waits for its window"""
 
 
 @dataclass(kw_only=True)
 class Completion:
-    """One answer, whole."""
+    """One complete output."""
 
     request: Request
     """the request"""
     prompt: str = ""
     """text of its prompt, where `generate` was given texts"""
     index: int = 0
-    """which of its answers"""
+    """which of the request's n completions"""
     tokens: list[int] = field(default_factory=list)
-    """the answer's tokens, the end token included"""
+    """output tokens, the end token included"""
     text: str = ""
-    """its text, without end tokens and stop texts"""
+    """output text, without end tokens and stop strings"""
     finish: Finish | None = None
     """why it ended"""
     error: str = ""
-    """what went wrong, for finish = error"""
+    """the error, where finish is error"""
     logprobs: list[Logprob] = field(default_factory=list)
-    """of its tokens, where they were asked for"""
+    """of the output tokens, where requested"""
     prompt_logprobs: list[Logprob] = field(default_factory=list)
-    """of the prompt's tokens but the first, where they were asked for"""
+    """of the prompt's tokens but the first, where requested"""
 
     def add(self, piece: Piece) -> None:
-        """What is new of it."""
+        """Append a piece."""
         self.tokens += piece.tokens
         self.text += piece.text
         self.logprobs += piece.logprobs
@@ -61,7 +61,7 @@ class Completion:
 
 
 class Engine:
-    """Steps, and what comes of them."""
+    """Runs steps, and turns their tokens into output and records."""
 
     def __init__(
         self, loop: Loop, answers: Answers, *, record: Record | None = None, roofline: StepTimeModel | None = None
@@ -72,18 +72,18 @@ class Engine:
         self._record = record
         self._roofline = roofline
         self._open: dict[int, dict[str, float]] = {}
-        """records of steps whose tokens are not back"""
+        """records of the steps in flight"""
         self._ended_at: float | None = None
-        """when the last step was over, where the next follows at once"""
+        """end of the last step, where the next follows at once"""
 
     @property
     def busy(self) -> bool:
-        """Whether a step may bring something."""
+        """Whether there is anything to do."""
         return self.scheduler.has_work or bool(self.scheduler.under_way)
 
     def under_way(self) -> tuple[int, float | None]:
-        """For another thread: tokens of the steps that are not over, and the seconds these may be expected to take, by
-        steps so far or, before there are any, by the roofline; None where neither is known."""
+        """For another thread: tokens of the steps in flight, and the seconds they should take at most, by earlier steps
+        or, before there are any, by the roofline; None where neither is known."""
         decisions = [decision for decision in tuple(self.scheduler.under_way) if not decision.empty]
         expected = [self.loop.times.most_seconds(decision.work) for decision in decisions]
         if None in expected and self._roofline is not None:
@@ -92,7 +92,7 @@ class Engine:
         return tokens, None if None in expected else sum(seconds or 0.0 for seconds in expected)
 
     def step(self) -> list[Piece]:
-        """One step; a step that fails ends the answers in it and no others."""
+        """One step; a step that fails ends the sequences in it and no others."""
         begin = self.loop.clock() if self._ended_at is None else self._ended_at
         try:
             decision, outcome = self.loop.step()
@@ -107,8 +107,8 @@ class Engine:
         return self._recorded(pieces)
 
     def _record_step(self, decision: Decision, seconds: float, left: int, record: Record) -> None:
-        """With overlap a turn decides and launches one step and waits for another: each gets its part, and its record
-        is written once its tokens are back."""
+        """With overlap, an iteration decides and launches one step and waits for another: the time is split between
+        both, and a step's record is written once its tokens are back."""
         loop, own_s = self.loop, seconds - self.loop.wait_s
         if not decision.empty:
             times = {
@@ -122,19 +122,19 @@ class Engine:
             self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times
         taken = [number for number in loop.taken if number in self._open]
         for number in taken:
-            made = self._open.pop(number)
-            made["engine_wait_s"] = loop.wait_s / len(taken)
-            made["engine_step_s"] += made["engine_wait_s"]
+            gauges = self._open.pop(number)
+            gauges["engine_wait_s"] = loop.wait_s / len(taken)
+            gauges["engine_step_s"] += gauges["engine_wait_s"]
             if self._roofline is not None:
-                made["engine_roofline_fraction"] /= max(made["engine_step_s"], 1e-9)
-            record(made, step=number)
+                gauges["engine_roofline_fraction"] /= max(gauges["engine_step_s"], 1e-9)
+            record(gauges, step=number)
 
     def abort(self, request_id: str) -> list[Piece]:
-        """Give a request up; one that is over, or was never here, is none."""
+        """Abort a request; an unknown or finished one is ignored."""
         return self.end(self.scheduler.abort(request_id, self.loop.clock()))
 
     def end(self, ended: Iterable[Sequence]) -> list[Piece]:
-        """Last pieces of answers that ended between steps."""
+        """Last pieces of sequences that ended between steps."""
         return self._recorded(self.answers.end(ended))
 
     def _recorded(self, pieces: list[Piece]) -> list[Piece]:
@@ -148,25 +148,25 @@ class Engine:
     def generate(
         self, requests: Iterable[Request], constraints: Mapping[str, MakeConstraint] | None = None
     ) -> list[Completion]:
-        """Serve all `requests`: n completions each, in their order; what is wrong with one is said in its own."""
-        made: dict[Sequence, Completion] = {}
-        found: list[Completion] = []
+        """Serve all `requests`: n completions each, in order; an invalid request gives one with an error."""
+        by_sequence: dict[Sequence, Completion] = {}
+        completions: list[Completion] = []
         for request in requests:
             try:
                 entered = self.scheduler.submit(request, self.loop.clock(), (constraints or {}).get(request.id))
             except (BadInput, MissingPart) as error:
-                found.append(Completion(request=request, finish="error", error=str(error)))
+                completions.append(Completion(request=request, finish="error", error=str(error)))
                 continue
-            made |= {seq: Completion(request=request, index=seq.index) for seq in entered}
-            found += (made[seq] for seq in entered)
+            by_sequence |= {seq: Completion(request=request, index=seq.index) for seq in entered}
+            completions += (by_sequence[seq] for seq in entered)
         with gc_frozen():
             while self.busy:
                 pieces = self.step()
                 for piece in pieces:
-                    made[piece.sequence].add(piece)
+                    by_sequence[piece.sequence].add(piece)
                 if not pieces and not self.scheduler.under_way and not self.scheduler.request_table.running:
                     time.sleep(_NAP_S)
-        return found
+        return completions
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""An engine in a thread of its own: others submit and abort from any thread or event loop, and get pieces as they come.
+"""An engine in a thread of its own: any thread or event loop submits and aborts requests and gets pieces as they come.
 
-Requests are checked and hashed by whoever submits them; the engine's thread only reads an inbox between steps.
+Requests are checked and hashed in the caller's thread; the engine's thread only reads an inbox between steps.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from armillary.errors import BadInput
 
 Deliver = Callable[[Piece], None]
 _IDLE_S = 0.5
-"""how long an idle engine sleeps before it shows again that it is alive"""
+"""longest sleep of an idle engine between two signs of life"""
 
 
 class Outbox(Protocol):
-    """Takes the pieces of all requests at once, for whoever passes them on together. Called in the engine's thread."""
+    """Receives the pieces of all requests together. Called in the engine's thread."""
 
     def take(self, pieces: list[Piece]) -> None:
-        """What a step, or an end between steps, brought."""
+        """Pieces of a step, or of sequences that ended between steps."""
 
     def flush(self) -> None:
-        """A turn of the loop is over, also one that brought nothing."""
+        """An iteration of the loop is over, also one without pieces."""
 
 
 class EngineThread:
-    """The thread, its inbox, and who gets which answers."""
+    """The thread, its inbox, and the receivers of pieces."""
 
     def __init__(self, engine: Engine, outbox: Outbox | None = None) -> None:
-        """With an `outbox`, pieces of all requests go there and none is delivered by itself."""
+        """With an `outbox`, all pieces go there and none to a receiver of its own."""
         self.engine = engine
         self._outbox = outbox
         self.failure: BaseException | None = None
-        """what ended the thread, where that was not `stop`"""
+        """the exception that ended the thread"""
         self._clock = engine.loop.clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
         self._lock = threading.Lock()
-        """held to look whether the thread still reads the inbox, and to put something there"""
+        """guards the check that the thread still reads its inbox, and putting something there"""
         self._stopping = self._closed = False
-        self._last_turn = self._clock()
+        self._last_iteration = self._clock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> EngineThread:
-        """Begin to serve; from now on answers are read as they come."""
+        """Start the thread; from now on outputs are streamed."""
         self.engine.scheduler.stream()
         self._thread.start()
         return self
@@ -63,16 +63,16 @@ class EngineThread:
     def submit(
         self, request: Request, deliver: Deliver | None = None, constraint: MakeConstraint | None = None
     ) -> None:
-        """Queue a request; `deliver` gets its pieces, in the engine's thread. BadInput where it cannot be served; that
-        the queue is full or the name taken is told by a piece with finish = error."""
-        made = self.engine.scheduler.request_table.prepare(request, constraint)
+        """Queue a request; `deliver` gets its pieces, in the engine's thread. BadInput where it cannot be served; a
+        full queue or a duplicate id gives a piece with finish = error."""
+        sequences = self.engine.scheduler.request_table.prepare(request, constraint)
         with self._lock:
             if self._stopping or self._closed:
                 raise BadInput("the engine is stopping; ask another one")
-            self._inbox.put(lambda: self._enter(made, deliver))
+            self._inbox.put(lambda: self._enter(sequences, deliver))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Give a request up: its last pieces say so. With an `index`, that one of its answers is complete."""
+        """Abort a request: its last pieces say so. With an `index`, only end that completion."""
         if index is None:
             self._inbox.put(lambda: self._send(self.engine.abort(request_id)))
         else:
@@ -83,7 +83,7 @@ class EngineThread:
         self._thread.join()
 
     async def stream(self, request: Request, constraint: MakeConstraint | None = None) -> AsyncIterator[Piece]:
-        """Pieces of all answers to a request as they come. Leaving the loop early aborts it."""
+        """Pieces of a request as they come. Leaving the loop early aborts it."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
         self.submit(request, lambda piece: _hand_over(loop, pieces, piece), constraint)
         left = request.params.n
@@ -97,20 +97,20 @@ class EngineThread:
                 self.abort(request.id)
 
     def stop(self, *, drain_s: float = 0.0) -> None:
-        """Take no more, serve what is here for up to `drain_s`, give up the rest, and end the thread."""
+        """Refuse new requests, serve the rest for up to `drain_s`, abort what is left, and end the thread."""
         self._stopping = True
         self._inbox.put(lambda: None)
         self._thread.join(drain_s)
         if self._thread.is_alive():
-            self._inbox.put(self._give_up)
+            self._inbox.put(self._abort_all)
             self._thread.join()
 
     def quiet_s(self) -> float:
-        """Time since the thread last went round: a health check that a hung step or a dead thread cannot pass."""
-        return self._clock() - self._last_turn
+        """Time since the thread's last iteration: a health check that a hung step or a dead thread cannot pass."""
+        return self._clock() - self._last_iteration
 
     def frame(self) -> FrameType | None:
-        """Where in its program the thread is now; none: it is over."""
+        """The thread's current frame; none: it has ended."""
         return sys._current_frames().get(self._thread.ident or 0)
 
     # --- in the thread
@@ -118,8 +118,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with gc_frozen():
-                while not self._leaves():
-                    self._last_turn = self._clock()
+                while not self._should_end():
+                    self._last_iteration = self._clock()
                     self._read(self._wait_s())
                     if self.engine.busy:
                         self._send(self.engine.step())
@@ -130,10 +130,10 @@ class EngineThread:
             with self._lock:
                 self._closed = True
             self._read(0.0)
-            self._tell_everybody(f"the engine failed ({type(failure).__name__}: {failure}); restart it")
+            self._fail_all(f"the engine failed ({type(failure).__name__}: {failure}); restart it")
             raise
 
-    def _leaves(self) -> bool:
+    def _should_end(self) -> bool:
         with self._lock:
             self._closed = self._stopping and not self.engine.busy and self._inbox.empty()
             return self._closed
@@ -145,7 +145,7 @@ class EngineThread:
         return _IDLE_S if wake is None else min(_IDLE_S, max(0.0, wake - now))
 
     def _read(self, wait_s: float) -> None:
-        """Do what the inbox says, and wait for it where there is nothing else to do."""
+        """Run what is in the inbox, after waiting for it up to `wait_s`."""
         try:
             if wait_s > 0:
                 self._inbox.get(timeout=wait_s)()
@@ -154,11 +154,11 @@ class EngineThread:
         except queue.Empty:
             return
 
-    def _enter(self, made: list[Sequence], deliver: Deliver | None) -> None:
+    def _enter(self, sequences: list[Sequence], deliver: Deliver | None) -> None:
         try:
-            self.engine.scheduler.request_table.enter(made, self._clock())
+            self.engine.scheduler.request_table.enter(sequences, self._clock())
         except BadInput as error:
-            pieces = [Piece(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in made]
+            pieces = [Piece(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in sequences]
             if self._outbox is not None:
                 self._outbox.take(pieces)
             elif deliver is not None:
@@ -166,10 +166,10 @@ class EngineThread:
                     deliver(piece)
             return
         if deliver is not None:
-            self._deliver[made[0].request.id] = deliver
+            self._deliver[sequences[0].request.id] = deliver
 
     def _complete(self, request_id: str, index: int) -> None:
-        """Whoever reads this answer has seen its end (a stop text)."""
+        """The receiver has seen the end of this completion (a stop string)."""
         for seq in self.engine.scheduler.request_table.requests.get(request_id, ()):
             if seq.index == index and seq.finish is None:
                 self.engine.scheduler.finish(seq, "stop", self._clock())
@@ -184,16 +184,16 @@ class EngineThread:
             if name not in self.engine.scheduler.request_table.requests:
                 del self._deliver[name]
 
-    def _give_up(self) -> None:
+    def _abort_all(self) -> None:
         for name in list(self.engine.scheduler.request_table.requests):
             self._send(self.engine.abort(name))
 
-    def _tell_everybody(self, error: str) -> None:
-        for name, made in self.engine.scheduler.request_table.requests.items():
-            for seq in (seq for seq in made if seq.finish is None and name in self._deliver):
+    def _fail_all(self, error: str) -> None:
+        for name, sequences in self.engine.scheduler.request_table.requests.items():
+            for seq in (seq for seq in sequences if seq.finish is None and name in self._deliver):
                 self._deliver[name](Piece(sequence=seq, tokens=(), text="", finish="error", error=error))
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
-    with suppress(RuntimeError):  # the client is gone, and its event loop is closed
+    with suppress(RuntimeError):  # the client is gone and its event loop closed
         loop.call_soon_threadsafe(pieces.put_nowait, piece)

@@ -1,4 +1,4 @@
-"""Prompts through an engine that has room for these alone: what `armillary.generate`, the verb and the demo show."""
+"""Generation with an engine sized for the given prompts: `armillary.generate`, the verb `generate` and the demo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from armillary.store.resolve_model import resolve_model
 
 _BROKEN = "the model's logits are not numbers; its weights are broken or its dtype too narrow"
 _TOGETHER = 64
-"""prompts that are answered at a time"""
+"""prompts that run together at most"""
 
 
 def generate(
@@ -36,18 +36,18 @@ def generate(
     dtype: str | None = None,
     device: str | None = None,
 ) -> list[Completion]:
-    """Complete `prompts` with a Hugging Face folder, a Hub id, a run or a release; prompt i draws with seed + i."""
+    """Complete `prompts` with a Hugging Face folder, a Hub id, a run or a release; prompt i samples with seed + i."""
     source = resolve_model(str(model), home or Home.default(), need_weights=True)
     assert source.folder is not None
     where = pick_device(device)
     loaded = load_model(
         source.folder, dtype=dtype or dtype_to_load(source, Serve(), home or Home.default(), where), device=where
     )
-    tokenizer, wished = Tokenizer.load(source.folder), sampling or default_sampling(source.folder)
+    tokenizer, chosen = Tokenizer.load(source.folder), sampling or default_sampling(source.folder)
     check_tokenizer(loaded, tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    engine = _engine(loaded, tokenizer, encoded, wished)
-    completions = engine.generate([_request(i, tokens, wished) for i, tokens in enumerate(encoded)])
+    engine = _engine(loaded, tokenizer, encoded, chosen)
+    completions = engine.generate([_request(i, tokens, chosen) for i, tokens in enumerate(encoded)])
     for prompt, completion in zip(prompts, completions, strict=True):
         if completion.finish == "error":
             raise BadModel(_BROKEN)
@@ -90,7 +90,8 @@ def answer(
     sampling: Sampling,
     phase: Phase | None = None,
 ) -> Iterator[Piece]:
-    """Pieces as they come. The cache has room for this one alone; `phase` is told what the start consists of."""
+    """Pieces as they come. The KV cache is sized for this prompt; `phase` gets the seconds of each part of the
+    start."""
     engine = _engine(model, tokenizer, [prompt], sampling, phase)
     engine.scheduler.submit(_request(0, prompt, sampling), engine.loop.clock())
     while engine.busy:

@@ -1,6 +1,6 @@
-"""Models as Python objects: `LLM("folder").generate(["Once upon"], SamplingParams(max_tokens=20))`.
+"""A model as a Python object: `LLM("folder").generate(["Once upon"], SamplingParams(max_tokens=20))`.
 
-`stream` gives an answer piece by piece to an event loop; a server hands the engine to a `EngineThread` of its own.
+`stream` yields the output piece by piece in an event loop; a server runs the engine in an `EngineThread` of its own.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ Prompt = str | Items[int]
 def dtype_to_load(
     source: ModelSource, serve: Serve, home: Home, device: torch.device, group: Group | None = None
 ) -> str:
-    """serve.dtype with auto resolved for the device; ranks that would differ all take the narrowest."""
+    """serve.dtype with auto resolved for the device; ranks that differ all take the narrowest."""
     if serve.dtype != "auto":
         return serve.dtype
     rates = device_rates(home, str(device), serving_shape(source.config, serve))
-    found = DTYPES.index(resolve_serving(serve, rates, stored=stored_dtype(source.folder)).dtype)
+    index = DTYPES.index(resolve_serving(serve, rates, stored=stored_dtype(source.folder)).dtype)
     if group is not None:
-        found = int(all_reduce(torch.tensor(found, device=device), group, "max"))
-    return DTYPES[found]
+        index = int(all_reduce(torch.tensor(index, device=device), group, "max"))
+    return DTYPES[index]
 
 
 class LLM:
-    """A model and its tokenizer, ready to answer; one without a tokenizer answers token ids."""
+    """A model and its tokenizer, ready to generate; without a tokenizer it takes and gives token ids."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class LLM:
         phase: Phase | None = None,
         world: World | None = None,
     ) -> None:
-        """With a `world` of several ranks (parallel.world) the model is cut over them: the first one answers until it
-        is closed, the others `follow`."""
+        """With a `world` of several ranks (parallel.world) the model is sharded over them: the first rank serves until
+        it is closed, the others `follow`."""
         source = resolve_model(str(model), home or Home.default(), need_weights=True)
         assert source.folder is not None
         begin = time.monotonic()
@@ -103,9 +103,9 @@ class LLM:
         own = sampling_defaults(source.folder if serve.generation_config == "auto" else None).given
         own["max_tokens"] = own.pop("max_new_tokens", None)
         self.default_params = SamplingParams(**own)
-        """where a call says nothing: the model's own, from generation_config.json"""
+        """used where a call gives none: the model's own, from generation_config.json"""
         self.notes = self._notes()
-        """what somebody who starts it should know, a line each"""
+        """notes for the user who starts it, one line each"""
         self._numbers = count(1)
         self._thread: EngineThread | None = None
 
@@ -121,7 +121,8 @@ class LLM:
     def generate(
         self, prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Answers to texts or token ids, in their order, n each; what is wrong with a prompt is said in its answer."""
+        """Complete texts or token ids, in order, n completions each; an invalid prompt gives a completion with an
+        error."""
         if self._thread is not None:
             raise BadInput("this engine is streaming; await `stream`, or `close` it first")
         if isinstance(prompts, str | bytes):
@@ -130,28 +131,31 @@ class LLM:
         if len(given) != len(prompts):
             raise BadInput(f"{len(prompts)} prompts have {len(given)} parameters; give one for all, or one each")
         requests, unreadable = self._requests(prompts, given)
-        made = {request.id: maker for request in requests if (maker := self._constraint(request.params))}
-        found = self.engine.generate([request for request in requests if request.id not in unreadable], made)
-        found += [
+        constraints = {request.id: maker for request in requests if (maker := self._constraint(request.params))}
+        completions = self.engine.generate(
+            [request for request in requests if request.id not in unreadable], constraints
+        )
+        completions += [
             Completion(request=request, finish="error", error=unreadable[request.id])
             for request in requests
             if request.id in unreadable
         ]
-        return sorted(found, key=lambda made: int(made.request.id))  # answers to one prompt keep their order
+        return sorted(completions, key=lambda each: int(each.request.id))  # the n of a prompt keep their order
 
     def _requests(self, prompts: Items[Prompt], given: Items[SamplingParams]) -> tuple[list[Request], dict[str, str]]:
-        """A request for each prompt, and by id what is wrong with those that have no tokens."""
+        """A request per prompt, and request id -> error for prompts without tokens."""
         requests, unreadable = [], {}
-        for prompt, wish in zip(prompts, given, strict=True):
+        for prompt, params in zip(prompts, given, strict=True):
             try:
-                requests.append(self._request(prompt, wish))
+                requests.append(self._request(prompt, params))
             except BadInput as error:
-                requests.append(Request(id=str(next(self._numbers)), prompt=[], params=wish))
+                requests.append(Request(id=str(next(self._numbers)), prompt=[], params=params))
                 unreadable[requests[-1].id] = str(error)
         return requests, unreadable
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
-        """Pieces of the answers as they come; many may be asked for at once. Leaving the loop early gives them up."""
+        """Pieces of the output as they come; many streams may run at once. Leaving the loop early aborts the
+        request."""
         if self._thread is None:
             self._thread = EngineThread(self.engine).start()
         request = self._request(prompt, params or self.default_params)
@@ -159,14 +163,14 @@ class LLM:
             yield piece
 
     def follow(self) -> int:
-        """On the other ranks: run what the first one sends until it is closed; how many steps that was."""
+        """On the other ranks: run the steps that the first rank sends until it is closed; returns their number."""
         leader = self.engine.loop.executor
         if not isinstance(leader, Leader):
             raise BadInput("this engine is alone and leads itself; call generate")
         return follow(leader.executor)
 
     def close(self) -> None:
-        """End the thread of `stream`, and let other ranks go, where there are any."""
+        """End the thread of `stream`, and stop the other ranks."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
@@ -184,7 +188,7 @@ class LLM:
         return Request(id=str(next(self._numbers)), prompt=self._tokens(prompt), params=params)
 
     def _tokens(self, prompt: Any) -> Items[int]:
-        """Text is encoded; arrays and their numbers become plain ones."""
+        """Token ids of a text, list or array."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise BadInput("this model has no tokenizer.json; give token ids")

@@ -59,7 +59,7 @@ class Notes:
 
     def forget_warm_up(self) -> None:
         """Steps and requests so far; what the engine rehearsed stays."""
-        self.kept = [one for one in self.kept if one[2] is None and one[3] is None]
+        self.kept = [record for record in self.kept if record[2] is None and record[3] is None]
 
 
 def bench_serve(
@@ -86,7 +86,7 @@ def bench_serve(
     serve = replace(serve, max_model_len=longest)
     watch("single stream")
     single = _single(model, serve, tokens_in, tokens_out)
-    found = []
+    runs = []
     for mode in modes:
         watch(f"batching {mode}")
         notes, setting = Notes(), replace(serve, batching=mode)  # type: ignore[arg-type]
@@ -94,10 +94,10 @@ def bench_serve(
         serve_all(engine, fixed(serve.max_running, tokens_in=tokens_in, tokens_out=4, vocab=config.vocab, name="warm"))
         notes.forget_warm_up()
         load = ragged(requests, most_in=tokens_in, most_out=tokens_out, vocab=config.vocab)
-        found.append(serve_bursts(engine, load, _BURST * serve.max_running, name=mode))
+        runs.append(serve_bursts(engine, load, _BURST * serve.max_running, name=mode))
         if keep is not None:
             keep(mode, notes)
-    made = ServeBench(
+    bench = ServeBench(
         model=config.name,
         device=weight.device.type,
         dtype=str(weight.dtype).removeprefix("torch."),
@@ -105,10 +105,10 @@ def bench_serve(
         single_bytes_per_s=0.0,
         together=serve.max_running,
         burst=_BURST * serve.max_running,
-        modes=tuple(found),
+        modes=tuple(runs),
     )
     token_bytes = decode_bytes(model, tokens_in + tokens_out / 2)
-    return replace(made, single_bytes_per_s=made.single_tokens_per_s * token_bytes)
+    return replace(bench, single_bytes_per_s=bench.single_tokens_per_s * token_bytes)
 
 
 def _single(model: Transformer, serve: Serve, tokens_in: int, tokens_out: int) -> Served:

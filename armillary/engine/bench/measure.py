@@ -69,10 +69,10 @@ def serve_bursts(engine: Engine, requests: Items[Request], size: int, *, name: s
     watch = Watch(engine)
     begin = time.monotonic()
     for at in range(0, len(requests), size):
-        first, *others = requests[at : at + size]
+        first, *rest = requests[at : at + size]
         watch.submit(first)
         watch.step()
-        for request in others:
+        for request in rest:
             watch.submit(request)
         while engine.busy:
             watch.step()

@@ -66,6 +66,6 @@ class Chain:
 
     def copy(self) -> Chain:
         """For a fork: it continues on its own."""
-        made = Chain(self.root, self._block_tokens, self._digest)
-        made.chunks, made.digests = self.chunks.copy(), self.digests.copy()
-        return made
+        chain = Chain(self.root, self._block_tokens, self._digest)
+        chain.chunks, chain.digests = self.chunks.copy(), self.digests.copy()
+        return chain

@@ -39,20 +39,20 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one holder each; there must be as many."""
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
-        follow, refs, hashed, found = self._next, self.refs, self.hashed, []
+        follow, refs, hashed, blocks = self._next, self.refs, self.hashed, []
         block = follow[0]
         for _ in range(count):
-            found.append(block)
+            blocks.append(block)
             refs[block] = 1
             block = follow[block]
         follow[0] = block
         self._previous[block] = 0
         self.num_free -= count
-        if count and hashed[found[-1]]:  # hashed ones stand behind the others
-            evicted = [block for block in found if hashed[block]]
+        if count and hashed[blocks[-1]]:  # hashed ones stand behind the others
+            evicted = [block for block in blocks if hashed[block]]
             self.num_evicted += len(evicted)
             self.evict(evicted)
-        return found
+        return blocks
 
     def share(self, block: int) -> None:
         """`share_all` for one."""

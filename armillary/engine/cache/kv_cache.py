@@ -17,13 +17,13 @@ from armillary.engine.cache.prefix_cache import PrefixCache
 from armillary.engine.request.sequence import Sequence
 
 _AT_ONCE = 256
-"""blocks given back at once; what is longer leaves in slices"""
+"""blocks freed at once; longer tables are freed in slices"""
 _SAMPLED = 16
-"""of a long table every so manieth block is asked whether others hold it too"""
+"""every so many blocks of a long table, one is checked for other holders"""
 
 
 class TableUpdate(NamedTuple):
-    """Entries of a block table that changed."""
+    """Changed entries of a block table."""
 
     row: int
     group: int
@@ -32,7 +32,7 @@ class TableUpdate(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A block whose content is needed in another: read before anything of the step is written."""
+    """A block to copy: it is read before the step writes anything."""
 
     source: int
     target: int
@@ -59,9 +59,9 @@ class KVCache:
         self.prefix_cache = PrefixCache(self.pool, len(self.groups))
         self.table_updates: list[TableUpdate] = []
         self.copies: list[Copy] = []
-        self.leaving: deque[list[int]] = deque()
-        """tables that are being given back, from their ends"""
-        self._leaving_own = 0
+        self.freeing: deque[list[int]] = deque()
+        """tables that are being freed, from their ends"""
+        self._freeing_own = 0
         self.digest = digest
         self.full_groups = [g for g, group in enumerate(self.groups) if group.sees == "all"]
         self.window_groups = [g for g, group in enumerate(self.groups) if group.sees != "all"]
@@ -70,24 +70,24 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that can be used; the null block is not among them."""
+        """Usable blocks, without the null block."""
         return self.pool.num_blocks - 1
 
     @property
     def available(self) -> int:
-        """Blocks that can be had, about: those on their way back may still be shared."""
-        return self.pool.num_free + max(0, self._leaving_own)
+        """Free blocks, about: blocks of tables that are being freed may still be shared."""
+        return self.pool.num_free + max(0, self._freeing_own)
 
     @property
     def used_fraction(self) -> float:
         return 1 - min(self.available, self.num_blocks) / self.num_blocks
 
     def blocks_at(self, tokens: int) -> int:
-        """Most blocks one sequence of `tokens` holds, all groups together."""
+        """Most blocks that one sequence of `tokens` holds, all groups together."""
         return sum(group.blocks_at(tokens, self.block_tokens, self.step_tokens) for group in self.groups)
 
     def longest(self, tokens: int) -> int:
-        """The longest sequence, of `tokens` at most, whose blocks fit while nobody else has any."""
+        """Length of the longest sequence, `tokens` at most, that fits an empty cache."""
         if self.blocks_at(tokens) <= self.num_blocks:
             return tokens
         low, high = 0, tokens  # by bisection: blocks_at grows with its argument
@@ -97,13 +97,13 @@ class KVCache:
         return low
 
     def chain(self, tokens: list[int], salt: str = "", adapter: str = "") -> Chain:
-        """The names of a prompt's blocks: made when it is submitted, outside the steps."""
-        made = Chain(root(salt, adapter), self.block_tokens, self.digest)
+        """Hash chain of a prompt's blocks, made when it is submitted, outside the steps."""
+        chain = Chain(root(salt, adapter), self.block_tokens, self.digest)
         if self.prefix:
-            made.extend(tokens, len(tokens))
-        return made
+            chain.extend(tokens, len(tokens))
+        return chain
 
-    # --- a sequence comes and grows
+    # --- a sequence starts and grows
 
     def start(self, seq: Sequence) -> None:
         """Empty tables; `match` and `grow` fill them."""
@@ -115,11 +115,12 @@ class KVCache:
             seq.miss = seq.miss or "off"
 
     def grow(self, seq: Sequence, upto: int) -> bool:
-        """Blocks for the tokens below `upto`, the next to be written its own alone; False where there are too few."""
+        """Allocate blocks for the tokens below `upto` and make the next written block exclusive; False where there are
+        too few."""
         size, tables, pool = self.block_tokens, seq.tables, self.pool
         have, first = len(tables[0]), seq.computed // size
         if self.window_groups:
-            self._leave_windows(seq)
+            self._free_windows(seq)
         num_new = max(0, -(-upto // size) - have)
         shared = [g for g, table in enumerate(tables) if pool.refs[table[first]] > 1] if first < have else []
         wanted = num_new * len(tables) + len(shared)
@@ -137,11 +138,11 @@ class KVCache:
         return True
 
     def extend(self, full: list[Sequence]) -> None:
-        """A block more for each of these answers: `grow` for many together. There must be as many blocks."""
+        """One more block for each of these sequences: `grow` for many together. There must be as many free blocks."""
         groups, updates = len(self.groups), self.table_updates
         if self.window_groups:
             for seq in full:
-                self._leave_windows(seq)
+                self._free_windows(seq)
         fresh = self.pool.allocate(len(full) * groups)
         for seq in full:
             row, have = seq.row, len(seq.tables[0])
@@ -159,7 +160,7 @@ class KVCache:
             seq.num_allocated = writable if writable < most else most
 
     def _own(self, seq: Sequence, index: int, shared: list[int]) -> None:
-        """Before a block is written, others that hold it keep the old one, and nobody finds it by a name."""
+        """Copy on write: other holders keep the old block, and the prefix cache forgets the one that is written."""
         for g, table in enumerate(seq.tables):
             block = table[index]
             if g in shared:
@@ -172,7 +173,7 @@ class KVCache:
                 self.prefix_cache.forget(block)
 
     def register_blocks(self, seq: Sequence) -> None:
-        """Let others find the blocks that are full, computed and of known tokens."""
+        """Add the full, computed blocks of known tokens to the prefix cache."""
         full = min(seq.computed, len(seq.tokens)) // self.block_tokens
         first = seq.num_hashed
         if full <= first or not self.prefix:
@@ -182,8 +183,8 @@ class KVCache:
             self.prefix_cache.add(table[first:full], g, seq.chain, first)
         seq.num_hashed = full
 
-    def _leave_windows(self, seq: Sequence) -> None:
-        """Give back blocks that no query from `computed` on looks at."""
+    def _free_windows(self, seq: Sequence) -> None:
+        """Free blocks that no query from `computed` on reads."""
         for g in self.window_groups:
             table, start = seq.tables[g], seq.windows[g]
             end = min(len(table), self.groups[g].first_needed(seq.computed) // self.block_tokens)
@@ -198,7 +199,7 @@ class KVCache:
             self.table_updates.append(TableUpdate(seq.row, g, start, nothing))
 
     def fork(self, leader: Sequence, seq: Sequence) -> bool:
-        """Share the leader's blocks of the prompt but for its last token, which every answer computes for itself;
+        """Share the leader's blocks of the prompt but for its last token, which every sequence computes for itself;
         False where the leader does not hold them."""
         shared = seq.num_prompt - 1
         count = -(-shared // self.block_tokens)
@@ -215,56 +216,56 @@ class KVCache:
                 self.table_updates.append(TableUpdate(seq.row, g, 0, table.copy()))
         seq.computed, seq.matching = shared, False
         seq.num_hashed = min(leader.num_hashed, shared // self.block_tokens)
-        leader.num_allocated = leader.num_writable = 0  # the next block it writes may be shared now
+        leader.num_allocated = leader.num_writable = 0  # the next block that it writes may be shared now
         return True
 
-    # --- a sequence goes
+    # --- a sequence ends
 
     def free(self, seq: Sequence, *, spoiled: bool = False) -> None:
-        """Give all blocks back, the last ones first; what is `spoiled` is forgotten by the prefix cache."""
+        """Free all blocks, the last first; the prefix cache forgets those of a `spoiled` sequence."""
         if not spoiled:
             self.register_blocks(seq)
         for table in seq.tables:
             if spoiled:
                 self._forget(table)
-            self.give_back(table)
+            self.free_table(table)
         seq.tables, seq.windows = [[] for _ in self.groups], [0] * len(self.groups)
         seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.held = 0
         seq.matching = False
 
-    def give_back(self, table: list[int]) -> None:
-        """Release a table's blocks, its last first; a long one leaves in slices."""
+    def free_table(self, table: list[int]) -> None:
+        """Free a table's blocks, its last first; a long table in slices."""
         if len(table) > _AT_ONCE:
-            self.leaving.append(table)
+            self.freeing.append(table)
             asked = [self.pool.refs[block] for block in table[::_SAMPLED]]
-            self._leaving_own += len(table) * asked.count(1) // len(asked)
+            self._freeing_own += len(table) * asked.count(1) // len(asked)
         else:
-            self._return(table, len(table))
+            self._release(table, len(table))
 
-    def settle(self, most: int) -> None:
-        """Give back up to `most` blocks of the tables that are leaving."""
-        while most > 0 and self.leaving:
-            table = self.leaving[0]
+    def free_some(self, most: int) -> None:
+        """Free up to `most` blocks of the tables that are being freed."""
+        while most > 0 and self.freeing:
+            table = self.freeing[0]
             count = min(most, len(table))
-            self._leaving_own -= self._return(table, count)
+            self._freeing_own -= self._release(table, count)
             most -= count
             if not table:
-                self.leaving.popleft()
-        if not self.leaving:
-            self._leaving_own = 0  # what was shared or revived meanwhile had been miscounted
+                self.freeing.popleft()
+        if not self.freeing:
+            self._freeing_own = 0  # blocks shared or reused meanwhile were miscounted
 
     def invalidate_all(self) -> None:
-        """Blocks may hold anything, and the executor's tables too: forget all names and what it was to be told."""
+        """Blocks and the executor's tables may hold anything: forget all hashes and pending updates."""
         self.prefix_cache.clear()
         self.table_updates.clear()
         self.copies.clear()
 
     def _make_free(self, count: int) -> bool:
-        while self.pool.num_free < count and self.leaving:
-            self.settle(max(32, count - self.pool.num_free))
+        while self.pool.num_free < count and self.freeing:
+            self.free_some(max(32, count - self.pool.num_free))
         return self.pool.num_free >= count
 
-    def _return(self, table: list[int], count: int) -> int:
+    def _release(self, table: list[int], count: int) -> int:
         before = self.pool.num_free
         going = [block for block in table[len(table) - count :] if block]
         del table[len(table) - count :]

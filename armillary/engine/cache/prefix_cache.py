@@ -66,10 +66,10 @@ class PrefixCache:
     def add(self, blocks: list[int], group: int, chain: Chain, index: int) -> None:
         """Give computed blocks, of which the first is the chain's block `index`, their names; of two alike the first
         keeps it."""
-        found, hashed = self.found[group], self._pool.hashed
+        by_digest, hashed = self.found[group], self._pool.hashed
         for place, block in enumerate(blocks, index):
             digest = chain.digests[place]
-            part = found.parts[hash(digest) & found.mask]
+            part = by_digest.parts[hash(digest) & by_digest.mask]
             if not block or digest in part or hashed[block]:
                 continue
             part[digest] = block

@@ -33,20 +33,20 @@ def match(cache: KVCache, seq: Sequence, budget: int) -> int:
     index = seq.computed // cache.block_tokens
     last = _last(cache, seq)
     stop = min(last, index + max(0, budget))
-    found = _walk(cache, seq, index, stop) if cache.full_groups else last
+    num_found = _walk(cache, seq, index, stop) if cache.full_groups else last
     if cache.full_groups:
-        seq.computed = found * cache.block_tokens
-        seq.num_hashed = found
-    if found == stop < last:
+        seq.computed = num_found * cache.block_tokens
+        seq.num_hashed = num_found
+    if num_found == stop < last:
         return stop - index
-    looked = found - index + 1
+    looked = num_found - index + 1
     if cache.window_groups:
-        kept, more = _longest_with_windows(cache, seq, found, max(budget, 1))
-        _take(cache, seq, found, kept)
-        found, looked = kept, looked + more
+        kept, more = _longest_with_windows(cache, seq, num_found, max(budget, 1))
+        _take(cache, seq, num_found, kept)
+        num_found, looked = kept, looked + more
     seq.matching = False
     if seq.miss is None:
-        _explain(cache, seq, found, last)
+        _explain(cache, seq, num_found, last)
     return looked
 
 
@@ -58,10 +58,10 @@ def rematch(cache: KVCache, seq: Sequence, budget: int) -> int:
     cache.register_blocks(seq)
     index = seq.computed // cache.block_tokens
     stop = min(_last(cache, seq), index + max(0, budget))
-    found = _walk(cache, seq, index, stop)
-    seq.computed = found * cache.block_tokens
-    seq.num_hashed = found
-    return found - index
+    num_found = _walk(cache, seq, index, stop)
+    seq.computed = num_found * cache.block_tokens
+    seq.num_hashed = num_found
+    return num_found - index
 
 
 def probe(cache: KVCache, seq: Sequence) -> int:
@@ -108,8 +108,8 @@ def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
 def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> list[int]:
     """Blocks found from `index` on, without a gap: `PrefixCache.find` again and again, in a loop of its own because
     a long prompt has thousands."""
-    names, found = cache.prefix_cache, cache.prefix_cache.found[group]
-    parents, chunks, parts, mask = names.parents, names.chunks, found.parts, found.mask
+    names, by_digest = cache.prefix_cache, cache.prefix_cache.found[group]
+    parents, chunks, parts, mask = names.parents, names.chunks, by_digest.parts, by_digest.mask
     parent, blocks = seq.chain.parent(index), []
     for digest, chunk in zip(seq.chain.digests[index:stop], seq.chain.chunks[index:stop], strict=True):
         block = parts[hash(digest) & mask].get(digest, NULL)
@@ -138,12 +138,12 @@ def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int)
     return count, looks
 
 
-def _take(cache: KVCache, seq: Sequence, found: int, kept: int) -> None:
+def _take(cache: KVCache, seq: Sequence, num_found: int, kept: int) -> None:
     """Give back what lies beyond `kept`, and share the windows before it."""
     for g in cache.full_groups:
-        cache.give_back(seq.tables[g][kept:])
+        cache.free_table(seq.tables[g][kept:])
         del seq.tables[g][kept:]
-        seq.held -= found - kept
+        seq.held -= num_found - kept
     for g in cache.window_groups:
         first = min(kept, cache.groups[g].first_needed(kept * cache.block_tokens) // cache.block_tokens)
         blocks = [_find(cache, seq, g, index) for index in range(first, kept)]
@@ -157,12 +157,12 @@ def _take(cache: KVCache, seq: Sequence, found: int, kept: int) -> None:
     seq.num_hashed = kept
 
 
-def _explain(cache: KVCache, seq: Sequence, found: int, last: int) -> None:
+def _explain(cache: KVCache, seq: Sequence, num_found: int, last: int) -> None:
     """Why no more was found."""
-    if found == last:
+    if num_found == last:
         seq.miss = "partial" if last else "short"
     else:
         chain = seq.chain
         seq.miss = cache.prefix_cache.why(
-            chain.digests[found], chain.parent(found), chain.chunks[found], first=not found
+            chain.digests[num_found], chain.parent(num_found), chain.chunks[num_found], first=not num_found
         )

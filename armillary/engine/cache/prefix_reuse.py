@@ -34,20 +34,20 @@ class PrefixReuse:
         self._alone = threading.Lock()
         """requests are prepared in any thread"""
 
-    def see(self, made: list[Sequence], block_tokens: int) -> None:
+    def see(self, sequences: list[Sequence], block_tokens: int) -> None:
         """Number a request's sequences, and note how much of its prompt an earlier text began with."""
-        first = made[0]
+        first = sequences[0]
         with self._alone:
             while self._ended:
                 over = self._ended.popleft()
                 self._keep(over, len(over.tokens))
             self._count += 1
-            for seq in made:
+            for seq in sequences:
                 seq.number = self._count
             first.chain.extend(first.tokens, first.num_prompt)
             findable = (first.num_prompt - 1) // block_tokens  # a prompt's last token is always computed
-            found, owner = self._find(first.chain.digests[:findable])
-            first.shared_prefix, first.prefix_source = found * block_tokens, owner
+            num_blocks, owner = self._find(first.chain.digests[:findable])
+            first.shared_prefix, first.prefix_source = num_blocks * block_tokens, owner
             self._keep(first, first.num_prompt)
 
     def ended(self, seq: Sequence) -> None:
@@ -56,13 +56,13 @@ class PrefixReuse:
 
     def _find(self, digests: list[bytes]) -> tuple[int, int]:
         """(blocks that were seen, the number of the last request that had them all)."""
-        found, owner = 0, 0
+        num_blocks, owner = 0, 0
         for name in digests[:_MOST_BLOCKS]:
             number = self._young.get(name) or self._old.get(name)
             if not number:
                 break
-            found, owner = found + 1, number
-        return found, owner
+            num_blocks, owner = num_blocks + 1, number
+        return num_blocks, owner
 
     def _keep(self, seq: Sequence, num_known: int) -> None:
         seq.chain.extend(seq.tokens, num_known)

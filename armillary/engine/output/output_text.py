@@ -71,10 +71,10 @@ class _Stream:
         before, self.last_at = self.last_at, now
         if before is None:
             return None
-        found = now - before
-        if found > self.largest_s:
-            self.largest_s = found
-        return found
+        gap_s = now - before
+        if gap_s > self.largest_s:
+            self.largest_s = gap_s
+        return gap_s
 
     def push(self, token: int) -> str:
         """What can be shown; stop texts do not count before min_tokens are out."""

@@ -51,11 +51,11 @@ class Structures:
         return lambda: self._made(structure)
 
     def _made(self, structure: Structure) -> Constraint:
-        found = self._compiled.pop(structure, None) or self._compile(structure)
-        self._compiled[structure] = found  # now the youngest
+        matcher = self._compiled.pop(structure, None) or self._compile(structure)
+        self._compiled[structure] = matcher  # now the youngest
         while len(self._compiled) > _MOST_KEPT:
             self._compiled.pop(next(iter(self._compiled)), None)
-        return Matched(found.deep_copy())
+        return Matched(matcher.deep_copy())
 
     def _compile(self, structure: Structure) -> Any:
         try:
@@ -98,10 +98,10 @@ def _lark(source: str) -> str:
     if "::=" not in source:
         return source
     try:
-        found: str = any_to_lark(source)
+        lark: str = any_to_lark(source)
     except GbnfToLarkError as error:
         raise ValueError(str(error)) from None
-    return found
+    return lark
 
 
 def _line(error: object) -> str:

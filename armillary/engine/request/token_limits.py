@@ -26,10 +26,10 @@ def limited(params: SamplingParams, vocab: int, maker: Maker | None) -> Maker | 
 
 
 def _bits(ids: tuple[int, ...], size: int) -> bytes:
-    found = bytearray(size)
+    bits = bytearray(size)
     for token in ids:
-        found[token >> 3] |= 1 << (token & 7)
-    return bytes(found)
+        bits[token >> 3] |= 1 << (token & 7)
+    return bytes(bits)
 
 
 class Limited:
@@ -63,9 +63,9 @@ class Limited:
 def bad_tokens_of(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """The tokens of words at the beginning of a text, and of those that are written otherwise after a space (as
     vLLM does it). The same letters in other tokens are not ruled out."""
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         plain = tuple(tokenizer.encode(word.lstrip(), special=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), special=False))
-        found |= dict.fromkeys([plain, spaced] if len(spaced) == len(plain) else [plain])
-    return tuple(found)
+        sequences |= dict.fromkeys([plain, spaced] if len(spaced) == len(plain) else [plain])
+    return tuple(sequences)

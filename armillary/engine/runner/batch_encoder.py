@@ -168,7 +168,7 @@ class Encoder:
         special = self._special
         if not special:
             return []
-        found = [
+        extras = [
             _extra(i, seq, position + 1)
             for i, (seq, row, position) in enumerate(
                 zip(decision.decodes, decision.rows, decision.positions, strict=True)
@@ -176,7 +176,7 @@ class Encoder:
             if row in special
         ]
         first = len(decision.decodes)
-        return found + [
+        return extras + [
             _extra(first + i, chunk.sequence, chunk.start + chunk.size)
             for i, chunk in enumerate(decision.chunks)
             if chunk.samples and chunk.row in special
@@ -221,15 +221,15 @@ def _extra(at: int, seq: Sequence, end: int) -> Extra:
 
 def _prompt_logprobs(decision: Decision) -> list[PromptLogprobs]:
     """Chunks whose sequences want log-probabilities of prompt tokens that they have not got yet."""
-    found, at = [], len(decision.decodes)
+    wanted_logprobs, at = [], len(decision.decodes)
     for chunk in decision.chunks:
         seq, wanted = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
         end = min(chunk.start + chunk.size, seq.num_prompt - 1)
         if wanted is not None and end > chunk.start:
             targets = tuple(seq.tokens[chunk.start + 1 : end + 1])
-            found.append(PromptLogprobs(first=at, size=end - chunk.start, targets=targets, num_top=wanted))
+            wanted_logprobs.append(PromptLogprobs(first=at, size=end - chunk.start, targets=targets, num_top=wanted))
         at += chunk.size
-    return found
+    return wanted_logprobs
 
 
 def _token_bytes(seq: Sequence) -> bytes:

@@ -81,8 +81,8 @@ def _head(model: Transformer, make: Make) -> Product:
     scale, cap = model.config.logit_scale, model.config.logit_softcap
 
     def logits(x: Tensor) -> Tensor:
-        found = product(x) if scale == 1.0 else product(x) * scale
-        return found if cap is None else cap * torch.tanh(found / cap)
+        logits_BV = product(x) if scale == 1.0 else product(x) * scale
+        return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
 
     return logits
 

@@ -191,5 +191,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def first_line(error: BaseException) -> str:
     """What it says, without the advice and the C++ frames behind it."""
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return said.split(". ")[0][:160]
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return message.split(". ")[0][:160]

@@ -49,8 +49,8 @@ class DeviceRows:
 
     def _made(self, num_blocks: int) -> Tensor:
         zeros = by_heads if self.device.type == "cpu" else torch.zeros
-        made: Tensor = zeros((self._shape[0], num_blocks, *self._shape[2:]), dtype=self._dtype, device=self.device)
-        return made
+        blocks: Tensor = zeros((self._shape[0], num_blocks, *self._shape[2:]), dtype=self._dtype, device=self.device)
+        return blocks
 
     def take(self, step: Step) -> None:
         """What a step changes before it computes: new rows, table entries, copies of blocks."""

@@ -147,11 +147,11 @@ class FastExecutor:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            said = first_line(error)
+            message = first_line(error)
         if self.device.type == "cuda":  # only now that the error is gone, whose frames hold the step's tensors
             torch.cuda.empty_cache()
         raise StepTooLarge(
-            f"there was no memory for this request alone ({said}); lower serve.memory_fraction, shorten "
+            f"there was no memory for this request alone ({message}); lower serve.memory_fraction, shorten "
             "its prompt, or ask for no log-probabilities or penalties"
         )
 
@@ -195,22 +195,22 @@ class FastExecutor:
         for wanted in step.prompts:
             targets = torch.tensor(wanted.targets, device=self.device)
             pieces = hidden_TH[wanted.first : wanted.first + wanted.size].split(_HEAD_TOKENS)
-            found = [
+            logprobs = [
                 self.sampler.told(self.forward.logits(piece), target, wanted.num_top)
                 for piece, target in zip(pieces, targets.split(_HEAD_TOKENS), strict=True)
             ]
-            prompts.append(torch.cat(found))
+            prompts.append(torch.cat(logprobs))
         return self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None, prompts
 
     def masks(self, step: Step, decision: Decision) -> Masks:
         """What the structures of a step allow; of answers that ended meanwhile, everything."""
-        found = {}
+        masks = {}
         for at in (extra.at for extra in step.extras if extra.masked):
             seq = self._sequence(decision, at)
             assert seq.constraint is not None
             if seq.finish is None:
-                found[at] = seq.constraint.allowed()
-        return found
+                masks[at] = seq.constraint.allowed()
+        return masks
 
     @staticmethod
     def _sequence(decision: Decision, at: int) -> Sequence:
@@ -222,7 +222,7 @@ class FastExecutor:
         no more than two are ever under way."""
         if self.device.type == "cuda":
             launched.tokens_B, launched.told = _to_host(launched.tokens_B), _to_host(launched.told)
-            launched.prompts = [host for found in launched.prompts if (host := _to_host(found)) is not None]
+            launched.prompts = [host for logprobs in launched.prompts if (host := _to_host(logprobs)) is not None]
             launched.done = torch.cuda.Event()
             launched.done.record()
         return launched
@@ -234,10 +234,10 @@ class FastExecutor:
         _tell_prompts(launched)
         if launched.tokens_B is None:
             return []
-        found, decision = launched.tokens_B.tolist(), launched.decision
-        _tell(launched, found)
+        tokens, decision = launched.tokens_B.tolist(), launched.decision
+        _tell(launched, tokens)
         first = len(decision.decodes)
-        return found[:first] + [found[first + i] for i, chunk in enumerate(decision.chunks) if chunk.samples]
+        return tokens[:first] + [tokens[first + i] for i, chunk in enumerate(decision.chunks) if chunk.samples]
 
 
 def null_step(shape: Shape, null_row: int) -> Any:
@@ -264,8 +264,8 @@ def _tell(launched: Launched, tokens: list[int]) -> None:
         return
     wanted = [extra for extra in launched.step.extras if extra.num_top is not None]
     for extra, row in zip(wanted, launched.told.tolist(), strict=True):
-        made = _logprob(tokens[extra.at], row, extra.num_top or 0)
-        FastExecutor._sequence(launched.decision, extra.at).logprobs.append(made)
+        logprob = _logprob(tokens[extra.at], row, extra.num_top or 0)
+        FastExecutor._sequence(launched.decision, extra.at).logprobs.append(logprob)
 
 
 def _tell_prompts(launched: Launched) -> None:

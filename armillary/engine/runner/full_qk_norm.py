@@ -37,8 +37,8 @@ def whole_norm(
     def normed(x_TM: Tensor, weight: Tensor, first: int, total: int, repeats: int, eps: float) -> Tensor:
         wide = x_TM.float()
         squares = add(wide.square().sum(-1, keepdim=True)) / repeats
-        mine = weight[first : first + x_TM.shape[1]].float()
-        return (wide * torch.rsqrt(squares / total + eps) * mine).to(x_TM.dtype)
+        local_weight = weight[first : first + x_TM.shape[1]].float()
+        return (wide * torch.rsqrt(squares / total + eps) * local_weight).to(x_TM.dtype)
 
     def into_cache(qkv: Tensor, cache: Tensor, slots: Tensor, cos: Any, sin: Any, options: QkvOptions) -> Any:
         assert options.q_weight is not None and options.k_weight is not None and not options.plus_one

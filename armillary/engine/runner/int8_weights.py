@@ -72,5 +72,5 @@ def onednn_is_exact() -> bool:
     rows, columns, depth = 4, 16, 64
     x_TK, weight_NK = (torch.full((size, depth), 127, dtype=torch.int8) for size in (rows, columns))
     scale_N, zeros_N = torch.ones(columns), torch.zeros(columns, dtype=torch.int32)
-    made = _onednn_product(ops, x_TK, ops.qlinear_prepack(weight_NK, None), scale_N, zeros_N)
-    return bool((made == 127 * 127 * depth).all())
+    sums = _onednn_product(ops, x_TK, ops.qlinear_prepack(weight_NK, None), scale_N, zeros_N)
+    return bool((sums == 127 * 127 * depth).all())

@@ -28,14 +28,14 @@ def kv_budget(executor: FastExecutor, fraction: float | None, *, graphs: bool) -
     kind = executor.device.type
     share = MEMORY_FRACTION["cpu" if kind == "cpu" else "gpu"] if fraction is None else fraction
     total, used = _of_gpu(executor, graphs) if kind == "cuda" else _of_host(executor)
-    found = int(share * total - used)
-    if found <= 0:
+    budget = int(share * total - used)
+    if budget <= 0:
         raise BadInput(
             f"{share:.0%} of {bytes_text(total)} of memory are full with {bytes_text(used)} of weights and "
             "working memory, and a KV cache has no place; raise serve.memory_fraction, lower "
             "serve.max_tokens_per_step or take a smaller model"
         )
-    return found
+    return budget
 
 
 def _of_gpu(executor: FastExecutor, graphs: bool) -> tuple[float, float]:

@@ -74,8 +74,8 @@ class PlainExecutor:
 
     def tokens(self, launched: Tensor) -> list[int]:
         """Wait for the device."""
-        found: list[int] = launched.tolist()
-        return found
+        tokens: list[int] = launched.tolist()
+        return tokens
 
     def _prepare(self, decision: Decision) -> None:
         for seq in decision.admitted:

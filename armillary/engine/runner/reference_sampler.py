@@ -19,11 +19,11 @@ def draw(
 ) -> Tensor:
     """Token ids [S]; -1 where the numbers are of no use. `tokens_ST` holds ends[s] tokens of sequence s so far: prompt
     and answer, also what is drawn and not yet known to the scheduler."""
-    wishes = [seq.request.params for seq in sequences]
+    params = [seq.request.params for seq in sequences]
     device = logits_SV.device
 
     def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor([getattr(wish, name) for wish in wishes], dtype=dtype, device=device)
+        return torch.tensor([getattr(each, name) for each in params], dtype=dtype, device=device)
 
     counts_SV, prompt_SV = _counted(logits_SV.shape[1], sequences, tokens_ST, ends)
     draws = Draws(
@@ -61,8 +61,8 @@ def _counted(vocab: int, sequences: Items[Sequence], tokens_ST: Tensor, ends: It
     counts_SV = torch.zeros(shape, dtype=torch.int32, device=tokens_ST.device)
     prompt_SV = torch.zeros(shape, dtype=torch.bool, device=tokens_ST.device)
     for s, (seq, end) in enumerate(zip(sequences, ends, strict=True)):
-        made = tokens_ST[s, seq.num_prompt : end]
-        counts_SV[s].scatter_add_(0, made, torch.ones_like(made, dtype=torch.int32))
+        output = tokens_ST[s, seq.num_prompt : end]
+        counts_SV[s].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         prompt_SV[s, tokens_ST[s, : seq.num_prompt]] = True
     return counts_SV, prompt_SV
 

@@ -70,20 +70,20 @@ class DeviceSampler:
         model, before anything is changed."""
         changed = [extra for extra in step.extras if extra.changes]
         tokens_B = torch.zeros(len(logits_BV), dtype=torch.int64, device=logits_BV.device)
-        others = np.setdiff1d(np.arange(len(logits_BV)), [extra.at for extra in changed])
-        if len(others):
-            plain = self._some(others, inputs)
+        unchanged = np.setdiff1d(np.arange(len(logits_BV)), [extra.at for extra in changed])
+        if len(unchanged):
+            plain = self._some(unchanged, inputs)
             rest_SV = logits_BV if not changed else logits_BV[plain.at_S]
             tokens_B[plain.at_S] = self.kernels.sample(rest_SV, plain.draws())
         if changed:
             some = self._some(np.array([extra.at for extra in changed]), inputs)
             tokens_B[some.at_S] = self._changed(logits_BV[some.at_S], some, changed, step, masks)
         wanted = [extra for extra in step.extras if extra.num_top is not None]
-        told = None
+        logprobs = None
         if wanted:
             at_S = self.rows.send(np.array([extra.at for extra in wanted]))
-            told = self.told(logits_BV[at_S], tokens_B[at_S], max(extra.num_top or 0 for extra in wanted))
-        return self._keep(tokens_B, inputs), told
+            logprobs = self.told(logits_BV[at_S], tokens_B[at_S], max(extra.num_top or 0 for extra in wanted))
+        return self._keep(tokens_B, inputs), logprobs
 
     def _some(self, places: Any, inputs: Inputs) -> _Some:
         at_S = self.rows.send(places)

@@ -58,11 +58,11 @@ def _parts(shape: Shape) -> dict[str, tuple[int, int]]:
         "lengths_B": rows,
         "starts": rows + 1,
     }
-    found, at = {}, 0
+    places, at = {}, 0
     for name, size in sizes.items():
-        found[name] = (at, size)
+        places[name] = (at, size)
         at += size
-    return found
+    return places
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,9 @@ from armillary.spec.model import ModelConfig
 
 def whole_world(world: World) -> Group:
     """All ranks, as one group that cuts the model."""
-    everybody = dist.group.WORLD
-    assert everybody is not None, "several ranks have a process group"
-    return Group(name=everybody.group_name, size=world.size, rank=world.rank)
+    world_group = dist.group.WORLD
+    assert world_group is not None, "several ranks have a process group"
+    return Group(name=world_group.group_name, size=world.size, rank=world.rank)
 
 
 def local_kv_heads(config: ModelConfig, size: int) -> int:
@@ -95,12 +95,12 @@ def _cut_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
     else:
         assert isinstance(layer.mixture, MixtureOfExperts)
         _cut_mixture(layer.mixture, group)
-    mine = slice(rank * local, (rank + 1) * local)
+    local_heads = slice(rank * local, (rank + 1) * local)
     sinks, slopes = layer.options.sinks_N, layer.options.slopes_N
     layer.options = replace(
         layer.options,
-        sinks_N=None if sinks is None else sinks[mine].contiguous(),
-        slopes_N=None if slopes is None else slopes[mine].contiguous(),
+        sinks_N=None if sinks is None else sinks[local_heads].contiguous(),
+        slopes_N=None if slopes is None else slopes[local_heads].contiguous(),
     )
 
 
@@ -109,13 +109,13 @@ def _cut_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
     members, dim = config.heads // config.kv_heads, config.head_dim
     rows = torch.arange(len(qkv.weight), device=qkv.weight.device).view(config.kv_heads, members + 2, dim)
     if config.kv_heads >= group.size:
-        mine = rows.chunk(group.size)[group.rank].flatten()
+        local_rows = rows.chunk(group.size)[group.rank].flatten()
     else:
         sharers = group.size // config.kv_heads
         head, part = divmod(group.rank, sharers)
         queries = rows[head, :members].chunk(sharers)[part].flatten()
-        mine = torch.cat((queries, rows[head, members:].flatten()))
-    return Dense(qkv.weight[mine].contiguous(), None if qkv.bias is None else qkv.bias[mine].contiguous())
+        local_rows = torch.cat((queries, rows[head, members:].flatten()))
+    return Dense(qkv.weight[local_rows].contiguous(), None if qkv.bias is None else qkv.bias[local_rows].contiguous())
 
 
 def _cut_mixture(mixture: MixtureOfExperts, group: Group) -> None:
@@ -142,18 +142,18 @@ def _cut_head(head: Product, vocab: int, group: Group) -> Product:
     linear = model.output
     weight, bias = (linear.weight, linear.bias) if linear is not None else (model.embedding.weight, None)
     share = -(-vocab // group.size)
-    mine = slice(group.rank * share, min(vocab, (group.rank + 1) * share))
-    short = share - (mine.stop - mine.start)
-    part = Dense(weight[mine], None if bias is None else bias[mine])
+    local_rows = slice(group.rank * share, min(vocab, (group.rank + 1) * share))
+    short = share - (local_rows.stop - local_rows.start)
+    part = Dense(weight[local_rows], None if bias is None else bias[local_rows])
     if linear is not None:
         part.weight = part.weight.clone()
         linear.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
     scale, cap = model.config.logit_scale, model.config.logit_softcap
 
     def logits(x: Tensor) -> Tensor:
-        found = torch.nn.functional.pad(part(x), (0, short)) if short else part(x)
-        whole = all_gather(found, group, dim=1)[:, :vocab] * scale
-        return whole if cap is None else cap * torch.tanh(whole / cap)
+        local_BV = torch.nn.functional.pad(part(x), (0, short)) if short else part(x)
+        logits_BV = all_gather(local_BV, group, dim=1)[:, :vocab] * scale
+        return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
 
     return logits
 

@@ -1,4 +1,4 @@
-"""What one step computes: small enough to read, plain enough to hand to other processes.
+"""One step: the scheduler's decision, the work in it, its outcome, and how to roll it back.
 
 An executor, in this order, resets the rows of `admitted`, applies `table_updates` to its block tables, performs
 `copies` (reads all before it writes any), computes `decodes` and `chunks`, and samples a token for every sequence of
@@ -45,21 +45,21 @@ class StepTimeModel(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Part of a prompt."""
+    """A prefill chunk: consecutive prompt tokens of one sequence."""
 
     sequence: Sequence
     row: int
-    """its place in the batch"""
+    """the sequence's row of the batch"""
     start: int
     """position of its first token"""
     size: int
     """tokens"""
     samples: bool
-    """it reaches the end, and a token is drawn"""
+    """the chunk ends the prefill, and a token is sampled"""
 
 
 class Decision:
-    """One step."""
+    """What one step computes."""
 
     __slots__ = (
         "admitted",
@@ -83,39 +83,39 @@ class Decision:
     def __init__(self, number: int) -> None:
         self.number = number
         self.decided_at = 0.0
-        """when it was made"""
+        """time of the decision"""
         self.decodes: list[Sequence] = []
-        """one token each, and one drawn"""
+        """sequences that compute one token and sample the next"""
         self.positions: list[int] = []
         """position of each decode's token"""
         self.rows: list[int] = []
         """row of each decode"""
         self.chunks: list[Chunk] = []
-        """parts of prompts"""
+        """prefill chunks"""
         self.sampling: list[Sequence] = []
-        """for whom a token is drawn, in this order: the decodes, then chunks that reach the end"""
+        """sequences that sample a token, in this order: decodes, then chunks that end the prefill"""
         self.prefill_done: list[Sequence] = []
-        """for whom this step ends the prompt, or what was computed of them before"""
+        """sequences whose prefill, or recompute after a preemption, ends with this step"""
         self.last: list[Sequence] = []
-        """for whom the token drawn is the last they may have"""
+        """sequences for which the sampled token is the last by length"""
         self.admitted: list[Sequence] = []
-        """started or started again: their rows are new, their tokens so far are `sequence.tokens`"""
+        """sequences that start or restart in new rows, with the tokens of `sequence.tokens`"""
         self.table_updates: list[TableUpdate] = []
-        """changes of block tables"""
+        """changed entries of block tables"""
         self.copies: list[Copy] = []
         """blocks to copy"""
         self.preempted: list[Sequence] = []
-        """put back to wait; they will be computed again"""
+        """preempted sequences, which will be recomputed"""
         self.ended: list[Sequence] = []
-        """given up when the step was decided: their time was over"""
+        """sequences past their deadline"""
         self.has_constraints = False
-        """somebody's structure must be told of each token"""
+        """a sequence in the step has a constraint that follows its tokens"""
         self.has_finished = False
-        """somebody ended while it was under way"""
+        """a sequence ended while the step was in flight"""
 
     @property
     def empty(self) -> bool:
-        """Nothing to compute: an executor need not see it."""
+        """Nothing to compute: the executor is not called."""
         return not self.decodes and not self.chunks
 
     @property
@@ -143,24 +143,24 @@ class Decision:
         )
 
     def text(self) -> str:
-        """One line for people."""
+        """One line for logs."""
         parts = [f"step {self.number}: {len(self.decodes)} decodes"]
         parts += [f"{c.sequence.id} {c.start}…{c.start + c.size}{' →' if c.samples else ''}" for c in self.chunks]
         parts += [f"start {seq.id} ({seq.computed} cached)" for seq in self.admitted if seq.cached_tokens]
-        parts += [f"put back {seq.id}" for seq in self.preempted] + [f"give up {seq.id}" for seq in self.ended]
+        parts += [f"preempt {seq.id}" for seq in self.preempted] + [f"expire {seq.id}" for seq in self.ended]
         parts += [f"{len(self.copies)} copies"] if self.copies else []
         return " · ".join(parts)
 
 
 class Outcome(NamedTuple):
-    """What came of a step."""
+    """The tokens of a step."""
 
     sequences: list[Sequence]
-    """answers that got a token"""
+    """sequences that got a token"""
     tokens: list[int]
     """the token of each"""
     finished: list[Sequence]
-    """answers that are complete"""
+    """sequences that are complete"""
 
 
 class Ending(NamedTuple):
@@ -207,13 +207,13 @@ def take_back(decision: Decision) -> list[Sequence]:
         *zip(decision.decodes, decision.positions, strict=True),
         *((chunk.sequence, chunk.start) for chunk in decision.chunks),
     ]
-    inside = [(seq, begin) for seq, begin in ends if seq.finish is None]
+    unfinished = [(seq, begin) for seq, begin in ends if seq.finish is None]
     prompts = {id(seq) for seq in (*decision.prefill_done, *(chunk.sequence for chunk in decision.chunks))}
-    for seq, begin in inside:
+    for seq, begin in unfinished:
         seq.computed = begin
         if id(seq) in prompts:
             seq.is_prefilling, seq.num_allocated = True, 0
-    return [seq for seq, _ in inside]
+    return [seq for seq, _ in unfinished]
 
 
 def keep_some(decision: Decision, first: int, count: int) -> None:

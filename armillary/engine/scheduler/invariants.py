@@ -45,7 +45,7 @@ def check(scheduler: Scheduler) -> None:
 
 def check_idle(scheduler: Scheduler) -> None:
     """Everything, and that nothing is left when no request is."""
-    scheduler.cache.settle(scheduler.cache.pool.num_blocks * len(scheduler.cache.groups) * 2)
+    scheduler.cache.free_some(scheduler.cache.pool.num_blocks * len(scheduler.cache.groups) * 2)
     check(scheduler)
     _must(not scheduler.request_table.running and not len(scheduler.request_table.waiting), "somebody is still here")
     _must(not scheduler.request_table.requests, f"requests are left: {list(scheduler.request_table.requests)[:4]}")
@@ -69,14 +69,14 @@ def check_request_table(request_table: RequestTable) -> None:
     sleeping = [fork for seq in (*running, *waiting) for fork in seq.forks if fork.finish is None]
     everyone = Counter(map(id, joined(running, waiting, sleeping)))
     _must(all(count == 1 for count in everyone.values()), "a sequence is in two places")
-    alive = [seq for made in request_table.requests.values() for seq in made if seq.finish is None]
+    alive = [seq for sequences in request_table.requests.values() for seq in sequences if seq.finish is None]
     _must(set(map(id, alive)) == set(everyone), "a sequence is lost")
 
 
 def check_blocks(cache: KVCache, running: list[Sequence]) -> None:
     """Reference counts are the entries of tables; what nobody holds is free, once; counts agree."""
     pool = cache.pool
-    entries = joined((table for seq in running for table in seq.tables), cache.leaving)
+    entries = joined((table for seq in running for table in seq.tables), cache.freeing)
     holders = Counter(joined.from_iterable(entries))
     holders.pop(NULL, None)
     for block in range(1, pool.num_blocks):

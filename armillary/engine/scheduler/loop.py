@@ -1,7 +1,7 @@
-"""The engine's loop: decide a step, run it, take its tokens. With overlap, the next is decided while one runs.
+"""The engine's loop: schedule a step, launch it, take its tokens. With overlap, the next is scheduled while one runs.
 
-The executor is anything with `launch` (begin a step, give something to wait on) and `tokens` (wait for it): the model
-on a device, a prediction on a virtual clock, or a stand-in in a test.
+An executor has `launch` (start a step, return a handle) and `tokens` (wait for it): the model on a device, a predicted
+device on a virtual clock, or a fake in a test.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from armillary.errors import ArmillaryError
 
 
 class Executor(Protocol):
-    """Does what decisions say, in the order they come."""
+    """Executes decisions in their order."""
 
     def launch(self, decision: Decision) -> Any:
-        """Begin a step; what `tokens` needs to wait for it. `StepTooLarge` where there is no memory for it."""
+        """Start a step; returns a handle for `tokens`. `StepTooLarge` where there is no memory for it."""
 
     def tokens(self, launched: Any) -> Items[int]:
-        """Wait, and give the token drawn for each of `decision.sampling`; -1 where the numbers were of no use."""
+        """Wait for a step; the token of each sequence of `decision.sampling`, -1 where its logits are not finite."""
 
 
 class LateExecutor(Executor, Protocol):
-    """One whose launched steps may be `late`: their tokens are drawn once those of the step before are known."""
+    """An executor whose launched steps may be `late`: they are sampled once the tokens of the step before are known."""
 
     def draw(self, launched: Any) -> None:
-        """Draw them."""
+        """Sample a late step."""
 
 
 def _is_late(launched: Any) -> bool:
-    """Whether tokens of a launched step are still to be drawn."""
+    """Whether a launched step is still to be sampled."""
     return getattr(launched, "late", False)
 
 
 class StepFailed(ArmillaryError):
-    """An executor could not do a step, but can do others; the message ends with the next step for a person."""
+    """An executor could not do a step but can do others; the message ends with what the user can do."""
 
 
 class StepTooLarge(StepFailed):
-    """There was no memory for a step, and nothing of it was done; a smaller one may do."""
+    """There was no memory for a step, and nothing of it was done; a smaller one may fit."""
 
 
 class Loop:
@@ -63,21 +63,21 @@ class Loop:
         self.executor = executor
         self.overlap = overlap
         self.clock = clock
-        """what time it is; requests are submitted by the same one"""
+        """current time; requests are submitted by the same clock"""
         self.schedule_s = 0.0
-        """what the last decision took"""
+        """seconds of the last decision"""
         self.launch_s = 0.0
-        """what launching it took"""
+        """seconds of its launch"""
         self.wait_s = 0.0
-        """what the last step waited for the device"""
+        """seconds that the last step waited for the device"""
         self.taken: list[int] = []
-        """numbers of the steps whose tokens it took"""
+        """numbers of the steps whose tokens the last step took"""
         self.times = StepTimes(scheduler.settings.attention_tokens)
-        """how long steps take here"""
+        """upper estimates of step times on this device"""
         self._launched: list[tuple[Decision, Any]] = []
 
     def step(self) -> tuple[Decision, Outcome]:
-        """Decide and launch a step, then take the tokens of the one before (of the same one without overlap)."""
+        """Schedule and launch a step, then take the tokens of the one before (without overlap: of the same step)."""
         self.wait_s, self.taken = 0.0, []
         decision = self._begin()
         while decision is None:
@@ -89,7 +89,7 @@ class Loop:
         return decision, outcome
 
     def _begin(self) -> Decision | None:
-        """Decide and launch; None where there was no memory for it, and the next will be smaller."""
+        """Schedule and launch; None where there was no memory: the next decision will be smaller."""
         begin = self.clock()
         decision = self.scheduler.schedule(begin)
         decided = self.clock()
@@ -106,8 +106,7 @@ class Loop:
         return decision
 
     def _draw(self, decision: Decision) -> None:
-        """Draw tokens that depend on those that were just taken. Where there is no memory for that, nothing of the step
-        counts."""
+        """Sample tokens that depend on those just taken. Where there is no memory for that, the step is rolled back."""
         try:
             cast(LateExecutor, self.executor).draw(self._launched[-1][1])
         except StepTooLarge as error:
@@ -115,14 +114,14 @@ class Loop:
             self.scheduler.retreat(decision, self.clock(), str(error))
 
     def fail(self, error: str) -> list[Sequence]:
-        """The executor could not do a step: what was under way is over, the rest goes on with the next step."""
+        """The executor could not do a step: the sequences in flight end, the others continue with the next step."""
         self._launched.clear()
         return self.scheduler.fail(self.clock(), error)
 
     def _collect(self) -> Outcome:
-        """Take what is back; with overlap, a step that computes stays under way."""
+        """Take the tokens of launched steps; with overlap, one computing step stays in flight."""
         keep = 1 if self.overlap and not self._launched[-1][0].empty else 0
-        found = Outcome([], [], [])
+        together = Outcome([], [], [])
         while len(self._launched) > keep:
             decision, launched = self._launched.pop(0)
             begin = self.clock()
@@ -132,7 +131,7 @@ class Loop:
             self.taken.append(decision.number)
             self.times.took(decision, now - decision.decided_at)
             outcome = self.scheduler.update(decision, tokens, now)
-            found.sequences.extend(outcome.sequences)
-            found.tokens.extend(outcome.tokens)
-            found.finished.extend(outcome.finished)
-        return found
+            together.sequences.extend(outcome.sequences)
+            together.tokens.extend(outcome.tokens)
+            together.finished.extend(outcome.finished)
+        return together

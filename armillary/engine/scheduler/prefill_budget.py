@@ -1,4 +1,4 @@
-"""How much of a prompt a step takes: a budget in tokens, of which late tokens use more.
+"""Token budgets of a step: for prefill, where tokens late in a prompt cost more, and after a step found no memory.
 
 A chunk of n tokens after p costs n·(1 + (p − A/4 + n/2)/A) tokens' worth, but n at least, A being the context at which
 attention costs as much as the rest of the model. So a step's time stays about the same all along a long prompt, and
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from math import sqrt
 
 FREE = 0.25
-"""of A: a context that is not counted"""
+"""fraction of A: context that is not counted"""
 
 
 def chunk_cost(count: int, past: int, attention_tokens: float | None, free: float = FREE) -> float:
-    """What `count` tokens after `past` others cost, in tokens without a past."""
+    """Cost of `count` tokens after `past` others, in tokens without a past."""
     if not attention_tokens:
         return float(count)
     return count * (1 + max(0.0, (past + count / 2) / attention_tokens - free))
@@ -30,8 +30,8 @@ def chunk_size(
     tile: int = 1,
     free: float = FREE,
 ) -> int:
-    """Tokens of the `left` that the budget pays for, at least one; where the prompt goes on, whole tiles of queries,
-    which attention pays for anyway, and up to the end of a block."""
+    """Tokens of the `left` that the budget pays for, at least one. A chunk that does not end the prompt is a multiple
+    of the query tile, which attention computes anyway, and ends with a block."""
     count = int(budget)
     if attention_tokens:
         linear = 1 + past / attention_tokens - free
@@ -45,20 +45,20 @@ def chunk_size(
 
 @dataclass(kw_only=True)
 class Budget:
-    """What a step may still take of prompts."""
+    """What a step may still prefill."""
 
     tokens: float
-    """those without a past that it pays for"""
+    """tokens without a past that it pays for"""
     most: int
-    """tokens, whatever they cost"""
+    """most tokens, whatever they cost"""
     attention_tokens: float | None
     """see `chunk_cost`"""
     free: float = FREE
     least: int = 1
-    """tokens of the first part, whatever they cost: fewer would cost as much"""
-    one: bool = False
-    """whether what is left behind the first part goes only to prompts that end with it: a second one that goes on
-    costs tiles and padding of its own, and does not get anybody an answer sooner"""
+    """least tokens of the first chunk, whatever they cost: fewer would cost as much"""
+    one_partial: bool = False
+    """after the first chunk, only chunks that end their prompt are added: another partial chunk would cost tiles and
+    padding of its own without an earlier first token"""
     _begun: bool = False
 
     @property
@@ -66,22 +66,23 @@ class Budget:
         return self.tokens < 1 or self.most < 1
 
     def size(self, left: int, past: int, block_tokens: int, tile: int) -> int:
-        """Tokens of a prompt's next part; none behind the first one where `one` counts and it would not end."""
+        """Tokens of a prompt's next chunk; 0 after the first where `one_partial` holds and the chunk would not end
+        it."""
         count = chunk_size(left, past, self.tokens, block_tokens, self.attention_tokens, tile, self.free)
         if count > self.most:
             count = chunk_size(left, past, float(self.most), block_tokens, None, tile)
         count = min(count, int(self.tokens))
         if not self._begun:
             return max(count, min(left, self.least, self.most))
-        return 0 if self.one and count < left else count
+        return 0 if self.one_partial and count < left else count
 
     @property
     def is_paced(self) -> bool:
-        """Whether the part to come is the one whose time is kept."""
-        return self.one and not self._begun
+        """Whether the next chunk is the one whose time is limited."""
+        return self.one_partial and not self._begun
 
     def close(self) -> None:
-        """Nobody gets anything more."""
+        """No more prefill in this step."""
         self.tokens = 0.0
 
     def pay(self, count: int, past: int) -> None:

@@ -1,11 +1,12 @@
-"""How much of prompts a step may take beside decodes, so that it lasts at most so many times what they take alone.
+"""Prefill controller: the prefill tokens that a step takes beside its decodes, so that it lasts at most `slowdown`
+times as long as the decodes alone.
 
-Nobody says how quick a device is: steps are watched. What decodes take is seen in steps without prompts, one of which
-is put in now and then; what prompts add is taken to be γ + α·n + β·n·(p + n/2) seconds for n tokens after p others, and
-these three are fitted to the steps so far, late ones counting most (recursive least squares). A step is never much
-larger than the last one: what was not seen yet may cost more than a line says. Products do not cost what a line says
-either, but jump from one padded size to the next: where parts of a size were seen, what they took counts, and of the
-line only what attention has added since.
+The speed of the device is learnt from its steps. The time of decodes alone comes from steps without prefill, one of
+which is inserted now and then. Prefill adds γ + α·n + β·n·(p + n/2) seconds for n tokens after p others; the three are
+fitted to the steps so far by recursive least squares with exponential forgetting. A step is never much larger than the
+last one, because sizes that were not seen may cost more than the line says. GEMMs do not follow a line either: their
+time jumps from one padded size to the next. So where a chunk size was measured, the measured time counts, corrected by
+the line only for the attention added since.
 """
 
 from __future__ import annotations
@@ -16,69 +17,69 @@ from statistics import median
 from armillary.engine.scheduler.decision import Decision
 
 _MARGIN = 0.035
-"""of the time that is not planned with: steps of one kind differ by so much"""
+"""fraction of the time limit kept in reserve: steps of one kind vary by so much"""
 _FORGET = 0.96
-"""weight of a step at the next one"""
+"""forgetting factor per step"""
 _GROWTH = 1.15
-"""a step's tokens over those of the last one, at most"""
+"""most tokens of a step over those of the last one"""
 _FIRST = 64
-"""tokens of prompts in the first step"""
+"""prefill tokens of the first step"""
 _EVERY = 256
-"""steps with prompts after which decodes are watched alone again"""
+"""steps with prefill after which decodes are timed alone again"""
 _SEEN = 31
-"""steps without prompts whose median counts: one that something else held up says nothing of decodes"""
+"""steps without prefill whose median counts, so that a delayed one does not"""
 _UNITS = (1.0, 128.0, 128.0 * 8192.0)
-"""what γ, n and n·(p + n/2) are counted in, so that all are of one size"""
+"""units of γ, n and n·(p + n/2), so that all are of one size"""
 _LAST = 3
-"""steps of a size that count, of which the quickest: one that was held up says nothing of the size"""
+"""last steps of a size of which the fastest counts, so that a delayed one does not"""
 _LATE = 384
-"""steps with prompts after which a size is tried again as if it had not been seen"""
+"""steps with prefill after which a measured size expires"""
 _HELD_UP, _IN_A_ROW = 2.0, 2
-"""times the pace: steps that took longer were something else's doing (a graph captured, memory collected), up to so
-many one after the other; more are what steps take here"""
+"""a step this many times over the limit was delayed by something else (a graph capture, garbage collection) and is
+ignored, up to so many in a row; more are taken as the step time"""
 _LONG = 8192
-"""tokens of a prompt that is new: to send more of them takes time of its own"""
-_UNSURE = 100.0
-"""how little is known of the fit, at most"""
+"""tokens of a new prompt: sending more of them takes time of its own"""
+_MAX_COVARIANCE = 100.0
+"""largest covariance of the fit"""
 
 
 class PrefillController:
-    """Times of steps, and what they mean for the next."""
+    """Learns step times and sizes the prefill of the next step."""
 
     def __init__(self, slowdown: float, attention_tokens: float | None, tile: int = 1) -> None:
         self.slowdown = slowdown
         self._tile = tile
         self._attention = attention_tokens
         self._alone_s: dict[int, float] = {}
-        """what decodes of so many sequences take, by the power of two at or above"""
+        """seconds of decodes alone, by the power of two at or above their number"""
         self._seen: dict[int, deque[float]] = {}
-        """the times that are known from"""
+        """the times behind it"""
         self._fit: list[float] | None = None
-        """γ, α and β, in seconds a unit"""
-        self._unsure = [[float(i == j) for j in range(3)] for i in range(3)]
-        """how little is known of them"""
+        """γ, α and β, in seconds per unit"""
+        self._covariance = [[float(i == j) for j in range(3)] for i in range(3)]
+        """their covariance"""
         self._sizes: dict[tuple[int, int], deque[tuple[float, float, int]]] = {}
-        """of steps with one part of a prompt, by decodes (as above) and all tokens, which is what products are padded
-        by: seconds, pairs, and which step it was"""
+        """steps with one chunk, by decodes (as above) and all tokens, by which GEMMs are padded: seconds, pairs, and
+        number of the step"""
         self._steps = 0
-        """with prompts"""
+        """steps with prefill"""
         self._held_up = 0
-        """steps one after the other that took far too long"""
+        """consecutive delayed steps"""
         self._largest = _FIRST
         self._mixed = 0
-        """steps with prompts since decodes were seen alone"""
+        """steps with prefill since decodes were timed alone"""
         self._last_s = 0.0
-        """when the step before was over"""
+        """end of the step before"""
 
     def allowance(self, rows: int) -> tuple[float, float | None]:
-        """Tokens of prompts without a past that a step with `rows` decodes may take, and the context at which a token
-        costs twice as much. No tokens: decodes are to be seen alone."""
+        """Prefill tokens without a past that a step with `rows` decodes may take, and the context at which a token
+        costs twice as much. 0 tokens: decodes are timed alone."""
         alone = self._alone_s.get(_size(rows))
         if alone is None or self._mixed >= _EVERY:
             self._mixed = 0
             return 0.0, None
         if self._fit is None:
-            first = alone / 300 * _UNITS[1]  # weights are read in the time in which some 300 tokens are computed
+            first = alone / 300 * _UNITS[1]  # reading the weights takes as long as computing some 300 tokens
             self._fit = [0.0, first, first * _UNITS[2] / _UNITS[1] / self._attention if self._attention else 0.0]
         least = (-alone, alone / 3000 * _UNITS[1], 0.0)
         start_s, token_s, pair_s = (max(x, low) / unit for x, low, unit in zip(self._fit, least, _UNITS, strict=True))
@@ -86,8 +87,8 @@ class PrefillController:
         return max(1.0, budget), token_s / pair_s if pair_s else None
 
     def size(self, rows: int, count: int, past: int, most: int) -> int:
-        """Tokens of a part after `past` others, near the `count` that the line allows: tiles less while that size was
-        seen to take too long, or more while it was seen not to, up to `most`."""
+        """Tokens of a chunk after `past` others, near the `count` that the line allows: fewer tiles while that size was
+        measured to take too long, more while it was measured not to, up to `most`."""
         limit = self._limit(self._alone_s.get(_size(rows), 0.0))
         while count >= 2 * self._tile and (self._expected(rows, count, past) or 0.0) > limit:
             count -= self._tile
@@ -99,7 +100,7 @@ class PrefillController:
         return alone_s * self.slowdown * (1 - _MARGIN)
 
     def _expected(self, rows: int, count: int, past: int) -> float | None:
-        """Seconds of a step with such a part as it was seen; None where it was not, or long ago."""
+        """Seconds of a step with such a chunk, as measured; None where it was not, or long ago."""
         seen = [x for x in self._sizes.get((_size(rows), rows + count), ()) if x[2] > self._steps - _LATE]
         if not seen or self._fit is None:
             return None
@@ -108,11 +109,11 @@ class PrefillController:
 
     @property
     def most(self) -> int:
-        """Tokens of prompts in the next step, whatever they cost."""
+        """Most prefill tokens of the next step, whatever they cost."""
         return self._largest
 
     def took(self, decision: Decision, begun: float, now: float) -> None:
-        """A step that was decided at `begun` is over."""
+        """A step that was decided at `begun` has ended."""
         seconds, self._last_s = now - max(begun, self._last_s), now
         rows, tokens = len(decision.decodes), decision.num_prefill_tokens
         if not rows or seconds <= 0.0 or any(seq.length > _LONG for seq in decision.admitted):
@@ -134,8 +135,8 @@ class PrefillController:
         pairs = decision.num_prefill_pairs
         self._learn([1.0, tokens / _UNITS[1], pairs / _UNITS[2]], seconds - alone)
         if len(decision.chunks) == 1:
-            like = self._sizes.setdefault((_size(rows), rows + tokens), deque(maxlen=_LAST))
-            like.append((seconds, pairs, self._steps))
+            same_size = self._sizes.setdefault((_size(rows), rows + tokens), deque(maxlen=_LAST))
+            same_size.append((seconds, pairs, self._steps))
 
     def _learn(self, parts: list[float], seconds: float) -> None:
         """One more equation γ + α·n + β·pairs = seconds."""
@@ -143,14 +144,17 @@ class PrefillController:
         if seconds < 0.0:
             return
         error = seconds - sum(value * part for value, part in zip(self._fit, parts, strict=True))
-        moved = [sum(x * part for x, part in zip(row, parts, strict=True)) for row in self._unsure]
+        moved = [sum(x * part for x, part in zip(row, parts, strict=True)) for row in self._covariance]
         scale = _FORGET + sum(x * part for x, part in zip(moved, parts, strict=True))
         self._fit = [value + x / scale * error for value, x in zip(self._fit, moved, strict=True)]
         kept = [
-            [(row[j] - moved[i] * moved[j] / scale) / _FORGET for j in range(3)] for i, row in enumerate(self._unsure)
+            [(row[j] - moved[i] * moved[j] / scale) / _FORGET for j in range(3)]
+            for i, row in enumerate(self._covariance)
         ]
         most = max(kept[i][i] for i in range(3))
-        self._unsure = kept if most < _UNSURE else [[x * _UNSURE / most for x in row] for row in kept]
+        self._covariance = (
+            kept if most < _MAX_COVARIANCE else [[x * _MAX_COVARIANCE / most for x in row] for row in kept]
+        )
 
 
 def _size(rows: int) -> int:

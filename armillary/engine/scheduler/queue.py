@@ -1,7 +1,7 @@
-"""Who waits, in the order in which they are served, and until when.
+"""The waiting queue, in the order of service, and the deadlines.
 
-The order never changes: a request's place is its arrival plus `ageing_s` for every step of priority. So priority
-buys a fixed time, everybody who waits moves up against later ones at the same pace, and nobody starves.
+The order never changes: a request's key is its arrival plus `ageing_s` per priority level. So priority is worth a fixed
+time, waiting requests move ahead of later ones at the same rate, and none starves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from armillary.engine.request.sequence import Sequence, State
 
 
 class Waiting:
-    """Sequences that want to run, first come first or by aged priority."""
+    """Waiting sequences, first come first served or by aged priority."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int, int], Sequence]] = []
@@ -27,55 +27,55 @@ class Waiting:
         return (seq for _, seq in self._heap if seq.state is State.WAITING)
 
     def push(self, seq: Sequence) -> None:
-        """New, or put back: its place is that of its arrival."""
+        """A new or preempted sequence: its place follows from its arrival."""
         heappush(self._heap, (seq.order, seq))
         self._size += 1
 
     def first(self) -> Sequence | None:
-        """The next to be served; it stays."""
+        """The next sequence; it stays in the queue."""
         heap = self._heap
         while heap and heap[0][1].state is not State.WAITING:
             heappop(heap)
         return heap[0][1] if heap else None
 
     def pop(self) -> Sequence:
-        """The next to be served."""
+        """Remove the next sequence."""
         seq = self.first()
-        assert seq is not None, "nobody waits"
+        assert seq is not None, "the queue is empty"
         heappop(self._heap)
         self._size -= 1
         return seq
 
     def left(self) -> None:
-        """One that waited has been finished elsewhere; its entry goes when it comes up."""
+        """A waiting sequence was finished elsewhere; its entry is dropped when it comes up."""
         self._size -= 1
 
 
 class Deadlines:
-    """Times at which requests are given up, the next first."""
+    """Deadlines of sequences, the next first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, tuple[int, int], bool]] = []
         self._alive: dict[tuple[int, int], Sequence] = {}
 
     def add(self, at: float, seq: Sequence, *, only_waiting: bool = False) -> None:
-        """`only_waiting`: it counts only while the sequence has not started."""
+        """`only_waiting`: the deadline holds only while the sequence has not started."""
         heappush(self._heap, (at, seq.order[1:], only_waiting))
         self._alive[seq.order[1:]] = seq
 
     def forget(self, seq: Sequence) -> None:
-        """It is over: its tokens need not be kept until the time comes."""
+        """Drop a finished sequence, so that its tokens are not kept until the deadline."""
         self._alive.pop(seq.order[1:], None)
 
     def due(self, now: float) -> list[Sequence]:
-        """Those whose time has come, each once."""
-        found: dict[tuple[int, int], Sequence] = {}
+        """Sequences past their deadline, each once."""
+        expired: dict[tuple[int, int], Sequence] = {}
         while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._alive):
             _, key, only_waiting = heappop(self._heap)
             seq = self._alive.get(key)
             if seq is not None and not (only_waiting and seq.started_at is not None):
-                found[key] = seq
-        return list(found.values())
+                expired[key] = seq
+        return list(expired.values())
 
     def next(self) -> float | None:
         return self._heap[0][0] if self._heap else None

@@ -1,6 +1,6 @@
-"""From a request to its sequences: everything that can be wrong with it is said here, to that request alone.
+"""Checks of a request, and its sequences.
 
-What takes time in proportion to the prompt (copying, checking, hashing) is done here, outside the steps.
+Work in proportion to the prompt (copying, checking, hashing) is done here, outside the steps.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from armillary.errors import BadInput
 
 MakeConstraint = Callable[[], Constraint]
 LONG_ROPE = "\0long rope"
-"""added to the adapter's name: blocks of sequences that turn by other frequencies are others"""
+"""added to the adapter's name: sequences with long-context RoPE share no blocks with others"""
 
 
 def check(request: Request, settings: Settings, cache: KVCache, constraint: MakeConstraint | None = None) -> int:
-    """Tokens the sequences may come to; BadInput where the request cannot be served."""
+    """Most tokens of its sequences; BadInput where the request cannot be served."""
     _check_prompt(request, settings)
     params, length = request.params, len(request.prompt)
     params.check_vocab(settings.vocab)
     room = settings.max_model_len - length
     if room < 1:
         raise BadInput(
-            f"the prompt has {length:,} tokens and prompt and answer may have {settings.max_model_len:,}; "
+            f"the prompt has {length:,} tokens and prompt and output together may have {settings.max_model_len:,}; "
             f"shorten it to {settings.max_model_len - 1:,} or raise serve.max_model_len "
             "and serve.kv_bytes"
         )
@@ -41,7 +41,7 @@ def check(request: Request, settings: Settings, cache: KVCache, constraint: Make
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise BadInput(f"timeout_s={request.timeout_s} is over before it begins; give a time above 0")
     if params.structure is not None and constraint is None:
-        raise BadInput(f"this engine cannot hold an answer to a {params.structure.kind}; leave structure out")
+        raise BadInput(f"this engine cannot constrain the output to a {params.structure.kind}; leave structure out")
     _check_room(length + wanted, cache)
     return length + wanted
 
@@ -62,7 +62,7 @@ def _check_room(tokens: int, cache: KVCache) -> None:
     longest = cache.longest(tokens)
     if longest < tokens:
         raise BadInput(
-            f"prompt and answer of {tokens:,} tokens need {cache.blocks_at(tokens):,} KV blocks and the "
+            f"prompt and output of {tokens:,} tokens need {cache.blocks_at(tokens):,} KV blocks and the "
             f"cache has {cache.num_blocks:,}; ask for at most {longest:,} together or raise "
             "serve.kv_bytes"
         )
@@ -71,20 +71,20 @@ def _check_room(tokens: int, cache: KVCache) -> None:
 def make_sequences(
     request: Request, limit: int, settings: Settings, cache: KVCache, constraint: MakeConstraint | None = None
 ) -> list[Sequence]:
-    """The n sequences of a checked request; all but the first are forks of it."""
+    """The n sequences of a checked request; all but the first are forks of the first."""
     params = request.params
     constraint = limited(params, settings.vocab, constraint)
     stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else settings.eos_ids)
     long_rope = settings.rope_switch is not None and len(request.prompt) > settings.rope_switch
     chain = cache.chain(list(request.prompt), request.salt, request.adapter + (LONG_ROPE if long_rope else ""))
-    made = [Sequence(request, i, chain.copy() if i else chain, limit, stops) for i in range(params.n)]
-    for seq in made:
+    sequences = [Sequence(request, i, chain.copy() if i else chain, limit, stops) for i in range(params.n)]
+    for seq in sequences:
         seq.long_rope = long_rope
         if constraint is not None:
             seq.constraint, seq.watched = constraint(), EVERY_TOKEN
         seq.blocks_at_limit = cache.blocks_at(limit)
         seq.blocks_at_start = cache.blocks_at(seq.num_prompt)
-    made[0].forks = made[1:]
-    for fork in made[1:]:
-        fork.leader = made[0]
-    return made
+    sequences[0].forks = sequences[1:]
+    for fork in sequences[1:]:
+        fork.leader = sequences[0]
+    return sequences

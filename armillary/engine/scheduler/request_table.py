@@ -1,4 +1,4 @@
-"""Who is in the engine: requests, the queue, the batch with its rows, and the times at which they are given up."""
+"""The request table: all requests in the engine, the queue, the running batch with its rows, deadlines, preemption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ORDER = attrgetter("order")
 
 
 class RequestTable:
-    """Every sequence that is not over, and where it stands."""
+    """Every unfinished sequence and its state."""
 
     def __init__(self, settings: Settings, cache: KVCache) -> None:
         self.settings = settings
@@ -28,25 +28,25 @@ class RequestTable:
         self.waiting = Waiting()
         self.deadlines = Deadlines()
         self.running: list[Sequence] = []
-        """in the order in which they may take blocks from each other: the first never has to wait"""
+        """in order of precedence: a sequence may preempt those after it, and the first never waits"""
         self.rows = list(range(settings.max_running - 1, -1, -1))
-        """free places of the batch, the next last"""
+        """free rows of the batch, the next one last"""
         self.requests: dict[str, list[Sequence]] = {}
-        """sequences of every request that is not over"""
+        """request id -> sequences, of every unfinished request"""
         self.totals = Totals()
         self.prefix_reuse = PrefixReuse()
 
     def prepare(self, request: Request, constraint: MakeConstraint | None) -> list[Sequence]:
-        """Check a request and make its sequences: what takes time in proportion to the prompt. Changes nothing that
-        steps look at, so any thread may do it while they are decided in another."""
+        """Check a request and make its sequences: the work in proportion to the prompt. It changes nothing that steps
+        read, so any thread may do it while another schedules."""
         limit = check(request, self.settings, self.cache, constraint)
-        made = make_sequences(request, limit, self.settings, self.cache, constraint)
-        self.prefix_reuse.see(made, self.cache.block_tokens)
-        return made
+        sequences = make_sequences(request, limit, self.settings, self.cache, constraint)
+        self.prefix_reuse.see(sequences, self.cache.block_tokens)
+        return sequences
 
-    def enter(self, made: list[Sequence], now: float) -> None:
-        """Queue a prepared request; BadInput where there is no place for it."""
-        request = made[0].request
+    def enter(self, sequences: list[Sequence], now: float) -> None:
+        """Queue a prepared request; BadInput where the queue is full or the id is taken."""
+        request = sequences[0].request
         if request.id in self.requests:
             raise BadInput(f"request '{request.id}' is here already; give each its own id")
         most = self.settings.max_waiting
@@ -54,12 +54,12 @@ class RequestTable:
             self.totals.rejected += 1
             raise BadInput(f"{len(self.waiting):,} requests are waiting, as many as may; try again later")
         key = now + request.priority * self.settings.ageing_s
-        for seq in made:
+        for seq in sequences:
             seq.order, seq.arrived_at = (key, self.totals.submitted, seq.index), now
             self._set_deadlines(seq, now)
         self.totals.submitted += 1
-        self.requests[request.id] = made
-        self.waiting.push(made[0])
+        self.requests[request.id] = sequences
+        self.waiting.push(sequences[0])
 
     def _set_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.timeout_s is not None:
@@ -68,8 +68,8 @@ class RequestTable:
             self.deadlines.add(now + self.settings.max_wait_s, seq, only_waiting=True)
 
     def start(self, seq: Sequence, now: float) -> None:
-        """From the queue into the batch; a fork shares its leader's blocks where it still has them."""
-        assert not seq.num_pending, f"{seq.id} starts while a token of it is on its way"
+        """Move a sequence from the queue into the batch; a fork shares its leader's blocks where it still has them."""
+        assert not seq.num_pending, f"{seq.id} starts while a token of it is in flight"
         seq.state, seq.row = State.RUNNING, self.rows.pop()
         self.cache.start(seq)
         seq.is_prefilling, seq.prefill_target = True, len(seq.tokens)
@@ -83,7 +83,8 @@ class RequestTable:
         insort(self.running, seq, key=_ORDER)
 
     def preempt(self, seq: Sequence) -> None:
-        """From the batch into the queue: its tokens stay and are computed again, those on their way will be added."""
+        """Move a sequence from the batch into the queue: its tokens stay and are recomputed, those in flight will be
+        added."""
         self.totals.preempted += 1
         self.totals.recomputed += seq.computed
         seq.is_prefilling, seq.prefill_target = True, seq.length
@@ -95,21 +96,21 @@ class RequestTable:
         self.waiting.push(seq)
 
     def switch_rope(self, seq: Sequence) -> None:
-        """It has grown beyond the length at which rotary frequencies change: all of it is computed anew by others."""
+        """Recompute a sequence with the long-context RoPE frequencies, whose length it has reached."""
         self.preempt(seq)
         seq.long_rope, request = True, seq.request
         seq.chain = self.cache.chain(seq.tokens, request.salt, request.adapter + LONG_ROPE)
 
     def wake_forks(self, seq: Sequence) -> None:
-        """The prompt is computed, or never will be by this one: its forks may start."""
+        """Queue the forks of a sequence: its prompt is computed, or never will be."""
         for fork in seq.forks:
             if fork.finish is None:
                 self.waiting.push(fork)
         seq.forks = []
 
     def end(self, seq: Sequence, reason: Finish, now: float, error: str = "") -> None:
-        """A sequence is over; call `sweep` after the last."""
-        assert seq.finish is None, f"{seq.id} is over already"
+        """Finish a sequence; call `sweep` after the last."""
+        assert seq.finish is None, f"{seq.id} is finished already"
         sleeping = seq.leader is not None and seq in seq.leader.forks
         if seq.state is State.RUNNING:
             self._release(seq, spoiled=reason == "error")
@@ -131,7 +132,7 @@ class RequestTable:
             del self.requests[seq.request.id]
 
     def sweep(self) -> None:
-        """Take those that are over out of the batch."""
+        """Remove finished sequences from the batch."""
         self.running = [seq for seq in self.running if seq.state is State.RUNNING]
 
     def _release(self, seq: Sequence, *, spoiled: bool = False) -> None:

@@ -90,9 +90,9 @@ class Scheduler:
     def submit(self, request: Request, now: float, constraint: MakeConstraint | None = None) -> list[Sequence]:
         """Queue a request, one sequence per completion; BadInput says what is wrong with it, and nothing else
         changes."""
-        made = self.request_table.prepare(request, constraint)
-        self.request_table.enter(made, now)
-        return made
+        sequences = self.request_table.prepare(request, constraint)
+        self.request_table.enter(sequences, now)
+        return sequences
 
     def abort(self, request_id: str, now: float, reason: Finish = "abort") -> list[Sequence]:
         """End what is left of a request; returns the sequences that were not finished."""
@@ -141,7 +141,7 @@ class Scheduler:
         assert len(self.under_way) <= 1, "update the step before last first"
         self.totals.steps += 1
         decision = Decision(self.totals.steps)
-        self._settle(decision, now)
+        self._finish_last_step(decision, now)
         prompts = self._decode(decision)
         decision.decided_at = now
         budget = self._budget(len(decision.decodes), len(prompts) + len(self.request_table.waiting))
@@ -166,13 +166,13 @@ class Scheduler:
             attention_tokens=attention_tokens,
             free=0.0,
             least=settings.query_tile,
-            one=True,
+            one_partial=True,
         )
 
-    def _settle(self, decision: Decision, now: float) -> None:
+    def _finish_last_step(self, decision: Decision, now: float) -> None:
         """After the last step: register computed blocks, wake forks, free blocks, expire deadlines."""
         self._lookups, self._stalled = self.settings.lookups, False
-        self.cache.settle(self.settings.lookups)
+        self.cache.free_some(self.settings.lookups)
         for seq in self._fresh:
             if seq.state is _RUNNING:
                 self.cache.register_blocks(seq)
@@ -338,7 +338,7 @@ class Scheduler:
         other request does."""
         assert self.under_way and decision is self.under_way[-1], "only the last decision can be taken back"
         self.under_way.pop()
-        inside, tokens = take_back(decision), decision.num_tokens
+        unfinished, tokens = take_back(decision), decision.num_tokens
         self._fresh.clear()
         self._admitted[:0] = decision.admitted
         self.cache.table_updates[:0], self.cache.copies[:0] = decision.table_updates, decision.copies
@@ -346,12 +346,12 @@ class Scheduler:
         self._ended += decision.ended
         decision.ended = []
         self.totals.shrunk += 1
-        if len(inside) > 1 or tokens > self.cache.block_tokens:
+        if len(unfinished) > 1 or tokens > self.cache.block_tokens:
             self.limit.failed(tokens)
         else:
             self.limit.reset()
-            self._ended += inside
-            self._end([(seq, Ending("error", error)) for seq in inside], now)
+            self._ended += unfinished
+            self._end([(seq, Ending("error", error)) for seq in unfinished], now)
         decision.decodes, decision.positions, decision.chunks = [], [], []
         self._check()
 

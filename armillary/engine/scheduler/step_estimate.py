@@ -1,8 +1,8 @@
-"""How long a step may be expected to take: an upper estimate, from steps that were rehearsed or measured here.
+"""Upper estimate of a step's time, from calibrated and measured steps on this device.
 
-Steps are put into classes by their work, in tokens: those computed, and attention as tokens that would cost as much.
-A class holds works of (2^(i-1), 2^i]. A step of work w takes at most what one of its class or a larger one took. Where
-none was seen, it is taken for w/w' times what the largest so far took, of work w': reading the weights is shared.
+Steps are classified by their work in tokens: those computed, and attention as tokens that cost as much. A class holds
+works of (2^(i-1), 2^i]. A step of work w takes at most as long as one of its class or of a larger class. Where none was
+seen, it takes at most w/w' times as long as the largest step so far, of work w', because weights are read once.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from armillary.engine.scheduler.decision import Decision, StepWork
 
 _CLASSES = 48
 _SLOW_S = 0.1
-"""steps that take longer are always measured; of shorter ones one each time somebody asks"""
+"""longer steps are always measured, shorter ones only when `wanted`"""
 _KEEP = 0.9
-"""of the slowest step of a class that is kept where a later one was quicker: one that was held up is forgotten"""
+"""decay of a class's slowest step with every faster one, so that a delayed step is forgotten"""
 
 
 class StepTimes:
-    """Seconds of steps by their work. Written by the engine's thread, read by others."""
+    """Slowest seconds by class of work. Written by the engine's thread, read by others."""
 
     def __init__(self, attention_tokens: float | None = None) -> None:
         """`attention_tokens` is the context at which attention costs as much as all the rest of a token."""
         self._attention = attention_tokens
         self._seconds = [0.0] * _CLASSES
-        """of each class; 0: none was seen. Of a fixed length, so that a reader in another thread finds it whole"""
+        """per class; 0: none was seen. Of fixed length, so that another thread can read it at any time"""
         self.wanted = True
-        """whether the next step is to be measured, however short"""
+        """whether the next step is measured, however short"""
 
     def took(self, decision: Decision, seconds: float) -> None:
-        """A step is over; cheap where it need not be measured."""
+        """A step has ended; cheap where it is not measured."""
         if (self.wanted or seconds > _SLOW_S) and not decision.empty:
             self.wanted = False
             self.learn(decision.work, seconds)

@@ -73,8 +73,8 @@ class GaugeLog:
         self._writer.close()
 
     def _run(self) -> None:
-        while (one := self._queue.get()) is not _END:
-            gauges, step, request, now = one
+        while (entry := self._queue.get()) is not _END:
+            gauges, step, request, now = entry
             if step is None and request is None:
                 self._lasting.append(gauges)
             try:

@@ -39,7 +39,7 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
 
 def request_gauges(seq: Sequence) -> dict[str, float]:
     """Times and sizes of an answer that is over; what it never came to is left out."""
-    found: dict[str, float] = {
+    gauges: dict[str, float] = {
         "tokens_in": seq.num_prompt,
         "tokens_out": seq.num_output,
         "cached_tokens": seq.cached_tokens,
@@ -48,18 +48,18 @@ def request_gauges(seq: Sequence) -> dict[str, float]:
         "request_number": seq.number,
     }
     if seq.shared_prefix:
-        found |= {"repeated_tokens": seq.shared_prefix, "prefix_source_request": seq.prefix_source}
+        gauges |= {"repeated_tokens": seq.shared_prefix, "prefix_source_request": seq.prefix_source}
     end = seq.finished_at
     if end is not None:
-        found["e2e_s"] = end - seq.arrived_at
+        gauges["e2e_s"] = end - seq.arrived_at
     if seq.started_at is not None:
-        found["queue_s"] = seq.started_at - seq.arrived_at
+        gauges["queue_s"] = seq.started_at - seq.arrived_at
     if seq.first_token_at is not None and seq.started_at is not None:
-        found["ttft_s"] = seq.first_token_at - seq.arrived_at
-        found["prefill_s"] = seq.first_token_at - seq.started_at
+        gauges["ttft_s"] = seq.first_token_at - seq.arrived_at
+        gauges["prefill_s"] = seq.first_token_at - seq.started_at
         if end is not None:
-            found["decode_s"] = end - seq.first_token_at
+            gauges["decode_s"] = end - seq.first_token_at
             if seq.num_output > 1:
-                found["tpot_s"] = (end - seq.first_token_at) / (seq.num_output - 1)
-                found["itl_max_s"] = seq.largest_gap_s
-    return found
+                gauges["tpot_s"] = (end - seq.first_token_at) / (seq.num_output - 1)
+                gauges["itl_max_s"] = seq.largest_gap_s
+    return gauges

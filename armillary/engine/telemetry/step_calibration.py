@@ -59,7 +59,7 @@ def calibrate_steps(
 ) -> list[dict[str, float]]:
     """What steps of each shape are made of and how long they take, as records; none is begun after `together_s`. The
     cache's numbers are overwritten, its books stay as they are."""
-    begin, found = time.perf_counter(), []
+    begin, records = time.perf_counter(), []
     for shape in sorted(set(step_shapes(cache, settings)), key=lambda shape: shape.tokens):
         if time.perf_counter() - begin > together_s:
             break
@@ -70,8 +70,8 @@ def calibrate_steps(
             seconds = min(_timed(executor, decision) for _ in range(REPEATS))
         except StepTooLarge:  # for a step that nobody asked for: requests may be smaller
             break
-        found.append(decision.work._asdict() | {"calibration_step_s": seconds})
-    return found
+        records.append(decision.work._asdict() | {"calibration_step_s": seconds})
+    return records
 
 
 def step_shapes(cache: KVCache, settings: Settings) -> Iterator[StepShape]:
@@ -86,11 +86,11 @@ def step_shapes(cache: KVCache, settings: Settings) -> Iterator[StepShape]:
         parts = [(size, past) for size, past in product(SIZES, pasts if rows == 1 else ends) if past + size <= longest]
         most = min(MOST, settings.max_tokens_per_step)
         yield from (StepShape(prompts=rows, size=size, past=past) for size, past in parts if rows * size <= most)
-        others = min(rows, settings.max_running - 1) if rows == counts[-1] else 0
+        decodes = min(rows, settings.max_running - 1) if rows == counts[-1] else 0
         yield from (
-            StepShape(prompts=1, size=size, past=past, decodes=others, context=min(32, longest))
+            StepShape(prompts=1, size=size, past=past, decodes=decodes, context=min(32, longest))
             for size, past in parts
-            if others and size + others <= settings.max_tokens_per_step
+            if decodes and size + decodes <= settings.max_tokens_per_step
         )
 
 
@@ -102,24 +102,24 @@ def _longest(rows: int, cache: KVCache, settings: Settings) -> int:
 
 def decision_of(shape: StepShape, cache: KVCache) -> Decision:
     """A step of that shape: each row has blocks of its own, as far as there are enough."""
-    made, rows = Decision(0), shape.decodes + shape.prompts
+    decision, rows = Decision(0), shape.decodes + shape.prompts
     for row in range(rows):
         decodes = row < shape.decodes
         length = shape.context if decodes else shape.past + shape.size
         seq = _sequence(row, length, cache)
-        made.admitted.append(seq)
-        made.table_updates += [
+        decision.admitted.append(seq)
+        decision.table_updates += [
             TableUpdate(row, group, 0, _blocks(row * len(cache.groups) + group, length, cache))
             for group in range(len(cache.groups))
         ]
-        made.sampling.append(seq)
+        decision.sampling.append(seq)
         if decodes:
-            made.decodes.append(seq)
-            made.positions.append(length - 1)
-            made.rows.append(row)
+            decision.decodes.append(seq)
+            decision.positions.append(length - 1)
+            decision.rows.append(row)
         else:
-            made.chunks.append(Chunk(seq, row, shape.past, shape.size, True))
-    return made
+            decision.chunks.append(Chunk(seq, row, shape.past, shape.size, True))
+    return decision
 
 
 def _sequence(row: int, length: int, cache: KVCache) -> Sequence:

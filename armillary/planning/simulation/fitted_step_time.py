@@ -149,37 +149,41 @@ def fit_step_cost(
 ) -> StepCost | None:
     """The line through a run's step records, and through `rehearsed` ones where those leave it open; none where there
     are too few of them. `least` is `least_queries`."""
-    known = [one for one in steps if "engine_step_s" in one and one["engine_step_s"] > 0 and "decode_tokens" in one]
+    known = [
+        step for step in steps if "engine_step_s" in step and step["engine_step_s"] > 0 and "decode_tokens" in step
+    ]
     known = known[_WARM_UP:] if len(known) >= LEAST_STEPS + _WARM_UP else known
     if len(known) < LEAST_STEPS:
         return None
     known = known[:: -(-len(known) // _MOST_STEPS)]
-    parts, taken = _columns(known, least), np.array([float(one["engine_step_s"]) for one in known])
-    waited = np.array([float(one.get("engine_wait_s", 0.0)) for one in known])
+    parts, taken = _columns(known, least), np.array([float(step["engine_step_s"]) for step in known])
+    waited = np.array([float(step.get("engine_wait_s", 0.0)) for step in known])
     waits = float(waited.sum()) > 0.5 * float(taken.sum())
     tried = _tried(calibration, least)
-    found = _line(parts, taken, waited if waits else None, tried)
-    if found[PAST] > found[TOKENS]:  # to read a token's key is never dearer than to make it: a few held-up steps
+    coefficients = _line(parts, taken, waited if waits else None, tried)
+    if (
+        coefficients[PAST] > coefficients[TOKENS]
+    ):  # to read a token's key is never dearer than to make it: a few held-up steps
         bare = None if tried is None else (_without_past(tried[0]), tried[1])
-        found = _line(_without_past(parts), taken, waited if waits else None, bare)
-    error = float(np.median(np.abs(parts @ found - taken) / taken))
-    found *= _mean_ratio(parts @ found, taken)
-    ratios = np.clip(taken / np.maximum(parts @ found, 1e-12), 1 / _STALL, _STALL)
+        coefficients = _line(_without_past(parts), taken, waited if waits else None, bare)
+    error = float(np.median(np.abs(parts @ coefficients - taken) / taken))
+    coefficients *= _mean_ratio(parts @ coefficients, taken)
+    ratios = np.clip(taken / np.maximum(parts @ coefficients, 1e-12), 1 / _STALL, _STALL)
     return StepCost(
-        base_s=float(found[0]),
-        prompt_s=float(found[1]),
-        mixed_s=float(found[2]),
-        prefill_s=float(found[3]),
-        decode_s=float(found[3] + found[4]),
-        context_s=float(found[5]),
-        pair_s=float(found[6]),
-        row_s=float(found[7]),
-        past_s=float(found[8]),
+        base_s=float(coefficients[0]),
+        prompt_s=float(coefficients[1]),
+        mixed_s=float(coefficients[2]),
+        prefill_s=float(coefficients[3]),
+        decode_s=float(coefficients[3] + coefficients[4]),
+        context_s=float(coefficients[5]),
+        pair_s=float(coefficients[6]),
+        row_s=float(coefficients[7]),
+        past_s=float(coefficients[8]),
         least_queries=least,
         waits=waits,
         error=error,
         steps=len(known),
-        noise=step_noise(zip(map(bool, parts[:, 1]), parts @ found, ratios, strict=True)),
+        noise=step_noise(zip(map(bool, parts[:, 1]), parts @ coefficients, ratios, strict=True)),
         basis=f"fitted to {len(known)} steps, ± {error:.0%} each" + (f", {len(tried[1])} rehearsed" if tried else ""),
     )
 
@@ -201,14 +205,14 @@ def _without_past(parts: Array) -> Array:
 def _mean_ratio(predicted: Array, taken: Array) -> float:
     """What all steps took together over what the line says, so that sums come out right where single steps scatter
     upwards; one that waited for something else counts as if it had not waited longer than `_STALL` allows."""
-    whole = float(predicted.sum())
-    return float(np.minimum(taken, _STALL * np.maximum(predicted, 1e-12)).sum()) / whole if whole else 1.0
+    total = float(predicted.sum())
+    return float(np.minimum(taken, _STALL * np.maximum(predicted, 1e-12)).sum()) / total if total else 1.0
 
 
 def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
     """What each step is made of: 1, prompts, mixed, tokens, decodes, context, pairs, rows, past."""
-    found = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in StepWork._fields)
-    tokens, decodes, context, pairs, rows, past = found
+    columns = (np.array([float(step.get(name, 0.0)) for step in steps]) for name in StepWork._fields)
+    tokens, decodes, context, pairs, rows, past = columns
     prompts = np.where(tokens > 0, 1.0, 0.0)
     pairs = pairs * np.maximum(1.0, least / np.maximum(tokens, 1.0))
     mixed = np.where(decodes > 0, prompts, 0.0)
@@ -218,10 +222,10 @@ def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
 
 
 def _tried(calibration: Sequence[Mapping[str, Any]], least: float) -> Tried | None:
-    known = [one for one in calibration if one.get("calibration_step_s", 0.0) > 0]
+    known = [step for step in calibration if step.get("calibration_step_s", 0.0) > 0]
     if len(known) < LEAST_CALIBRATION:
         return None
-    return _columns(known, least), np.array([float(one["calibration_step_s"]) for one in known])
+    return _columns(known, least), np.array([float(step["calibration_step_s"]) for step in known])
 
 
 def _fitted(parts: Array, wanted: Array, taken: Array, prior: Prior, tried: Tried | None = None) -> Array:
@@ -250,16 +254,19 @@ def _robust(parts: Array, wanted: Array, taken: Array, prior: Prior, ridge: floa
     size[7] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what is there in some steps counts as if always
     believed = np.diag(prior.penalty * size / usual) * np.sqrt(ridge * len(taken))
     kinds = parts[:, 1] if prior.by_kind else np.zeros(len(taken))
-    found = np.zeros(parts.shape[1])
+    coefficients = np.zeros(parts.shape[1])
     for _ in range(_ROUNDS):
         scale = np.sqrt(weights) / np.sqrt(taken * usual)  # between absolute and relative: long steps count, not alone
         rows = np.vstack([parts * scale[:, None], believed, more[0]])
-        before, found = found, _non_negative(rows, np.concatenate([wanted * scale, np.zeros(len(believed)), more[1]]))
-        errors = np.abs(parts @ found - wanted) / np.sqrt(taken * usual)
+        before, coefficients = (
+            coefficients,
+            _non_negative(rows, np.concatenate([wanted * scale, np.zeros(len(believed)), more[1]])),
+        )
+        errors = np.abs(parts @ coefficients - wanted) / np.sqrt(taken * usual)
         weights = np.minimum(1.0, _FAR * _spread(errors, kinds) / np.maximum(errors, 1e-15))
-        if np.allclose(before, found, rtol=1e-6, atol=0.0):
+        if np.allclose(before, coefficients, rtol=1e-6, atol=0.0):
             break
-    return found
+    return coefficients
 
 
 def _weighed(tried: Tried | None, usual: float, count: int) -> Tried:
@@ -273,10 +280,10 @@ def _weighed(tried: Tried | None, usual: float, count: int) -> Tried:
 
 def _spread(errors: Array, kinds: Array) -> Array:
     """The usual error of each step's kind, as a deviation of normal errors."""
-    found = np.empty(len(errors))
+    spread = np.empty(len(errors))
     for kind in np.unique(kinds):
-        found[kinds == kind] = 1.4826 * float(np.median(errors[kinds == kind])) or 1e-12
-    return found
+        spread[kinds == kind] = 1.4826 * float(np.median(errors[kinds == kind])) or 1e-12
+    return spread
 
 
 def _non_negative(rows: Array, wanted: Array) -> Array:
@@ -325,7 +332,7 @@ def planned_step_cost(
         prefill_s = (replica.prefill(prompt).total_s - base_s) / prompt
     else:
         prefill_s = (replica.prefill(2 * chunk).total_s - replica.prefill(chunk).total_s) / chunk
-    made = StepCost(
+    cost = StepCost(
         base_s=base_s,
         prefill_s=max(0.0, prefill_s),
         decode_s=decode_s,
@@ -333,15 +340,15 @@ def planned_step_cost(
         waits=True,
         basis="planner's roofline",
     )
-    ratios = [one["engine_step_s"] / made.of(one) for one in steps if one.get("engine_step_s", 0) > 0 and made.of(one)]
+    ratios = [one["engine_step_s"] / cost.of(one) for one in steps if one.get("engine_step_s", 0) > 0 and cost.of(one)]
     if not ratios:
-        return made
+        return cost
     times = median(ratios)
     return StepCost(
-        base_s=made.base_s * times,
-        prefill_s=made.prefill_s * times,
-        decode_s=made.decode_s * times,
-        context_s=made.context_s * times,
+        base_s=cost.base_s * times,
+        prefill_s=cost.prefill_s * times,
+        decode_s=cost.decode_s * times,
+        context_s=cost.context_s * times,
         waits=True,
         steps=len(ratios),
         basis=f"planner's roofline × {times:.2g}, after {len(ratios)} steps",

@@ -38,21 +38,27 @@ class Arrival:
 
 def recorded(requests: Sequence[Mapping[str, Any]]) -> tuple[Arrival, ...]:
     """The requests of gauges.jsonl in the order they came, the first at 0; those that got no token are left out."""
-    known = [one for one in requests if one.get("tokens_out") and "arrived_s" in one and "request_number" in one]
+    known = [
+        record
+        for record in requests
+        if record.get("tokens_out") and "arrived_s" in record and "request_number" in record
+    ]
     by_number: dict[int, list[Mapping[str, Any]]] = {}
-    for one in sorted(known, key=lambda one: float(one["arrived_s"])):
-        number, others = int(one["request_number"]), by_number.get(int(one["request_number"]))
-        if others and others[0]["arrived_s"] != one["arrived_s"]:
+    for record in sorted(known, key=lambda record: float(record["arrived_s"])):
+        number, siblings = int(record["request_number"]), by_number.get(int(record["request_number"]))
+        if siblings and siblings[0]["arrived_s"] != record["arrived_s"]:
             by_number.clear()  # the engine was started again, and counts anew
-        by_number.setdefault(number, []).append(one)
+        by_number.setdefault(number, []).append(record)
     begin = min((float(many[0]["arrived_s"]) for many in by_number.values()), default=0.0)
-    made = [_arrival(number, many, begin) for number, many in by_number.items()]
-    return tuple(sorted(made, key=lambda one: (one.at_s, one.number)))
+    arrivals = [_arrival(number, many, begin) for number, many in by_number.items()]
+    return tuple(sorted(arrivals, key=lambda record: (record.at_s, record.number)))
 
 
 def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Arrival:
-    first = max(many, key=lambda one: one.get("repeated_tokens", 0))  # of several answers one knows what it repeats
-    out = max(1, round(sum(one["tokens_out"] for one in many) / len(many)))
+    first = max(
+        many, key=lambda record: record.get("repeated_tokens", 0)
+    )  # of several answers record knows what it repeats
+    out = max(1, round(sum(record["tokens_out"] for record in many) / len(many)))
     return Arrival(
         number=number,
         at_s=float(first["arrived_s"]) - begin,
@@ -67,17 +73,17 @@ def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Ar
 
 def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
     """Requests of a [traffic] table: lengths vary between half and one and a half times the mean."""
-    rng, now, made = Random(f"arrivals {traffic.seed}"), 0.0, []
+    rng, now, arrivals = Random(f"arrivals {traffic.seed}"), 0.0, []
     total = max(1, round(traffic.requests_per_s * traffic.duration_s)) if count is None else count
     for number in range(1, total + 1):
-        inside = max(1, traffic.shared_prefix + 1, round(traffic.tokens_in * rng.uniform(0.5, 1.5)))
+        tokens_in = max(1, traffic.shared_prefix + 1, round(traffic.tokens_in * rng.uniform(0.5, 1.5)))
         out = max(1, round(traffic.tokens_out * rng.uniform(0.5, 1.5)))
         shared = traffic.shared_prefix if number > 1 else 0
-        made.append(
+        arrivals.append(
             Arrival(
                 number=number,
                 at_s=now,
-                tokens_in=inside,
+                tokens_in=tokens_in,
                 tokens_out=out,
                 limit=out,
                 repeated=shared,
@@ -85,7 +91,7 @@ def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
             )
         )
         now += _gap(traffic, rng)
-    return tuple(made)
+    return tuple(arrivals)
 
 
 def _gap(traffic: Traffic, rng: Random) -> float:
@@ -102,17 +108,17 @@ class Prompts:
     """Tokens of recorded requests: the number of whoever was the first to say them."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
-        self._known = {one.number: one for one in arrivals}
+        self._known = {arrival.number: arrival for arrival in arrivals}
         self._made: dict[int, list[int]] = {}
 
-    def of(self, one: Arrival) -> list[int]:
+    def of(self, arrival: Arrival) -> list[int]:
         """The prompt of a request."""
-        found = self._made.get(one.number)
-        if found is None:
-            shared = min(one.repeated, one.tokens_in) if one.repeats != one.number else 0
-            found = [*self._text(one.repeats, shared), *[one.number] * (one.tokens_in - shared)]
-            self._made[one.number] = found
-        return found
+        prompt = self._made.get(arrival.number)
+        if prompt is None:
+            shared = min(arrival.repeated, arrival.tokens_in) if arrival.repeats != arrival.number else 0
+            prompt = [*self._text(arrival.repeats, shared), *[arrival.number] * (arrival.tokens_in - shared)]
+            self._made[arrival.number] = prompt
+        return prompt
 
     def _text(self, number: int, tokens: int) -> list[int]:
         """The first tokens of a request's prompt and answer; of one that was not recorded, its own."""

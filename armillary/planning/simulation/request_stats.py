@@ -18,40 +18,42 @@ PERCENTS = (50, 90, 99)
 
 def served_gauges(steps: Records, requests: Records) -> dict[str, float]:
     """Gauge -> value; what cannot be said is left out."""
-    found: dict[str, float] = {}
+    gauges: dict[str, float] = {}
     for base in ("ttft", "tpot", "e2e", "queue"):
-        values = [float(one[f"{base}_s"]) for one in requests if f"{base}_s" in one]
-        found |= {f"{base}_p{percent}_s": percentile(values, percent) for percent in PERCENTS if values}
+        values = [float(record[f"{base}_s"]) for record in requests if f"{base}_s" in record]
+        gauges |= {f"{base}_p{percent}_s": percentile(values, percent) for percent in PERCENTS if values}
     gaps = _gaps(steps, requests)
     if gaps:
         seconds, tokens = zip(*gaps, strict=True)
-        found |= {f"itl_p{percent}_s": percentile(seconds, percent, tokens) for percent in PERCENTS}
-    return found | _rates(requests) | _totals(steps)
+        gauges |= {f"itl_p{percent}_s": percentile(seconds, percent, tokens) for percent in PERCENTS}
+    return gauges | _rates(requests) | _totals(steps)
 
 
 def _gaps(steps: Records, requests: Records) -> list[tuple[float, float]]:
-    """(gap, number of tokens with that gap): one per step, and those of preempted sequences, which are longer than any
-    step."""
-    found = [
-        (float(one["engine_step_s"]), float(one["decode_tokens"]))
-        for one in steps
-        if one.get("decode_tokens") and "engine_step_s" in one
+    """(gap, number of tokens with that gap): record per step, and those of preempted sequences, which are longer than
+    any step."""
+    gaps = [
+        (float(record["engine_step_s"]), float(record["decode_tokens"]))
+        for record in steps
+        if record.get("decode_tokens") and "engine_step_s" in record
     ]
-    longest = max((gap for gap, _ in found), default=float("inf"))
-    found += [(float(one["itl_max_s"]), 1.0) for one in requests if one.get("itl_max_s", 0.0) > 1.5 * longest]
-    return found
+    longest = max((gap for gap, _ in gaps), default=float("inf"))
+    gaps += [(float(record["itl_max_s"]), 1.0) for record in requests if record.get("itl_max_s", 0.0) > 1.5 * longest]
+    return gaps
 
 
 def _rates(requests: Records) -> dict[str, float]:
-    timed = [one for one in requests if "arrived_s" in one and "e2e_s" in one]
+    timed = [record for record in requests if "arrived_s" in record and "e2e_s" in record]
     if not timed:
         return {}
-    seconds = max(one["arrived_s"] + one["e2e_s"] for one in timed) - min(one["arrived_s"] for one in timed)
+    seconds = max(record["arrived_s"] + record["e2e_s"] for record in timed) - min(
+        record["arrived_s"] for record in timed
+    )
     if seconds <= 0:
         return {}
     return {
-        "tokens_out_per_s": sum(one.get("tokens_out", 0) for one in timed) / seconds,
-        "tokens_in_per_s": sum(one.get("tokens_in", 0) for one in timed) / seconds,
+        "tokens_out_per_s": sum(record.get("tokens_out", 0) for record in timed) / seconds,
+        "tokens_in_per_s": sum(record.get("tokens_in", 0) for record in timed) / seconds,
         "requests_per_s": len(timed) / seconds,
     }
 

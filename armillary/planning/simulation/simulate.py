@@ -67,10 +67,10 @@ class System:
             prefix=self.prefix,
             step_tokens=self.settings.max_tokens_per_step,
         )
-        made = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
+        scheduler = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
         if self.streamed:
-            made.stream()
-        return made
+            scheduler.stream()
+        return scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +203,9 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
         overlap=ahead,
         streamed=True,
     )
-    found = simulate(_requests(traffic), system, cost).gauges
+    gauges = simulate(_requests(traffic), system, cost).gauges
     wanted = [f"{part}_p{percent}_s" for part in _PARTS for percent in (50, 99)]
-    return {name: found[name] for name in (*wanted, "tokens_out_per_s", "requests_per_s") if name in found}
+    return {name: gauges[name] for name in (*wanted, "tokens_out_per_s", "requests_per_s") if name in gauges}
 
 
 def _requests(traffic: Traffic) -> tuple[Arrival, ...]:

@@ -36,10 +36,10 @@ class StepNoise:
 
     def _nearest(self, kind: Kind) -> Sequence[float]:
         """Ever less like it until they are enough."""
-        apart = {one: abs(one[1] - kind[1]) + OTHER * (one[0] != kind[0]) for one in self.ratios}
+        apart = {other: abs(other[1] - kind[1]) + OTHER * (other[0] != kind[0]) for other in self.ratios}
         found: list[float] = []
         for distance in sorted(set(apart.values())):
-            found += [ratio for one, ratios in self.ratios.items() if apart[one] == distance for ratio in ratios]
+            found += [ratio for other, ratios in self.ratios.items() if apart[other] == distance for ratio in ratios]
             if len(found) >= ENOUGH:
                 break
         return found
@@ -47,10 +47,10 @@ class StepNoise:
 
 def step_noise(steps: Iterable[tuple[bool, float, float]]) -> StepNoise:
     """From (whether it had prompts, expected seconds, taken over expected) of each step."""
-    found: dict[Kind, list[float]] = {}
+    by_kind: dict[Kind, list[float]] = {}
     for prompts, seconds, ratio in steps:
-        found.setdefault((prompts, _octave(seconds)), []).append(float(ratio))
-    return StepNoise(ratios={kind: tuple(ratios) for kind, ratios in found.items()})
+        by_kind.setdefault((prompts, _octave(seconds)), []).append(float(ratio))
+    return StepNoise(ratios={kind: tuple(ratios) for kind, ratios in by_kind.items()})
 
 
 def _octave(seconds: float) -> int:
