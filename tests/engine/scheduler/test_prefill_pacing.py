@@ -146,7 +146,7 @@ def test_a_waiter_is_served_behind_a_long_prompt_where_it_ends() -> None:
 
 
 def test_behind_the_first_part_prompts_are_not_begun_unless_they_end() -> None:
-    budget = Budget(tokens=170.0, most=500, attention_tokens=None, least=32, one=True)
+    budget = Budget(tokens=170.0, most=500, attention_tokens=None, least=32, one_partial=True)
     assert budget.size(900, 0, 16, 32) == 160
     budget.pay(160, 0)
     assert budget.size(5, 0, 16, 32) == 5

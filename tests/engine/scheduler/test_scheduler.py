@@ -357,7 +357,7 @@ BAD = {
     "stop id": ({"prompt": [2], "stop_ids": (77,)}, "stop_ids has token 77 outside the vocabulary of 50"),
     "bias": ({"prompt": [2], "logit_bias": {99: 1.0}}, "logit_bias has token 99"),
     "timeout": ({"prompt": [2], "timeout_s": 0.0}, "give a time above 0"),
-    "structure": ({"prompt": [2], "structure": Structure(kind="json")}, "cannot hold an answer to a json"),
+    "structure": ({"prompt": [2], "structure": Structure(kind="json")}, "cannot constrain the output to a json"),
     "same id": ({"prompt": [2], "name": "good"}, "request 'good' is here already"),
 }
 
