@@ -37,6 +37,19 @@ class BadData(BadInput):
     """Text, shards or an index that cannot be read."""
 
 
+class ContextLengthExceeded(BadInput):
+    """A prompt, alone or with its completion, that is longer than the model's context."""
+
+    code = "context_length_exceeded"
+    """OpenAI's name for this error, which clients look for"""
+
+
+class Overloaded(ArmillaryError):
+    """A full queue: the same request may be accepted later."""
+
+    code = "rate_limit_exceeded"
+
+
 class MissingPart(ArmillaryError):
     """An optional package or program that is not installed."""
 

@@ -31,8 +31,8 @@ from armillary.machine.machine import machine
 from armillary.model.export_graph import export, like
 from armillary.model.python_module import load_python_module
 from armillary.serving.load.probe import probe
-from armillary.serving.load.rate_search import Found, search_rate, trying
-from armillary.serving.load.run import Test
+from armillary.serving.load.rate_search import SearchResult, rate_runner, search_rate
+from armillary.serving.load.run import LoadTest
 from armillary.serving.predict.model import open_file
 from armillary.spec.tables.load import Load
 from armillary.spec.tables.predict import Predict
@@ -101,17 +101,17 @@ def compare(name: str, folder: Path, seconds: float) -> Iterator[str]:
     yield f"\ndynamic over none: {dynamic / none if none else float('inf'):.1f} × at the same limit"
 
 
-def highest(url: str, limit_s: float, start: float, seconds: float) -> Found:
+def highest(url: str, limit_s: float, start: float, seconds: float) -> SearchResult:
     traffic = Traffic(requests_per_s=start, duration_s=seconds, tokens_in=1, tokens_out=1)
     load, objective = Load(api="predict", warmup_s=0.3, timeout_s=20.0), Objective(e2e_p99_s=limit_s)
-    test = Test(traffic=traffic, load=load, objective=objective)
-    return search_rate(trying(probe(url, load), test), objective, start=start, near=1.15)
+    test = LoadTest(traffic=traffic, load=load, objective=objective)
+    return search_rate(rate_runner(probe(url, load), test), objective, start=start, resolution=1.15)
 
 
-def row(title: str, found: Found, rows: float) -> str:
-    best = found.ran.summary
+def row(title: str, found: SearchResult, rows: float) -> str:
+    best = found.run.summary
     failed = next((one for one in reversed(found.trials) if one.requests_per_s == found.failed), None)
-    why = f"{failed.requests_per_s:.0f}/s: {'; '.join(failed.broken)}" if failed else "–"
+    why = f"{failed.requests_per_s:.0f}/s: {'; '.join(failed.violations)}" if failed else "–"
     return (
         f"| {title} | {found.best or 0:.0f} | {1e3 * best.due_e2e.p50_s:.1f} | {1e3 * best.due_e2e.p99_s:.1f} | "
         f"{rows:.1f} | {why} |"

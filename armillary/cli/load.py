@@ -15,8 +15,8 @@ from armillary.errors import BadInput
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
-    from armillary.serving.load.rate_search import Found
-    from armillary.serving.load.run import LoadReport, Test
+    from armillary.serving.load.rate_search import SearchResult
+    from armillary.serving.load.run import LoadReport, LoadTest
     from armillary.serving.load.sender import Watch
     from armillary.spec.recipe import Recipe
 
@@ -76,12 +76,12 @@ def _recipe(path: Path | None, overrides: list[str]) -> Recipe:
     return recipe_from_dict({"model": {"name": "served"}}, overrides)  # which one, the server says
 
 
-def _test(recipe: Recipe, search: bool) -> Test:
-    from armillary.serving.load.run import Test
+def _test(recipe: Recipe, search: bool) -> LoadTest:
+    from armillary.serving.load.run import LoadTest
 
     if search and (recipe.load.concurrency or recipe.load.trace or recipe.load.ramp_to):
         raise BadInput("--search varies the rate of an open loop; leave --clients, load.trace and load.ramp_to out")
-    return Test(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
+    return LoadTest(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
 
 
 def _price(recipe: Recipe, *, given: bool) -> float | None:
@@ -107,20 +107,20 @@ def _more_files() -> None:
 
 
 def run_load(
-    out: Output, url: str, test: Test, *, key: str = "", search: bool = False
-) -> tuple[LoadReport, Found | None]:
+    out: Output, url: str, test: LoadTest, *, key: str = "", search: bool = False
+) -> tuple[LoadReport, SearchResult | None]:
     """The test with its progress shown, and with `search` the highest rate that is sustained."""
     from armillary.serving.load.probe import probe
-    from armillary.serving.load.rate_search import search_rate, trying
+    from armillary.serving.load.rate_search import rate_runner, search_rate
     from armillary.serving.load.run import report_of, run_once
 
     probed = probe(url, test.load, key=key)
     runs, best = [], None
     if search:
         with _bars(out, test) as bar:
-            tries = trying(probed, test, show=lambda rate: bar(f"{rate:.3g} requests/s"))
+            tries = rate_runner(probed, test, show=lambda rate: bar(f"{rate:.3g} requests/s"))
             best = search_rate(tries, test.objective, start=test.traffic.requests_per_s)
-        runs.append(best.ran)
+        runs.append(best.run)
         test = test.at_rate(best.best or test.traffic.requests_per_s)
     for repeat in range(len(runs), test.load.repeats):
         with _bars(out, test) as bar:
@@ -129,7 +129,7 @@ def run_load(
 
 
 @contextmanager
-def _bars(out: Output, test: Test) -> Iterator[Callable[[str], Watch]]:
+def _bars(out: Output, test: LoadTest) -> Iterator[Callable[[str], Watch]]:
     """One bar in seconds; each run begins it anew."""
     from armillary.serving.load.run import sending_s
 
@@ -146,14 +146,14 @@ def _bars(out: Output, test: Test) -> Iterator[Callable[[str], Watch]]:
         yield watch
 
 
-def _write(path: Path, report: LoadReport, best: Found | None, hour: float | None) -> None:
+def _write(path: Path, report: LoadReport, best: SearchResult | None, hour: float | None) -> None:
     from armillary.serving.load.load_page import page
     from armillary.store.atomic import write_text
 
     write_text(path, page(report, best, hour))
 
 
-def _show(out: Output, report: LoadReport, best: Found | None, hour: float | None, page: Path | None) -> None:
+def _show(out: Output, report: LoadReport, best: SearchResult | None, hour: float | None, page: Path | None) -> None:
     from armillary.serving.load import report_text as words
 
     out.say(words.title_text(report))

@@ -70,9 +70,9 @@ def serve(
     from armillary.cli.serve_run_folder import recorded, resolve_dtype, resolve_threads
     from armillary.profiling.dtypes.choice import with_dtype
     from armillary.serving.http.api_keys import read_keys
-    from armillary.serving.openai.run_server import Door
+    from armillary.serving.http.server import ListenOptions
     from armillary.serving.openai.run_server import serve as run
-    from armillary.serving.processes.engine_ipc import Orders
+    from armillary.serving.processes.engine_ipc import EngineConfig
 
     say = partial(click.echo, err=out.mode != "human")
     dtype = resolve_dtype(home, source, asked, device)
@@ -80,7 +80,7 @@ def serve(
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
-    door = Door(host=host, port=port, keys=read_keys(asked.serve.api_key_file))
+    listen = ListenOptions(host=host, port=port, keys=read_keys(asked.serve.api_key_file))
     with recorded(
         home,
         source,
@@ -94,10 +94,10 @@ def serve(
         say=say,
     ) as folder:
         settings = replace(with_dtype(asked.serve, dtype), threads=threads.count if threads else asked.serve.threads)
-        orders = Orders(
+        config = EngineConfig(
             model=str(source.folder), serve=settings, home=home, device=device, gauges=folder.gauges if folder else None
         )
-        run(source, orders, door, ranks=tp, say=say)
+        run(source, config, listen, ranks=tp, say=say)
 
 
 def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None) -> Recipe:
@@ -130,8 +130,9 @@ def serve_file(
 ) -> None:
     """Serve the model file, or folder of versions, at `path` with the recipe's [predict] table and [serve]'s keys."""
     from armillary.serving.http.api_keys import read_keys
-    from armillary.serving.predict.run_server import run
-    from armillary.serving.predict.trust import Trust
+    from armillary.serving.http.server import ListenOptions
+    from armillary.serving.predict.run_server import serve as run
+    from armillary.serving.predict.trust import FileTrust
     from armillary.spec.recipe import load_recipe, recipe_from_dict
 
     for text in overrides:
@@ -142,9 +143,7 @@ def serve_file(
     run(
         path,
         settings,
-        trust=Trust(home, every_file=trust),
-        keys=read_keys(loaded.serve.api_key_file),
-        host=host,
-        port=port,
+        ListenOptions(host=host, port=port, keys=read_keys(loaded.serve.api_key_file)),
+        trust=FileTrust(home, every_file=trust),
         say=lambda text: click.echo(text, err=out.mode != "human"),
     )

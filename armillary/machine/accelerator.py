@@ -1,7 +1,7 @@
-"""What kernels must know of a GPU before they are offered there: vendor, compute capability, shared memory, units.
+"""Properties of a GPU that decide which kernels run on it: vendor, compute capability, shared memory, units.
 
-One place asks torch, because its answers mislead: on ROCm `torch.cuda.get_device_capability()` gives (9, 4) for an
-MI300, which is no Hopper. Everything else asks here.
+Only this module asks torch, whose values mislead: on ROCm `torch.cuda.get_device_capability()` is (9, 4) for an MI300,
+which is no Hopper.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SHARED_BYTES: dict[Capability, int] = {
     (12, 0): 99 << 10,
     (12, 1): 99 << 10,
 }
-"""compute capability -> most shared memory of a block (opt-in); CUDA C++ programming guide 13, table of technical
+"""compute capability -> largest shared memory per block (opt-in); CUDA C++ programming guide 13, table of technical
 specifications per compute capability"""
-_EVERY_CHIP_HAS = 48 << 10
-"""shared memory of a block without opting in"""
+_MIN_SHARED_BYTES = 48 << 10
+"""shared memory per block without opting in"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +40,18 @@ class Accelerator:
     """One GPU."""
 
     vendor: Literal["nvidia", "amd"]
-    """who made it"""
+    """manufacturer"""
     arch: str
-    """what compilers call it: sm_90, gfx942"""
+    """the compilers' name: sm_90, gfx942"""
     capability: Capability
     """NVIDIA's compute capability; (0, 0) for other vendors, whose numbers mean something else"""
     shared_bytes: int
-    """most shared memory that one block may use"""
+    """largest shared memory per block"""
     multiprocessors: int
-    """that run blocks at the same time"""
+    """number of multiprocessors"""
 
     def has_capability(self, least: Capability) -> bool:
-        """Whether it is an NVIDIA chip of this compute capability or a later one."""
+        """Whether it is an NVIDIA chip of at least this compute capability."""
         return self.vendor == "nvidia" and self.capability >= least
 
     @property
@@ -61,12 +61,12 @@ class Accelerator:
 
     @property
     def early_launch(self) -> bool:
-        """Whether a kernel may be set up while the one ahead still runs (programmatic dependent launch)."""
+        """Whether a kernel may start while the previous one still runs (programmatic dependent launch)."""
         return self.has_capability((9, 0))
 
     @property
     def fp8(self) -> bool:
-        """Whether matrix units multiply E4M3 and E5M2; AMD's MI300 has other fp8 formats (FNUZ)."""
+        """Whether tensor cores multiply E4M3 and E5M2; AMD's MI300 has other fp8 dtypes (FNUZ)."""
         return self.has_capability((8, 9))
 
     @property
@@ -76,8 +76,8 @@ class Accelerator:
 
 
 def of_nvidia(capability: Capability, *, shared_bytes: int = 0, multiprocessors: int = 1) -> Accelerator:
-    """A chip of this compute capability; its shared memory by the table where the driver does not say."""
-    shared = shared_bytes or SHARED_BYTES.get(capability) or _EVERY_CHIP_HAS
+    """A chip of this compute capability; its shared memory from the table where the driver does not report it."""
+    shared = shared_bytes or SHARED_BYTES.get(capability) or _MIN_SHARED_BYTES
     return Accelerator(
         vendor="nvidia",
         arch=f"sm_{capability[0]}{capability[1]}",
@@ -89,7 +89,7 @@ def of_nvidia(capability: Capability, *, shared_bytes: int = 0, multiprocessors:
 
 @cache
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """The GPU behind a torch device; None for a CPU. Without an index it is the current one of the first call."""
+    """The GPU of a torch device; None for a CPU. Without an index, the current GPU at the first call."""
     import torch
 
     if device.type != "cuda":

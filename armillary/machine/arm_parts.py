@@ -1,7 +1,7 @@
 """Names of ARM cores by implementer and part, the numbers of their main ID register (MIDR_EL1).
 
-From the kernel's arch/arm64/include/asm/cputype.h and the table of util-linux's lscpu. Server chips are named by the
-cores they are made of: Graviton 2 and Ampere Altra are Neoverse-N1, Graviton 3 is V1, Graviton 4 and NVIDIA Grace V2.
+From the kernel's arch/arm64/include/asm/cputype.h and the table of util-linux's lscpu. Server chips are named by their
+cores: Graviton 2 and Ampere Altra are Neoverse-N1, Graviton 3 is V1, Graviton 4 and NVIDIA Grace V2.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _APPLE = {
 
 
 def part_name(implementer: int, part: int) -> str:
-    """'Neoverse-N1', 'Apple M1 P-core'; vendor and number where the part is in no table."""
+    """'Neoverse-N1', 'Apple M1 P-core'; vendor and number where the table has no name."""
     if implementer == 0x61 and (chip := _APPLE.get(part & ~1)):
         return f"Apple {chip} {'P' if part & 1 else 'E'}-core"
     known = _ARM.get(part) if implementer == 0x41 else _OTHERS.get((implementer, part))

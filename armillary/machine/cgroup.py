@@ -1,7 +1,8 @@
-"""The control groups this process is in: its own and every ancestor that can be seen, version 1, 2 or both at once.
+"""The control groups of this process: its own and all visible ancestors, of version 1, 2 or both.
 
-A limit holds for everything below it, so a reader takes the least over all the folders given here. Inside a container
-the groups above its own are out of sight; version 1 still tells their memory limit (`hierarchical_memory_limit`).
+A limit holds for all groups below it, so a reader takes the minimum over the groups. In a container the groups above
+its own are invisible; version 1 still reports their memory limit (`hierarchical_memory_limit`). psutil knows no
+cgroups.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ class Group:
     """One control group that limits this process."""
 
     folder: Path
-    """where its files are"""
+    """folder of its files"""
     version: int
     """1 or 2"""
     name: str
     """its path below the mount: '/', '/user.slice'"""
 
     def read(self, file: str) -> str:
-        """One of its files, stripped; empty where it has none of that name."""
+        """The text of one of its files, stripped; empty where the file is missing."""
         return text(self.folder / file).strip()
 
     def number(self, file: str) -> float | None:
-        """A file that holds one number; None for 'max', '-1' and what is absent."""
-        found = self.read(file)
-        return float(found) if found.isdigit() else None
+        """A file of one number; None for 'max', '-1' and a missing file."""
+        value = self.read(file)
+        return float(value) if value.isdigit() else None
 
     def stat(self, file: str, key: str) -> float | None:
-        """One line of a file of 'key number' lines."""
+        """The number of a key in a file of 'key number' lines."""
         rows = (line.split() for line in self.read(file).splitlines())
         return next((float(row[1]) for row in rows if len(row) == 2 and row[0] == key), None)
 
 
 def groups(controller: str, root: Path = ROOT) -> tuple[Group, ...]:
     """This process's group of a controller ('cpu', 'cpuset', 'memory') and its ancestors, innermost first."""
-    found = dict.fromkeys(group for mount in _mounts(controller, root) for group in _chain(mount))
-    return tuple(found) or tuple(_usual(controller, root))
+    unique = dict.fromkeys(group for mount in _mounts(controller, root) for group in _chain(mount))
+    return tuple(unique) or tuple(_default_mounts(controller, root))
 
 
 @dataclass(frozen=True)
 class _Mount:
-    """Where one hierarchy is mounted, and where this process stands in it."""
+    """The mount of one hierarchy, and this process's group in it."""
 
     point: Path
     top: PurePosixPath
@@ -71,16 +72,16 @@ def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
 
 def _own_paths(root: Path) -> dict[str, PurePosixPath]:
     """/proc/self/cgroup: controller -> path; version 2 has no controllers on its line and is ''."""
-    found: dict[str, PurePosixPath] = {}
+    paths: dict[str, PurePosixPath] = {}
     for line in text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        found |= {name: PurePosixPath(path) for name in controllers.split(",")}
-    return found
+        paths |= {name: PurePosixPath(path) for name in controllers.split(",")}
+    return paths
 
 
 def _chain(mount: _Mount) -> Iterator[Group]:
-    """From the process's own folder up to the mount point; only the mount point where the own one is out of sight."""
+    """From the process's own group up to the mount point; only the mount point where the own group is invisible."""
     inside = mount.own.is_relative_to(mount.top) and ".." not in mount.own.parts
     below = mount.own.relative_to(mount.top) if inside else PurePosixPath()
     for path in (below, *below.parents) if below.parts else (below,):
@@ -89,8 +90,8 @@ def _chain(mount: _Mount) -> Iterator[Group]:
             yield Group(folder=folder, version=mount.version, name=str(PurePosixPath("/") / path))
 
 
-def _usual(controller: str, root: Path) -> Iterator[Group]:
-    """Where groups are usually mounted, for systems whose /proc does not say."""
+def _default_mounts(controller: str, root: Path) -> Iterator[Group]:
+    """The usual mount points, for systems whose /proc does not list them."""
     for path, version in ((f"sys/fs/cgroup/{controller}", 1), ("sys/fs/cgroup", 2)):
         if (root / path).is_dir():
             yield Group(folder=root / path, version=version, name="/")

@@ -1,7 +1,7 @@
-"""Clocks, power and temperature, sampled while something is measured.
+"""Clocks, power and temperature, sampled during a measurement.
 
-A ceiling is only worth comparing when the clock it was reached at stands beside it: chips slow down when they get hot
-or draw too much.
+A ceiling is comparable only with its clock beside it: chips slow down when they are hot or draw too much power. GPUs
+are read through NVML where the extra `nvidia` is installed and else through nvidia-smi, which every driver brings.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from statistics import fmean, median
+from contextlib import suppress
+from statistics import median
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from armillary.machine.gpus import ask
 
-EVERY_S = 0.25
+INTERVAL_S = 0.25
 Reading = Mapping[str, float]
 _GPU_FIELDS = {
     "clocks.sm": ("sm_clock_hz", 1e6),
@@ -28,10 +28,10 @@ _GPU_FIELDS = {
 
 
 class Clocks:
-    """Samples `read` from a thread of its own; use as a context, then ask what was seen `between` two times."""
+    """Samples `read` in a thread: a context manager, then `between` two times."""
 
-    def __init__(self, read: Callable[[], Reading], every_s: float = EVERY_S) -> None:
-        self._read, self._every_s = read, every_s
+    def __init__(self, read: Callable[[], Reading], interval_s: float = INTERVAL_S) -> None:
+        self._read, self._interval_s = read, interval_s
         self._seen: list[tuple[float, Reading]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="clocks", daemon=True)
@@ -47,7 +47,7 @@ class Clocks:
         self._thread.join()
 
     def between(self, begin: float, end: float) -> dict[str, float]:
-        """The median of each figure between two times of `time.monotonic`; the nearest sample where none fell in."""
+        """The median of each figure between two times of `time.monotonic`; the nearest sample where there is none."""
         seen = list(self._seen)
         if not seen:
             return {}
@@ -62,36 +62,52 @@ class Clocks:
             reading = self._read()
             if reading:
                 self._seen.append(((begin + time.monotonic()) / 2, reading))
-            if self._stop.wait(self._every_s):
+            if self._stop.wait(self._interval_s):
                 return
 
 
 def gpu_clocks(identity: str) -> Callable[[], Reading]:
-    """Reads one NVIDIA GPU by its index or UUID; nothing where the tool is absent."""
+    """Reads one NVIDIA GPU by its UUID; nothing where neither NVML nor nvidia-smi is there."""
+    try:
+        import pynvml
 
-    def read() -> Reading:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(identity)
+    except Exception:  # not installed, or no driver: NVML's errors are a class of the package
         query = f"--query-gpu={','.join(_GPU_FIELDS)}"
-        return parse_gpu(ask("nvidia-smi", f"--id={identity}", query, "--format=csv,noheader,nounits"))
+        arguments = (f"--id={identity}", query, "--format=csv,noheader,nounits")
+        return lambda: parse_gpu(ask("nvidia-smi", *arguments))
+    return lambda: _read_nvml(pynvml, handle)
 
-    return read
+
+def _read_nvml(nvml: Any, handle: Any) -> Reading:
+    """The same figures from NVML; figures that the driver does not support are left out."""
+    queries: dict[str, Callable[[], float]] = {
+        "sm_clock_hz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6,
+        "memory_clock_hz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM) * 1e6,
+        "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+    }
+    reading: dict[str, float] = {}
+    for name, query in queries.items():
+        with suppress(nvml.NVMLError):
+            reading[name] = query()
+    return reading
 
 
 def parse_gpu(text: str | None) -> Reading:
-    """'1980, 3201, 612.1, 61' in SI units; what the driver does not say is left out."""
+    """'1980, 3201, 612.1, 61' in SI units; figures that the driver does not support are left out."""
     cells = [cell.strip() for cell in (text or "").split(",")]
     pairs = zip(_GPU_FIELDS.values(), cells, strict=False)
     return {name: float(cell) * factor for (name, factor), cell in pairs if re.fullmatch(r"\d+(\.\d+)?", cell)}
 
 
-def cpu_clocks(root: Path = Path("/")) -> Callable[[], Reading]:
-    """Reads the mean clock of the cores; a virtual machine often reports its nominal clock only."""
+def cpu_clocks() -> Reading:
+    """The mean clock of the cores; a virtual machine often reports its nominal clock only."""
+    try:
+        import psutil
 
-    def read() -> Reading:
-        try:
-            text = (root / "proc/cpuinfo").read_text()
-        except OSError:
-            return {}
-        megahertz = [float(found) for found in re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)]
-        return {"cpu_clock_hz": fmean(megahertz) * 1e6} if megahertz else {}
-
-    return read
+        frequency = psutil.cpu_freq()
+    except (ModuleNotFoundError, OSError):  # OSError: a system without the kernel's files
+        return {}
+    return {"cpu_clock_hz": frequency.current * 1e6} if frequency else {}

@@ -1,8 +1,8 @@
-"""What the CPU is called, here and as the key of measurements and kernel choices that hold for it alone.
+"""The name of the CPU, the key of its measurements and kernel choices.
 
-x86 by its brand string; where that names no model, as on many virtual machines, with family, model, stepping and the
-units it has for bf16: a Skylake and a Sapphire Rapids may both call themselves "Intel(R) Xeon(R) Processor". ARM by
-the parts it is made of, Apple by its brand string. A CPU that torch is held back on counts as another CPU.
+x86: the brand string; where that names no model, as on many virtual machines, also family, model, stepping and bf16
+units, because a Skylake and a Sapphire Rapids may both be an "Intel(R) Xeon(R) Processor". ARM: the names of its cores.
+Apple: the brand string. A CPU whose features an environment variable restricts counts as another CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cpu_name(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> 
 
 
 def cpu_vendor(root: Path = ROOT) -> str:
-    """Who makes it; '' where nobody says."""
+    """The manufacturer; '' where the system does not report it."""
     if not has_proc(root):
         return "Apple" if sysctl("machdep.cpu.brand_string", root).startswith("Apple") else ""
     first = next(iter(cpuinfo.blocks(root)), {})
@@ -39,12 +39,12 @@ def _own_name(root: Path) -> str:
     if any("CPU part" in core for core in cores):
         return _arm_name(cores)
     if cores and (brand := " ".join(cores[0].get("model name", "").split())):
-        return brand if _says_model(brand) else f"{brand} ({_generation(cores[0], root)})"
+        return brand if _names_model(brand) else f"{brand} ({_generation(cores[0], root)})"
     return sysctl("machdep.cpu.brand_string", root) or platform.processor() or platform.machine()
 
 
 def _arm_name(cores: list[Mapping[str, str]]) -> str:
-    """One kind of core by its name; several, as of big.LITTLE, each with how many there are."""
+    """The name of the cores; of several kinds, as in big.LITTLE, each with its count."""
     kinds = Counter(_part(core) for core in cores if "CPU part" in core)
     if len(kinds) == 1:
         return next(iter(kinds))
@@ -57,13 +57,13 @@ def _part(core: Mapping[str, str]) -> str:
     return f"{name} r{variant}p{revision}"
 
 
-def _says_model(brand: str) -> bool:
-    """Whether a brand string names a model: three digits outside of the clock ('8480+', '7950X', '155H')."""
+def _names_model(brand: str) -> bool:
+    """Whether a brand string names a model: three digits besides the clock ('8480+', '7950X', '155H')."""
     return re.search(r"\d{3}", brand.partition("@")[0]) is not None
 
 
 def _generation(core: Mapping[str, str], root: Path) -> str:
-    """'family 6 model 85 stepping 4, no bf16': what tells generations of one brand string apart."""
+    """'family 6 model 85 stepping 4, no bf16': distinguishes generations with one brand string."""
     fields = [("family", "cpu family"), ("model", "model"), ("stepping", "stepping")]
     known = " ".join(f"{name} {core[key]}" for name, key in fields if key in core)
     units = " ".join(sorted(present_features(root) & UNITS["bf16"]))

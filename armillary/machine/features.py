@@ -1,8 +1,7 @@
-"""What the CPU has for number formats: units for bf16, fp16 and int8, as torch may use them.
+"""CPU features for bf16, fp16 and int8 that torch may use.
 
-Names are the kernel's of /proc/cpuinfo, on a Mac too. A CPU without units for a format still computes in it, up to
-300 times slower than in fp32 (73 GFLOP/s against 0.25 on a Neoverse-N1): the flags say what to expect, and a probe
-decides.
+Names are the kernel's names in /proc/cpuinfo, on a Mac too. A CPU without native support of a dtype emulates it, up to
+300 times slower than fp32 (0.25 GFLOP/s against 73 on a Neoverse-N1): features are an estimate, and a probe decides.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ UNITS: Mapping[str, frozenset[str]] = {
     "fp16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
     "int8": frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm", "svei8mm", "asimddp"}),
 }
-"""format -> the features each of which computes in it"""
+"""dtype -> features, each of which computes in it"""
 VECTORS = frozenset(
     {
         "sse4_1",
@@ -37,7 +36,7 @@ VECTORS = frozenset(
         "sme",
     }
 )
-"""features that say how wide the vectors and tiles are"""
+"""features that set the width of vectors and tiles"""
 KNOWN = VECTORS.union(*UNITS.values())
 
 _LADDER: tuple[tuple[str, frozenset[str]], ...] = (
@@ -53,15 +52,15 @@ _LADDER: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx512_core_amx", frozenset({"amx_tile", "amx_bf16", "amx_int8"})),
     ("avx512_core_amx_fp16", frozenset({"amx_fp16"})),
 )
-"""levels of oneDNN on x86, lowest first, with what each adds (ONEDNN_MAX_CPU_ISA of its documentation)"""
+"""levels of oneDNN on x86, lowest first, with the features that each adds (ONEDNN_MAX_CPU_ISA in its docs)"""
 _SAME_LEVEL = {
     "avx10_1_512": "avx512_core_fp16",
     "avx10_1_512_amx": "avx512_core_amx",
     "avx10_1_512_amx_fp16": "avx512_core_amx_fp16",
 }
-_OF_ATEN = {"default": "sse41", "avx2": "avx2"}
-"""levels of ATEN_CPU_CAPABILITY; its avx512 and above leave the tiles to oneDNN"""
-_OF_A_MAC = {
+_ATEN_LEVELS = {"default": "sse41", "avx2": "avx2"}
+"""levels of ATEN_CPU_CAPABILITY; from avx512 on, oneDNN decides about tiles"""
+_MAC_FEATURES = {
     "hw.optional.AdvSIMD": "asimd",
     "hw.optional.arm.FEAT_FP16": "asimdhp",
     "hw.optional.arm.FEAT_BF16": "bf16",
@@ -78,25 +77,22 @@ _OF_A_MAC = {
 
 
 def cpu_features(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """Features of this CPU that matter to number formats and that torch may use.
-
-    oneDNN and ATen read how far they may go from the environment; what lies above that is left out.
-    """
-    found = present_features(root)
+    """Features for dtypes that torch may use: the environment variables of oneDNN and ATen may restrict them."""
+    features = present_features(root)
     for level in _levels(environment):
-        found -= _above(level)
-    return found
+        features -= _above(level)
+    return features
 
 
 def present_features(root: Path = ROOT) -> frozenset[str]:
-    """The same, of the CPU itself, whatever the environment says."""
+    """Features of the CPU itself, regardless of the environment."""
     if has_proc(root):
         return cpuinfo.flags(root) & KNOWN
-    return frozenset(feature for name, feature in _OF_A_MAC.items() if sysctl(name, root) == "1")
+    return frozenset(feature for name, feature in _MAC_FEATURES.items() if sysctl(name, root) == "1")
 
 
 def has_native(dtype: str, root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether the CPU has units for a format ('bf16', 'fp16', 'int8'; fp32 always); None where nobody says."""
+    """Whether the CPU supports a dtype natively ('bf16', 'fp16', 'int8'; fp32 always); None where it is unknown."""
     if dtype in ("fp32", "fp64"):
         return True
     if not present_features(root):
@@ -105,7 +101,7 @@ def has_native(dtype: str, root: Path = ROOT, environment: Mapping[str, str] = o
 
 
 def held_back(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> str:
-    """The level the environment holds torch to, where the CPU could do more ('avx2'); else ''."""
+    """The level to which the environment restricts torch, where the CPU has more ('avx2'); else ''."""
     for level in _levels(environment):
         if present_features(root) & _above(level):
             return level
@@ -113,17 +109,17 @@ def held_back(root: Path = ROOT, environment: Mapping[str, str] = os.environ) ->
 
 
 def _levels(environment: Mapping[str, str]) -> list[str]:
-    """The levels asked for, the lowest first."""
+    """The levels that the environment sets, lowest first."""
     onednn = (environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "").lower()
     aten = environment.get("ATEN_CPU_CAPABILITY", "").lower()
     order = [name for name, _ in _LADDER]
-    asked = {_SAME_LEVEL.get(onednn, onednn), _OF_ATEN.get(aten, "")}
+    levels = {_SAME_LEVEL.get(onednn, onednn), _ATEN_LEVELS.get(aten, "")}
     of_arm = ["asimd"] if onednn == "asimd" or aten == "default" else []
-    return sorted(asked & set(order), key=order.index) + of_arm
+    return sorted(levels & set(order), key=order.index) + of_arm
 
 
 def _above(level: str) -> frozenset[str]:
-    """Features that a level leaves unused."""
+    """Features above a level."""
     if level == "asimd":
         return frozenset({"sve", "sve2", "svebf16", "svei8mm", "sme"})
     names = [name for name, _ in _LADDER]

@@ -1,7 +1,7 @@
-"""The accelerators of this machine, as nvidia-smi and rocm-smi tell it.
+"""The accelerators of this machine, from nvidia-smi and rocm-smi.
 
-Nothing is imported and nothing is guessed: what a tool does not say stays None. Parsing is apart from running,
-so that it can be tested on machines without a GPU.
+The drivers' tools rather than NVML, because every GPU machine has them, while training and serving must not need a
+package. What a tool does not report stays None. Parsing is separate, so that it is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Gpu:
     """One accelerator of this machine."""
 
     name: str
-    """what its driver calls it"""
+    """the driver's name"""
     vendor: str
     """NVIDIA or AMD"""
     memory_bytes: float | None = None
@@ -33,15 +33,15 @@ class Gpu:
     driver: str = ""
     """driver version"""
     pcie_generation: int | None = None
-    """of its slot"""
+    """of its PCIe slot"""
     pcie_lanes: int | None = None
-    """of its slot"""
+    """of its PCIe slot"""
     capability: str = ""
     """compute capability (NVIDIA) or gfx name (AMD)"""
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every NVIDIA and AMD accelerator whose driver tools answer."""
+    """Every NVIDIA and AMD accelerator that the drivers' tools list."""
     nvidia = ask("nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
     amd = ask("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--json")
     return (*parse_nvidia(nvidia or ""), *parse_amd(amd or ""))
@@ -53,7 +53,7 @@ def gpu_links() -> Mapping[str, str]:
 
 
 def parse_nvidia(text: str) -> tuple[Gpu, ...]:
-    """Lines of `nvidia-smi --query-gpu` in the order of _QUERY; fields a driver does not know are '[N/A]'."""
+    """Lines of `nvidia-smi --query-gpu` with the fields of _QUERY; unsupported fields are '[N/A]'."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if len(row) == len(_QUERY)]
     return tuple(
         Gpu(
@@ -61,8 +61,8 @@ def parse_nvidia(text: str) -> tuple[Gpu, ...]:
             vendor="NVIDIA",
             memory_bytes=float(memory) * _MIB if _is_number(memory) else None,
             driver=driver,
-            pcie_generation=_whole(generation),
-            pcie_lanes=_whole(lanes),
+            pcie_generation=_integer(generation),
+            pcie_lanes=_integer(lanes),
             capability=capability if _is_number(capability) else "",
         )
         for name, memory, driver, generation, lanes, capability in rows
@@ -70,7 +70,7 @@ def parse_nvidia(text: str) -> tuple[Gpu, ...]:
 
 
 def parse_amd(text: str) -> tuple[Gpu, ...]:
-    """The JSON of rocm-smi: one object a card, beside a 'system' object with the driver."""
+    """The JSON of rocm-smi: one object per card, and a 'system' object with the driver."""
     try:
         cards = json.loads(text) if text else {}
     except json.JSONDecodeError:
@@ -100,7 +100,7 @@ def parse_topology(text: str) -> Mapping[str, str]:
 
 
 def ask(program: str, *arguments: str) -> str | None:
-    """What a driver tool prints, or None where it is absent, fails or hangs."""
+    """The output of a driver's tool; None where it is missing, fails or hangs."""
     if shutil.which(program) is None:
         return None
     try:
@@ -114,5 +114,5 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"\d+(\.\d+)?", text) is not None
 
 
-def _whole(text: str) -> int | None:
+def _integer(text: str) -> int | None:
     return int(text) if text.isdigit() else None

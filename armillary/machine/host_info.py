@@ -1,6 +1,7 @@
-"""The CPU, disks and network of this machine, read from the system's own files.
+"""The CPU, disks and network of this machine.
 
-On systems without /proc and /sys what `sysctl` and Python itself know is used, and the rest stays unknown.
+The CPU is read from the system's files, because psutil knows neither its features nor cgroup limits; disks too, because
+psutil leaves out the overlay of a container and network file systems. What the system does not report stays unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ISA_FLAGS = (
 
 
 _IMAGES = ("squashfs", "iso9660", "erofs")
-"""file systems that nothing can be written to"""
+"""read-only file systems"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,9 @@ class Cpu:
     """The CPU, as far as this process may use it."""
 
     model: str
-    """its name, which is the key of what is measured on it"""
+    """its name, the key of its measurements"""
     vendor: str
-    """who makes it"""
+    """manufacturer"""
     sockets: int
     """physical packages"""
     cores: int
@@ -60,15 +61,15 @@ class Cpu:
     present: int
     """logical cores"""
     usable: int
-    """logical cores this process may keep busy: affinity, cpuset and quota counted"""
+    """logical cores that this process may keep busy, by affinity, cpuset and quota"""
     threads: int
-    """threads that should compute: one for each usable physical core"""
+    """compute threads: one per usable physical core"""
     why: str
-    """what makes usable less than present; '' where nothing does"""
+    """why usable is less than present; '' where it is not"""
     isa: tuple[str, ...]
     """vector and matrix extensions"""
     units: Mapping[str, str]
-    """number format -> what computes in it; '' where it is emulated; empty where the system does not say"""
+    """dtype -> features that compute in it; '' where it is emulated; empty where the system does not report them"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +77,13 @@ class Disk:
     """A mounted file system."""
 
     path: str
-    """where it is mounted"""
+    """mount point"""
     kind: str
     """file system and medium: 'ext4 on nvme'"""
     total_bytes: float
     """size"""
     free_bytes: float
-    """what an ordinary user may still write"""
+    """bytes that an ordinary user may still write"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +91,15 @@ class Interface:
     """A network interface that is up."""
 
     name: str
-    """as the system calls it"""
+    """the system's name"""
     bits_per_s: float | None
-    """link speed; None where the driver does not say"""
+    """link speed; None where the driver does not report it"""
 
 
 # --- CPU and shared memory
 
 
 def read_cpu(root: Path) -> Cpu:
-    """What the system says of its CPU."""
     blocks, cores = cpuinfo.blocks(root), read_cores(root)
     packages = {(block.get("physical id", "0"), block.get("core id", str(i))) for i, block in enumerate(blocks)}
     return Cpu(
@@ -117,7 +117,7 @@ def read_cpu(root: Path) -> Cpu:
 
 
 def _units(root: Path) -> dict[str, str]:
-    """Units that torch may use, format by format."""
+    """dtype -> features that torch may use."""
     usable = cpu_features(root)
     return {
         dtype: " ".join(sorted(known & usable)) for dtype, known in UNITS.items() if has_native(dtype, root) is not None
@@ -134,7 +134,7 @@ def read_shm(root: Path) -> float | None:
 
 
 def read_disks(root: Path) -> tuple[Disk, ...]:
-    """Real file systems, one for each device; a container's overlay counts as one."""
+    """Writable file systems, one per device; a container's overlay counts as one."""
     seen: dict[str, Disk] = {}
     for line in text(root / "proc/mounts").splitlines():
         device, path, kind, *_ = line.split(" ")
@@ -148,7 +148,7 @@ def read_disks(root: Path) -> tuple[Disk, ...]:
 
 
 def _medium(root: Path, device: str) -> str:
-    """nvme, ssd, rotating or virtual, where the kernel says so."""
+    """nvme, ssd, rotating or virtual disk, where the kernel reports it."""
     name = Path(device).name
     if name.startswith("nvme"):
         return "nvme"
@@ -158,12 +158,15 @@ def _medium(root: Path, device: str) -> str:
     return {"0": "ssd", "1": "rotating disk"}.get(rotating, "")
 
 
-def read_network(root: Path) -> tuple[Interface, ...]:
-    folder = root / "sys/class/net"
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    up = [name for name in names if name != "lo" and text(folder / name / "operstate").strip() in ("up", "unknown")]
-    speeds = {name: text(folder / name / "speed").strip() for name in up}
+def read_network() -> tuple[Interface, ...]:
+    """The interfaces that are up, without the loopback; none where psutil is not installed."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return ()
+    stats = sorted(psutil.net_if_stats().items())
     return tuple(
-        Interface(name=name, bits_per_s=float(mbit) * 1e6 if mbit.isdigit() and mbit != "0" else None)
-        for name, mbit in speeds.items()
+        Interface(name=name, bits_per_s=stat.speed * 1e6 or None)
+        for name, stat in stats
+        if stat.isup and "loopback" not in getattr(stat, "flags", "") and name != "lo"
     )

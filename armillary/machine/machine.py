@@ -1,7 +1,7 @@
-"""What this machine is, without importing torch: a description, and a Cluster that plans can be made for.
+"""This machine as a description and as a Cluster to plan for, without importing torch.
 
-`machine()` reads what the system and the driver tools say; `here()` maps it to the catalogue where name and memory
-match. What nobody says stays unknown (None) until it is measured; nothing is guessed.
+`machine()` reads the system and the drivers' tools; `here()` maps the result to the catalogue where name and memory
+match. What the system does not report stays None until it is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from armillary.machine.torch_build import torch_sees_gpus
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Link, Tier
 
-_NOT_THE_MODEL = re.compile(r"\d+gb|hbm\d\w*|sxm\d?|oam|generation|server|edition")
+_NOT_MODEL_WORDS = re.compile(r"\d+gb|hbm\d\w*|sxm\d?|oam|generation|server|edition")
 _BEST_ISA = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2", "sve": "sve", "asimd": "neon"}
 _SHARED_MEMORY = Link(name="shared-memory", title="shared memory", bytes_per_s=None, latency_s=None, kind="scale_up")
 _UNKNOWN_LINK = Link(name="unknown", title="an unknown link", bytes_per_s=None, latency_s=None, kind="scale_up")
@@ -40,15 +40,15 @@ class Machine:
     cpu: Cpu
     """CPU"""
     memory_bytes: float
-    """memory this process may use: a container's limit counted"""
+    """memory that this process may use, within a container's limit"""
     memory_why: str
-    """what limits it; '' where it is all that the machine has"""
+    """cause of that limit; '' for the physical memory"""
     available_bytes: float | None
-    """memory that can still be taken now"""
+    """memory that can still be allocated now"""
     numa: tuple[NumaNode, ...]
-    """which cores and how much memory belong together; empty where the system does not say"""
+    """NUMA nodes; empty where the system does not report them"""
     shm_bytes: float | None
-    """size of /dev/shm, through which ranks and loader workers talk"""
+    """size of /dev/shm, which ranks and loader workers share"""
     gpus: tuple[Gpu, ...]
     """accelerators"""
     gpu_links: Mapping[str, str]
@@ -60,8 +60,8 @@ class Machine:
 
 
 def machine(root: Path = Path("/")) -> Machine:
-    """Read this machine; `root` is where /proc and /sys are looked for."""
-    found, limit = gpus(), memory_limit(root)
+    """Read this machine; `root` is the folder of /proc and /sys."""
+    accelerators, limit = gpus(), memory_limit(root)
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=host_info.read_cpu(root),
@@ -70,26 +70,26 @@ def machine(root: Path = Path("/")) -> Machine:
         available_bytes=available_bytes(root),
         numa=numa_nodes(root),
         shm_bytes=host_info.read_shm(root),
-        gpus=found,
-        gpu_links=gpu_links() if len(found) > 1 else {},
+        gpus=accelerators,
+        gpu_links=gpu_links() if len(accelerators) > 1 else {},
         disks=host_info.read_disks(root),
-        network=host_info.read_network(root),
+        network=host_info.read_network(),
     )
 
 
 # --- as a cluster
 
 
-def here(found: Machine | None = None, *, device: str | None = None) -> Cluster:
-    """This machine (or one that was `found`) as a cluster: its GPUs, or else its CPU cores, each one a device; cores
-    where `device` is cpu, or where nothing was said and torch cannot use the GPUs."""
-    use_gpus = device != "cpu" and (found is not None or device is not None or torch_sees_gpus())
-    found = found or machine()
-    return _of_gpus(found) if found.gpus and use_gpus else _of_cores(found)
+def here(described: Machine | None = None, *, device: str | None = None) -> Cluster:
+    """This machine, or `described`, as a cluster of its GPUs or else of its CPU cores; of cores where `device` is cpu,
+    or where it is not given and torch cannot use the GPUs."""
+    use_gpus = device != "cpu" and (described is not None or device is not None or torch_sees_gpus())
+    described = described or machine()
+    return _of_gpus(described) if described.gpus and use_gpus else _of_cores(described)
 
 
 def chip_of(gpu: Gpu) -> Chip:
-    """The catalogue's chip where name and memory agree; else a chip of which only that much is known."""
+    """The catalogue's chip where name and memory match; else a chip with only these known."""
     known = _in_catalogue(gpu)
     if known is not None:
         return replace(known, memory_bytes=gpu.memory_bytes or known.memory_bytes)
@@ -102,7 +102,7 @@ def _in_catalogue(gpu: Gpu) -> Chip | None:
         try:
             chip = catalogue.chip("-".join(words))
         except NotFound:
-            if not _NOT_THE_MODEL.fullmatch(words.pop()):
+            if not _NOT_MODEL_WORDS.fullmatch(words.pop()):
                 return None
             continue
         return chip if _same_memory(chip, gpu) else None
@@ -121,12 +121,12 @@ def _same_memory(chip: Chip, gpu: Gpu) -> bool:
     return abs(gpu.memory_bytes / chip.memory_bytes - 1) <= _SAME_MEMORY
 
 
-def _of_gpus(found: Machine) -> Cluster:
-    """The GPUs of the commonest kind: a cluster's chips are all alike."""
-    name, count = Counter(gpu.name for gpu in found.gpus).most_common(1)[0]
-    gpu = next(gpu for gpu in found.gpus if gpu.name == name)
+def _of_gpus(described: Machine) -> Cluster:
+    """A cluster of the most common GPU: all chips of a cluster are alike."""
+    name, count = Counter(gpu.name for gpu in described.gpus).most_common(1)[0]
+    gpu = next(gpu for gpu in described.gpus if gpu.name == name)
     chip = chip_of(gpu)
-    tiers = (Tier(link=_gpu_link(chip, gpu, found.gpu_links), count=count),) if count > 1 else ()
+    tiers = (Tier(link=_gpu_link(chip, gpu, described.gpu_links), count=count),) if count > 1 else ()
     return Cluster(name="here", chip=chip, tiers=tiers)
 
 
@@ -139,16 +139,16 @@ def _gpu_link(chip: Chip, gpu: Gpu, pairs: Mapping[str, str]) -> Link:
     return catalogue.links().get(name, _UNKNOWN_LINK)
 
 
-def _of_cores(found: Machine) -> Cluster:
-    """One device for each core that may compute, memory shared out evenly; peaks unknown until they are measured."""
-    cpu = found.cpu
+def _of_cores(described: Machine) -> Cluster:
+    """A cluster with one device per compute thread, which share the memory evenly; peaks are unknown until measured."""
+    cpu = described.cpu
     best = next((name for flag, name in _BEST_ISA.items() if flag in cpu.isa), "")
     chip = Chip(
         name=f"cpu-core-{best}".rstrip("-"),
         title=f"core of {cpu.model}",
         vendor=cpu.vendor,
         kind="cpu",
-        memory_bytes=found.memory_bytes / cpu.threads,
+        memory_bytes=described.memory_bytes / cpu.threads,
         memory_type="shared DRAM",
         num_sms=1,
     )

@@ -1,7 +1,7 @@
-"""Memory that this process may use: the machine's, a control group's limit, or that of its NUMA nodes if less.
+"""Host memory that this process may use: the minimum of the machine, its control groups and its NUMA nodes.
 
-Nothing here imports torch: host memory only. A process that takes more than `limit_bytes` is killed, whatever
-/proc/meminfo says of the machine as a whole.
+A process that takes more than `limit_bytes` is killed, whatever /proc/meminfo reports for the machine, which is all
+that psutil reads: it knows neither cgroup limits nor the memory of allowed NUMA nodes.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from armillary.machine.system_files import ROOT, command, has_proc, pairs, sysct
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """The most memory this process may hold, and who says so."""
+    """The memory limit of this process, and its cause."""
 
     num_bytes: float
     """the limit"""
     why: str
-    """'' where it is all that the machine has; else what limits it, in words"""
+    """cause of the limit; '' for the machine's physical memory"""
 
 
 def limit_bytes(root: Path = ROOT) -> float:
-    """The least of physical memory and the limits of this process's own control group and all above it."""
+    """The minimum of physical memory and the limits of this process's control groups."""
     return memory_limit(root).num_bytes
 
 
 def memory_limit(root: Path = ROOT) -> MemoryLimit:
-    """The same, with what sets it."""
+    """The limit with its cause."""
     physical = MemoryLimit(num_bytes=physical_bytes(root), why="")
     return min([physical, *_node_limit(root), *_group_limits(root)], key=lambda limit: limit.num_bytes)
 
 
 def available_bytes(root: Path = ROOT) -> float | None:
-    """What can still be taken now; None where the system does not say.
+    """Memory that can still be allocated now; None where the system does not report it.
 
-    The least of what the machine has to spare and, for each limited group, limit - (usage - inactive file pages):
-    the kernel drops those pages before it kills anything.
+    The minimum of the machine's available memory and, per limited group, limit − (usage − inactive file pages): the
+    kernel drops those pages before it kills a process.
     """
-    of_machine = _machine_available(root)
-    if of_machine is None:
+    available = _machine_available(root)
+    if available is None:
         return None
     nodes = numa_nodes(root)
     free = [sum(node.free_bytes for node in nodes if node.allowed)] if _bound(nodes) else []
-    return max(0.0, min([of_machine, *free, *(_left(group) for group in groups("memory", root))]))
+    return max(0.0, min([available, *free, *(_left(group) for group in groups("memory", root))]))
 
 
 def physical_bytes(root: Path = ROOT) -> float:
-    """Memory of the machine."""
+    """Physical memory of the machine."""
     if has_proc(root):
         total = meminfo(root).get("MemTotal")
     else:
-        said = sysctl("hw.memsize", root)
-        total = float(said) if said.isdigit() else None
+        size = sysctl("hw.memsize", root)
+        total = float(size) if size.isdigit() else None
     if total is not None:
         return total
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -66,17 +66,17 @@ def physical_bytes(root: Path = ROOT) -> float:
 
 def meminfo(root: Path = ROOT) -> dict[str, float]:
     """/proc/meminfo in bytes."""
-    found = pairs(text(root / "proc/meminfo"))
-    return {key: float(value.split()[0]) * 1024 for key, value in found if value.endswith(" kB")}
+    fields = pairs(text(root / "proc/meminfo"))
+    return {key: float(value.split()[0]) * 1024 for key, value in fields if value.endswith(" kB")}
 
 
 def _machine_available(root: Path) -> float | None:
-    """MemAvailable of Linux; on macOS free, inactive, speculative and purgeable pages."""
+    """MemAvailable on Linux; free, inactive, speculative and purgeable pages on macOS."""
     if has_proc(root):
         return meminfo(root).get("MemAvailable")
-    said = command(root / "usr/bin/vm_stat")
-    page = re.search(r"page size of (\d+) bytes", said)
-    spare = re.findall(r"^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)", said, re.MULTILINE)
+    output = command(root / "usr/bin/vm_stat")
+    page = re.search(r"page size of (\d+) bytes", output)
+    spare = re.findall(r"^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)", output, re.MULTILINE)
     return float(page.group(1)) * sum(map(int, spare)) if page and spare else None
 
 
@@ -90,7 +90,7 @@ def _group_limits(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _limits(group: Group) -> Iterator[tuple[str, float]]:
-    """(file, limit) of one group; version 1 writes 'none' as a number beyond any memory."""
+    """(file, limit) of one group; version 1 writes no limit as a number larger than any memory."""
     if group.version == 2:
         named = {name: group.number(name) for name in ("memory.max", "memory.high")}
     else:
@@ -102,7 +102,7 @@ def _limits(group: Group) -> Iterator[tuple[str, float]]:
 
 
 def _left(group: Group) -> float:
-    """What a group may still take; without end where it has no limit or does not tell its use."""
+    """Memory that a group may still allocate; infinite where it has no limit or reports no usage."""
     now, cached = {
         1: ("memory.usage_in_bytes", "total_inactive_file"),
         2: ("memory.current", "inactive_file"),
@@ -118,13 +118,13 @@ def _left(group: Group) -> float:
 
 
 def _bound(nodes: tuple[NumaNode, ...]) -> bool:
-    """Whether this process may take memory from some nodes only."""
+    """Whether this process may allocate on some nodes only."""
     return any(node.allowed for node in nodes) and not all(node.allowed for node in nodes)
 
 
 def _node_limit(root: Path) -> Iterator[MemoryLimit]:
     nodes = numa_nodes(root)
     if _bound(nodes):
-        mine = [node for node in nodes if node.allowed]
-        listed = ", ".join(str(node.index) for node in mine)
-        yield MemoryLimit(num_bytes=sum(node.memory_bytes for node in mine), why=f"cpuset: NUMA node {listed} only")
+        allowed = [node for node in nodes if node.allowed]
+        listed = ", ".join(str(node.index) for node in allowed)
+        yield MemoryLimit(num_bytes=sum(node.memory_bytes for node in allowed), why=f"cpuset: NUMA node {listed} only")

@@ -1,4 +1,4 @@
-"""NUMA nodes: which cores share a memory controller, and how much memory hangs on it."""
+"""NUMA nodes: their cores and memory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class NumaNode:
     """One NUMA node of this machine."""
 
     index: int
-    """as the kernel counts"""
+    """the kernel's number"""
     cores: frozenset[int]
-    """its logical cores; none for memory without cores (HBM, CXL)"""
+    """its logical cores; empty for memory without cores (HBM, CXL)"""
     memory_bytes: float
-    """memory on it"""
+    """its memory"""
     free_bytes: float
-    """of that, unused or holding file pages that can be dropped at once"""
+    """its free memory, with file pages that can be dropped"""
     allowed: bool
-    """whether this process may take memory from it (cpuset)"""
+    """whether this process may allocate on it (cpuset)"""
 
 
 def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
-    """Every node, or none where the system has no such thing."""
+    """All nodes; none where the system has no NUMA."""
     allowed = _allowed(root)
-    found = []
+    nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         index = int(folder.name.removeprefix("node"))
         memory = _meminfo(text(folder / "meminfo"))
-        found.append(
+        nodes.append(
             NumaNode(
                 index=index,
                 cores=numbers(text(folder / "cpulist")),
@@ -41,7 +41,7 @@ def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
                 allowed=not allowed or index in allowed,
             )
         )
-    return tuple(sorted(found, key=lambda node: node.index))
+    return tuple(sorted(nodes, key=lambda node: node.index))
 
 
 def _allowed(root: Path) -> frozenset[int]:
@@ -51,5 +51,5 @@ def _allowed(root: Path) -> frozenset[int]:
 
 def _meminfo(lines: str) -> dict[str, float]:
     """'Node 0 MemTotal:  8388608 kB' in bytes."""
-    found = re.findall(r"^Node \d+ (\S+):\s+(\d+) kB", lines, re.MULTILINE)
-    return {key: float(kilobytes) * 1024 for key, kilobytes in found}
+    fields = re.findall(r"^Node \d+ (\S+):\s+(\d+) kB", lines, re.MULTILINE)
+    return {key: float(kilobytes) * 1024 for key, kilobytes in fields}

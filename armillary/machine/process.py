@@ -1,4 +1,7 @@
-"""What this process takes of memory, as the operating system counts it."""
+"""Resident memory of a process, now and at its peak.
+
+Read from /proc, because training and the engine run on machines without psutil, which has no peak on Linux anyway.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 
 def resident_bytes() -> float:
-    """Memory of this process that is in RAM now; its largest so far where the system does not say (macOS)."""
+    """Resident memory of this process now; its peak on macOS, which has no /proc."""
     try:
         return float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -18,18 +21,17 @@ def resident_bytes() -> float:
 
 
 def peak_of(pid: int | str) -> float | None:
-    """The most memory that a process had so far; none where the system does not say, or the process is gone."""
+    """Peak resident memory of a process; none without /proc, or where the process has ended."""
     try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        line = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return float(found.group(1)) * 1024 if found else None
+    return float(line.group(1)) * 1024 if line else None
 
 
 def peak_resident_bytes() -> float:
-    """Its largest so far, of this program alone: what the system counts of the process began before it, with the one
-    that started it."""
-    if (found := peak_of("self")) is not None:
-        return found
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(most if sys.platform == "darwin" else most * 1024)
+    """Peak resident memory of this program: getrusage also counts the program that the process ran before."""
+    if (peak := peak_of("self")) is not None:
+        return peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all.
+"""Atomic writes of files and folders.
 
-Everything is written beside its target under a hidden `.NAME.partial-…` name and renamed into place; a killed
-process leaves only that hidden name behind, and the next write of the same target clears it away.
+Content is written beside its target under a hidden name `.NAME.partial-…` and renamed into place. A killed process
+leaves only the hidden name, which the next write of the same target removes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _REFUSED = {
 
 
 class Taken(BadInput):
-    """A target that is already there."""
+    """A target that exists already."""
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: a reader sees the old file or the new one."""
+    """Replace the content of `path`: a reader sees the old file or the new one."""
     with plain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep(path)
@@ -64,7 +64,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A hidden folder to fill, renamed to `target` when the block ends well and removed when it does not."""
+    """A hidden folder to fill, renamed to `target` at the end of the block, or removed after an exception."""
     if not overwrite and target.exists():
         raise _taken(target)
     with plain_errors(target):
@@ -88,17 +88,17 @@ def _place(partial: Path, target: Path, *, overwrite: bool) -> None:
     except FileExistsError:
         if not overwrite:
             raise _taken(target) from None
-        exchange(partial, target)  # the old content is now the hidden one
+        exchange(partial, target)  # the old content now has the hidden name
         _remove(partial)
 
 
 def _taken(target: Path) -> Taken:
-    return Taken(f"{target} is already there; choose another name or remove it first")
+    return Taken(f"{target} exists already; choose another name or remove it first")
 
 
 @contextmanager
 def plain_errors(path: Path) -> Iterator[None]:
-    """A full disk, or a place that may not be written, becomes one line for people."""
+    """Turns a full disk or a path without write permission into a one-line error."""
     try:
         yield
     except OSError as error:
@@ -110,7 +110,7 @@ def plain_errors(path: Path) -> Iterator[None]:
 
 
 def _concerns(error: OSError, path: Path) -> bool:
-    """Whether the error is about the place written to, rather than something the caller was reading."""
+    """Whether the error is about the written path, rather than a file that the caller reads."""
     place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
     return place == path or place in path.parents or path.parent in place.parents
 
@@ -119,12 +119,13 @@ def _concerns(error: OSError, path: Path) -> bool:
 
 
 def _partial(target: Path) -> Path:
-    me = Process.this()
-    return target.with_name(f".{target.name}.partial-{me.pid}-{me.born}-{secrets.token_hex(4)}-{me.host}")
+    writer = Process.this()
+    tag = f"{writer.pid}-{writer.born}-{secrets.token_hex(4)}-{writer.host}"
+    return target.with_name(f".{target.name}.partial-{tag}")
 
 
 def _sweep(target: Path) -> None:
-    """Remove what writers of this target that are gone have left behind."""
+    """Remove the leftovers of writers of this target that have ended."""
     prefix = f".{target.name}.partial-"
     for path in target.parent.iterdir():
         if path.name.startswith(prefix) and _is_stale(path.name.removeprefix(prefix)):
@@ -132,7 +133,7 @@ def _sweep(target: Path) -> None:
 
 
 def sweep_folder(folder: Path) -> None:
-    """Remove what writers that are gone have left behind in a folder, whatever its target."""
+    """Remove the leftovers of all writers in a folder that have ended."""
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         name, mark, tag = path.name.partition(".partial-")
         if mark and name.startswith(".") and _is_stale(tag):
@@ -140,7 +141,7 @@ def sweep_folder(folder: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Take a folder away at once: it loses its name first, so that nobody ever finds half of it."""
+    """Remove a folder atomically: it is renamed first, so that no reader finds half of it."""
     with plain_errors(path):
         hidden = _partial(path)
         os.rename(path, hidden)
@@ -155,14 +156,14 @@ def _is_stale(tag: str) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Best effort: another process may be clearing the same leftovers."""
+    """Best effort: another process may remove the same leftovers."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-# --- down to the disk
+# --- syncing to disk
 
 
 def _write_new(path: Path, data: bytes) -> None:
@@ -173,7 +174,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Contents must reach the disk before the name does, or a power cut could leave a finished-looking shell."""
+    """Sync the content before the rename: after a power failure the target must not be incomplete."""
     for parent, _, names in os.walk(folder):
         for name in names:
             _sync(Path(parent, name))

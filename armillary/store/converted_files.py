@@ -1,6 +1,6 @@
-"""Which model files this user's `armillary convert` wrote: one record each, named by the SHA-256 of the file.
+"""Model files that this user's `armillary convert` wrote: one record per file, named by its SHA-256.
 
-Records lie in the user's cache, not beside the file: whoever can replace the file alone cannot make one.
+Records are in the user's cache rather than beside the file, so that replacing the file is not enough to be trusted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from armillary.store.home import Home
 
 
 def digest_of(file: Path) -> str:
-    """SHA-256 of its bytes, in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def remember(home: Home, file: Path) -> str:
-    """Record that `file`, as it is now, was written by convert; its digest."""
+    """Record that convert wrote `file` with its present content; its digest."""
     digest = digest_of(file)
     home.converted.mkdir(parents=True, exist_ok=True, mode=0o700)
     text = json.dumps({"file": str(file.absolute()), "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
@@ -29,5 +29,5 @@ def remember(home: Home, file: Path) -> str:
 
 
 def is_known(home: Home, digest: str) -> bool:
-    """Whether convert wrote a file of these bytes."""
+    """Whether convert wrote a file with this digest."""
     return (home.converted / f"{digest}.json").is_file()

@@ -1,7 +1,7 @@
-"""gauges.jsonl: one JSON line a step or request, appended by one writer and readable while it is written.
+"""gauges.jsonl: one JSON line per step or request, appended by one writer and readable meanwhile.
 
-Each record is a single append, so a killed writer loses at most the record it was writing; the torn line it may
-leave is ignored by readers and cut off by the next writer. A run that goes on cuts off the steps it will do again.
+Each record is a single append, so that a killed writer loses at most its last record; readers ignore a torn last line,
+and the next writer removes it. A run that resumes removes the records of the steps that it repeats.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from armillary.store.lock import try_lock
 
 Record = dict[str, Any]
 KEYS = ("time", "step", "request", "source")
-"""What a record may hold besides gauges: unix seconds, the step or request it is of, where the figures come from."""
+"""Keys of a record besides gauges: unix seconds, its step or request, and the source of the figures."""
 _BLOCK = 65_536
 
 
 class GaugeWriter:
-    """The only writer of one file; a second one is refused."""
+    """The only writer of a file; a second writer is refused."""
 
     def __init__(self, path: Path, *, step: int | None = None) -> None:
-        """`step` is the one that comes next: what an earlier writer left of it and of later ones is cut off."""
+        """`step` is the next step: records of it and of later steps are removed."""
         self.path = path
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
         with plain_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -51,7 +51,7 @@ class GaugeWriter:
         source: str | Mapping[str, str] | None = None,
         now: float | None = None,
     ) -> None:
-        """Append one record; `source` says how the figures were measured, for all or per gauge."""
+        """Append one record; `source` is how the figures were measured, for all or per gauge."""
         for name in gauges:
             check_name(name)
         record: Record = {"time": time.time() if now is None else now}
@@ -60,20 +60,20 @@ class GaugeWriter:
         self._append(strict_json.dumps(record | dict(gauges)).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
-        with self._alone, plain_errors(self.path):
+        with self._lock, plain_errors(self.path):
             before = os.fstat(self._file).st_size
             try:
                 written = os.write(self._file, line)
-                if written < len(line):  # the disk filled up half-way: asking for the rest raises the reason
+                if written < len(line):  # the disk is full: writing the rest raises the reason
                     os.write(self._file, line[written:])
             except OSError:
                 os.ftruncate(self._file, before)
                 raise
 
     def keep_last(self, most_bytes: int) -> bool:
-        """Cut the older half off once the file is larger than that, and say so; whoever reads it goes on from a whole
-        line."""
-        with self._alone, plain_errors(self.path):
+        """Remove the older half where the file is larger than `most_bytes`; whether it did. Readers continue at a
+        complete line."""
+        with self._lock, plain_errors(self.path):
             size = os.fstat(self._file).st_size
             if size <= most_bytes:
                 return False
@@ -84,7 +84,7 @@ class GaugeWriter:
         return True
 
     def close(self) -> None:
-        """Let the file go; closing twice is fine."""
+        """Close the file; closing twice is allowed."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -97,7 +97,7 @@ class GaugeWriter:
 
 
 def check_name(name: str) -> None:
-    """Refuse a gauge that is not in the vocabulary, with the nearest that is."""
+    """BadInput where a gauge is not defined, with the nearest name."""
     if name not in GAUGES:
         guess = RENAMED.get(name) or nearest(name, GAUGES)
         hint = f"did you mean {guess}?" if guess else "add it to spec/gauges.py"
@@ -112,19 +112,13 @@ def read_gauges(
     poll_s: float = 0.2,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Record]:
-    """Every whole record from byte `since` on; `follow` waits for more until `stop()` says so."""
+    """Complete records from byte `since` on; with `follow`, wait for more until `stop()` is true."""
     for record, _ in _records(path, since, follow, poll_s, stop):
         yield record
 
 
-def read_since(path: Path, since: int = 0) -> tuple[list[Record], int]:
-    """The whole records from byte `since` on, and the `since` to ask with next time."""
-    found = list(_records(path, since, False, 0.0, lambda: True))
-    return [record for record, _ in found], found[-1][1] if found else since
-
-
 def last_record(path: Path) -> Record | None:
-    """The last whole record; None where there is no file or none in it yet."""
+    """The last complete record; None where there is no file or no record."""
     if not path.is_file():
         return None
     with _open(path) as file:
@@ -133,7 +127,7 @@ def last_record(path: Path) -> Record | None:
 
 
 def columns(path: Path, names: Iterable[str]) -> dict[str, list[Any]]:
-    """Each name as a list over the records that have any of its gauges; None where a record lacks one."""
+    """Each name as a list over the records that have any of the gauges; None where a record lacks one."""
     names = list(names)
     gauges = [name for name in names if name not in KEYS]
     for name in gauges:
@@ -150,15 +144,15 @@ def _records(
     with _open(path) as file:
         file.seek(since)
         while True:
-            ending = stop()  # asked before reading, so that what was written until then is still read
+            ending = stop()  # before reading, so that records written until then are still read
             _step_back(file)
-            yield from _whole_lines(file, path)
+            yield from _complete_lines(file, path)
             if not follow or ending:
                 return
             time.sleep(poll_s)
 
 
-def _whole_lines(file: BinaryIO, path: Path) -> Iterator[tuple[Record, int]]:
+def _complete_lines(file: BinaryIO, path: Path) -> Iterator[tuple[Record, int]]:
     position = file.tell()
     while (line := file.readline()).endswith(b"\n"):
         start, position = position, position + len(line)
@@ -174,7 +168,7 @@ def _parse(line: bytes, path: Path, offset: int) -> Record:
     if not isinstance(record, dict):
         raise BadData(f"{path} has a broken record at byte {offset}; delete that line to read the rest")
     if "request" in record:
-        record["request"] = str(record["request"])  # an id that reads "nan" is still an id
+        record["request"] = str(record["request"])  # an id that is written "nan" is still an id
     if isinstance(record.get("source"), dict):
         record["source"] = current_names(record["source"])
     return record if RENAMED.keys().isdisjoint(record) else current_names(record)
@@ -188,14 +182,14 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _step_back(file: BinaryIO) -> None:
-    """To the end of a line, where the file was cut since it was read to here."""
+    """Seek back to the end of a line, where the file was truncated since the last read."""
     here = file.tell()
     if here and os.pread(file.fileno(), 1, here - 1) != b"\n":
         file.seek(_end_of_last_line(file.fileno(), here))
 
 
 def _end_before(descriptor: int, path: Path, step: int) -> int:
-    """Byte after the last record of a step before `step`, from the end of the last line back."""
+    """Byte after the last record of a step before `step`, searched from the end."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         line, start = _last_line(descriptor, end)
@@ -212,13 +206,13 @@ def _last_line(descriptor: int, end: int) -> tuple[bytes, int]:
 
 
 def _end_of_last_line(descriptor: int, end: int | None = None) -> int:
-    """Byte after the last newline (before `end`): what comes later is torn."""
+    """Byte after the last newline (before `end`); later bytes are a torn line."""
     size = os.fstat(descriptor).st_size
     end = size if end is None else min(end, size)
     while end > 0:
         start = max(0, end - _BLOCK)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         end = start
     return 0

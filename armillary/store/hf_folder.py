@@ -1,6 +1,6 @@
-"""A Hugging Face folder on disk: config.json, safetensors, tokenizer.json.
+"""A Hugging Face model folder: its config.json and the names of its weight files.
 
-Only looks and names; tensors are read by `armillary.model`. Pickled weights are never loaded.
+`armillary.model` reads the tensors. Pickled weights are never loaded.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from armillary.errors import BadModel, NotFound
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_NOT_THE_MODEL = ("consolidated", "adapter_", "optimizer", "training_args")
+_NOT_MODEL_FILES = ("consolidated", "adapter_", "optimizer", "training_args")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json, given itself or its folder."""
+    """The config.json at `path`, or in the folder `path`."""
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
@@ -29,7 +29,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The model's safetensors files, all of them there; otherwise an error that says what is and what to do."""
+    """The model's safetensors files; BadModel where any is missing."""
     names = _indexed(folder) or _unindexed(folder)
     if not names:
         raise _no_weights(folder)
@@ -41,7 +41,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are safetensors, complete or not."""
+    """Whether the folder has safetensors, complete or not."""
     return (folder / INDEX).is_file() or bool(_unindexed(folder))
 
 
@@ -62,12 +62,14 @@ def _indexed(folder: Path) -> list[str]:
 def _unindexed(folder: Path) -> list[str]:
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
-    found = (path.name for path in folder.glob("*.safetensors"))
-    return sorted(name for name in found if not name.startswith((".", *_NOT_THE_MODEL)))
+    names = (path.name for path in folder.glob("*.safetensors"))
+    return sorted(name for name in names if not name.startswith((".", *_NOT_MODEL_FILES)))
 
 
 def _no_weights(folder: Path) -> BadModel:
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES and not p.name.startswith(_NOT_THE_MODEL))
+    pickles = sorted(
+        p.name for p in folder.iterdir() if p.suffix in _PICKLES and not p.name.startswith(_NOT_MODEL_FILES)
+    )
     if pickles:
         return BadModel(
             f"{folder} has only pickled weights ({pickles[0]}), which can run code when loaded; "
@@ -82,7 +84,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise NotFound(f"no file {path}; check the name") from None
     except OSError as error:
-        raise BadModel(f"{path} cannot be read ({error.strerror}); check what it is and who may read it") from None
+        raise BadModel(f"{path} cannot be read ({error.strerror}); check its type and permissions") from None
     except (ValueError, RecursionError) as error:
         raise BadModel(f"{path} is not JSON ({error}); download or export it again") from None
     if not isinstance(value, dict):

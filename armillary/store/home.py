@@ -1,7 +1,7 @@
-"""Home: where runs, data, releases and measurements are kept.
+"""The folders of runs, data, releases and measurements.
 
-Work (runs, data, registry) belongs to the current folder; what is true of the machine (peaks, kernel choices)
-belongs to the user's cache. `--home DIR` puts everything under one folder.
+Runs, data and registry are in the current folder; peaks and kernel choices of the machine are in the user's cache.
+`--home DIR` puts everything under one folder.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from armillary.errors import NotFound
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where things are."""
+    """The folders that commands read and write."""
 
     work: Path
-    """holds runs, data and registry"""
+    """folder of runs, data and registry"""
     cache: Path
-    """holds what was measured or chosen on this machine"""
+    """folder of measurements and choices of this machine"""
 
     @classmethod
     def default(cls) -> Home:

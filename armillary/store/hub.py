@@ -1,6 +1,6 @@
-"""Models on the Hugging Face Hub, fetched through huggingface_hub: its cache, its token and its offline mode.
+"""Downloads from the Hugging Face Hub through huggingface_hub, with its cache, token and offline mode.
 
-Only what a model needs is fetched (config, safetensors, tokenizer), from the top folder; never pickled weights.
+Only config, safetensors and tokenizer of the top folder are downloaded, never pickled weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
 
 def split_id(text: str) -> tuple[str, str | None] | None:
-    """'owner/name@revision' -> (id, revision); None for text that is not a Hub id."""
+    """'owner/name@revision' -> (id, revision); None where the text is no Hub id."""
     match = _ID.fullmatch(text)
     return (match["id"], match["revision"]) if match else None
 
@@ -43,7 +43,7 @@ def fetch(
     progress: Progress = silent,
     endpoint: str | None = None,
 ) -> Path:
-    """The folder of a Hub model in the cache, downloaded where it is not there yet."""
+    """The cached folder of a Hub model, downloaded first where it is missing."""
     hub = _library()
     try:
         with plain_errors(Path(hub.constants.HF_HUB_CACHE)):
@@ -56,8 +56,13 @@ def fetch(
                 endpoint=endpoint,
                 library_name="armillary",
             )
-    except (OSError, ValueError, RuntimeError, hub.errors.HTTPError) as error:  # Runtime: the xet transfer library
-        raise _plain(hub, error, model, revision, endpoint or hub.constants.ENDPOINT) from error
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        hub.errors.HTTPError,
+    ) as error:  # RuntimeError: of the xet transfer library
+        raise _as_error(hub, error, model, revision, endpoint or hub.constants.ENDPOINT) from error
     return _checked(Path(folder), model, weights)
 
 
@@ -72,7 +77,7 @@ def _library() -> Any:
 
 
 def _checked(folder: Path, model: str, weights: bool) -> Path:
-    """The cache may hold only part of a model, which older versions of the library hand out when offline."""
+    """The folder, once it is complete: offline, older versions of the library return incomplete folders."""
     if not (folder / "config.json").is_file():
         raise BadModel(f"{model} has no config.json on the Hub; give a model in transformers format")
     if weights and not has_weights(folder):
@@ -82,15 +87,15 @@ def _checked(folder: Path, model: str, weights: bool) -> Path:
     return folder
 
 
-def _plain(hub: Any, error: Exception, model: str, revision: str | None, endpoint: str) -> ArmillaryError:
-    """What went wrong, in one line."""
+def _as_error(hub: Any, error: Exception, model: str, revision: str | None, endpoint: str) -> ArmillaryError:
+    """A library error as one line."""
     errors = hub.errors
     if isinstance(error, errors.GatedRepoError):
         return NotFound(f"{model} is gated: accept its terms at {endpoint}/{model}, then {_LOGIN}")
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFound(f"no model {model} at {endpoint}; check the name, or {_LOGIN} if it is private")
     if isinstance(error, errors.RevisionNotFoundError):
-        return NotFound(f"{model} has no revision {revision}; leave @{revision} away for its main one")
+        return NotFound(f"{model} has no revision {revision}; leave @{revision} out for the main one")
     if isinstance(error, errors.HFValidationError):
         return BadInput(f"'{model}' is not a Hub id; write owner/name or owner/name@revision")
     if isinstance(error, errors.LocalEntryNotFoundError):
@@ -98,20 +103,20 @@ def _plain(hub: Any, error: Exception, model: str, revision: str | None, endpoin
     if isinstance(error, errors.HfHubHTTPError):
         return _refused(error, model, endpoint)
     reason = str(error).partition("\n")[0] or type(error).__name__
-    return ArmillaryError(f"the download of {model} broke off ({reason}); run it again, it goes on where it stopped")
+    return ArmillaryError(f"the download of {model} stopped ({reason}); run it again to continue")
 
 
 def _not_cached(error: BaseException, offline: bool, model: str, endpoint: str) -> ArmillaryError:
-    answer = getattr(error.__cause__, "response", None)
+    response = getattr(error.__cause__, "response", None)
     if offline:
-        return NotFound(f"{model} is not wholly in the cache and HF_HUB_OFFLINE is set; unset it to fetch")
-    if answer is not None:
+        return NotFound(f"{model} is not completely in the cache and HF_HUB_OFFLINE is set; unset it to fetch")
+    if response is not None:
         return _refused(error.__cause__, model, endpoint)
-    return NotFound(f"cannot reach {endpoint} and {model} is not wholly in the cache; check the network")
+    return NotFound(f"cannot reach {endpoint} and {model} is not completely in the cache; check the network")
 
 
 def _refused(error: Any, model: str, endpoint: str) -> ArmillaryError:
     status = error.response.status_code
     if status in (401, 403):
-        return NotFound(f"{endpoint} refuses the token for {model} ({status}); {_LOGIN} anew")
-    return ArmillaryError(f"{endpoint} answers {status} for {model}; try again later")
+        return NotFound(f"{endpoint} refuses the token for {model} ({status}); {_LOGIN} again")
+    return ArmillaryError(f"{endpoint} returned {status} for {model}; try again later")

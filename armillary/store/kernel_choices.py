@@ -1,7 +1,7 @@
-"""Choices: which version of a kernel was found fastest on a device, kept in choices/DEVICE.json with the proof.
+"""Kernel choices: the fastest version of a kernel on a device, with its measurements, in choices/DEVICE.json.
 
-A record is what `kernels.choose` found for one key (operation, case, library versions); it is used only on the device
-it was found on.
+A record is the result of `kernels.choose` for one key (operation, case, library versions); it holds for its device
+only.
 """
 
 from __future__ import annotations
@@ -21,33 +21,28 @@ Record = Mapping[str, Any]
 
 
 def load_choice(home: Home, device: str, key: str) -> Record | None:
-    """What was found for `key` on exactly this device, or None."""
+    """The record of `key` on this device, or None."""
     return load_choices(home, device).get(key)
 
 
 def load_choices(home: Home, device: str) -> dict[str, Record]:
-    """Everything that was found on this device."""
+    """All records of this device."""
     path = choices_path(home, device)
     if not path.is_file():
         return {}
     table = strict_json.read_table(path)
     records = table.get("choices")
     if not isinstance(table.get("device"), str) or not isinstance(records, dict):
-        raise BadData(f"{path} lacks device or choices; delete it, and kernels will be tried again")
+        raise BadData(f"{path} lacks device or choices; delete it, and kernels are measured again")
     return records if table["device"] == device else {}
 
 
 def save_choice(home: Home, device: str, key: str, record: Record) -> None:
-    """Keep it beside those already known of the device; a newer one of the same key replaces it."""
+    """Add a record to those of the device; it replaces an older one of the same key."""
     path = choices_path(home, device)
     with locked(path.with_name(f".{path.name}.lock")):
         known = load_choices(home, device)
         write_json(path, {"device": device, "choices": {**known, key: dict(record)}})
-
-
-def forget_choices(home: Home, device: str) -> None:
-    """Start anew on this device."""
-    choices_path(home, device).unlink(missing_ok=True)
 
 
 def choices_path(home: Home, device: str) -> Path:

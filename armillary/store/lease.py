@@ -1,18 +1,17 @@
-"""Leases: which process has a run, told by a heartbeat in the run's folder, so that it holds on any machine.
+"""Leases: which process owns a run, shown by a heartbeat in the run's folder, so that it works between machines.
 
     lease.json    owner, process, machine, and a count (`beat`) that the owner raises every `beat_s` seconds
 
-A lease is live while its count rises. Who looks judges like this:
+A lease is live while its count rises. A reader decides as follows:
 
-- On the machine (same host name, boot and process namespace) that holds it, the process is looked up: gone is stale at
-  once, there is live.
+- On the owner's machine (same host name, boot and process namespace) the lease is live while the process runs.
 - From another machine, clocks are not compared, because those of two hosts may differ by minutes. The file's age is the
   difference between its time stamp and that of a file made this moment in the same folder: both are set by the same
   file system. An old stamp alone is not enough to take a run away, since some file systems let clients set it: the
   count is then watched for a beat and a half. A young one is watched until it has been silent for `lasts_s`.
 
-Whoever takes a lease over writes a new owner into it. The old one reads that at its next beat, or before its next
-checkpoint, and stops without writing.
+A process that takes a lease over writes itself as the owner. The old owner reads that at its next beat, or before its
+next checkpoint, and stops without writing.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from armillary.store.writer_process import Process
 
 NAME, LOCK = "lease.json", ".lease.lock"
 BEAT_S, LASTS_S = 10.0, 60.0
-"""seconds between two beats, and of silence after which nobody is there"""
+"""seconds between two beats, and of silence after which a lease is stale"""
 _POLL_S = 0.2
 
 
@@ -47,36 +46,36 @@ class LeaseLost(BadInput):
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Who has a run."""
+    """The owner of a run."""
 
     owner: str
-    """drawn at random when it was taken"""
+    """random id of the lease"""
     host: str
     """machine of the process that renews it"""
     pid: int
-    """that process"""
+    """id of that process"""
     born: int = 0
-    """when it started, see Process"""
+    """start time of that process, see Process"""
     machine: str = ""
-    """what is one machine, more strictly than by its name"""
+    """identity of the machine, stricter than its host name"""
     beat: int = 0
-    """how often it was renewed"""
+    """number of renewals"""
     beat_s: float = BEAT_S
     """seconds between two beats"""
     lasts_s: float = LASTS_S
     """seconds of silence after which it is stale"""
     released: bool = False
-    """given back by its owner"""
+    """whether its owner released it"""
 
     @classmethod
     def new(cls) -> Lease:
         return cls(owner=secrets.token_hex(8), host="", pid=0).by_this_process()
 
     def by_this_process(self) -> Lease:
-        """The same lease, renewed from here from now on."""
-        me = Process.this()
+        """The same lease, renewed by this process."""
+        this = Process.this()
         return replace(
-            self, host=me.host, pid=me.pid, born=me.born, machine=machine(), beat=self.beat + 1, released=False
+            self, host=this.host, pid=this.pid, born=this.born, machine=machine(), beat=self.beat + 1, released=False
         )
 
     @property
@@ -85,12 +84,12 @@ class Lease:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process is one of this machine, which can be looked up."""
+        """Whether its process is on this machine."""
         return self.machine == machine()
 
     @property
     def is_ours(self) -> bool:
-        """Held by this process or by the one that started it, as a launcher does for its ranks."""
+        """Whether this process or its parent holds it, as a launcher does for its ranks."""
         return self.is_here and self.pid in (os.getpid(), os.getppid()) and not self.process.is_gone
 
     @property
@@ -99,7 +98,7 @@ class Lease:
 
 
 def machine() -> str:
-    """Host name, boot and process namespace: where one process id means one process."""
+    """Host name, boot and process namespace, within which a process id is unique."""
     return "/".join((socket.gethostname(), _boot(), _namespace()))
 
 
@@ -121,7 +120,7 @@ def _namespace() -> str:
 
 
 def read_lease(folder: Path) -> Lease | None:
-    """None where there is none, as in runs of older versions, or none that can be read."""
+    """The lease of a run; None where there is none (runs of older versions) or it is unreadable."""
     try:
         return build(Lease, strict_json.read_table(folder / NAME), NAME)
     except (ArmillaryError, OSError):
@@ -133,14 +132,14 @@ def write_lease(folder: Path, lease: Lease) -> None:
 
 
 def is_live(folder: Path, lease: Lease) -> bool:
-    """As far as one look tells."""
+    """Whether a lease looks live now."""
     if lease.released:
         return False
     return not lease.process.is_gone if lease.is_here else age_s(folder) < lease.lasts_s
 
 
 def age_s(folder: Path) -> float:
-    """Since the last beat, by the clock of the file system; by ours where the folder cannot be written."""
+    """Time since the last beat by the file system's clock; by this machine's where the folder is read-only."""
     beaten = os.stat(folder / NAME).st_mtime
     probe = folder / f".now-{secrets.token_hex(4)}"
     try:
@@ -149,12 +148,12 @@ def age_s(folder: Path) -> float:
     except OSError:
         return time.time() - beaten
     finally:
-        with suppress(OSError):  # a share that is mounted read-only
+        with suppress(OSError):  # a read-only mount
             probe.unlink(missing_ok=True)
 
 
 def keeps_beating(folder: Path, lease: Lease, say: Callable[[str], None] = lambda text: None) -> bool:
-    """Whether a lease is live, watched from another machine for as long as it takes to be sure."""
+    """Whether a lease is live; a lease of another machine is watched until that is certain."""
     if lease.is_here or lease.released:
         return is_live(folder, lease)
     young = age_s(folder) < lease.lasts_s
@@ -173,26 +172,26 @@ def keeps_beating(folder: Path, lease: Lease, say: Callable[[str], None] = lambd
 
 
 def take(folder: Path, seen: Lease | None) -> Lease:
-    """A new lease in place of the one that was `seen`; LeaseLost where somebody else was quicker."""
+    """Replace the lease that was `seen` by a new one; LeaseLost where another process was faster."""
     with locked(folder / LOCK):
         now = read_lease(folder)
         if (now and now.owner) != (seen and seen.owner):
             raise LeaseLost(f"{now.text if now else 'another process'} took this run in the same moment; try again")
-        mine = now.by_this_process() if now is not None and now.is_ours else Lease.new()
-        write_lease(folder, mine)
-        return mine
+        lease = now.by_this_process() if now is not None and now.is_ours else Lease.new()
+        write_lease(folder, lease)
+        return lease
 
 
 # --- holding it
 
 
-class Held:
-    """A lease that this process renews from a thread of its own: `with Held(folder, owner) as held: …`."""
+class HeldLease:
+    """A lease that a thread of this process renews: `with HeldLease(folder, owner) as held: …`."""
 
     def __init__(self, folder: Path, owner: str) -> None:
-        """`owner` is the one that is in the file: taken by this process, or by the one that started it."""
+        """`owner` is the one in the file: of this process or its parent."""
         self.folder, self.owner = folder, owner
-        self._over, self._lost = threading.Event(), False
+        self._ended, self._lost = threading.Event(), False
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
@@ -202,17 +201,17 @@ class Held:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._over.set()
+        self._ended.set()
         self._thread.join()
         self._change(lambda lease: replace(lease, released=True))
 
     @property
     def lost(self) -> bool:
-        """Whether another process has taken it over, as far as the last beat knows."""
+        """Whether another process had taken it over at the last beat."""
         return self._lost
 
     def check(self) -> None:
-        """Raise LeaseLost where another process has taken it over, as the file says this moment."""
+        """LeaseLost where another process has taken it over, by the file now."""
         lease = read_lease(self.folder)
         self._lost = self._lost or (lease is not None and lease.owner != self.owner)
         if self._lost:
@@ -224,12 +223,12 @@ class Held:
 
     def _beat(self) -> None:
         lease = read_lease(self.folder)
-        while not self._lost and not self._over.wait(lease.beat_s if lease is not None else BEAT_S):
+        while not self._lost and not self._ended.wait(lease.beat_s if lease is not None else BEAT_S):
             self._change(Lease.by_this_process)
 
     def _change(self, change: Callable[[Lease], Lease]) -> None:
-        """Renew what is still ours. A disk that cannot be read or written is no reason to stop: until it can be, the
-        lease ages, and whoever takes it over is seen in the file."""
+        """Change a lease that is still ours. A disk error is no reason to stop: the lease ages meanwhile, and a process
+        that takes it over appears in the file."""
         try:
             with locked(self.folder / LOCK):
                 lease = read_lease(self.folder)

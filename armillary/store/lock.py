@@ -1,4 +1,8 @@
-"""Advisory locks between processes (flock): held by whoever has the file open, let go by the system when it dies."""
+"""Advisory locks between processes (flock): held while a file is open, released by the system when its process dies.
+
+Not the filelock package, because the gauges file itself is locked: filelock opens, truncates and closes a file of its
+own, and cannot lock a descriptor that is already open.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from pathlib import Path
 from armillary.errors import BadInput
 from armillary.store.atomic import plain_errors
 
-# Some network file systems have no locks; there the rule "one writer a file" rests on the caller.
+# Some network file systems have no locks; there the caller is responsible for one writer per file.
 _POLL_S = 0.1
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def try_lock(descriptor: int) -> bool:
-    """Take the lock on an open file without waiting; False when another holds it."""
+    """Take the lock on an open file without waiting; False where another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -32,7 +36,7 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on `path` (made when missing) for the block, waiting for whoever has it."""
+    """Hold the lock on `path`, which is created where missing, during the block; wait for it first."""
     with plain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -43,16 +47,16 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def wait_unlocked(path: Path, patience_s: float, said: str) -> None:
-    """Until nobody holds the lock on `path`; BadInput with `said` where that takes too long."""
+def wait_unlocked(path: Path, timeout_s: float, message: str) -> None:
+    """Wait until no process holds the lock on `path`; BadInput with `message` after `timeout_s`."""
     if not path.is_file():
         return
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + timeout_s
     descriptor = os.open(path, os.O_RDWR)
     try:
         while not try_lock(descriptor):
             if time.monotonic() > end:
-                raise BadInput(said)
+                raise BadInput(message)
             time.sleep(_POLL_S)
     finally:
         os.close(descriptor)

@@ -41,7 +41,7 @@ class FileEntry:
     """One file of a release or a checkpoint."""
 
     bytes: int
-    """its size"""
+    """size of the file"""
     sha256: str = ""
     """of its content; empty where the blocks were hashed"""
     block_sha256: str = ""
@@ -57,20 +57,20 @@ class Manifest:
     run: str = ""
     """id of the run it was exported from"""
     note: str = ""
-    """what its publisher said"""
+    """note of the publisher"""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """the telling fields of config.json"""
+    """fields of config.json that describe the model"""
     files: Mapping[str, FileEntry]
     """path inside the release -> size and checksum"""
 
 
 def summary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json that tell a model's shape."""
+    """The fields of config.json that describe a model's shape."""
     return {key: config[key] for key in _SUMMARY if key in config}
 
 
 def check_source(folder: Path) -> None:
-    """Refuse to publish what is not there."""
+    """An error where the folder to publish is missing or empty."""
     if not folder.is_dir():
         raise NotFound(f"no folder {folder}; give the Hugging Face folder to publish")
     if next(files_in(folder), None) is None:
@@ -88,7 +88,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def copy_files(source: Path, target: Path, progress: Progress = silent) -> dict[str, FileEntry]:
-    """Copy a folder's files, read-only, hashing on the way."""
+    """Copy a folder's files read-only, and hash them meanwhile."""
     paths = list(files_in(source))
     done, total, entries = 0, sum(path.stat().st_size for path in paths), {}
     for path in paths:
@@ -103,7 +103,7 @@ def copy_files(source: Path, target: Path, progress: Progress = silent) -> dict[
 
 
 def _copy(source: Path, target: Path) -> Iterator[bytes]:
-    """Copy block by block, giving each block in passing."""
+    """Copy block by block, and yield each block."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as from_file, target.open("xb") as to_file:
         while block := from_file.read(_BLOCK):
@@ -113,18 +113,18 @@ def _copy(source: Path, target: Path) -> Iterator[bytes]:
 
 
 def changes(folder: Path, files: Mapping[str, FileEntry], progress: Progress = silent) -> list[str]:
-    """How the folder differs from its manifest, a few words a file; empty when it does not."""
+    """How the folder differs from its manifest, a few words per file; empty where it does not."""
     present = {path.relative_to(folder).as_posix() for path in files_in(folder)}
-    found = [f"{name} was added" for name in sorted(present - set(files))]
+    differences = [f"{name} was added" for name in sorted(present - set(files))]
     done, total = 0, sum(entry.bytes for entry in files.values())
     for name, entry in files.items():
         if name not in present:
-            found.append(f"{name} is missing")
+            differences.append(f"{name} is missing")
         elif (folder / name).stat().st_size != entry.bytes or sha256(folder / name) != entry.sha256:
-            found.append(f"{name} was changed")
+            differences.append(f"{name} was changed")
         done += entry.bytes
         progress(done, total)
-    return found
+    return differences
 
 
 def sha256(path: Path) -> str:

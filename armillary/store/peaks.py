@@ -1,7 +1,7 @@
-"""Peaks: what a device, its links and its disk were measured to reach, kept in peaks/DEVICE.json.
+"""Peaks: the measured ceilings of a device, its links and its disk, in peaks/DEVICE.json.
 
-Lists of points by kind; a point's measured fields are what was found, its other fields say what was tried. Planning
-and diagnosis use them only for the very device they were measured on.
+Lists of points by kind; a point has measured fields, and fields that describe the measured case. Planning and diagnosis
+use peaks only for the device on which they were measured.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from armillary.store.lock import locked
 
 Point = Mapping[str, Any]
 MEASURED = ("flops", "bytes_per_s", "alpha_s", "seconds", "resident_bytes")
-"""Fields that hold a result: FLOP/s, bytes/s, start-up seconds of a collective, seconds of one go, memory in use."""
+"""Measured fields: FLOP/s, bytes/s, latency of a collective, seconds per run, memory in use."""
 BESIDE = "beside"
-"""A sub-table of a point for what was seen along with the result (spread, clocks, date): no part of what was tried."""
+"""A sub-table of a point with circumstances of the result (spread, clocks, date), which do not identify the case."""
 KINDS: dict[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k", "dtype", "flops"),
     "copy": ("bytes", "bytes_per_s"),
@@ -43,8 +43,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "process": ("what", "resident_bytes"),
     "calls": ("what", "seconds"),
 }
-"""Fields every point of a kind has; further fields (pinned, path, …) say more of what was tried, and further kinds are
-kept as they come."""
+"""Fields of every point of a kind; further fields (pinned, path, …) also describe the case, and other kinds are kept
+unchecked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +52,16 @@ class Peaks:
     """Measured ceilings of one device."""
 
     device: str
-    """as the driver names it"""
+    """the driver's name"""
     date: str
     """day of the latest measurement"""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """driver, clocks, library versions: what may explain a difference"""
+    """driver, clocks and library versions, which may explain a difference"""
     points: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
     """kind -> points, see KINDS"""
 
     def best(self, kind: str, measure: str, **where: Any) -> float | None:
-        """The highest `measure` among points that match `where`, or None when nothing was measured."""
+        """The highest `measure` of the points that match `where`; None where there is none."""
         rows = (point for point in self.points.get(kind, ()) if all(point.get(k) == v for k, v in where.items()))
         return max((float(point[measure]) for point in rows), default=None)
 
@@ -70,7 +70,7 @@ class Peaks:
         return self.best("gemm", "flops", dtype=dtype)
 
     def is_emulated(self, dtype: str) -> bool:
-        """Whether the device was found to have no units for a dtype."""
+        """Whether the device has no native support of a dtype."""
         return any(
             point.get(BESIDE, {}).get("emulated") for point in self.points.get("gemm", ()) if point["dtype"] == dtype
         )
@@ -80,43 +80,43 @@ class Peaks:
         return self.best("copy", "bytes_per_s")
 
     def with_points(self, kind: str, points: Iterable[Point]) -> Peaks:
-        """These points added; one that tries the same as an older one replaces it."""
-        rows = {_what_was_tried(point): point for point in self.points.get(kind, ())}
+        """With these points added; a point replaces an older one of the same case."""
+        rows = {_case(point): point for point in self.points.get(kind, ())}
         for point in points:
             _check(kind, point, self.device)
-            rows[_what_was_tried(point)] = dict(point)
+            rows[_case(point)] = dict(point)
         return replace(self, points={**self.points, kind: tuple(rows.values())})
 
     def merge(self, newer: Peaks) -> Peaks:
-        """Both, the newer where they overlap."""
+        """Both, with the newer points where they overlap."""
         if newer.device != self.device:
-            raise BadInput(f"peaks of {newer.device} do not belong to {self.device}; measure each device by itself")
+            raise BadInput(f"peaks of {newer.device} do not belong to {self.device}; measure each device separately")
         merged = replace(self, date=max(self.date, newer.date), about={**self.about, **newer.about})
         for kind, points in newer.points.items():
             merged = merged.with_points(kind, points)
         return merged
 
     def better_of(self, other: Peaks) -> Peaks:
-        """`other`, with our points for cases that we tried too and that went faster: slower is what was held up."""
+        """`other`, with our points for the cases in which ours are faster: the slower measurement was disturbed."""
         points = dict(other.points)
-        for kind, theirs in points.items():
-            mine = {_what_was_tried(point): point for point in self.points.get(kind, ())}
-            points[kind] = tuple(_faster(mine.get(_what_was_tried(point)), point) for point in theirs)
+        for kind, newer in points.items():
+            own = {_case(point): point for point in self.points.get(kind, ())}
+            points[kind] = tuple(_faster(own.get(_case(point)), point) for point in newer)
         return replace(other, points=points)
 
 
-def _faster(one: Point | None, other: Point) -> Point:
-    rate = next((name for name in ("flops", "bytes_per_s") if name in other), None)
-    return other if one is None or rate is None or other[rate] >= one[rate] else one
+def _faster(old: Point | None, new: Point) -> Point:
+    rate = next((name for name in ("flops", "bytes_per_s") if name in new), None)
+    return new if old is None or rate is None or new[rate] >= old[rate] else old
 
 
 def new_peaks(device: str, about: Mapping[str, Any] | None = None) -> Peaks:
-    """Empty, dated today."""
+    """Empty peaks of today."""
     return Peaks(device=device, date=time.strftime("%Y-%m-%d"), about=about or {})
 
 
 def load_peaks(home: Home, device: str) -> Peaks | None:
-    """What was measured on exactly this device, or None."""
+    """The peaks of this device, or None."""
     path = peaks_path(home, device)
     if not path.is_file():
         return None
@@ -125,7 +125,7 @@ def load_peaks(home: Home, device: str) -> Peaks | None:
 
 
 def save_peaks(home: Home, peaks: Peaks) -> Peaks:
-    """Merge into what is already known of the device."""
+    """Merge with the stored peaks of the device."""
     path = peaks_path(home, peaks.device)
     with locked(path.with_name(f".{path.name}.lock")):
         known = load_peaks(home, peaks.device)
@@ -155,5 +155,5 @@ def _check(kind: str, point: Point, device: str) -> None:
         raise BadData(f"a {kind} point of {device} lacks {', '.join(lacking)}; measure again with armillary bench")
 
 
-def _what_was_tried(point: Point) -> str:
+def _case(point: Point) -> str:
     return strict_json.dumps({key: point[key] for key in sorted(point) if key not in (*MEASURED, BESIDE)})

@@ -1,6 +1,6 @@
-"""Progress: how long work tells its caller how far it is, in bytes.
+"""Progress callbacks in bytes, and a tqdm class that reports to one.
 
-The command line hands in a function that moves its own bar; libraries that draw bars through tqdm are led to it.
+The command line passes a callback that moves its own bar; libraries that draw tqdm bars report to it too.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from importlib import import_module
 from typing import Any
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes known of so far."""
+"""called with bytes done and total bytes known so far"""
 
 
 def silent(done: int, total: int) -> None:
-    """For callers that show nothing."""
+    """No progress."""
 
 
 def reporting_bar(progress: Progress) -> type[Any]:
     """A tqdm class that draws nothing and reports its bytes to `progress`.
 
-    A download may keep several bars over the same bytes (received, written); the one furthest on counts.
+    A download may keep several bars over the same bytes (received, written); the most advanced one counts.
     """
     base: Any = import_module("tqdm.std").tqdm
     bars: list[Any] = []
@@ -35,7 +35,7 @@ def reporting_bar(progress: Progress) -> type[Any]:
 
     def display(self: Any, *_: Any, **__: Any) -> bool:
         total = int(max((bar.total or 0 for bar in bars), default=0))
-        if total:  # nothing is said when nothing has to be fetched
+        if total:  # no report where nothing is downloaded
             progress(int(max(bar.n for bar in bars)), total)
         return True
 

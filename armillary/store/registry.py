@@ -3,7 +3,7 @@
     registry/NAME/versions/V/     files of version V (1, 2, …) and manifest.json with their checksums
     registry/NAME/aliases.json    alias -> version now, and every move before
 
-A version appears whole, by a rename; an alias moves by replacing one small file.
+A version is published atomically by a rename; an alias moves by replacing one small file.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Release:
     """One published version."""
 
     name: str
-    """what it is a version of"""
+    """name of the model"""
     version: int
     """1, 2, …"""
     folder: Path
     """its files: a Hugging Face folder"""
     manifest: Manifest
-    """what it consists of"""
+    """its files and origin"""
 
     @property
     def text(self) -> str:
@@ -105,10 +105,10 @@ def release_names(home: Home) -> list[str]:
 
 def verify(release: Release, *, progress: Progress = silent) -> None:
     """Raise BadModel when any file differs from what was published."""
-    found = manifests.changes(release.folder, release.manifest.files, progress)
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise BadModel(f"{release.text} is damaged: {', '.join(found[:3])}{more}; publish it again as a new version")
+    changes = manifests.changes(release.folder, release.manifest.files, progress)
+    if changes:
+        more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+        raise BadModel(f"{release.text} is damaged: {', '.join(changes[:3])}{more}; publish it again as a new version")
 
 
 # --- aliases
@@ -128,7 +128,7 @@ def set_alias(home: Home, name: str, alias: str, version: int) -> Release:
     """Point `alias` at a version, in one step for every reader."""
     _check_name("alias", alias)
     if alias.isdigit() or alias == "latest":
-        raise BadInput(f"'{alias}' cannot be an alias, a version goes by it; choose a word like production")
+        raise BadInput(f"'{alias}' cannot be an alias, because versions use it; choose a word like production")
     release = resolve(home, f"{name}:{version}")
     with locked(home.registry / name / ".aliases.lock"):
         table = _read_aliases(home, name)

@@ -1,7 +1,7 @@
-"""Two renames that POSIX lacks and Linux has (renameat2): never over an existing target, and two names exchanged.
+"""Two renames of Linux (renameat2) that POSIX and Python lack: without replacing a target, and exchanging two names.
 
-Elsewhere they are made of plain renames: `rename_new` may then replace an empty folder, and `exchange` has a moment
-in which the target is missing (and puts it back when interrupted).
+Elsewhere they consist of plain renames: `rename_new` may then replace an empty folder, and `exchange` has a moment
+in which the target is missing (and restores it when interrupted).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename, raising FileExistsError where the target is already there."""
+    """Rename; FileExistsError where the target exists."""
     if _renameat2(source, target, _NOREPLACE):
         return
     try:
@@ -29,25 +29,25 @@ def rename_new(source: Path, target: Path) -> None:
         raise
 
 
-def exchange(one: Path, other: Path) -> None:
-    """Swap two names in one step."""
-    if not _renameat2(one, other, _EXCHANGE):
-        _exchange_slowly(one, other)
+def exchange(first: Path, second: Path) -> None:
+    """Exchange two names atomically."""
+    if not _renameat2(first, second, _EXCHANGE):
+        _exchange_by_renames(first, second)
 
 
-def _exchange_slowly(one: Path, other: Path) -> None:
-    aside = one.with_name(one.name + "-old")
-    os.rename(other, aside)
+def _exchange_by_renames(first: Path, second: Path) -> None:
+    aside = first.with_name(first.name + "-old")
+    os.rename(second, aside)
     try:
-        os.rename(one, other)
+        os.rename(first, second)
     except BaseException:
-        os.rename(aside, other)
+        os.rename(aside, second)
         raise
-    os.rename(aside, one)
+    os.rename(aside, first)
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """True when done, False where the system or file system has no such call."""
+    """Whether it was done; False where the system or file system does not support it."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False

@@ -1,6 +1,6 @@
-"""From what a person types to a model: a folder, a config.json, a catalogue name, a run, a release or a Hub id.
+"""The model that a text names: a folder, a config.json, a catalogue name, a run, a release or a Hub id.
 
-Every verb that takes a model calls `resolve_model`, so all of them accept the same things and fail alike.
+Every verb with a model argument calls `resolve_model`, so that all accept the same names.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Origin = Literal["catalogue", "folder", "config", "hub", "run", "release"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model and where it was found."""
+    """A model and its source."""
 
     name: str
-    """what to call it"""
+    """name of the model"""
     config: ModelConfig
     """its shape"""
     folder: Path | None = None
@@ -36,13 +36,13 @@ class ModelSource:
     files: Path | None = None
     """folder with its config.json and tokenizer, whether or not the weights are there too"""
     origin: Origin
-    """which kind of thing was named"""
+    """kind of the source"""
 
 
 def resolve_model(
     text: str, home: Home, *, need_weights: bool, fetch_progress: Progress | None = None, endpoint: str | None = None
 ) -> ModelSource:
-    """The model that `text` names; `need_weights` refuses one that is only a shape."""
+    """The model that `text` names; BadModel where `need_weights` and it has none."""
     if not text.strip():
         raise BadInput("no model given; name a catalogue model, a folder, a run or a hub id (owner/name)")
     path = Path(os.path.expanduser(text))
@@ -61,7 +61,7 @@ def resolve_model(
     return source
 
 
-# --- one function a kind; None when `text` is not of that kind
+# --- one function per kind; None where `text` is not of that kind
 
 
 def _from_path(path: Path, need_weights: bool) -> ModelSource | None:
@@ -143,7 +143,7 @@ def _from_folder(folder: Path, name: str, origin: Origin, need_weights: bool) ->
 
 
 def _refuse_path(text: str, path: Path) -> None:
-    """What is there but no model, or is written like a path and is not there, is not looked up on the Hub."""
+    """An error for a path that exists but is no model, or that looks like a path and does not exist."""
     if os.path.isdir(path):
         raise BadModel(f"{text} has no config.json; give a Hugging Face model folder or a config.json")
     if text.startswith(("/", "./", "../", "~")) or text.endswith(("/", ".json")) or text.count("/") > 1:
@@ -152,7 +152,7 @@ def _refuse_path(text: str, path: Path) -> None:
 
 
 def _next_step(text: str) -> str:
-    """A folder that a run would have made: the command that makes it; else what else could be given."""
+    """The command that creates a run's export folder; for another path, the accepted kinds of names."""
     parts = Path(text).parts
     run = next(
         (

@@ -1,6 +1,6 @@
-"""Names for runs that people can say aloud: an adjective and an animal, as in quiet-otter.
+"""Pronounceable names of runs: an adjective and an animal, as in quiet-otter.
 
-There are 64 × 64 of them, and a date goes before them in the id, so that a short name is rarely used twice.
+There are 64 × 64 names, and an id begins with the date, so that a short name rarely occurs twice.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ANIMALS = (
 
 
 def new_name(taken: Collection[str]) -> str:
-    """A name that is not taken; once words run short, a number makes it new.
+    """A name that is not taken, with a number where the words run out.
 
-    Drawn from the system's randomness: jobs that seed Python's generator alike must not draw the same name.
+    From the system's randomness: jobs with the same seed of Python's generator must not choose the same name.
     """
     number = 1
     while True:

@@ -1,7 +1,7 @@
-"""RunState: how far a run has come, as kept in its state.json.
+"""The state of a run, as stored in its state.json.
 
-The file is replaced atomically, so it can be read at any moment; a run that was killed still says "running" in it, and
-is told from a living one by its lease (lease.py): `Run.state` then says "died".
+The file is replaced atomically, so that it can be read at any time. A killed run still has "running" in it; its lease
+(lease.py) shows that it is dead, and `Run.state` is then "died".
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Status = Literal["running", "finished", "interrupted", "failed", "died", "unread
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """How far a run has come."""
+    """The state and progress of a run."""
 
     state: Status = "running"
-    """as the run itself last wrote it"""
+    """as last written by the run"""
     model: str = ""
-    """name of the model it trains"""
+    """name of the trained model"""
     step: int = 0
-    """steps done"""
+    """completed steps"""
     steps: int | None = None
     """steps planned"""
     loss: float | None = None
@@ -38,27 +38,27 @@ class RunState:
     updated: float = 0.0
     """unix seconds of the last change"""
     host: str = ""
-    """machine that runs it"""
+    """host name of its process"""
     pid: int = 0
-    """process that runs it"""
+    """id of its process"""
     born: int = 0
-    """when that process started, see Process"""
+    """start time of its process, see Process"""
 
     @classmethod
     def new(cls, *, model: str = "", steps: int | None = None) -> RunState:
-        """Of a run that this process starts now."""
-        now, me = time.time(), Process.this()
-        return cls(model=model, steps=steps, started=now, updated=now, host=me.host, pid=me.pid, born=me.born)
+        """The state of a run that this process starts."""
+        now, this = time.time(), Process.this()
+        return cls(model=model, steps=steps, started=now, updated=now, host=this.host, pid=this.pid, born=this.born)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], where: str) -> RunState:
-        """Fields that a later version may have added are passed over."""
+        """From a table of state.json; fields of later versions are ignored."""
         known = {field.name for field in fields(cls)}
         return build(cls, {key: value for key, value in values.items() if key in known}, where)
 
     @property
     def shown(self) -> str:
-        """What to tell people: "died" is a run whose process is gone without a word."""
+        """The state as shown to people."""
         return self.state
 
     @property
@@ -67,5 +67,5 @@ class RunState:
 
     @property
     def process(self) -> Process:
-        """The one that wrote this."""
+        """The process that wrote this state."""
         return Process(pid=self.pid, born=self.born, host=self.host)

@@ -1,11 +1,11 @@
-"""Runs: one folder a run, named like 2026-11-15-quiet-otter and found by that id or by quiet-otter.
+"""Runs: one folder per run, named like 2026-11-15-quiet-otter and found by that id or by quiet-otter.
 
-recipe.toml  recipe.json   what was asked, as given and with overrides applied
-plan.json                  what was predicted
-state.json  gauges.jsonl   how far it is, and what it measured
-lease.json                 which process has it
-checkpoints/STEP/          to go on from
-export/STEP/               Hugging Face folders, for everything else
+recipe.toml  recipe.json   the recipe, as given and with overrides applied
+plan.json                  the prediction
+state.json  gauges.jsonl   progress and measurements
+lease.json                 the process that owns it
+checkpoints/STEP/          to resume from
+export/STEP/               Hugging Face folders
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from armillary.store import strict_json
 from armillary.store.atomic import Taken, staged_folder, write_json, write_text
 from armillary.store.gauges import last_record
 from armillary.store.home import Home
-from armillary.store.lease import Held, Lease, LeaseLost, is_live, keeps_beating, read_lease, take, write_lease
+from armillary.store.lease import HeldLease, Lease, LeaseLost, is_live, keeps_beating, read_lease, take, write_lease
 from armillary.store.lock import wait_unlocked
 from armillary.store.run_names import new_name
 from armillary.store.run_state import RunState
@@ -33,9 +33,9 @@ from armillary.store.writer_process import Process
 
 Say = Callable[[str], None]
 STOPS_S = 600.0
-"""how long a process that lost its lease is waited for: it ends the step it is in"""
+"""time limit for a process that lost its lease, which finishes its step"""
 SILENT_S = 3600.0
-"""how long a run of an older version may say nothing from another machine"""
+"""silence after which a run of an older version on another machine counts as dead"""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,63}")
 
 
@@ -46,7 +46,7 @@ class Run:
     folder: Path
     """runs/ID"""
     owner: str = field(default="", compare=False, repr=False)
-    """of the lease under which it was opened; empty: to read only, or by whoever has not said"""
+    """owner of the lease under which it was opened; empty: read only"""
 
     @property
     def id(self) -> str:
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Read afresh each time."""
+        """The state, read from the file each time."""
         try:
             state = self._read_state()
         except ArmillaryError as error:
@@ -70,7 +70,7 @@ class Run:
         lease = read_lease(self.folder)
         if lease is not None:
             return is_live(self.folder, lease)
-        silent_s = time.time() - state.updated  # an older version, without leases: hours are beyond any clock's error
+        silent_s = time.time() - state.updated  # an older version, without leases: no clock is wrong by hours
         return not state.process.is_gone and (state.host == Process.this().host or silent_s < SILENT_S)
 
     def _read_state(self) -> RunState:
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def progress(self) -> RunState:
-        """The state, with step and loss of the last record where a run was cut off before it noted them."""
+        """The state, with step and loss of the last record where a run ended before it stored them."""
         state = self.state
         if state.shown not in ("failed", "died"):
             return state
@@ -92,8 +92,8 @@ class Run:
         return replace(state, step=last["step"] + 1, loss=last.get("loss", state.loss))
 
     def update(self, **changes: Any) -> RunState:
-        """Change fields of state.json; it is synced to disk, so call it about once a second at most. LeaseLost where
-        the run was opened under a lease that another process has taken over."""
+        """Change fields of state.json, which is synced to disk, so at most about once per second. LeaseLost where
+        another process has taken the lease over."""
         lease = read_lease(self.folder) if self.owner else None
         if lease is not None and lease.owner != self.owner:
             raise LeaseLost(f"run {self.name} was taken over by {lease.text}; follow it there")
@@ -102,7 +102,7 @@ class Run:
         return state
 
     def is_held_elsewhere(self, say: Say = lambda text: None) -> bool:
-        """Whether another process runs it now; one of another machine is watched for as long as it takes to know."""
+        """Whether another process owns it now; a lease of another machine is watched until that is certain."""
         lease = read_lease(self.folder)
         if lease is None:
             state = self.state
@@ -111,34 +111,34 @@ class Run:
 
     @property
     def held_text(self) -> str:
-        """Who runs it, for people."""
+        """The owner, as text."""
         lease, state = read_lease(self.folder), self.state
         who = lease.text if lease is not None else f"process {state.pid} on {state.host}"
         return f"run {self.name} is still running ({who})"
 
     def claim(self, *, take_over: bool = False, say: Say = lambda text: None, **changes: Any) -> Run:
-        """The run as this process has it from now on, to resume it. A lease that is stale is taken over; a live one
-        only with `take_over`, and then its owner is waited for to stop."""
-        seen, me = read_lease(self.folder), Process.this()
+        """Take ownership of the run, to resume it. A stale lease is taken over; a live one only with `take_over`, after
+        its owner has stopped."""
+        seen, this = read_lease(self.folder), Process.this()
         live = self.is_held_elsewhere(say)
         if live and not take_over:
             raise BadInput(f"{self.held_text}; stop it first")
-        mine = replace(self, owner=take(self.folder, seen).owner)
+        claimed = replace(self, owner=take(self.folder, seen).owner)
         if live and seen is not None:
             say(f"waiting for {seen.text} to stop")
             wait_unlocked(self.gauges, STOPS_S, f"{seen.text} does not stop; end it, and train again")
-        mine.update(state="running", error="", pid=me.pid, born=me.born, host=me.host, **changes)
-        return mine
+        claimed.update(state="running", error="", pid=this.pid, born=this.born, host=this.host, **changes)
+        return claimed
 
     @contextmanager
-    def held(self) -> Iterator[Held]:
-        """Renew the lease of a run that this process, or the one that started it, has opened;"""
+    def held(self) -> Iterator[HeldLease]:
+        """Renew the lease of a run that this process or its parent has opened."""
         lease = read_lease(self.folder)
         if lease is None or not (lease.is_ours or lease.owner == self.owner):
             if self.owner or self.is_held_elsewhere():
                 raise LeaseLost(f"{self.held_text}; stop it first")
             lease = take(self.folder, lease)
-        with Held(self.folder, lease.owner) as held:
+        with HeldLease(self.folder, lease.owner) as held:
             yield held
 
     @property
@@ -148,18 +148,18 @@ class Run:
 
     @property
     def overrides(self) -> list[str]:
-        """The `--set` texts it was started with."""
+        """Its `--set` arguments."""
         return list(strict_json.read_table(self.folder / "recipe.json")["overrides"])
 
     @property
     def recipe_file(self) -> str:
-        """Where that recipe was read from; empty where nobody said."""
+        """The recipe's file; empty where it is unknown."""
         return str(strict_json.read_table(self.folder / "recipe.json").get("file", ""))
 
     def write_recipe(
         self, recipe: Mapping[str, Any], *, text: str = "", overrides: Sequence[str] = (), file: str = ""
     ) -> None:
-        """Replace what was asked: a run goes on with the recipe as it is now."""
+        """Replace the recipe, for a run that resumes with a changed one."""
         _write_recipe(self.folder, recipe, text, overrides, file)
 
     @property
@@ -167,7 +167,7 @@ class Run:
         return self.folder / "plan.json"
 
     def write_plan(self, plan: object) -> None:
-        """Replace plan.json: a run that goes on elsewhere is planned anew."""
+        """Replace plan.json, for a run that resumes on another machine."""
         write_json(self.plan, to_plain(plan))
 
     @property
@@ -178,7 +178,7 @@ class Run:
         return self.folder / "checkpoints" / str(step)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a finished checkpoint, in order."""
+        """Steps with a complete checkpoint, in order."""
         return _steps(self.folder / "checkpoints")
 
     def export(self, step: int) -> Path:
@@ -202,8 +202,8 @@ def create_run(
     name: str = "",
     file: str = "",
 ) -> Run:
-    """A new run folder, whole at once: recipe (and `text`, the file as given, and `file`, where it is), plan (a Plan or
-    its table), state. It is given a name unless one is asked for."""
+    """Create a run folder atomically: recipe (with `text`, the file as given, and `file`, its path), plan (a Plan or
+    its table) and state. Without `name` it gets a new one."""
     if name and not _NAME.fullmatch(name):
         raise BadInput(f"'{name}' is no name for a run; use letters, digits and - like quiet-otter")
     lease = Lease.new()
@@ -219,12 +219,12 @@ def create_run(
         except Taken:
             if name:
                 raise
-            continue  # another process drew the same name in the same moment
+            continue  # another process chose the same name at the same time
 
 
 def _write_recipe(folder: Path, recipe: Mapping[str, Any], text: str, overrides: Sequence[str], file: str) -> None:
-    asked = {"overrides": list(overrides), "recipe": to_plain(recipe)}
-    write_json(folder / "recipe.json", asked | ({"file": file} if file else {}))
+    table = {"overrides": list(overrides), "recipe": to_plain(recipe)}
+    write_json(folder / "recipe.json", table | ({"file": file} if file else {}))
     if text:
         write_text(folder / "recipe.toml", text)
 
@@ -258,12 +258,12 @@ def find_run(home: Home, name: str) -> Run:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """What find_run answers to."""
+    """The names and ids that find_run accepts."""
     return [name for run in runs for name in (run.name, run.id)]
 
 
 def is_run_folder(path: Path) -> bool:
-    # os.path answers False where Path would raise, as for a name too long to be one
+    # os.path returns False where Path would raise, as for a name that is too long
     return all(os.path.isfile(path / name) for name in ("state.json", "recipe.json"))
 
 
@@ -279,7 +279,7 @@ def _short(run_id: str) -> str:
 
 
 def _steps(folder: Path) -> list[int]:
-    """Numbered subfolders in order; partial ones have hidden names."""
+    """Numbered subfolders in order; incomplete ones have hidden names."""
     if not folder.is_dir():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())

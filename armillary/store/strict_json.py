@@ -1,6 +1,6 @@
-"""JSON that any reader accepts: NaN and infinities are written as "nan", "inf" and "-inf", and come back as floats.
+"""Standard JSON with NaN and infinities, written as "nan", "inf" and "-inf" and read back as floats.
 
-A loss that became NaN is news; it must neither turn into null nor make the file unreadable to others.
+A NaN loss must neither become null nor make the file unreadable for other programs.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """`value` as JSON text; numpy scalars count as numbers, anything else unknown is a TypeError."""
+    """`value` as JSON; numpy scalars are numbers, other unknown types a TypeError."""
     separators = (",", ":") if indent is None else None
     return json.dumps(_plain(value), indent=indent, separators=separators, allow_nan=False)
 
 
 def loads(text: str | bytes) -> Any:
-    """The value `dumps` was given. Raises ValueError for what is not JSON."""
+    """The value of a JSON text; ValueError where it is not JSON."""
     return restore(json.loads(text))
 
 
 def restore(value: Any) -> Any:
-    """Turns "nan", "inf" and "-inf" back into floats, at any depth."""
+    """Convert "nan", "inf" and "-inf" to floats, at any depth."""
     if isinstance(value, str):
         return _SPECIAL.get(value, value)
     if isinstance(value, dict):
@@ -38,13 +38,13 @@ def restore(value: Any) -> Any:
 
 
 def read(path: Path) -> Any:
-    """The value in a JSON file, or a one-line error that names the file."""
+    """The value of a JSON file; an error that names the file."""
     try:
         return loads(path.read_bytes())
     except FileNotFoundError:
         raise NotFound(f"no file {path}; check the name") from None
     except OSError as error:
-        raise BadData(f"{path} cannot be read ({error.strerror}); check what it is and who may read it") from None
+        raise BadData(f"{path} cannot be read ({error.strerror}); check its type and permissions") from None
     except (ValueError, RecursionError) as error:
         raise BadData(f"{path} is not readable JSON ({error}); restore it or delete it") from None
 
@@ -53,7 +53,7 @@ def read_table(path: Path) -> dict[str, Any]:
     """`read`, for a file that must hold an object."""
     value = read(path)
     if not isinstance(value, dict):
-        raise BadData(f"{path} holds a {type(value).__name__} where a JSON object belongs; restore it or delete it")
+        raise BadData(f"{path} holds a {type(value).__name__} instead of a JSON object; restore it or delete it")
     return value
 
 

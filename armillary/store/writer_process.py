@@ -1,6 +1,8 @@
-"""Process: which process wrote something, and whether it is still there.
+"""Identity of a writing process, and whether it still runs.
 
-A process id alone is reused (in a container it is often 1 every time), so the time the process was born goes with it.
+A process id alone is reused (in a container it is often 1 every time), so the start time goes with it. Read from /proc
+rather than by psutil, because training writes files on machines without psutil, and because the start time in clock
+ticks is part of file names and leases that exist.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ class Process:
     pid: int
     """its id"""
     born: int
-    """clock ticks from boot to its start; 0 where the system does not say"""
+    """start time in clock ticks since boot; 0 where the system does not report it"""
     host: str
     """name of the machine"""
 
@@ -28,7 +30,7 @@ class Process:
 
     @property
     def is_gone(self) -> bool:
-        """Known to have ended; False for a process of another machine, of which we cannot know."""
+        """Whether it is known to have ended; False for a process of another machine."""
         if self.host != socket.gethostname():
             return False
         if not _exists(self.pid):

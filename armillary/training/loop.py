@@ -17,7 +17,7 @@ from armillary.parallel.world import World, join_world
 from armillary.spec.layout_rules.trainer import splits_backward
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
-from armillary.store.lease import Held, LeaseLost
+from armillary.store.lease import HeldLease, LeaseLost
 from armillary.store.runs import Run
 from armillary.training.checkpoint import checkpoint
 from armillary.training.gauge_log import Recorder, Say, Watch, note_failure
@@ -62,7 +62,7 @@ def _train(
     plan: Plan,
     run: Run,
     world: World,
-    held: Held | None,
+    held: HeldLease | None,
     *,
     until: Until | None,
     watch: Watch | None,

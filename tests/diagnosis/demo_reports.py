@@ -12,8 +12,8 @@ from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.report.demo_report import DemoReport, Served, Stage
 from armillary.serving.load.client_lag import Lag
-from armillary.serving.load.record import Answer
-from armillary.serving.load.run import LoadReport, Ran, Test
+from armillary.serving.load.record import RequestResult
+from armillary.serving.load.run import LoadReport, LoadTest, RunResult
 from armillary.serving.load.summary import summary
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
@@ -31,7 +31,7 @@ def made_load(ttft_s: float) -> LoadReport:
         first = i / 4 + ttft_s * (0.5 + i / 40)
         stamps = tuple(first + 0.01 * k for k in range(8))
         answers.append(
-            Answer(
+            RequestResult(
                 index=i,
                 due_s=i / 4,
                 sent_s=i / 4,
@@ -43,8 +43,8 @@ def made_load(ttft_s: float) -> LoadReport:
             )
         )
     found = summary(answers, Objective(ttft_p99_s=1.0), Lag(), begin_s=0.0, end_s=10.0)
-    ran = Ran(summary=found, answers=tuple(answers), begin_s=0.0, end_s=10.0)
-    test = Test(traffic=Traffic(requests_per_s=4.0), load=Load(), objective=Objective(ttft_p99_s=1.0))
+    ran = RunResult(summary=found, results=tuple(answers), begin_s=0.0, end_s=10.0)
+    test = LoadTest(traffic=Traffic(requests_per_s=4.0), load=Load(), objective=Objective(ttft_p99_s=1.0))
     return LoadReport(url="made", model="tiny", api="completions", test=test, runs=(ran,), notes=())
 
 

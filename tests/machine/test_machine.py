@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from armillary.machine.gpus import Gpu
@@ -26,17 +29,11 @@ flags\t\t: fpu sse2 avx avx2 fma avx512f avx512_bf16 amx_tile amx_bf16 amx_int8
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two sockets of two cores with two threads each, 8 GiB, one fast network card."""
+    """Two sockets of two cores with two threads each, 8 GiB."""
     text = "".join(CPU.format(n=n, socket=n // 4, core=n // 2 % 2) for n in range(8))
     files = {
         "proc/cpuinfo": text,
         "proc/meminfo": "MemTotal:        8388608 kB\nMemAvailable:    4194304 kB\nHugePages_Total:       0\n",
-        "sys/class/net/ib0/operstate": "up\n",
-        "sys/class/net/ib0/speed": "400000\n",
-        "sys/class/net/eth0/operstate": "up\n",
-        "sys/class/net/eth0/speed": "-1\n",
-        "sys/class/net/eth1/operstate": "down\n",
-        "sys/class/net/lo/operstate": "unknown\n",
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +84,15 @@ def test_a_mac(tmp_path: Path) -> None:
     assert found.cpu.units == {"bf16": "", "fp16": "asimdhp", "int8": "asimddp"}
 
 
-def test_network_cards_that_are_up(root: Path) -> None:
-    assert {card.name: card.bits_per_s for card in read_network(root)} == {"ib0": 400e9, "eth0": None}
+def test_network_cards_that_are_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stat(up: bool, speed: int, flags: str = "up,running") -> SimpleNamespace:
+        return SimpleNamespace(isup=up, speed=speed, flags=flags)
+
+    cards = {"ib0": stat(True, 400_000), "eth0": stat(True, 0), "eth1": stat(False, 1000), "lo": stat(True, 0)}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: cards)
+    assert {card.name: card.bits_per_s for card in read_network()} == {"ib0": 400e9, "eth0": None}
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert read_network() == ()
 
 
 def test_disks_are_those_one_can_write_to(root: Path) -> None:

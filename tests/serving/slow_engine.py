@@ -12,7 +12,7 @@ from typing import Any
 from armillary.engine.scheduler.decision import Decision, StepWork
 from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.serving.processes import engine_main
-from armillary.serving.processes.engine_ipc import Outlet, Started, messages
+from armillary.serving.processes.engine_ipc import SendQueue, Started, messages
 from tests.engine.fake import VOCAB, FakeExecutor
 from tests.engine.test_engine import make_engine
 
@@ -33,7 +33,7 @@ class Executor(FakeExecutor):
 
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
-    inbox, outlet = messages(sock), Outlet(sock)
+    inbox, outlet = messages(sock), SendQueue(sock)
     next(inbox)
     engine = make_engine(overlap=False)
     engine.loop.executor = Executor(engine.scheduler.cache, engine.scheduler.settings.max_running)
@@ -43,7 +43,7 @@ def main() -> None:
     llm: Any = SimpleNamespace(engine=engine, tokenizer=None, structures=None)
     worker = engine_main._start(llm, outlet)
     outlet.send(Started(max_model_len=64, vocab=VOCAB, kv_tokens=160, kv_text="", phases=[("in all", 0.0)]))
-    intake = engine_main.Intake(llm, worker, outlet)
+    intake = engine_main.RequestReceiver(llm, worker, outlet)
     for message in inbox:
         intake.take(message)
 

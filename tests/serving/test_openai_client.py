@@ -55,9 +55,9 @@ def test_a_chat_is_answered_and_counted(client: Any) -> None:
 
 
 def test_a_stream_says_the_same_piece_by_piece(client: Any) -> None:
-    wish: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
-    whole = client.chat.completions.create(**wish).choices[0].message.content
-    chunks = list(client.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
+    fields: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**fields).choices[0].message.content
+    chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(texts) == whole and len(texts) > 3
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -68,25 +68,25 @@ def test_a_stream_says_the_same_piece_by_piece(client: Any) -> None:
 
 
 def test_several_answers_with_seeds(client: Any) -> None:
-    wish: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "n": 3, "seed": -7}
-    first, second = (client.chat.completions.create(**wish) for _ in range(2))
+    fields: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "n": 3, "seed": -7}
+    first, second = (client.chat.completions.create(**fields) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in second.choices] and len(set(texts)) == 3
     assert first.usage.completion_tokens == 24
     streamed = {i: "" for i in range(3)}
-    for chunk in client.chat.completions.create(**wish, stream=True):
+    for chunk in client.chat.completions.create(**fields, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert [streamed[i] for i in range(3)] == texts
 
 
 def test_stop_texts_end_an_answer_and_are_not_part_of_it(client: Any) -> None:
-    wish: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
-    whole = client.chat.completions.create(**wish).choices[0].message.content
+    fields: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
+    whole = client.chat.completions.create(**fields).choices[0].message.content
     stop = whole[5:8]
-    cut = client.chat.completions.create(**wish, stop=[stop, "never there"])
+    cut = client.chat.completions.create(**fields, stop=[stop, "never there"])
     assert cut.choices[0].message.content == whole[: whole.find(stop)] and cut.choices[0].finish_reason == "stop"
     assert cut.usage.completion_tokens < 40
-    streamed = client.chat.completions.create(**wish, stop=stop, stream=True)
+    streamed = client.chat.completions.create(**fields, stop=stop, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == whole[: whole.find(stop)]
 
 
@@ -143,19 +143,19 @@ def test_answers_match_expressions_choices_and_grammars(server: Server, wanted: 
 
 
 def test_a_call_that_is_asked_for_comes_with_arguments_that_fit(client: Any) -> None:
-    wish: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 200, "seed": 3}
+    fields: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 200, "seed": 3}
     forced = {"type": "function", "function": {"name": "news"}}
-    named = client.chat.completions.create(**wish, tool_choice=forced).choices[0]
+    named = client.chat.completions.create(**fields, tool_choice=forced).choices[0]
     (call,) = named.message.tool_calls
     assert call.function.name == "news" and call.type == "function" and call.id.startswith("call_")
     arguments = json.loads(call.function.arguments)
     assert arguments["town"] in ("Bonn", "Ulm") and 1 <= arguments["days"] <= 9 and named.message.content is None
-    some = client.chat.completions.create(**wish, tool_choice="required", parallel_tool_calls=False).choices[0]
+    some = client.chat.completions.create(**fields, tool_choice="required", parallel_tool_calls=False).choices[0]
     assert some.finish_reason == "tool_calls" and some.message.tool_calls[0].function.name in ("weather", "news")
     streamed = [
         chunk.choices[0]
         for chunk in client.chat.completions.create(
-            **wish, tool_choice="required", parallel_tool_calls=False, stream=True
+            **fields, tool_choice="required", parallel_tool_calls=False, stream=True
         )
     ]
     calls = [call for choice in streamed for call in choice.delta.tool_calls or ()]
@@ -204,12 +204,12 @@ def test_a_conversation_with_calls_and_parts_goes_through_the_template(client: A
 
 def test_completions_of_texts_and_ids(client: Any, server: Server) -> None:
     ids = server.post("/tokenize", {"prompt": "def main"})[1]["tokens"]
-    wish: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0}
-    one = client.completions.create(**wish, prompt="def main").choices[0]
-    both = client.completions.create(**wish, prompt=["def main", "return"]).choices
-    by_ids = client.completions.create(**wish, prompt=[ids, ids]).choices
+    fields: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0}
+    one = client.completions.create(**fields, prompt="def main").choices[0]
+    both = client.completions.create(**fields, prompt=["def main", "return"]).choices
+    by_ids = client.completions.create(**fields, prompt=[ids, ids]).choices
     assert one.text == both[0].text == by_ids[0].text == by_ids[1].text and [c.index for c in both] == [0, 1]
-    streamed = client.completions.create(**wish, prompt=["def main", "return"], stream=True)
+    streamed = client.completions.create(**fields, prompt=["def main", "return"], stream=True)
     texts = ["", ""]
     for chunk in streamed:
         texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -245,13 +245,13 @@ def test_echo_gives_the_prompts_log_probabilities(client: Any, server: Server) -
 def test_models_are_listed(client: Any) -> None:
     (card,) = client.models.list().data
     assert card.id == "tiny" and card.max_model_len == CONTEXT and client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4' here; use 'tiny'") as error:
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4' on this server; use 'tiny'") as error:
         client.models.retrieve("gpt-4")
     assert error.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize(
-    "wish, param, said",
+    "fields, param, said",
     [
         ({"messages": []}, "messages", "expected `array` of length >= 1"),
         ({"messages": "hello"}, "messages", "expected `array`, got `str`"),
@@ -272,9 +272,9 @@ def test_models_are_listed(client: Any) -> None:
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "leave it out"),
     ],
 )
-def test_what_is_wrong_is_said_as_openai_does(client: Any, wish: dict[str, Any], param: str, said: str) -> None:
+def test_what_is_wrong_is_said_as_openai_does(client: Any, fields: dict[str, Any], param: str, said: str) -> None:
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="tiny", messages=HELLO, extra_body=wish)
+        client.chat.completions.create(model="tiny", messages=HELLO, extra_body=fields)
     found = error.value.body
     assert said in found["message"] and found["param"] == param and found["type"] == "invalid_request_error"
     assert "; " in found["message"], "an error ends with the next step"
@@ -303,10 +303,10 @@ async def test_many_clients_at_once_get_what_they_would_get_alone(server: Server
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=60) as client:
 
         async def text(prompt: str, stream: bool) -> str:
-            wish: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "temperature": 0}
+            fields: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "temperature": 0}
             if not stream:
-                return str((await client.completions.create(**wish)).choices[0].text)
-            chunks = await client.completions.create(**wish, stream=True)
+                return str((await client.completions.create(**fields)).choices[0].text)
+            chunks = await client.completions.create(**fields, stream=True)
             return "".join([chunk.choices[0].text async for chunk in chunks])
 
         streamed = await asyncio.gather(*(text(prompt, True) for prompt in prompts))

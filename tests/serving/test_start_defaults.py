@@ -13,8 +13,8 @@ import pytest
 
 from armillary.errors import BadModel
 from armillary.model.generation_config import SamplingDefaults
-from armillary.serving.openai.run_server import _served
-from armillary.serving.processes.engine_ipc import Orders
+from armillary.serving.openai.run_server import served_model
+from armillary.serving.processes.engine_ipc import EngineConfig
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
@@ -74,8 +74,8 @@ def test_they_can_be_turned_off_and_broken_ones_are_refused(folder: Path, tmp_pa
     source = resolve_model(str(made), Home.at(tmp_path), need_weights=True)
 
     def defaults(**serve: Any) -> SamplingDefaults:
-        orders = Orders(model=str(made), serve=Serve(**serve), home=Home.at(tmp_path))
-        return _served(source, orders, 1, Metrics(), said.append).defaults
+        config = EngineConfig(model=str(made), serve=Serve(**serve), home=Home.at(tmp_path))
+        return served_model(source, config, 1, Metrics(), said.append).defaults
 
     assert defaults() == SamplingDefaults(temperature=1.5, top_k=1, max_new_tokens=150) and len(said) == 1
     assert defaults(generation_config="none") == SamplingDefaults() and len(said) == 1

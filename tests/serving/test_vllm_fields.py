@@ -191,7 +191,7 @@ def test_the_final_message_is_continued(server: Server) -> None:
 
 
 def test_the_document_names_them_all(server: Server) -> None:
-    table = json.loads(server.get("/openapi.json")[1])["components"]["schemas"]["Chat"]["properties"]
+    table = json.loads(server.get("/openapi.json")[1])["components"]["schemas"]["ChatRequest"]["properties"]
     for name in (
         "guided_json",
         "guided_regex",

@@ -104,7 +104,7 @@ def test_a_block_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcep
 def test_an_existing_folder_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with (
-        pytest.raises(Taken, match=r"x is already there; choose another name or remove it first$"),
+        pytest.raises(Taken, match=r"x exists already; choose another name or remove it first$"),
         staged_folder(tmp_path / "x"),
     ):
         raise AssertionError("not reached")
@@ -245,7 +245,7 @@ def _is_whole(folder: Path) -> bool:
 def test_the_slow_exchange_puts_the_old_back_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "old").mkdir()
     with pytest.raises(FileNotFoundError):
-        rename._exchange_slowly(tmp_path / "missing", tmp_path / "old")
+        rename._exchange_by_renames(tmp_path / "missing", tmp_path / "old")
     assert names(tmp_path) == ["old"]
 
 

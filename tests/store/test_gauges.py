@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.errors import ArmillaryError, BadData, BadInput, NotFound
-from armillary.store.gauges import GaugeWriter, columns, last_record, read_gauges, read_since
+from armillary.store.gauges import GaugeWriter, _records, columns, last_record, read_gauges
 from tests.store.victim import kill_at_random, start
 
 
@@ -185,6 +186,12 @@ def test_a_disk_that_fills_up_takes_the_record_back(path: Path, monkeypatch: pyt
 
 
 # --- reading
+
+
+def read_since(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The complete records from byte `since` on, and the offset after them."""
+    pairs = list(_records(path, since, False, 0.0, lambda: True))
+    return [record for record, _ in pairs], pairs[-1][1] if pairs else since
 
 
 def test_reading_while_it_is_written_gives_whole_records_in_order(path: Path) -> None:

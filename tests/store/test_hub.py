@@ -110,7 +110,9 @@ def test_a_network_that_is_gone_reuses_the_cache(hub: StandInHub) -> None:
 def test_offline_and_not_cached(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("acme/tiny", FILES)
     _go_offline(monkeypatch)
-    with pytest.raises(NotFound, match=r"^acme/tiny is not wholly in the cache and HF_HUB_OFFLINE is set; unset it"):
+    with pytest.raises(
+        NotFound, match=r"^acme/tiny is not completely in the cache and HF_HUB_OFFLINE is set; unset it"
+    ):
         fetch("acme/tiny", endpoint=hub.endpoint)
 
 
@@ -118,7 +120,7 @@ def test_offline_with_only_the_small_files_cached(hub: StandInHub, monkeypatch: 
     hub.add("acme/tiny", FILES)
     fetch("acme/tiny", weights=False, endpoint=hub.endpoint)
     _go_offline(monkeypatch)
-    with pytest.raises(ArmillaryError, match=r"not wholly in the cache|no safetensors in the cache"):
+    with pytest.raises(ArmillaryError, match=r"not completely in the cache|no safetensors in the cache"):
         fetch("acme/tiny", endpoint=hub.endpoint)
 
 
@@ -146,7 +148,7 @@ def test_an_unknown_model(hub: StandInHub) -> None:
 
 def test_an_unknown_revision(hub: StandInHub) -> None:
     hub.add("acme/tiny", FILES)
-    with pytest.raises(NotFound, match=r"^acme/tiny has no revision v9; leave @v9 away for its main one$"):
+    with pytest.raises(NotFound, match=r"^acme/tiny has no revision v9; leave @v9 out for the main one$"):
         fetch("acme/tiny", revision="v9", endpoint=hub.endpoint)
 
 
@@ -160,7 +162,7 @@ def test_a_gated_model_opens_with_a_token(hub: StandInHub, monkeypatch: pytest.M
 
 def test_a_hub_out_of_order(hub: StandInHub) -> None:
     hub.broken_with = 500
-    with pytest.raises(ArmillaryError, match=r"^http\S+ answers 500 for acme/tiny; try again later$"):
+    with pytest.raises(ArmillaryError, match=r"^http\S+ returned 500 for acme/tiny; try again later$"):
         fetch("acme/tiny", endpoint=hub.endpoint)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from armillary.errors import BadData
 from armillary.store.home import Home
-from armillary.store.kernel_choices import choices_path, forget_choices, load_choice, load_choices, save_choice
+from armillary.store.kernel_choices import choices_path, load_choice, load_choices, save_choice
 
 
 def test_kept_per_device_and_key(home: Home) -> None:
@@ -25,13 +25,6 @@ def test_kept_per_device_and_key(home: Home) -> None:
 def test_a_name_that_only_looks_the_same_is_another_device(home: Home) -> None:
     save_choice(home, "NVIDIA H200", "a", {"version": "x"})
     assert load_choices(home, "nvidia h200") == {}
-
-
-def test_forgotten(home: Home) -> None:
-    save_choice(home, "cpu", "a", {"version": "x"})
-    forget_choices(home, "cpu")
-    forget_choices(home, "cpu")
-    assert load_choices(home, "cpu") == {}
 
 
 def test_a_broken_file_says_what_to_do(home: Home) -> None:

@@ -58,7 +58,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(BadData, match=r"b\.json is not readable JSON .*; restore it or delete it$"):
         strict_json.read(tmp_path / "b.json")
     (tmp_path / "c.json").write_text("[1]")
-    with pytest.raises(BadData, match=r"c\.json holds a list where a JSON object belongs"):
+    with pytest.raises(BadData, match=r"c\.json holds a list instead of a JSON object"):
         strict_json.read_table(tmp_path / "c.json")
     with pytest.raises(BadData, match=r"cannot be read \(Is a directory\); check what it is"):
         strict_json.read(tmp_path)

@@ -21,7 +21,7 @@ from armillary.diagnosis.report.demo_report import Served
 from armillary.errors import ArmillaryError
 from armillary.machine.process import peak_of
 from armillary.serving.load.report_text import LATENCY_HEADS, errors_text, latency_rows
-from armillary.serving.load.run import LoadReport, Test
+from armillary.serving.load.run import LoadReport, LoadTest
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import to_toml
 from armillary.store.atomic import write_text
@@ -100,7 +100,7 @@ def _load(state: DemoState, url: str) -> LoadReport:
 def load(state: DemoState, url: str) -> LoadReport:
     """The recipe's traffic on the server, as `armillary load` sends it."""
     recipe = state.recipe
-    test = Test(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
+    test = LoadTest(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
     report, _ = run_load(state.out, url, test)
     rows = [row for row in latency_rows(report) if row[0] in ("TTFT", "ITL", "end to end")]
     state.out.table("", LATENCY_HEADS, rows)

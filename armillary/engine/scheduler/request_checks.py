@@ -13,7 +13,7 @@ from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import EVERY_TOKEN, Sequence
 from armillary.engine.request.token_limits import limited
 from armillary.engine.scheduler.settings import Settings
-from armillary.errors import BadInput
+from armillary.errors import BadInput, ContextLengthExceeded
 
 MakeConstraint = Callable[[], Constraint]
 LONG_ROPE = "\0long rope"
@@ -25,25 +25,29 @@ def check(request: Request, settings: Settings, cache: KVCache, constraint: Make
     _check_prompt(request, settings)
     params, length = request.params, len(request.prompt)
     params.check_vocab(settings.vocab)
-    room = settings.max_model_len - length
-    if room < 1:
-        raise BadInput(
-            f"the prompt has {length:,} tokens and prompt and output together may have {settings.max_model_len:,}; "
-            f"shorten it to {settings.max_model_len - 1:,} or raise serve.max_model_len "
-            "and serve.kv_bytes"
-        )
-    wanted = room if params.max_tokens is None else params.max_tokens
-    if wanted > room:
-        raise BadInput(
-            f"a prompt of {length:,} and max_tokens={wanted:,} exceed max_model_len="
-            f"{settings.max_model_len:,}; ask for at most {room:,}"
-        )
+    wanted = completion_limit(length, params.max_tokens, settings.max_model_len)
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise BadInput(f"timeout_s={request.timeout_s} is over before it begins; give a time above 0")
     if params.structure is not None and constraint is None:
         raise BadInput(f"this engine cannot constrain the output to a {params.structure.kind}; leave structure out")
     _check_room(length + wanted, cache)
     return length + wanted
+
+
+def completion_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+    """Tokens that a completion may have; ContextLengthExceeded where prompt and completion do not fit."""
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_tokens:,} tokens and prompt and completion may have {max_model_len:,} together; "
+            f"shorten it to {max_model_len - 1:,} or raise serve.max_model_len and serve.kv_bytes"
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise ContextLengthExceeded(
+            f"a prompt of {prompt_tokens:,} tokens and max_tokens={max_tokens:,} exceed max_model_len="
+            f"{max_model_len:,}; ask for at most {room:,}"
+        )
+    return room if max_tokens is None else max_tokens
 
 
 def _check_prompt(request: Request, settings: Settings) -> None:

@@ -22,7 +22,7 @@ from armillary.store.home import Home
 
 if TYPE_CHECKING:
     from armillary.planning.serving.replica import Replica
-    from armillary.serving.processes.engine_client import EngineProcess
+    from armillary.serving.processes.engine_client import EngineClient
     from armillary.spec.tables.serve import Serve
 
 MODEL, VOCAB = "armillary-5m", 4096
@@ -127,12 +127,14 @@ async def _served(
 ) -> tuple[list[tuple[int, float]], float | None]:
     """([(concurrent requests, median inter-token latency), …], peak memory of the engine's process)."""
     from armillary.machine.process import peak_of
-    from armillary.serving.processes.engine_client import EngineProcess
-    from armillary.serving.processes.engine_ipc import Orders
+    from armillary.serving.processes.engine_client import EngineClient
+    from armillary.serving.processes.engine_ipc import EngineConfig
     from armillary.serving.processes.server_metrics import Metrics
 
-    orders = Orders(model=str(model), serve=serve, home=home, device="cpu", gauges=model.with_name("gauges.jsonl"))
-    engine, gaps = EngineProcess(orders, ranks=1, metrics=Metrics(), say=lambda line: None), []
+    config = EngineConfig(
+        model=str(model), serve=serve, home=home, device="cpu", gauges=model.with_name("gauges.jsonl")
+    )
+    engine, gaps = EngineClient(config, ranks=1, metrics=Metrics(), say=lambda line: None), []
     try:
         async with asyncio.timeout(max(1.0, limit_s)):
             await engine.start()
@@ -150,7 +152,7 @@ async def _served(
         await engine.stop()
 
 
-async def _gap_s(engine: EngineProcess, rows: int) -> float:
+async def _gap_s(engine: EngineClient, rows: int) -> float:
     """Median time between tokens of `rows` concurrent requests."""
     from armillary.engine.request.sampling_params import SamplingParams
     from armillary.serving.processes.mailbox import Mailbox

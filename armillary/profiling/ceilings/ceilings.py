@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from armillary.errors import unknown
-from armillary.machine.background_load import Others
+from armillary.machine.background_load import BackgroundLoad
 from armillary.machine.device_name import device_name
 from armillary.profiling.ceilings import attention_flops as attention
 from armillary.profiling.ceilings import bandwidth, disk, fma, gemm, host_copy
@@ -79,7 +79,7 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measure every section, or `only` some, within about `limit_s`."""
     limit_s = limit_s or (QUICK_LIMIT_S if quick else LIMIT_S[device.type])
-    begin, background = time.monotonic(), Others()
+    begin, background = time.monotonic(), BackgroundLoad()
     with clocks_of(device) as clocks:
         settings = replace(settings_for(device, quick=quick, folder=folder), clocks=clocks)
         plan = {name: cases for name in _chosen(only) if (cases := SECTIONS[name].cases(settings))}

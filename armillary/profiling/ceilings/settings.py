@@ -76,7 +76,7 @@ def clocks_of(device: torch.device) -> Clocks:
     """A sampler for this device."""
     if device.type == "cuda":
         return Clocks(gpu_clocks(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
-    return Clocks(cpu_clocks())
+    return Clocks(cpu_clocks)
 
 
 def cache_bytes(device: torch.device, root: Path = Path("/")) -> int:

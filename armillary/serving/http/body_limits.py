@@ -1,57 +1,69 @@
-"""Bodies of requests: bounded in size and time each, and in size all together."""
+"""Limits of request bodies: size and time of each body, and the bytes of all bodies together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
-from starlette.requests import Request
-
-_TOGETHER = 16
-"""bodies of the largest size that may be here at once"""
-
-
-class TooLarge(Exception):
-    """A body beyond the limit."""
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+_DRAIN = 16
+"""a body over the limit is read and dropped up to this many times the limit: a client that still writes reads no
+response"""
 
 
-class TooSlow(Exception):
-    """A body that does not come to its end."""
+class BodyTooLarge(Exception):
+    """A body over the size limit."""
 
 
-class TooMany(Exception):
-    """Bodies beyond what may be here at once."""
+class BodyTimeout(Exception):
+    """A body that did not arrive in time."""
 
 
-class Bodies:
-    """All that are here."""
+class TooManyBodies(Exception):
+    """All bodies together are over their limit."""
 
-    def __init__(self, most: int, limit_s: float) -> None:
-        self._most, self._limit_s = most, limit_s
-        self._left = _TOGETHER * most
+
+class ClientDisconnected(Exception):
+    """The client closed the connection."""
+
+
+class BodyLimits:
+    """Reads the bodies of one server within its limits."""
+
+    def __init__(self, *, limit: int, total: int, timeout_s: float) -> None:
+        self.limit, self.timeout_s = limit, timeout_s
+        self._left = total
 
     @asynccontextmanager
-    async def whole(self, request: Request) -> AsyncIterator[bytes]:
-        """The body of a request; its room is free again at the end of the block."""
+    async def read(self, receive: Receive) -> AsyncIterator[bytes]:
+        """The body of a request; its bytes count until the end of the block."""
         parts: list[bytes] = []
         try:
             try:
-                async with asyncio.timeout(self._limit_s):
-                    await self._read(request, parts)
+                async with asyncio.timeout(self.timeout_s):
+                    await self._read(receive, parts)
             except TimeoutError:
-                raise TooSlow from None
+                raise BodyTimeout from None
             yield b"".join(parts)
         finally:
             self._left += sum(map(len, parts))
 
-    async def _read(self, request: Request, parts: list[bytes]) -> None:
+    async def _read(self, receive: Receive, parts: list[bytes]) -> None:
         size = 0
-        async for part in request.stream():
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            part = message.get("body", b"")
             size += len(part)
-            parts.append(part)
-            self._left -= len(part)
-            if size > self._most:
-                raise TooLarge
-            if self._left < 0:
-                raise TooMany
+            if size <= self.limit:
+                parts.append(part)
+                self._left -= len(part)
+                if self._left < 0:
+                    raise TooManyBodies
+            if not message.get("more_body") or size > self.limit * _DRAIN:
+                break
+        if size > self.limit:
+            raise BodyTooLarge

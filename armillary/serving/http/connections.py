@@ -1,4 +1,4 @@
-"""Connections that only cost: ones that never ask anything, and clients that do not read their answers, are closed."""
+"""Closes idle connections: those that send no complete request head, and clients that do not read their response."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 _EVERY_S = 1.0
 SILENT_S = 15.0
-"""a connection may take so long to bring a whole head of a request"""
+"""time limit for a complete request head"""
 STUCK_S = 30.0
-"""a client may leave a full buffer unread for so long"""
+"""time limit for a client that leaves a full send buffer unread"""
 HEAD_BYTES = 65_536
-"""a request's head at most, give or take what is read at a time"""
+"""size limit of a request head, plus at most one read"""
 
 
 async def sweep(server: uvicorn.Server) -> None:
-    """Look at all connections now and then, until cancelled."""
+    """Check all connections once per second until cancelled."""
     raise_file_limit()
     since: dict[Any, tuple[str, float]] = {}
     while True:
@@ -38,25 +38,25 @@ async def sweep(server: uvicorn.Server) -> None:
 
 
 def trouble_of(connection: Any) -> str | None:
-    """stuck: its answer is not read; silent: the head of its first or next request does not come to an end."""
+    """stuck: the response is not read; silent: the head of the first or next request is not complete."""
     if connection.flow is not None and connection.flow.write_paused:
         return "stuck"
     cycle = connection.cycle
     if cycle is None:
         return "silent"
-    # uvicorn's own timer is for connections at rest, and the first byte of a request ends it
+    # uvicorn's own timer covers idle connections only: the first byte of a request stops it
     return "silent" if cycle.response_complete and connection.timeout_keep_alive_task is None else None
 
 
 def protocol() -> Any:
-    """uvicorn's quick HTTP parser, which sets heads of requests no limit, with one; the plain one has its own."""
+    """uvicorn's httptools parser with a limit of the request head, which it lacks; h11 has its own."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ModuleNotFoundError:
         return "h11"
 
-    class Bounded(HttpToolsProtocol):  # type: ignore[misc]
-        """Counts what comes and is neither a whole head nor part of a body."""
+    class BoundedHead(HttpToolsProtocol):  # type: ignore[misc]
+        """Counts the bytes received since the last complete head or body part."""
 
         head_bytes = 0
 
@@ -75,10 +75,10 @@ def protocol() -> Any:
             self.head_bytes = 0
             super().on_body(body)
 
-    return Bounded
+    return BoundedHead
 
 
 def raise_file_limit() -> None:
-    """As many open connections as the system lets us have."""
+    """Raise the limit of open files, and so of connections, to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""What went wrong with a request, in the shape OpenAI's clients read: {"error": {message, type, param, code}}."""
+"""The error of a request in the form that OpenAI's clients read: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES = {
 
 
 class Problem(Exception):
-    """An answer that is an error; the message ends with the next step."""
+    """An error response; its message ends with the next step."""
 
     def __init__(
         self,
@@ -35,18 +35,17 @@ class Problem(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As it is sent."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """When to try again, where that is known."""
+        """Retry-After, where the time is known."""
         if self.retry_after_s is None:
             return []
         return [(b"retry-after", str(max(1, round(self.retry_after_s))).encode())]
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> Problem:
-    """The request cannot be served as it is."""
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> Problem:
+    """A 400: the request cannot be served as it is."""
     return Problem(400, message, param=param, code=code)

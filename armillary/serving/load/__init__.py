@@ -1,1 +1,1 @@
-"""Load tests of any OpenAI-compatible server: what is sent when, what came back, and what it means."""
+"""Load tests of any OpenAI-compatible server: schedule, sender, summary and report."""

@@ -1,8 +1,8 @@
-"""When requests are sent: evenly, as a Poisson process, in gamma bursts, each at a steady or a ramped rate.
+"""Send times of requests: constant, Poisson or gamma-distributed gaps, at a steady or ramped rate.
 
-Gaps of mean 1 are drawn first and then stretched by the rate: a request is sent when the area under the rate has grown
-by its gap, so bursts and ramps combine. There are exactly as many requests as the area holds: a Poisson process given
-its count, so that a short test offers the rate it was asked for.
+Gaps of mean 1 are sampled first and scaled by the rate: a request is sent when the integral of the rate has grown by
+its gap, so that bursts and ramps combine. The number of requests is fixed to that integral (a Poisson process given its
+count), so that a short test offers exactly its rate.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from armillary.spec.tables.serve import Traffic
 def send_times(
     traffic: Traffic, *, seconds: float, ramp_to: float | None = None, count: int | None = None, seed: int = 0
 ) -> list[float]:
-    """Seconds, from 0 to `seconds`, at which requests are sent, while the rate goes to `ramp_to`; `count` of them ask
-    for as long as they take instead."""
+    """Send times between 0 and `seconds`, while the rate ramps to `ramp_to`; `count` fixes the number of
+    requests instead of the time."""
     begin, end = traffic.requests_per_s, ramp_to or traffic.requests_per_s
     area = seconds * (begin + end) / 2 if count is None else float(count)
     if count is not None:
         seconds = 2 * area / (begin + end)
     areas = _areas(traffic, area, Random(f"arrivals {seed}"))
-    return [min(seconds, _time_of(one, begin, end, seconds)) for one in areas]
+    return [min(seconds, _time_of(position, begin, end, seconds)) for position in areas]
 
 
-def _areas(traffic: Traffic, area: float, dice: Random) -> list[float]:
-    """Where between 0 and `area` requests lie; about one for each 1 of it."""
+def _areas(traffic: Traffic, area: float, rng: Random) -> list[float]:
+    """Positions of the requests between 0 and `area`, one per unit."""
     count = round(area)
     if traffic.arrival == "constant":
         return [(i + 0.5) * area / count for i in range(count)]
-    whole = list(accumulate(_gap(traffic, dice) for _ in range(count + 1)))
-    return [one * area / whole[-1] for one in whole[:-1]]
+    sums = list(accumulate(_gap(traffic, rng) for _ in range(count + 1)))
+    return [position * area / sums[-1] for position in sums[:-1]]
 
 
-def _gap(traffic: Traffic, dice: Random) -> float:
-    """A gap of mean 1; of a gamma distribution the shape is 1 / CV²."""
+def _gap(traffic: Traffic, rng: Random) -> float:
+    """A gap of mean 1; the shape of the gamma distribution is 1 / CV²."""
     if traffic.arrival == "poisson":
-        return dice.expovariate(1.0)
+        return rng.expovariate(1.0)
     square = traffic.burstiness**2
-    return dice.gammavariate(1 / square, square)
+    return rng.gammavariate(1 / square, square)
 
 
 def _time_of(area: float, begin: float, end: float, seconds: float) -> float:

@@ -1,6 +1,6 @@
-"""One request to the server, with the time of everything that comes back.
+"""One request to the server, with the arrival time of each event of its response.
 
-A time is taken when bytes arrive, before anything is made of them.
+A time stamp is taken when bytes arrive, before they are parsed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from armillary.serving.load.record import Answer, Shot
-from armillary.serving.load.stream_events import EventStream, Pieces, error_text
+from armillary.serving.load.record import PreparedRequest, RequestResult
+from armillary.serving.load.stream_events import EventStream, StreamedResponse, error_text
 from armillary.serving.load.target import Target
 
 Clock = Callable[[], float]
@@ -21,7 +21,7 @@ _ERROR_BYTES = 4096
 
 
 def session(target: Target, timeout_s: float) -> aiohttp.ClientSession:
-    """Connections without a limit, kept open between requests; proxies of the environment are not asked."""
+    """A client session without a limit of connections, which stay open between requests, and without proxies."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         headers=target.headers,
@@ -30,56 +30,62 @@ def session(target: Target, timeout_s: float) -> aiohttp.ClientSession:
     )
 
 
-async def ask(http: aiohttp.ClientSession, target: Target, shot: Shot, *, due_s: float, clock: Clock) -> Answer:
-    """Send one request and follow its answer to the end; whatever goes wrong is the answer's error."""
-    pieces = Pieces()
+async def send_request(
+    http: aiohttp.ClientSession, target: Target, request: PreparedRequest, *, due_s: float, clock: Clock
+) -> RequestResult:
+    """Send one request and read its response to the end; any failure is the result's error."""
+    response = StreamedResponse()
     sent = clock()
     try:
-        await _follow(http, target, shot.body, pieces, clock)
+        await _read_response(http, target, request.body, response, clock)
     except TimeoutError:
-        pieces.error = "timed out"
+        response.error = "timed out"
     except (aiohttp.ClientError, OSError) as error:
-        pieces.error = f"connection: {_reason(error)}"
-    return _answer(shot, pieces, due_s=due_s, sent_s=sent, end_s=clock())
+        response.error = f"connection: {_reason(error)}"
+    return _result(request, response, due_s=due_s, sent_s=sent, end_s=clock())
 
 
-async def _follow(http: aiohttp.ClientSession, target: Target, body: bytes, pieces: Pieces, clock: Clock) -> None:
+async def _read_response(
+    http: aiohttp.ClientSession, target: Target, body: bytes, streamed: StreamedResponse, clock: Clock
+) -> None:
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
     async with http.post(target.url, data=body, headers=headers) as response:
         if response.status != 200:
-            pieces.error = f"HTTP {response.status}: {_said(await response.content.read(_ERROR_BYTES))}"
+            streamed.error = f"HTTP {response.status}: {_error_message(await response.content.read(_ERROR_BYTES))}"
             return
         if "event-stream" not in response.content_type:
             data = await response.read()
-            pieces.whole(data, clock())
+            streamed.add_complete(data, clock())
             return
         events = EventStream()
-        async for some in response.content.iter_any():
+        async for chunk in response.content.iter_any():
             now = clock()
-            for data in events.feed(some):
-                pieces.add(data, now)
+            for data in events.feed(chunk):
+                streamed.add(data, now)
         for data in events.close():
-            pieces.add(data, clock())
-    if not pieces.finished and not pieces.error:
-        pieces.error = "the stream ended before the answer did"
+            streamed.add(data, clock())
+    if not streamed.finished and not streamed.error:
+        streamed.error = "the stream ended before the response was complete"
 
 
-def _answer(shot: Shot, pieces: Pieces, *, due_s: float, sent_s: float, end_s: float) -> Answer:
-    counted = pieces.tokens_out is not None
-    return Answer(
-        index=shot.index,
+def _result(
+    request: PreparedRequest, streamed: StreamedResponse, *, due_s: float, sent_s: float, end_s: float
+) -> RequestResult:
+    counted = streamed.tokens_out is not None
+    return RequestResult(
+        index=request.index,
         due_s=due_s,
         sent_s=sent_s,
         end_s=end_s,
-        stamps_s=tuple(pieces.stamps),
-        tokens_in=pieces.tokens_in,
-        tokens_out=pieces.tokens_out if counted else len(pieces.stamps),  # type: ignore[arg-type]
+        stamps_s=tuple(streamed.stamps),
+        tokens_in=streamed.tokens_in,
+        tokens_out=streamed.tokens_out if counted else len(streamed.stamps),  # type: ignore[arg-type]
         counted_by="usage" if counted else "chunks",
-        error=pieces.error,
+        error=streamed.error,
     )
 
 
-def _said(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     try:
         return error_text(json.loads(body))
     except ValueError:
@@ -101,5 +107,5 @@ async def get_json(http: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
 
 
 def clock_from(begin: float) -> Clock:
-    """Seconds since `begin` of time.monotonic, which all processes of a machine share."""
+    """A clock of seconds since `begin` on time.monotonic, which all processes of a machine share."""
     return lambda: time.monotonic() - begin

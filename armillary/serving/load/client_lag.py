@@ -1,6 +1,6 @@
-"""Whether the load generator itself is the bottleneck: how late its own loop wakes up, and how much of a core it took.
+"""Lag of the load generator: how late its event loop wakes up, and how much of a core it uses.
 
-A time stamp of an overloaded generator measures the generator; its lag is therefore part of the report.
+Time stamps of an overloaded generator measure the generator, so its lag is part of the report.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from armillary.stats import percentile
 
-_EVERY_S = 0.01
-_BUSY = 0.85
-_LATE_SHARE = 0.1
+_INTERVAL_S = 0.01
+_BUSY_FRACTION = 0.85
+_LATE_FRACTION = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,26 +21,26 @@ class Lag:
     """The generator's own delay."""
 
     loop_p99_s: float = 0.0
-    """how late a timer of its event loop fired, 99th percentile: what a time stamp may be late"""
+    """delay of a timer of its event loop, and so of a time stamp, 99th percentile"""
     loop_max_s: float = 0.0
-    """the worst of them"""
+    """the largest delay"""
     send_p99_s: float = 0.0
-    """sent later than due, 99th percentile"""
+    """delay of sending after the due time, 99th percentile"""
     cpu_fraction: float = 0.0
-    """share of one core that the busiest sending process used"""
+    """fraction of one core that the busiest sending process used"""
 
     @property
     def busy(self) -> bool:
-        """A process that has used up its core."""
-        return self.cpu_fraction > _BUSY
+        """Whether a process uses up its core."""
+        return self.cpu_fraction > _BUSY_FRACTION
 
     def limits(self, typical_s: float) -> bool:
-        """Whether figures around `typical_s` are those of the generator rather than of the server."""
-        return self.busy or max(self.loop_p99_s, self.send_p99_s) > max(0.005, _LATE_SHARE * typical_s)
+        """Whether the generator's lag distorts latencies around `typical_s`."""
+        return self.busy or max(self.loop_p99_s, self.send_p99_s) > max(0.005, _LATE_FRACTION * typical_s)
 
 
 class LagWatch:
-    """Measures a loop while it runs: `async with LagWatch() as watch`."""
+    """Measures the event loop's lag: `async with LagWatch() as watch`."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
@@ -58,8 +58,8 @@ class LagWatch:
 
     async def _tick(self) -> None:
         while True:
-            due = time.monotonic() + _EVERY_S
-            await asyncio.sleep(_EVERY_S)
+            due = time.monotonic() + _INTERVAL_S
+            await asyncio.sleep(_INTERVAL_S)
             self.late.append(max(0.0, time.monotonic() - due))
 
 

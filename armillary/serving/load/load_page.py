@@ -1,4 +1,4 @@
-"""A load report as one HTML file that loads nothing: table, distributions, the test over time, rates tried, words."""
+"""A load report as one self-contained HTML file: tables, distributions, the test over time, the rates tried."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain
 
 from armillary.report.charts import SHARE_TICKS, lines, share_text
 from armillary.report.page import document, heading, items, section, table
-from armillary.serving.load.rate_search import Found
+from armillary.serving.load.rate_search import SearchResult
 from armillary.serving.load.report_text import (
     DEFINITIONS,
     LATENCY_HEADS,
@@ -18,33 +18,33 @@ from armillary.serving.load.report_text import (
     title_text,
     trial_rows,
 )
-from armillary.serving.load.run import LoadReport, Ran
+from armillary.serving.load.run import LoadReport, RunResult
 from armillary.serving.load.summary import in_flight
 from armillary.units import seconds_text
 
 _SAMPLES = 120
 
 
-def page(report: LoadReport, found: Found | None = None, usd_per_hour: float | None = None) -> str:
-    """The whole document."""
-    ran = report.runs[-1]
+def page(report: LoadReport, search: SearchResult | None = None, usd_per_hour: float | None = None) -> str:
+    """The complete document."""
+    run = report.runs[-1]
     parts = [
         heading(f"Load test of {report.model}", title_text(report)),
         section("Latency", table(LATENCY_HEADS, latency_rows(report))),
         section("Rates", table(("", ""), rate_rows(report, usd_per_hour), wide=True)),
-        _search(found),
-        _distributions(ran, len(report.runs)),
-        _over_time(ran),
+        _search(search),
+        _distributions(run, len(report.runs)),
+        _over_time(run),
         section("Notes", items(report.notes)),
         section("What the figures mean", table(("", ""), list(DEFINITIONS.items()), wide=True)),
     ]
     return document(f"{report.model}: load test", parts)
 
 
-def _search(found: Found | None) -> str:
-    if found is None:
+def _search(search: SearchResult | None) -> str:
+    if search is None:
         return ""
-    trials = sorted(found.trials, key=lambda trial: trial.requests_per_s)
+    trials = sorted(search.trials, key=lambda trial: trial.requests_per_s)
     latencies = [
         ("TTFT p99", [(t.requests_per_s, t.summary.due_ttft.p99_s) for t in trials]),
         ("TTFT p50", [(t.requests_per_s, t.summary.due_ttft.p50_s) for t in trials]),
@@ -53,13 +53,13 @@ def _search(found: Found | None) -> str:
     plot = lines(latencies, label="Latency over rate", x_name="requests per second", y_text=seconds_text)
     tokens = [(t.requests_per_s, t.summary.tokens_out_per_s) for t in trials]
     rates = lines([("output tokens per second", tokens)], label="Throughput over rate", x_name="requests per second")
-    return section(best_text(found), plot + rates + table(TRIAL_HEADS, trial_rows(found)))
+    return section(best_text(search), plot + rates + table(TRIAL_HEADS, trial_rows(search)))
 
 
-def _distributions(ran: Ran, repeats: int) -> str:
-    good = [answer for answer in ran.answers if answer.ok and ran.begin_s <= answer.due_s < ran.end_s]
-    firsts = [answer.ttft_s for answer in good if answer.ttft_s is not None]
-    gaps = list(chain.from_iterable(answer.gaps_s for answer in good))
+def _distributions(run: RunResult, repeats: int) -> str:
+    good = [result for result in run.results if result.ok and run.begin_s <= result.due_s < run.end_s]
+    firsts = [result.ttft_s for result in good if result.ttft_s is not None]
+    gaps = list(chain.from_iterable(result.gaps_s for result in good))
     plots = [
         lines(
             [(name, cumulative(values))],
@@ -69,32 +69,32 @@ def _distributions(ran: Ran, repeats: int) -> str:
             y_text=share_text,
             y_ticks=SHARE_TICKS,
         )
-        for name, values in (("TTFT", firsts), ("ITL", gaps), ("end to end", [answer.e2e_s for answer in good]))
+        for name, values in (("TTFT", firsts), ("ITL", gaps), ("end to end", [result.e2e_s for result in good]))
     ]
     which = f" (last of {repeats} runs)" if repeats > 1 else ""
-    return section(f"Share of values that do not exceed{which}", "".join(plots)) if any(plots) else ""
+    return section(f"Cumulative distribution{which}", "".join(plots)) if any(plots) else ""
 
 
-def _over_time(ran: Ran) -> str:
-    until = max((answer.end_s for answer in ran.answers), default=0.0)
+def _over_time(run: RunResult) -> str:
+    until = max((result.end_s for result in run.results), default=0.0)
     step = until / _SAMPLES
-    under_way = [
+    in_flight_at = [
         ((i + 0.5) * step, value)
-        for i, value in enumerate(in_flight(ran.answers, begin_s=0.0, end_s=until, samples=_SAMPLES))
+        for i, value in enumerate(in_flight(run.results, begin_s=0.0, end_s=until, samples=_SAMPLES))
     ]
-    stamps = [(stamp, answer.tokens_out / len(answer.stamps_s)) for answer in ran.answers for stamp in answer.stamps_s]
+    stamps = [(stamp, result.tokens_out / len(result.stamps_s)) for result in run.results for stamp in result.stamps_s]
     tokens = counted([at for at, _ in stamps], [weight for _, weight in stamps], until=until)
-    firsts = sorted((answer.due_s, answer.due_ttft_s) for answer in ran.answers if answer.due_ttft_s is not None)
+    firsts = sorted((result.due_s, result.due_ttft_s) for result in run.results if result.due_ttft_s is not None)
     plots = [
-        lines([("requests under way", under_way)], label="Requests under way over time", x_name="seconds"),
+        lines([("requests in flight", in_flight_at)], label="Requests in flight over time", x_name="seconds"),
         lines([("output tokens per second", tokens)], label="Tokens over time", x_name="seconds"),
         lines([("TTFT by due time", firsts)], label="TTFT over time", x_name="seconds", y_text=seconds_text),
     ]
-    return section(f"Over time (measured from {ran.begin_s:.1f} to {ran.end_s:.1f} s)", "".join(plots))
+    return section(f"Over time (measured from {run.begin_s:.1f} to {run.end_s:.1f} s)", "".join(plots))
 
 
 def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
-    """(value, share of all that do not exceed it)."""
+    """(value, fraction of values up to it)."""
     ordered = sorted(values)
     return [(value, (i + 1) / len(ordered)) for i, value in enumerate(ordered)]
 

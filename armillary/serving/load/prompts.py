@@ -1,6 +1,6 @@
-"""Words for requests: pieces of the Python library's source, cut to a number of tokens, some with equal beginnings.
+"""Prompts: excerpts of the Python standard library's source, cut to a number of tokens, some with shared prefixes.
 
-What a token is, only the server knows: a ruler turns tokens into characters, by a tokenizer or by the server's counts.
+Only the server knows its tokens: a `PromptCutter` converts tokens to text, by a tokenizer or by the server's counts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from random import Random
 from typing import Any, Protocol
 
 from armillary.errors import BadData, NotFound
-from armillary.serving.load.record import Planned
+from armillary.serving.load.record import PlannedRequest
 from armillary.serving.load.trace import BLOCK_TOKENS
 
 _CORPUS_CHARS = 2_000_000
-_FALLBACK = "the quick brown fox jumps over the lazy dog; "
+_FALLBACK_TEXT = "the quick brown fox jumps over the lazy dog; "
 
 
 @cache
@@ -31,43 +31,43 @@ def corpus(limit: int = _CORPUS_CHARS) -> str:
         if size >= limit:
             break
     text = "".join(parts)[:limit]
-    return text if len(text) > BLOCK_TOKENS else _FALLBACK * (limit // len(_FALLBACK))
+    return text if len(text) > BLOCK_TOKENS else _FALLBACK_TEXT * (limit // len(_FALLBACK_TEXT))
 
 
-class Cut(Protocol):
-    """A ruler; it can be sent to another process."""
+class PromptCutter(Protocol):
+    """Makes text of a number of tokens; it can be sent to another process."""
 
-    def __call__(self, tokens: int, dice: Random) -> str:
-        """Text of about so many tokens, from a place that the dice choose."""
+    def __call__(self, tokens: int, rng: Random) -> str:
+        """Text of about `tokens` tokens, from a random position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByCharacters:
-    """Tokens of so many characters on average."""
+    """Cuts by the mean number of characters per token."""
 
     per_token: float
-    """characters"""
+    """characters per token"""
 
-    def __call__(self, tokens: int, dice: Random) -> str:
+    def __call__(self, tokens: int, rng: Random) -> str:
         text, size = corpus(), max(1, round(tokens * self.per_token))
-        return str(_round(text, dice.randrange(len(text)), size))
+        return str(_wrapped(text, rng.randrange(len(text)), size))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByTokenizer:
-    """Tokens of a tokenizer.json; exact but for the seams of a piece."""
+    """Cuts by a tokenizer.json; exact except at the ends of an excerpt."""
 
     folder: str
-    """where it is"""
+    """folder of the tokenizer"""
 
-    def __call__(self, tokens: int, dice: Random) -> str:
+    def __call__(self, tokens: int, rng: Random) -> str:
         tokenizer, ids = _tokenizer(self.folder)
-        return str(tokenizer.decode(_round(ids, dice.randrange(len(ids)), tokens), skip_special_tokens=False))
+        return str(tokenizer.decode(_wrapped(ids, rng.randrange(len(ids)), tokens), skip_special_tokens=False))
 
 
 @cache
 def _tokenizer(folder: str) -> tuple[Any, list[int]]:
-    """(the tokenizer, the corpus in its tokens)."""
+    """(tokenizer, corpus as its tokens)."""
     from tokenizers import Tokenizer
 
     path = Path(folder) / "tokenizer.json" if Path(folder).is_dir() else Path(folder)
@@ -80,43 +80,43 @@ def _tokenizer(folder: str) -> tuple[Any, list[int]]:
     return tokenizer, list(tokenizer.encode(corpus(_CORPUS_CHARS // 4), add_special_tokens=False).ids)
 
 
-def _round(whole: Any, start: int, length: int) -> Any:
-    """`length` items from `start` on, round the end as often as needed."""
-    found = whole[start : start + length]
-    while len(found) < length:
-        found = found + whole[: length - len(found)]
-    return found
+def _wrapped(items: Any, start: int, length: int) -> Any:
+    """`length` items from `start` on, wrapping around at the end."""
+    part = items[start : start + length]
+    while len(part) < length:
+        part = part + items[: length - len(part)]
+    return part
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
+class PromptMaker:
     """Makes the prompts of a test; equal seeds give equal prompts."""
 
-    cut: Cut
-    """the ruler"""
+    cut: PromptCutter
+    """makes text of a number of tokens"""
     overhead: int = 0
     """tokens that the server's chat template adds to each prompt"""
     shared: int = 0
-    """tokens of the beginnings that requests have in common"""
+    """tokens of a shared prefix"""
     prefixes: int = 1
-    """how many such beginnings there are"""
+    """number of different shared prefixes"""
     seed: int = 0
-    """of this run"""
+    """seed of this run"""
 
-    def prompt(self, index: int, row: Planned) -> str:
-        """Text of request `index`."""
-        dice = Random(f"prompt {self.seed} {index}")
+    def prompt(self, index: int, row: PlannedRequest) -> str:
+        """The prompt of request `index`."""
+        rng = Random(f"prompt {self.seed} {index}")
         tokens = max(1, row.tokens_in - self.overhead)
         if row.blocks:
-            return self._of_blocks(row, tokens)
+            return self._from_blocks(row, tokens)
         if not self.shared:
-            return self.cut(tokens, dice)
+            return self.cut(tokens, rng)
         shared = min(self.shared, tokens)
-        which = Random(f"prefix {dice.randrange(self.prefixes)}")
-        return self.cut(shared, which) + (self.cut(tokens - shared, dice) if tokens > shared else "")
+        which = Random(f"prefix {rng.randrange(self.prefixes)}")
+        return self.cut(shared, which) + (self.cut(tokens - shared, rng) if tokens > shared else "")
 
-    def _of_blocks(self, row: Planned, tokens: int) -> str:
-        """Each block's text follows from its name alone, so that requests share what the recorded ones did."""
+    def _from_blocks(self, row: PlannedRequest, tokens: int) -> str:
+        """Text of a trace's blocks: it depends on a block's name only, so that requests share prefixes as recorded."""
         parts = []
         for name in row.blocks:
             size = min(BLOCK_TOKENS, tokens)

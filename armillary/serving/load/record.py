@@ -1,4 +1,4 @@
-"""What a load test sends and what it notes of every answer; all times are seconds after the test began."""
+"""Requests of a load test and their results; all times are seconds since the start of the test."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """One request before it has words."""
+class PlannedRequest:
+    """One request without its text."""
 
     at_s: float | None
-    """when it is to be sent; none: when a client is free"""
+    """send time; none: when a client is free"""
     tokens_in: int
-    """prompt length asked for"""
+    """requested prompt length"""
     tokens_out: int
-    """answer length asked for"""
+    """requested completion length"""
     blocks: tuple[int, ...] = ()
-    """Mooncake: names of the prompt's blocks of 512 tokens; equal names are equal text"""
+    """Mooncake: ids of the prompt's blocks of 512 tokens; equal ids are equal text"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shot:
-    """One request, ready to be sent."""
+class PreparedRequest:
+    """One request, ready to send."""
 
     index: int
-    """its place in the test"""
+    """position in the test"""
     at_s: float | None
-    """when it is to be sent; none: when a client is free"""
+    """send time; none: when a client is free"""
     body: bytes
-    """its JSON"""
+    """JSON of the request"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What became of one request."""
+class RequestResult:
+    """The result of one request."""
 
     index: int
-    """its place in the test"""
+    """position in the test"""
     due_s: float
-    """when it was to be sent"""
+    """scheduled send time"""
     sent_s: float
-    """when it was"""
+    """actual send time"""
     end_s: float
-    """when the answer was complete, or had failed"""
+    """time at which the response was complete or failed"""
     stamps_s: tuple[float, ...] = ()
-    """arrival of every streamed piece that held text"""
+    """arrival times of the streamed chunks with text"""
     tokens_in: int | None = None
-    """prompt length by the server's count; none: it did not say"""
+    """prompt length by the server's count; none: it did not report it"""
     tokens_out: int = 0
-    """answer length"""
+    """completion length"""
     counted_by: Literal["usage", "chunks"] = "chunks"
-    """who counted tokens_out: the server, or we, a piece being a token"""
+    """source of tokens_out: the server's usage, or the number of chunks"""
     error: str = ""
-    """why it failed; empty: it did not"""
+    """why the request failed; empty: it succeeded"""
 
     @property
     def ok(self) -> bool:
@@ -61,17 +61,17 @@ class Answer:
 
     @property
     def ttft_s(self) -> float | None:
-        """Sent to first piece of text."""
+        """Send time to first chunk of text."""
         return self.stamps_s[0] - self.sent_s if self.stamps_s else None
 
     @property
     def due_ttft_s(self) -> float | None:
-        """The same from when it was to be sent: what a person who clicked then has waited."""
+        """TTFT from the scheduled send time, as a user would have waited."""
         return self.stamps_s[0] - self.due_s if self.stamps_s else None
 
     @property
     def e2e_s(self) -> float:
-        """Sent to last piece of text; of an answer without text, to its end."""
+        """Send time to last chunk of text; without text, to the end of the response."""
         return (self.stamps_s[-1] if self.stamps_s else self.end_s) - self.sent_s
 
     @property
@@ -87,5 +87,5 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between consecutive pieces."""
+        """Gaps between consecutive chunks."""
         return [after - before for before, after in zip(self.stamps_s, self.stamps_s[1:], strict=False)]

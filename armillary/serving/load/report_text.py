@@ -1,14 +1,14 @@
-"""A load report in words and rows, the same for terminal, page and JSON; and what each figure means."""
+"""A load report as text and table rows for terminal, page and JSON, and the definition of each figure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from armillary.serving.load.rate_search import Found
+from armillary.serving.load.rate_search import SearchResult
 from armillary.serving.load.run import LoadReport
 from armillary.serving.load.schedule import warmup_s
-from armillary.serving.load.summary import Spread, Summary
+from armillary.serving.load.summary import LatencySummary, Summary
 from armillary.spec.tables.serve import Objective
 from armillary.spec.toml.fields import to_plain
 from armillary.stats import Estimate, estimate
@@ -17,22 +17,22 @@ from armillary.units import dollars_text, seconds_text
 HOUR_S = 3600.0
 
 DEFINITIONS = {
-    "TTFT": "request sent to first streamed text; a connection that has to be opened first is part of it",
-    "ITL": "gap between consecutive streamed pieces of a request, all gaps of all requests together",
-    "TPOT": "(end-to-end − TTFT) / (tokens − 1), one value a request; other programs call this ITL",
+    "TTFT": "request sent to first streamed text, including the time to open a connection",
+    "ITL": "gap between consecutive streamed chunks of a request, over all gaps of all requests",
+    "TPOT": "(end-to-end − TTFT) / (tokens − 1), one value per request; other programs call this ITL",
     "end to end": "request sent to last streamed text",
-    "from due time": "the same from when the request should have been sent: a generator that falls behind cannot hide "
-    "waiting (coordinated omission)",
-    "percentile": "the smallest value that at least so many percent of all values do not exceed",
-    "throughput": "tokens that arrived while it was measured, a second; requests completed in that time, a second",
-    "goodput": "requests a second that met every objective; a request's ITL is the 99th percentile of its own gaps, "
-    "and one without any text meets none for its first",
+    "from due time": "the same from the scheduled send time: a generator that falls behind cannot hide waiting "
+    "(coordinated omission)",
+    "percentile": "the smallest value that at least that percentage of all values does not exceed",
+    "throughput": "tokens that arrived, and requests completed, in the measured window, per second",
+    "goodput": "requests per second that met every objective; a request's ITL is the 99th percentile of its own "
+    "gaps, and one without any text misses an objective for TTFT",
     "±": "95 % confidence interval over the repeats (Student's t); a percentile's is that of its mean over repeats",
-    "sustained": "objectives hold at p99 counted from due times, nothing fails, and requests under way do not grow",
-    "cost": "price of an hour over the tokens of an hour at this load; prompts and answers together, and answers alone",
+    "sustained": "objectives hold at p99 from due times, no request fails, and requests in flight do not grow",
+    "cost": "price per hour over tokens per hour at this load: prompts and completions together, and completions alone",
 }
 
-_LATENCIES: tuple[tuple[str, str, Callable[[Summary], Spread], Callable[[Objective], float | None]], ...] = (
+_LATENCIES: tuple[tuple[str, str, Callable[[Summary], LatencySummary], Callable[[Objective], float | None]], ...] = (
     ("TTFT", "ttft", lambda s: s.ttft, lambda o: o.ttft_p99_s),
     ("ITL", "itl", lambda s: s.itl, lambda o: o.itl_p99_s),
     ("TPOT", "tpot", lambda s: s.tpot, lambda o: o.tpot_p99_s),
@@ -44,39 +44,39 @@ LATENCY_HEADS = ("", "p50", "p90", "p95", "p99", "mean", "max", "SLO (p99)")
 
 
 def over_runs(report: LoadReport, figure: Callable[[Summary], float]) -> Estimate:
-    return estimate([figure(ran.summary) for ran in report.runs])
+    return estimate([figure(run.summary) for run in report.runs])
 
 
 def latency_rows(report: LoadReport) -> list[list[str]]:
-    """Name, percentiles with their intervals, objective."""
+    """Rows of name, percentiles with their intervals, and objective."""
     rows = []
-    for title, _, spread_of, limit_of in _LATENCIES:
-        if not spread_of(report.last).count:
+    for title, _, latency_of, limit_of in _LATENCIES:
+        if not latency_of(report.last).count:
             continue
 
-        def cell(key: str, of: Callable[[Summary], Spread] = spread_of) -> str:
+        def cell(key: str, of: Callable[[Summary], LatencySummary] = latency_of) -> str:
             return _seconds(over_runs(report, lambda summary: getattr(of(summary), key)))
 
         figures = [cell(key) for key in ("p50_s", "p90_s", "p95_s", "p99_s", "mean_s", "max_s")]
-        rows.append([title, *figures, _slo(limit_of(report.test.objective), spread_of, report)])
+        rows.append([title, *figures, _slo(limit_of(report.test.objective), latency_of, report)])
     return rows
 
 
 def narrow(heads: Sequence[str], rows: Sequence[Sequence[str]], *, repeats: int) -> tuple[list[str], list[list[str]]]:
-    """Columns that fit a terminal: with intervals, only three percentiles."""
+    """Columns that fit a terminal: three percentiles only where there are intervals."""
     kept = [i for i, head in enumerate(heads) if repeats < 2 or head not in ("p95", "mean", "max")]
     return [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def _slo(limit: float | None, spread_of: Callable[[Summary], Spread], report: LoadReport) -> str:
+def _slo(limit: float | None, latency_of: Callable[[Summary], LatencySummary], report: LoadReport) -> str:
     if limit is None:
         return "–"
-    p99 = over_runs(report, lambda summary: spread_of(summary).p99_s).mean
+    p99 = over_runs(report, lambda summary: latency_of(summary).p99_s).mean
     return f"{seconds_text(limit)} {'✓' if p99 <= limit else '✗'}"
 
 
 def rate_rows(report: LoadReport, usd_per_hour: float | None = None) -> list[tuple[str, str]]:
-    """Throughput, goodput, errors, cost."""
+    """Rows of throughput, goodput, errors and cost."""
 
     def rate(figure: Callable[[Summary], float], unit: str) -> str:
         return _number(over_runs(report, figure), unit)
@@ -88,8 +88,8 @@ def rate_rows(report: LoadReport, usd_per_hour: float | None = None) -> list[tup
         ("tokens in", rate(lambda s: s.tokens_in_per_s, "tokens/s") if report.last.tokens_in else "not counted"),
         ("goodput", _goodput(report)),
         ("errors", errors_text(report)),
-        ("a request", _request_text(report.last)),
-        ("under way", f"{report.last.in_flight:.1f} requests on average"),
+        ("request", _request_text(report.last)),
+        ("in flight", f"{report.last.in_flight:.1f} requests on average"),
     ]
     if usd_per_hour is not None:
         rows.append(("cost", _cost_text(report, usd_per_hour)))
@@ -100,36 +100,40 @@ def rate_rows(report: LoadReport, usd_per_hour: float | None = None) -> list[tup
 def _goodput(report: LoadReport) -> str:
     rate = _number(over_runs(report, lambda s: s.goodput_requests_per_s), "requests/s")
     share = over_runs(report, lambda s: s.slo_met_fraction).mean
-    asked = any(value is not None for value in to_plain(report.test.objective).values())
-    return f"{rate} ({share:.1%} met every objective)" if asked else f"{rate} (no objective is set: all that succeeded)"
+    has_objective = any(value is not None for value in to_plain(report.test.objective).values())
+    return (
+        f"{rate} ({share:.1%} met every objective)"
+        if has_objective
+        else f"{rate} (no objective is set: all that succeeded)"
+    )
 
 
 def errors_text(report: LoadReport) -> str:
-    failed, requests = (sum(getattr(ran.summary, key) for ran in report.runs) for key in ("failed", "requests"))
+    failed, requests = (sum(getattr(run.summary, key) for run in report.runs) for key in ("failed", "requests"))
     why: dict[str, int] = {}
-    for ran in report.runs:
-        for text, count in ran.summary.errors.items():
+    for run in report.runs:
+        for text, count in run.summary.errors.items():
             why[text] = why.get(text, 0) + count
-    told = "; ".join(f"{count:,} × {text}" for text, count in list(why.items())[:4])
-    return f"{failed:,} of {requests:,} requests" + (f": {told}" if told else "")
+    reasons = "; ".join(f"{count:,} × {text}" for text, count in list(why.items())[:4])
+    return f"{failed:,} of {requests:,} requests" + (f": {reasons}" if reasons else "")
 
 
-def _request_text(found: Summary) -> str:
-    tokens_in = f"{found.tokens_in:,.0f}" if found.tokens_in else "?"
-    return f"{tokens_in} tokens in, {found.tokens_out:,.0f} out on average (counted by {found.counted_by})"
+def _request_text(summary: Summary) -> str:
+    tokens_in = f"{summary.tokens_in:,.0f}" if summary.tokens_in else "?"
+    return f"{tokens_in} tokens in, {summary.tokens_out:,.0f} out on average (counted by {summary.counted_by})"
 
 
-def _lag_text(found: Summary) -> str:
-    lag = found.lag
+def _lag_text(summary: Summary) -> str:
+    lag = summary.lag
     return (
         f"{lag.cpu_fraction:.0%} of a core, loop {seconds_text(lag.loop_p99_s)} and sending "
         f"{seconds_text(max(0.0, lag.send_p99_s))} late at p99"
     )
 
 
-def million_usd(found: Summary, usd_per_hour: float) -> tuple[float | None, float | None]:
-    """(a million tokens in and out together, a million tokens out), in dollars."""
-    both, out = found.tokens_in_per_s + found.tokens_out_per_s, found.tokens_out_per_s
+def million_usd(summary: Summary, usd_per_hour: float) -> tuple[float | None, float | None]:
+    """Dollars per million tokens in and out together, and per million tokens out."""
+    both, out = summary.tokens_in_per_s + summary.tokens_out_per_s, summary.tokens_out_per_s
     if not out:
         return None, None
     return usd_per_hour / HOUR_S / both * 1e6, usd_per_hour / HOUR_S / out * 1e6
@@ -138,9 +142,9 @@ def million_usd(found: Summary, usd_per_hour: float) -> tuple[float | None, floa
 def _cost_text(report: LoadReport, usd_per_hour: float) -> str:
     both, out = million_usd(report.last, usd_per_hour)
     if both is None or out is None:
-        return "no token came"
+        return "no token arrived"
     price = dollars_text(usd_per_hour)
-    return f"{_money(both)} a million tokens, {_money(out)} a million tokens out, at {price} an hour"
+    return f"{_money(both)} per million tokens, {_money(out)} per million tokens out, at {price} per hour"
 
 
 def _money(value: float) -> str:
@@ -167,72 +171,72 @@ def title_text(report: LoadReport) -> str:
 TRIAL_HEADS = ("rate", "sustained", "TTFT p99", "ITL p99", "end to end p99", "tokens/s out", "why not")
 
 
-def trial_rows(found: Found) -> list[list[str]]:
+def trial_rows(search: SearchResult) -> list[list[str]]:
     return [
         [
             f"{trial.requests_per_s:.4g}/s",
-            "no" if trial.broken else "yes",
+            "no" if trial.violations else "yes",
             seconds_text(trial.summary.due_ttft.p99_s),
             seconds_text(trial.summary.itl.p99_s),
             seconds_text(trial.summary.due_e2e.p99_s),
             f"{trial.summary.tokens_out_per_s:,.0f}",
-            "; ".join(trial.broken) or "–",
+            "; ".join(trial.violations) or "–",
         ]
-        for trial in sorted(found.trials, key=lambda trial: trial.requests_per_s)
+        for trial in sorted(search.trials, key=lambda trial: trial.requests_per_s)
     ]
 
 
-def best_text(found: Found) -> str:
-    if found.best is None:
-        return f"no rate was sustained, down to {found.failed:.4g} requests/s"
-    if found.failed is None:
-        return f"highest rate tried, {found.best:.4g} requests/s, was sustained; the limit is above it"
-    return f"highest sustainable rate {found.best:.4g} requests/s (at {found.failed:.4g} it was not)"
+def best_text(search: SearchResult) -> str:
+    if search.best is None:
+        return f"no rate was sustained, down to {search.failed:.4g} requests/s"
+    if search.failed is None:
+        return f"highest rate tried, {search.best:.4g} requests/s, was sustained; the limit is above it"
+    return f"highest sustainable rate {search.best:.4g} requests/s (at {search.failed:.4g} it was not)"
 
 
-def plain(report: LoadReport, found: Found | None = None, usd_per_hour: float | None = None) -> dict[str, Any]:
-    """The report for --json; raw answers are left out."""
+def plain(report: LoadReport, search: SearchResult | None = None, usd_per_hour: float | None = None) -> dict[str, Any]:
+    """The report for --json, without the results of single requests."""
     both, out = million_usd(report.last, usd_per_hour) if usd_per_hour is not None else (None, None)
-    answer: dict[str, Any] = {
+    table: dict[str, Any] = {
         "url": report.url,
         "model": report.model,
         "api": report.api,
         "traffic": to_plain(report.test.traffic),
         "load": to_plain(report.test.load),
         "objective": to_plain(report.test.objective),
-        "runs": [to_plain(ran.summary) for ran in report.runs],
+        "runs": [to_plain(run.summary) for run in report.runs],
         "figures": _figures(report),
         "notes": list(report.notes),
         "million_tokens_usd": both,
         "million_tokens_out_usd": out,
         "definitions": DEFINITIONS,
     }
-    if found is not None:
-        answer["search"] = {
-            "highest_requests_per_s": found.best,
-            "lowest_failed_requests_per_s": found.failed,
+    if search is not None:
+        table["search"] = {
+            "highest_requests_per_s": search.best,
+            "lowest_failed_requests_per_s": search.failed,
             "trials": [
                 {
                     "requests_per_s": trial.requests_per_s,
-                    "broken": list(trial.broken),
+                    "broken": list(trial.violations),
                     "summary": to_plain(trial.summary),
                 }
-                for trial in found.trials
+                for trial in search.trials
             ],
         }
-    return answer
+    return table
 
 
 def _figures(report: LoadReport) -> dict[str, Any]:
-    """Gauge name -> mean over the repeats and half of its interval."""
-    found: dict[str, Any] = {}
-    for _, base, spread_of, _ in _LATENCIES:
+    """Gauge name -> mean over the repeats, and half-width of its interval."""
+    figures: dict[str, Any] = {}
+    for _, base, latency_of, _ in _LATENCIES:
         for percent in (50, 90, 95, 99):
-            key, of = f"p{percent}_s", spread_of
-            found[f"{base}_p{percent}_s"] = to_plain(over_runs(report, lambda s, of=of, key=key: getattr(of(s), key)))  # type: ignore[misc]
+            key, of = f"p{percent}_s", latency_of
+            figures[f"{base}_p{percent}_s"] = to_plain(over_runs(report, lambda s, of=of, key=key: getattr(of(s), key)))  # type: ignore[misc]
     for name in ("requests_per_s", "tokens_in_per_s", "tokens_out_per_s", "goodput_requests_per_s", "slo_met_fraction"):
-        found[name] = to_plain(over_runs(report, lambda s, name=name: getattr(s, name)))  # type: ignore[misc]
-    return found
+        figures[name] = to_plain(over_runs(report, lambda s, name=name: getattr(s, name)))  # type: ignore[misc]
+    return figures
 
 
 def _seconds(value: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""The requests of a test as times and lengths: from [traffic], or from a recorded trace."""
+"""The requests of a test as send times and lengths, from [traffic] or from a recorded trace."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from random import Random
 
 from armillary.errors import BadInput
 from armillary.serving.load.arrivals import send_times
-from armillary.serving.load.record import Planned
+from armillary.serving.load.record import PlannedRequest
 from armillary.serving.load.trace import read_trace
 from armillary.spec.tables.load import Load
 from armillary.spec.tables.serve import Traffic
 
-_LONGEST_WARMUP_S = 10.0
+_MAX_WARMUP_S = 10.0
 
 
 def warmup_s(traffic: Traffic, load: Load) -> float:
-    """Given, or a tenth of the test, at most 10 s."""
-    return min(_LONGEST_WARMUP_S, traffic.duration_s / 10) if load.warmup_s is None else load.warmup_s
+    """load.warmup_s, or a tenth of the test, at most 10 s."""
+    return min(_MAX_WARMUP_S, traffic.duration_s / 10) if load.warmup_s is None else load.warmup_s
 
 
-def planned(traffic: Traffic, load: Load, *, seed: int) -> list[Planned]:
-    """Requests of warm-up and test; of a closed loop, whose clients take the next one when they are free, none: they
-    are made by `lengths` as they are needed."""
+def planned_requests(traffic: Traffic, load: Load, *, seed: int) -> list[PlannedRequest]:
+    """Requests of warm-up and test, of an open loop; a closed loop draws its requests from `lengths` when a client is
+    free."""
     if load.trace:
-        return _of_trace(traffic, load)
-    assert load.concurrency is None, "a closed loop makes its requests as it goes"
+        return _from_trace(traffic, load)
+    assert load.concurrency is None, "a closed loop draws its requests as it runs"
     warm, draw = warmup_s(traffic, load), lengths(traffic, load, seed)
     steady = send_times(traffic, seconds=warm, seed=seed)
     test = send_times(traffic, seconds=traffic.duration_s, ramp_to=load.ramp_to, count=load.requests, seed=seed + 1)
     times = steady + [warm + at for at in test]
     return [
-        Planned(at_s=at, tokens_in=tokens_in, tokens_out=tokens_out)
+        PlannedRequest(at_s=at, tokens_in=tokens_in, tokens_out=tokens_out)
         for at, (tokens_in, tokens_out) in ((at, draw()) for at in times)
     ]
 
 
-def _of_trace(traffic: Traffic, load: Load) -> list[Planned]:
-    """The trace's first part, as long as warm-up and test last; faster and with shorter requests where asked."""
+def _from_trace(traffic: Traffic, load: Load) -> list[PlannedRequest]:
+    """The beginning of the trace, for warm-up and test, with load.trace_speed and load.longest applied."""
     rows = [replace(row, at_s=(row.at_s or 0.0) / load.trace_speed) for row in read_trace(Path(load.trace))]
     warm = warmup_s(traffic, load)
     last = warm + traffic.duration_s
@@ -50,11 +50,11 @@ def _of_trace(traffic: Traffic, load: Load) -> list[Planned]:
         rows = rows[: before + load.requests]
     if not any((row.at_s or 0.0) >= warm for row in rows):
         raise BadInput(f"{load.trace} has no request after the warm-up of {warm:g} s; try --set load.warmup_s=0")
-    return [_cut(row, load.longest) for row in rows]
+    return [_shortened(row, load.longest) for row in rows]
 
 
-def _cut(row: Planned, longest: int | None) -> Planned:
-    """Prompt and answer shrunk alike, to `longest` tokens together."""
+def _shortened(row: PlannedRequest, longest: int | None) -> PlannedRequest:
+    """Prompt and completion shortened in proportion, to `longest` tokens together."""
     both = row.tokens_in + row.tokens_out
     if longest is None or both <= longest:
         return row
@@ -63,20 +63,20 @@ def _cut(row: Planned, longest: int | None) -> Planned:
 
 
 def lengths(traffic: Traffic, load: Load, seed: int) -> Callable[[], tuple[int, int]]:
-    """Draws (prompt, answer) lengths: lognormal with the means of [traffic], the longest ten times those."""
+    """Draws (prompt, completion) lengths: lognormal with the means of [traffic], at most ten times those."""
     if not load.length_spread:
         return lambda: (traffic.tokens_in, traffic.tokens_out)
-    dice, sigma = Random(f"lengths {seed}"), sqrt(log1p(load.length_spread**2))
+    rng, sigma = Random(f"lengths {seed}"), sqrt(log1p(load.length_spread**2))
 
-    def one(mean: int, low: int) -> int:
-        return max(low, min(10 * mean, round(mean * exp(dice.gauss(-sigma * sigma / 2, sigma)))))
+    def draw(mean: int, low: int) -> int:
+        return max(low, min(10 * mean, round(mean * exp(rng.gauss(-sigma * sigma / 2, sigma)))))
 
-    return lambda: (one(traffic.tokens_in, traffic.shared_prefix or 1), one(traffic.tokens_out, 1))
+    return lambda: (draw(traffic.tokens_in, traffic.shared_prefix or 1), draw(traffic.tokens_out, 1))
 
 
-def num_cut(rows: Sequence[Planned], load: Load) -> int:
-    """Of a trace's requests that are sent, those that were shortened to load.longest."""
+def num_shortened(rows: Sequence[PlannedRequest], load: Load) -> int:
+    """Number of the trace's requests that were shortened to load.longest."""
     if not load.trace or load.longest is None:
         return 0
-    whole = read_trace(Path(load.trace))
-    return sum(row.tokens_in + row.tokens_out > load.longest for row in whole[: len(rows)])
+    recorded = read_trace(Path(load.trace))
+    return sum(row.tokens_in + row.tokens_out > load.longest for row in recorded[: len(rows)])

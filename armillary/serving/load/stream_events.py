@@ -1,4 +1,4 @@
-"""What the events of a streamed answer say: a piece of text, an end, the server's count of tokens, an error."""
+"""Events of a streamed response: text, end, usage, errors."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _TEXT_KEYS = ("content", "reasoning_content", "reasoning", "refusal", "tool_call
 
 
 @dataclass
-class Pieces:
-    """An answer as it arrives."""
+class StreamedResponse:
+    """A response while it arrives."""
 
     stamps: list[float] = field(default_factory=list)
-    """arrival of every piece that held text"""
+    """arrival times of the chunks with text"""
     tokens_in: int | None = None
     """by the server's count"""
     tokens_out: int | None = None
     """by the server's count"""
     finished: bool = False
-    """an end was said"""
+    """whether an end arrived"""
     error: str = ""
-    """what the server said went wrong"""
+    """the server's error"""
 
     def add(self, data: bytes, now: float) -> None:
-        """One event; `now` is when its bytes came."""
+        """Add one event that arrived at `now`."""
         if data == b"[DONE]":
             self.finished = True
             return
@@ -46,55 +46,55 @@ class Pieces:
                 self.stamps += [now] if _has_text(choice) else []
                 self.finished = self.finished or bool(choice.get("finish_reason"))
 
-    def whole(self, data: bytes, now: float) -> None:
-        """An answer that was not streamed: all of it came now."""
+    def add_complete(self, data: bytes, now: float) -> None:
+        """Add a response that was not streamed, which arrived at `now`."""
         self.add(data, now)
         if not self.error:
             self.stamps, self.finished = [now], True
 
     def _count(self, usage: Any) -> None:
-        found = usage if isinstance(usage, dict) else {}
-        tokens_in, tokens_out = found.get("prompt_tokens"), found.get("completion_tokens")
+        table = usage if isinstance(usage, dict) else {}
+        tokens_in, tokens_out = table.get("prompt_tokens"), table.get("completion_tokens")
         self.tokens_in = tokens_in if isinstance(tokens_in, int) else self.tokens_in
         self.tokens_out = tokens_out if isinstance(tokens_out, int) else self.tokens_out
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    """A role alone, or an end alone, is no text."""
+    """Whether a choice has text, rather than a role or an end only."""
     delta = choice.get("delta")
     delta = delta if isinstance(delta, dict) else {}
     return bool(choice.get("text")) or any(delta.get(key) for key in _TEXT_KEYS)
 
 
 def error_text(body: Any) -> str:
-    """The sentence in an error of OpenAI's shape, or what there is instead."""
+    """The message of an error in OpenAI's form, or the body itself."""
     inner = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
-    said = inner.get("message", inner) if isinstance(inner, dict) else inner
-    return " ".join(str(said).split())[:200]
+    message = inner.get("message", inner) if isinstance(inner, dict) else inner
+    return " ".join(str(message).split())[:200]
 
 
 class EventStream:
-    """Collects bytes and gives the data of every complete event (WHATWG HTML, section 9.2)."""
+    """Parser of server-sent events (WHATWG HTML, section 9.2); aiohttp has none."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
-    def feed(self, some: bytes) -> list[bytes]:
-        """Data of the events that `some` completes."""
-        *lines, self._rest = (self._rest + some).split(b"\n")
-        found = []
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Data of the events that `chunk` completes."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        events = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line and self._data:
-                found.append(b"\n".join(self._data))
+                events.append(b"\n".join(self._data))
                 self._data = []
-        return found
+        return events
 
     def close(self) -> list[bytes]:
-        """Data of a last event whose blank line never came."""
-        found = self.feed(b"\n\n") if self._rest or self._data else []
+        """Data of a last event without its blank line."""
+        events = self.feed(b"\n\n") if self._rest or self._data else []
         self._rest = b""
-        return found
+        return events

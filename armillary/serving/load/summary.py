@@ -1,6 +1,6 @@
-"""Figures of one run: percentiles, throughput, goodput, errors, from the answers and nothing else.
+"""Summary of one run: percentiles, throughput, goodput and errors, from the results of its requests.
 
-The window is what was measured: from the end of the warm-up to the end of the test. Requests due in it count.
+The window goes from the end of the warm-up to the end of the test; requests due in it count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from armillary.serving.load.client_lag import Lag
-from armillary.serving.load.record import Answer
+from armillary.serving.load.record import RequestResult
 from armillary.spec.tables.serve import Objective
 from armillary.stats import percentile, slope
 
@@ -19,11 +19,11 @@ _SAMPLES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a latency is distributed."""
+class LatencySummary:
+    """The distribution of a latency."""
 
     count: int
-    """values"""
+    """number of values"""
     mean_s: float
     p50_s: float
     p90_s: float
@@ -32,145 +32,147 @@ class Spread:
     max_s: float
 
 
-def spread(values: Iterable[float | None]) -> Spread:
-    found = sorted(value for value in values if value is not None)
-    mean = sum(found) / len(found) if found else 0.0
-    at = {percent: percentile(found, percent) for percent in (50, 90, 95, 99)}
-    return Spread(
-        count=len(found),
-        mean_s=mean,
+def latency_summary(values: Iterable[float | None]) -> LatencySummary:
+    ordered = sorted(value for value in values if value is not None)
+    at = {percent: percentile(ordered, percent) for percent in (50, 90, 95, 99)}
+    return LatencySummary(
+        count=len(ordered),
+        mean_s=_mean(ordered),
         p50_s=at[50],
         p90_s=at[90],
         p95_s=at[95],
         p99_s=at[99],
-        max_s=found[-1] if found else 0.0,
+        max_s=ordered[-1] if ordered else 0.0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One run."""
+    """The figures of one run."""
 
     window_s: float
-    """length of what was measured"""
+    """length of the measured window"""
     requests: int
-    """due in the window"""
+    """requests due in the window"""
     failed: int
-    """of which failed"""
+    """failed requests"""
     errors: Mapping[str, int]
-    """why, and how often"""
-    ttft: Spread
-    """sent to first streamed text"""
-    itl: Spread
-    """gaps between consecutive streamed pieces, of all requests together"""
-    tpot: Spread
-    """(end-to-end − TTFT) / (tokens − 1), one a request"""
-    e2e: Spread
-    """sent to last streamed text"""
-    due_ttft: Spread
-    """TTFT from when the request was due"""
-    due_e2e: Spread
-    """end-to-end from when the request was due"""
+    """error -> count"""
+    ttft: LatencySummary
+    """request sent to first streamed text"""
+    itl: LatencySummary
+    """gaps between consecutive streamed chunks, over all requests"""
+    tpot: LatencySummary
+    """(end-to-end − TTFT) / (tokens − 1), one value per request"""
+    e2e: LatencySummary
+    """request sent to last streamed text"""
+    due_ttft: LatencySummary
+    """TTFT from the due time"""
+    due_e2e: LatencySummary
+    """end-to-end latency from the due time"""
     offered_per_s: float
-    """requests due a second"""
+    """requests due per second"""
     requests_per_s: float
-    """answers completed in the window, a second"""
+    """requests completed in the window, per second"""
     tokens_in_per_s: float
-    """prompt tokens of answers begun in the window, a second"""
+    """prompt tokens of responses begun in the window, per second"""
     tokens_out_per_s: float
-    """tokens that arrived in the window, a second"""
+    """tokens that arrived in the window, per second"""
     goodput_requests_per_s: float
-    """requests a second that met every objective"""
+    """requests per second that met every objective"""
     slo_met_fraction: float
-    """their share of all"""
+    """fraction of requests that met every objective"""
     tokens_in: float
-    """mean prompt length, by the server's count; 0: it does not say"""
+    """mean prompt length by the server's count; 0: not reported"""
     tokens_out: float
-    """mean answer length"""
-    tokens_a_piece: float
-    """tokens of a streamed piece"""
+    """mean completion length"""
+    tokens_per_chunk: float
+    """tokens per streamed chunk"""
     counted_by: str
     """usage, chunks, or both"""
     in_flight: float
-    """mean number of requests under way"""
+    """mean number of requests in flight"""
     backlog_growth: float
-    """by how many requests that number grew over the window, by the straight line nearest to it"""
+    """growth of that number over the window, by linear regression"""
     lag: Lag
-    """the generator's own"""
+    """the generator's lag"""
 
 
-def summary(answers: Sequence[Answer], objective: Objective, lag: Lag, *, begin_s: float, end_s: float) -> Summary:
+def summary(
+    results: Sequence[RequestResult], objective: Objective, lag: Lag, *, begin_s: float, end_s: float
+) -> Summary:
     """Figures of the window from `begin_s` to `end_s`."""
-    measured = [answer for answer in answers if begin_s <= answer.due_s < end_s]
-    good = [answer for answer in measured if answer.ok]
-    met = [answer for answer in good if meets(answer, objective)]
-    window, pieces = max(1e-9, end_s - begin_s), sum(len(answer.stamps_s) for answer in good)
-    flight = in_flight(answers, begin_s=begin_s, end_s=end_s)
+    measured = [result for result in results if begin_s <= result.due_s < end_s]
+    good = [result for result in measured if result.ok]
+    met = [result for result in good if meets(result, objective)]
+    window, chunks = max(1e-9, end_s - begin_s), sum(len(result.stamps_s) for result in good)
+    flight = in_flight(results, begin_s=begin_s, end_s=end_s)
     return Summary(
         window_s=window,
         requests=len(measured),
         failed=len(measured) - len(good),
-        errors=dict(Counter(answer.error for answer in measured if answer.error).most_common()),
-        ttft=spread(answer.ttft_s for answer in good),
-        tpot=spread(answer.tpot_s for answer in good),
-        itl=spread(chain.from_iterable(answer.gaps_s for answer in good)),
-        e2e=spread(answer.e2e_s for answer in good),
-        due_ttft=spread(answer.due_ttft_s for answer in good),
-        due_e2e=spread(answer.due_e2e_s for answer in good),
+        errors=dict(Counter(result.error for result in measured if result.error).most_common()),
+        ttft=latency_summary(result.ttft_s for result in good),
+        tpot=latency_summary(result.tpot_s for result in good),
+        itl=latency_summary(chain.from_iterable(result.gaps_s for result in good)),
+        e2e=latency_summary(result.e2e_s for result in good),
+        due_ttft=latency_summary(result.due_ttft_s for result in good),
+        due_e2e=latency_summary(result.due_e2e_s for result in good),
         offered_per_s=len(measured) / window,
-        requests_per_s=sum(answer.ok and begin_s <= answer.end_s < end_s for answer in answers) / window,
-        tokens_in_per_s=sum(_begun(answer, begin_s, end_s) for answer in answers) / window,
-        tokens_out_per_s=sum(_arrived(answer, begin_s, end_s) for answer in answers) / window,
+        requests_per_s=sum(result.ok and begin_s <= result.end_s < end_s for result in results) / window,
+        tokens_in_per_s=sum(_begun(result, begin_s, end_s) for result in results) / window,
+        tokens_out_per_s=sum(_arrived(result, begin_s, end_s) for result in results) / window,
         goodput_requests_per_s=len(met) / window,
         slo_met_fraction=len(met) / len(measured) if measured else 0.0,
-        tokens_in=_mean(answer.tokens_in for answer in good),
-        tokens_out=_mean(answer.tokens_out for answer in good),
-        tokens_a_piece=sum(answer.tokens_out for answer in good) / pieces if pieces else 0.0,
-        counted_by=" and ".join(sorted({answer.counted_by for answer in good})) or "nobody",
+        tokens_in=_mean(result.tokens_in for result in good),
+        tokens_out=_mean(result.tokens_out for result in good),
+        tokens_per_chunk=sum(result.tokens_out for result in good) / chunks if chunks else 0.0,
+        counted_by=" and ".join(sorted({result.counted_by for result in good})) or "none",
         in_flight=sum(flight) / len(flight),
         lag=lag,
         backlog_growth=slope([i / len(flight) for i in range(len(flight))], flight),
     )
 
 
-def meets(answer: Answer, objective: Objective) -> bool:
-    """Whether one request met every objective that is set; its ITL is the 99th percentile of its own gaps. An answer
-    of a single piece has no gaps, and no time a token, to be too long; one without any text meets no objective for its
-    first."""
-    asked = (
-        (objective.ttft_p99_s, float("inf") if answer.ttft_s is None else answer.ttft_s),
-        (objective.tpot_p99_s, answer.tpot_s),
-        (objective.e2e_p99_s, answer.e2e_s),
-        (objective.itl_p99_s, percentile(answer.gaps_s, 99) if objective.itl_p99_s else None),
+def meets(result: RequestResult, objective: Objective) -> bool:
+    """Whether a request met every objective; its ITL is the 99th percentile of its own gaps. A response of one chunk
+    has neither gaps nor a time per token; one without text misses an objective for TTFT."""
+    checks = (
+        (objective.ttft_p99_s, float("inf") if result.ttft_s is None else result.ttft_s),
+        (objective.tpot_p99_s, result.tpot_s),
+        (objective.e2e_p99_s, result.e2e_s),
+        (objective.itl_p99_s, percentile(result.gaps_s, 99) if objective.itl_p99_s else None),
     )
-    return answer.ok and all(value <= limit for limit, value in asked if limit is not None and value is not None)
+    return result.ok and all(value <= limit for limit, value in checks if limit is not None and value is not None)
 
 
-def in_flight(answers: Sequence[Answer], *, begin_s: float, end_s: float, samples: int = _SAMPLES) -> list[float]:
-    """Requests under way at evenly spaced moments, counted from when they were due."""
-    changes = sorted([(answer.due_s, 1) for answer in answers] + [(answer.end_s, -1) for answer in answers])
-    found, at, now = [], 0, 0
+def in_flight(
+    results: Sequence[RequestResult], *, begin_s: float, end_s: float, samples: int = _SAMPLES
+) -> list[float]:
+    """Requests in flight at evenly spaced times, from their due times to their ends."""
+    changes = sorted([(result.due_s, 1) for result in results] + [(result.end_s, -1) for result in results])
+    counts, at, now = [], 0, 0
     for i in range(samples):
         moment = begin_s + (i + 0.5) * (end_s - begin_s) / samples
         while at < len(changes) and changes[at][0] <= moment:
             now += changes[at][1]
             at += 1
-        found.append(float(now))
-    return found
+        counts.append(float(now))
+    return counts
 
 
-def _begun(answer: Answer, begin_s: float, end_s: float) -> int:
-    return (answer.tokens_in or 0) if answer.stamps_s and begin_s <= answer.stamps_s[0] < end_s else 0
+def _begun(result: RequestResult, begin_s: float, end_s: float) -> int:
+    return (result.tokens_in or 0) if result.stamps_s and begin_s <= result.stamps_s[0] < end_s else 0
 
 
-def _arrived(answer: Answer, begin_s: float, end_s: float) -> float:
-    """Tokens that came in the window; each piece stands for an equal share of the answer's."""
-    if not answer.stamps_s:
+def _arrived(result: RequestResult, begin_s: float, end_s: float) -> float:
+    """Tokens that arrived in the window; each chunk counts for an equal part of the completion."""
+    if not result.stamps_s:
         return 0.0
-    inside = sum(begin_s <= stamp < end_s for stamp in answer.stamps_s)
-    return inside * answer.tokens_out / len(answer.stamps_s)
+    inside = sum(begin_s <= stamp < end_s for stamp in result.stamps_s)
+    return inside * result.tokens_out / len(result.stamps_s)
 
 
-def _mean(values: Iterable[int | None]) -> float:
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else 0.0
+def _mean(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

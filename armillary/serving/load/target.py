@@ -1,4 +1,4 @@
-"""The server under test: its address, the form of request it takes, and what was learnt of it beforehand."""
+"""The server under test: its address and the form of its requests."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "pre
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """How requests to this server look."""
+    """A server and the form of its requests."""
 
     base: str
     """address without /v1"""
     model: str
-    """name it knows the model by"""
+    """the server's name of the model"""
     api: Api = "chat"
     """form of request"""
     key: str = ""
     """API key; empty: none is sent"""
     usage: bool = True
-    """whether it takes stream_options and then counts tokens"""
+    """whether it supports stream_options and reports usage"""
     exact: bool = True
-    """whether it takes ignore_eos, with which answers have the length asked for"""
+    """whether it supports ignore_eos, so that completions have the requested length"""
     temperature: float = 0.0
-    """of sampling"""
+    """sampling temperature"""
     sample: bytes = b""
-    """predict: the request, the same each time"""
+    """predict: the body of every request"""
 
     @property
     def url(self) -> str:
@@ -46,30 +46,29 @@ class Target:
         """The JSON of a request."""
         if self.api == "predict":
             return self.sample
-        words = {"messages": [{"role": "user", "content": prompt}]} if self.api == "chat" else {"prompt": prompt}
-        found: dict[str, Any] = {
+        text = {"messages": [{"role": "user", "content": prompt}]} if self.api == "chat" else {"prompt": prompt}
+        table: dict[str, Any] = {
             "model": self.model,
-            **words,
+            **text,
             "max_tokens": tokens_out,
             "stream": True,
             "temperature": self.temperature,
         }
         if self.usage:
-            found["stream_options"] = {"include_usage": True}
+            table["stream_options"] = {"include_usage": True}
         if self.exact:
-            found["ignore_eos"] = True
-        return json.dumps(found).encode()
+            table["ignore_eos"] = True
+        return json.dumps(table).encode()
 
 
 def base_url(text: str) -> str:
     """'localhost:8000', 'http://host/v1/' -> an address without /v1."""
-    whole = text if "://" in text else f"http://{text}"
-    parts = urlsplit(whole)
+    parts = urlsplit(text if "://" in text else f"http://{text}")
     try:
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port beyond 65535
-        known = False
-    if not known:
-        raise BadInput(f"'{text}' is not an address of a server; give one like http://127.0.0.1:8000")
+        valid = False
+    if not valid:
+        raise BadInput(f"'{text}' is not the address of a server; give one like http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadData, NotFound
-from armillary.serving.load.record import Planned
+from armillary.serving.load.record import PlannedRequest
 
 BLOCK_TOKENS = 512
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE = ("timestamp", "input_length", "output_length")
 
 
-def read_trace(path: Path) -> list[Planned]:
-    """The trace's requests in the order of their times, the first at 0."""
+def read_trace(path: Path) -> list[PlannedRequest]:
+    """The trace's requests by time, the first at 0."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             first = lines.readline()
@@ -35,17 +35,17 @@ def read_trace(path: Path) -> list[Planned]:
         raise BadData(f"{path} is not text in UTF-8; give an Azure CSV or a Mooncake JSONL file") from None
     if not rows:
         raise BadData(f"{path} holds no request; give an Azure CSV or a Mooncake JSONL file")
-    rows.sort(key=_when)
-    begin = _when(rows[0])
-    return [replace(row, at_s=_when(row) - begin) for row in rows]
+    rows.sort(key=_time_of)
+    begin = _time_of(rows[0])
+    return [replace(row, at_s=_time_of(row) - begin) for row in rows]
 
 
-def _when(row: Planned) -> float:
+def _time_of(row: PlannedRequest) -> float:
     assert row.at_s is not None
     return row.at_s
 
 
-def _azure(path: Path, lines: Iterable[str]) -> Iterator[Planned]:
+def _azure(path: Path, lines: Iterable[str]) -> Iterator[PlannedRequest]:
     table = csv.DictReader(lines)
     lacking = [name for name in _AZURE if name not in (table.fieldnames or ())]
     if lacking:
@@ -55,16 +55,16 @@ def _azure(path: Path, lines: Iterable[str]) -> Iterator[Planned]:
             at = datetime.fromisoformat(_microseconds(row["TIMESTAMP"])).timestamp()
             yield _planned(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, TypeError):
-            raise BadData(f"{path}:{number} is not a time and two whole numbers; mend or remove the line") from None
+            raise BadData(f"{path}:{number} is not a time and two whole numbers; correct or remove the line") from None
 
 
 def _microseconds(text: str) -> str:
-    """Azure writes seven digits of a second, Python reads six."""
+    """Azure writes seven decimals of a second, Python reads six."""
     head, dot, digits = text.strip().partition(".")
     return f"{head}.{digits[:6]}" if dot and digits.isdigit() else text.strip()
 
 
-def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[Planned]:
+def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[PlannedRequest]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -75,11 +75,11 @@ def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[Planned]:
             yield _planned(float(at) / 1000, int(tokens_in), int(tokens_out), blocks)
         except (ValueError, TypeError, KeyError, AttributeError):
             raise BadData(
-                f"{path}:{number} is not a Mooncake request with {', '.join(_MOONCAKE)}; mend or remove the line"
+                f"{path}:{number} is not a Mooncake request with {', '.join(_MOONCAKE)}; correct or remove the line"
             ) from None
 
 
-def _planned(at: float, tokens_in: int, tokens_out: int, blocks: tuple[int, ...] = ()) -> Planned:
+def _planned(at: float, tokens_in: int, tokens_out: int, blocks: tuple[int, ...] = ()) -> PlannedRequest:
     if min(tokens_in, tokens_out) < 0:
-        raise ValueError("a length below 0")
-    return Planned(at_s=at, tokens_in=max(1, tokens_in), tokens_out=max(1, tokens_out), blocks=blocks)
+        raise ValueError("a negative length")
+    return PlannedRequest(at_s=at, tokens_in=max(1, tokens_in), tokens_out=max(1, tokens_out), blocks=blocks)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation through the model's template, with tools and structures."""
+"""POST /v1/chat/completions: conversations through the model's chat template, with tools and structured outputs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from uuid import uuid4
 
 from msgspec import to_builtins
 
-from armillary.serving.http.problem import bad
-from armillary.serving.openai.generation import Answering, Piece
-from armillary.serving.openai.logprobs import chat_entry
-from armillary.serving.openai.sampling_request import answer_room, truncated, wish_of
-from armillary.serving.openai.schemas import Chat, Message, Tokenize, Tool, ToolCall, ToolChoice
-from armillary.serving.openai.served_model import Served
+from armillary.serving.http.problem import bad_request
+from armillary.serving.openai.generation import ChoiceDelta, Generation
+from armillary.serving.openai.generation_request import generation_request, max_new_tokens, truncate_prompt
+from armillary.serving.openai.logprobs import TokenText, chat_entry
+from armillary.serving.openai.schemas import ChatRequest, Message, TokenizeRequest, Tool, ToolCall, ToolChoice
+from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.openai.structured_outputs import json_structure, refuse_beside_calls, structure_of
-from armillary.serving.openai.tokenization import Texts
-from armillary.serving.openai.tool_calls import Call, Forced, ToolStream, forced_schema, special_tokens, tool_stream
+from armillary.serving.openai.tool_calls import (
+    ForcedCalls,
+    ToolCallText,
+    ToolStream,
+    forced_schema,
+    special_tokens,
+    tool_stream,
+)
 
 _FIXED = frozenset({"messages", "tools", "add_generation_prompt", "marks", "continue_final", "template"})
 
 
-class _Choice:
-    """One answer of a chat so far."""
+class _ChatChoice:
+    """One choice so far."""
 
     def __init__(self, tools: ToolStream | None) -> None:
         self.tools = tools
@@ -33,220 +39,228 @@ class _Choice:
         self.finish: str | None = None
 
 
-class ChatForm:
-    """Choices of a chat."""
+class ChatFormatter:
+    """Formats the choices of a chat completion."""
 
-    def __init__(self, choices: list[_Choice], body: Chat, texts: Texts, *, named: bool) -> None:
+    def __init__(self, choices: list[_ChatChoice], body: ChatRequest, token_text: TokenText, *, named: bool) -> None:
+        """`named`: the request names the function to call."""
         self._choices = choices
-        self._text_of = texts.token_text
-        self._wants = bool(body.logprobs)
-        self._one = body.parallel_tool_calls is False
+        self._token_text = token_text
+        self._has_logprobs = bool(body.logprobs)
+        self._single_call = body.parallel_tool_calls is False
         self._finish_of_calls = "stop" if named else "tool_calls"
 
-    def open(self) -> Iterable[dict[str, Any]]:
-        opening = {"role": "assistant", "content": ""}
-        return [_delta(i, opening) for i in range(len(self._choices))]
+    def first_choices(self) -> Iterable[dict[str, Any]]:
+        return [_event(i, {"role": "assistant", "content": ""}) for i in range(len(self._choices))]
 
-    def grow(self, piece: Piece) -> list[dict[str, Any]]:
-        choice = self._choices[piece.choice]
-        text, calls = self._split(choice, piece)
-        logprobs = [chat_entry(found, self._text_of) for found in piece.logprobs] if self._wants else []
+    def add(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        choice = self._choices[delta.choice]
+        text, calls = self._split(choice, delta)
+        logprobs = [chat_entry(logprob, self._token_text) for logprob in delta.logprobs] if self._has_logprobs else []
         choice.text += text
         choice.logprobs += logprobs
         added = self._add(choice, calls)
-        if piece.finish is not None:
-            # calls that max_tokens cut short are no calls to carry out: that says "length", as without tools
-            choice.finish = self._finish_of_calls if choice.calls and piece.finish == "stop" else piece.finish
-        delta: dict[str, Any] = {"content": text} if text else {}
+        if delta.finish is not None:
+            # calls that max_tokens truncates must not be carried out: their finish_reason is "length", as without tools
+            choice.finish = self._finish_of_calls if choice.calls and delta.finish == "stop" else delta.finish
+        fields: dict[str, Any] = {"content": text} if text else {}
         if added:
-            delta["tool_calls"] = added
-        if not (delta or logprobs or piece.finish):
+            fields["tool_calls"] = added
+        if not (fields or logprobs or delta.finish):
             return []
-        return [_delta(piece.choice, delta, logprobs, choice.finish)]
+        return [_event(delta.choice, fields, logprobs, choice.finish)]
 
-    def _split(self, choice: _Choice, piece: Piece) -> tuple[str, list[Call]]:
+    def _split(self, choice: _ChatChoice, delta: ChoiceDelta) -> tuple[str, list[ToolCallText]]:
         if choice.tools is None:
-            return piece.text, []
-        text, calls = choice.tools.push(piece.text)
-        if piece.finish is not None:
+            return delta.text, []
+        text, calls = choice.tools.push(delta.text)
+        if delta.finish is not None:
             rest, more = choice.tools.finish()
             text, calls = text + rest, calls + more
         if (calls or choice.calls) and not text.strip():
             text = ""  # line ends around calls
         return text, calls
 
-    def _add(self, choice: _Choice, calls: list[Call]) -> list[dict[str, Any]]:
-        """New calls as events carry them: with their place."""
+    def _add(self, choice: _ChatChoice, calls: list[ToolCallText]) -> list[dict[str, Any]]:
+        """New calls as events carry them: with their index."""
         added = []
         for call in calls:
-            if self._one and choice.calls:
+            if self._single_call and choice.calls:
                 break
-            made = {
+            entry = {
                 "id": f"call_{uuid4().hex[:24]}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            added.append({"index": len(choice.calls), **made})
-            choice.calls.append(made)
+            added.append({"index": len(choice.calls), **entry})
+            choice.calls.append(entry)
         return added
 
-    def finish_of(self, choice: int) -> str:
+    def finish_reason(self, choice: int) -> str:
         return self._choices[choice].finish or "stop"
 
-    def whole(self) -> list[dict[str, Any]]:
+    def choices(self) -> list[dict[str, Any]]:
         return [
             {
                 "index": i,
                 "message": _message(choice),
                 "finish_reason": choice.finish,
-                "logprobs": {"content": choice.logprobs, "refusal": None} if self._wants else None,
+                "logprobs": {"content": choice.logprobs, "refusal": None} if self._has_logprobs else None,
             }
             for i, choice in enumerate(self._choices)
         ]
 
 
-def _message(choice: _Choice) -> dict[str, Any]:
+def _message(choice: _ChatChoice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.calls:
         message |= {"content": choice.text.strip() or None, "tool_calls": choice.calls}
     return message
 
 
-def _delta(
+def _event(
     index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None = None, finish: str | None = None
 ) -> dict[str, Any]:
-    found = {"content": logprobs, "refusal": None} if logprobs else None
-    return {"index": index, "delta": delta, "logprobs": found, "finish_reason": finish}
+    table = {"content": logprobs, "refusal": None} if logprobs else None
+    return {"index": index, "delta": delta, "logprobs": table, "finish_reason": finish}
 
 
-async def chat(served: Served, body: Chat, begin: float) -> tuple[Answering, ChatForm]:
-    """Ask the engine for what a checked body wants."""
-    _check_together(body)
-    tools, forced, name = _tools(body)
-    prompt = await prompt_of(served, body, body.messages, None if forced == "none" else tools)
+async def chat(served: ServedModel, body: ChatRequest, begin: float) -> tuple[Generation, ChatFormatter]:
+    """The generation that a validated body asks for, and the formatter of its choices."""
+    _check_fields(body)
+    tools, tool_choice, name = _tools(body)
+    prompt = await chat_prompt(served, body, body.messages, None if tool_choice == "none" else tools)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = truncated(prompt, body.truncate_prompt_tokens, wanted, served)
-    room = answer_room(len(prompt), wanted, served, "messages")
+    prompt = truncate_prompt(prompt, body.truncate_prompt_tokens, wanted, served)
+    max_tokens = max_new_tokens(len(prompt), wanted, served, "messages")
     structure = structure_of(body)
-    one = body.parallel_tool_calls is False
-    if forced == "required":
+    if tool_choice == "required":
         refuse_beside_calls(body)
-        structure = json_structure(forced_schema(tools, name, one=one), "tools")
+        single = body.parallel_tool_calls is False
+        structure = json_structure(forced_schema(tools, name, single=single), "tools")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    wish = wish_of(
+    request = generation_request(
         body,
-        max_tokens=room,
-        most_s=served.serve.timeout_s,
+        max_tokens=max_tokens,
+        max_timeout_s=served.serve.timeout_s,
         structure=structure,
         logprobs=logprobs,
         defaults=served.defaults,
-        bad_tokens=served.texts.bad_tokens(body.bad_words),
+        bad_tokens=served.tokenization.bad_tokens(body.bad_words),
     )
     is_json = structure is not None and structure.kind == "json_schema"
-    family = served.tools if tools and forced == "auto" and not is_json else None
+    family = served.tools if tools and tool_choice == "auto" and not is_json else None
     keep = special_tokens(family) if family else frozenset[str]()
-    detokenizer = served.texts.detokenizer(keep, skip_special=body.skip_special_tokens is not False)
-    answering = Answering(
-        served.engine, [prompt], wish, detokenizer, served.texts.eos_ids, stream=bool(body.stream), begin=begin
+    detokenizer = served.tokenization.detokenizer(keep, skip_special=body.skip_special_tokens is not False)
+    eos_ids = served.tokenization.eos_ids
+    generation = Generation(
+        served.engine, [prompt], request, detokenizer, eos_ids, stream=bool(body.stream), begin=begin
     )
     names = [tool.function.name for tool in tools]
 
     def stream() -> ToolStream | None:
-        if forced == "required":
-            return Forced(name, names)
+        if tool_choice == "required":
+            return ForcedCalls(name, names)
         return tool_stream(family, names) if family else None
 
-    choices = [_Choice(stream()) for _ in answering.texts]
-    return answering, ChatForm(choices, body, served.texts, named=name is not None)
+    choices = [_ChatChoice(stream()) for _ in generation.texts]
+    return generation, ChatFormatter(choices, body, served.tokenization.token_text, named=name is not None)
 
 
-def _check_together(body: Chat) -> None:
-    """Problem 400 where one field needs, or contradicts, another."""
+def _check_fields(body: ChatRequest) -> None:
+    """Problem 400 where one field needs or contradicts another."""
     if body.top_logprobs and not body.logprobs:
-        raise bad("top_logprobs is given without logprobs; add logprobs: true", "top_logprobs")
+        raise bad_request("top_logprobs is given without logprobs; add logprobs: true", "top_logprobs")
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
-        raise bad("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+        raise bad_request("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
 
 
-def _tools(body: Chat) -> tuple[list[Tool], str, str | None]:
-    """(tools, none | auto | required, the function that has to be called)."""
+def _tools(body: ChatRequest) -> tuple[list[Tool], str, str | None]:
+    """(tools, none | auto | required, name of the function that must be called)."""
     tools, choice = body.tools or [], body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise bad("tool_choice asks for a call and there are no tools; add them", "tool_choice")
+            raise bad_request("tool_choice requires a call and there are no tools; add them", "tool_choice")
         return [], "none", None
     if isinstance(choice, ToolChoice):
         name = choice.function.name
         if all(tool.function.name != name for tool in tools):
-            raise bad(f"tool_choice names '{name}', which is not among the tools; correct it", "tool_choice")
+            raise bad_request(f"tool_choice names '{name}', which is not among the tools; correct it", "tool_choice")
         return tools, "required", name
     return tools, choice or "auto", None
 
 
-async def prompt_of(
-    served: Served, body: Chat | Tokenize, messages: list[Message], tools: list[Tool] | None, *, aside: bool = False
+async def chat_prompt(
+    served: ServedModel,
+    body: ChatRequest | TokenizeRequest,
+    messages: list[Message],
+    tools: list[Tool] | None,
+    *,
+    aside: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation; `aside`: no answer is wanted of it."""
+    """Token ids of a conversation; `aside`: it is only tokenized."""
     variables = body.chat_template_kwargs or {}
     if not _FIXED.isdisjoint(variables):
-        raise bad("chat_template_kwargs names what the request itself says; leave it out", "chat_template_kwargs")
+        raise bad_request(
+            "chat_template_kwargs names a field of the request itself; leave it out", "chat_template_kwargs"
+        )
     trusts = served.serve.trust_request_chat_template
     if "chat_template" in variables or (body.chat_template is not None and not trusts):
-        raise bad(
-            "chat_template of a request is not trusted here; leave it out, or start the server with --set "
+        raise bad_request(
+            "this server does not trust the chat_template of a request; leave it out, or start the server with --set "
             "serve.trust_request_chat_template=true and send it as a field",
             "chat_template",
         )
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
-        raise bad(
+        raise bad_request(
             "continue_final_message and add_generation_prompt exclude each other; give one of them",
             "continue_final_message",
         )
-    opens = body.add_generation_prompt is not False and not continues
-    cut = isinstance(body, Chat) and body.truncate_prompt_tokens is not None
+    add_generation_prompt = body.add_generation_prompt is not False and not continues
+    truncates = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is not None
     plain = [_plain(message, i) for i, message in enumerate(messages)]
-    if not served.texts.knows_developer:
+    if not served.tokenization.knows_developer:
         plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
-    ids = await served.texts.chat(
+    ids = await served.tokenization.chat(
         plain,
-        served.serve.max_body_bytes if cut else served.max_model_len,
+        served.serve.max_body_bytes if truncates else served.max_model_len,
         tools=[_without_none(to_builtins(tool)) for tool in tools] if tools else None,
-        add_generation_prompt=opens,
+        add_generation_prompt=add_generation_prompt,
         continue_final=continues,
         template=body.chat_template,
         variables=variables,
         aside=aside,
     )
     if not ids:
-        raise bad("the chat template makes no token of these messages; check them", "messages")
+        raise bad_request("the chat template turns these messages into no token; check them", "messages")
     return ids
 
 
 def _without_none(value: Any) -> Any:
-    """What was left out is not there for a template."""
+    """Without the fields that the request left out, as templates test whether a field is defined."""
     if not isinstance(value, dict):
         return value
     return {key: _without_none(item) for key, item in value.items() if item is not None}
 
 
 def _plain(message: Message, place: int) -> dict[str, Any]:
-    """A message as templates expect it: text, and arguments as objects."""
-    found: dict[str, Any] = _without_none(to_builtins(message))
+    """A message as chat templates expect it: content as text, arguments as objects."""
+    fields: dict[str, Any] = _without_none(to_builtins(message))
     content = message.content
     if isinstance(content, list):
         for part in content:
             if part.type != "text" or part.text is None:
-                raise bad(
+                raise bad_request(
                     f"messages[{place}] has a part of type {part.type!r}; this model reads text",
                     f"messages[{place}].content",
                 )
         content = "".join(part.text or "" for part in content)
-    found["content"] = content or ""
+    fields["content"] = content or ""
     if message.tool_calls:
-        found["tool_calls"] = [_call(call) for call in message.tool_calls]
-    return found
+        fields["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return fields
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

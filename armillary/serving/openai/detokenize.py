@@ -1,6 +1,6 @@
-"""The text of one answer as its tokens come: characters whole, stop texts found, end tokens left out.
+"""The text of one choice as its tokens arrive: complete characters, stop strings found, end tokens left out.
 
-The engine draws on until it is told that a stop text came; what it drew beyond is dropped here.
+The engine generates until the server aborts it after a stop string; tokens beyond the stop string are dropped here.
 """
 
 from __future__ import annotations
@@ -13,52 +13,52 @@ from armillary.engine.request.sampling_params import SamplingParams
 
 
 class Detokenizer(Protocol):
-    """Text of a growing list of tokens."""
+    """Incremental text of a growing list of tokens."""
 
     def push(self, token: int) -> str: ...
 
     def finish(self) -> str: ...
 
 
-class AnswerText:
-    """One answer on its way to the client."""
+class ChoiceText:
+    """The text of one choice."""
 
     def __init__(
         self,
         detokenizer: Callable[[], Detokenizer],
         params: SamplingParams,
         stop: tuple[str, ...],
-        ends: frozenset[int],
+        end_ids: frozenset[int],
         *,
         include_stop: bool = False,
     ) -> None:
-        """`include_stop`: stop texts and end tokens are part of the answer."""
+        """`include_stop`: stop strings and end tokens are part of the text."""
         self._detokenizer = detokenizer()
         self._stop = StopText(stop, include=include_stop)
-        self._ends = ends
+        self._end_ids = end_ids
         self._include = include_stop
         self._min_tokens = params.min_tokens
         self.num_tokens = 0
-        """tokens of the answer, its end token included"""
+        """tokens of the choice, its end token included"""
         self.closed = False
-        """an end token came"""
+        """an end token was generated"""
 
     @property
     def stopped(self) -> bool:
-        """A stop text came: nothing after it is shown."""
+        """Whether a stop string was found."""
         return self._stop.stopped
 
     def push(self, token: int) -> str:
-        """What can be shown after one more token."""
+        """Text that can be shown after one more token."""
         self.num_tokens += 1
-        if token in self._ends and self.num_tokens >= self._min_tokens:
+        if token in self._end_ids and self.num_tokens >= self._min_tokens:
             self.closed = True
             return self._detokenizer.push(token) if self._include else ""
         text = self._detokenizer.push(token)
         return text if self.num_tokens < self._min_tokens else self._stop.push(text)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Text that was held back."""
         if self.stopped:
             return ""
         return self._stop.push(self._detokenizer.finish()) + self._stop.finish()

@@ -1,4 +1,4 @@
-"""The answers to one HTTP request: prompts go to the engine, pieces of text come back, choice by choice."""
+"""The completions of one HTTP request: prompts go to the engine, deltas come back, choice by choice."""
 
 from __future__ import annotations
 
@@ -6,140 +6,143 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from armillary.serving.http.problem import Problem, bad
-from armillary.serving.openai.detokenize import AnswerText, Detokenizer
-from armillary.serving.openai.sampling_request import Wish, late
-from armillary.serving.processes.engine_client import EngineProcess
-from armillary.serving.processes.mailbox import End, Event, Mailbox
+from armillary.serving.http.problem import Problem, bad_request
+from armillary.serving.openai.detokenize import ChoiceText, Detokenizer
+from armillary.serving.openai.generation_request import GenerationRequest, timeout_problem
+from armillary.serving.processes.engine_client import EngineClient
+from armillary.serving.processes.mailbox import FinishEvent, Mailbox, TokenEvent
 
 
 @dataclass(slots=True, kw_only=True)
-class Piece:
-    """What is new of one choice."""
+class ChoiceDelta:
+    """New text of one choice."""
 
     choice: int
     text: str = ""
     logprobs: list[tuple[Any, ...]] = field(default_factory=list)
-    """(token, value, likeliest) of tokens that are shown"""
+    """(token, log-probability, top tokens) of the tokens that are shown"""
     finish: str | None = None
-    """stop or length, in its last piece"""
+    """stop or length, in the last delta"""
 
 
-class Answering:
-    """Requests under way for one HTTP request: n answers to each of its prompts."""
+class Generation:
+    """The engine requests of one HTTP request: n completions of each of its prompts."""
 
     def __init__(
         self,
-        engine: EngineProcess,
+        engine: EngineClient,
         prompts: Sequence[Sequence[int]],
-        wish: Wish,
+        request: GenerationRequest,
         detokenizer: Callable[[], Detokenizer],
-        ends: frozenset[int],
+        eos_ids: frozenset[int],
         *,
         stream: bool,
         begin: float,
     ) -> None:
         self.prompts = prompts
-        params = wish.params
+        self.request = request
+        params = request.params
         self.n = params.n
-        self.box = Mailbox(len(prompts) * params.n, eager=stream or bool(wish.stop), begin=begin)
-        stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else ends)
+        self.box = Mailbox(len(prompts) * params.n, eager=stream or bool(request.stop), begin=begin)
+        end_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos_ids)
         self.texts = [
-            AnswerText(detokenizer, params, wish.stop, stops, include_stop=wish.include_stop)
+            ChoiceText(detokenizer, params, request.stop, end_ids, include_stop=request.include_stop)
             for _ in range(len(prompts) * params.n)
         ]
         self.gauges: dict[str, float] = {}
-        """times and sizes of the answer that ended last, as the engine saw them"""
+        """the engine's gauges of the completion that ended last"""
         self.cached_tokens = 0
-        """prompt tokens that were found in the prefix cache"""
+        """prompt tokens found in the prefix cache"""
         self.shown = True
-        """false: a token is made for the sake of the prompt's log-probabilities alone, and is not counted"""
+        """false: a token is generated only for the prompt's log-probabilities, and is not counted"""
+        self.finished: set[int] = set()
+        """choices that have ended"""
         self._engine = engine
-        self.wish = wish
         self._numbers: list[int] = []
-        self.over: set[int] = set()
-        """choices that have come to their end"""
 
     def send(self) -> None:
-        """Hand the prompts to the engine."""
-        wish = self.wish
+        """Submit the prompts to the engine."""
+        request = self.request
         for i, prompt in enumerate(self.prompts):
             self._numbers.append(
                 self._engine.submit(
                     prompt,
-                    wish.params,
+                    request.params,
                     self.box,
                     i * self.n,
-                    timeout_s=wish.timeout_s,
-                    priority=wish.priority,
-                    salt=wish.salt,
+                    timeout_s=request.timeout_s,
+                    priority=request.priority,
+                    salt=request.salt,
                 )
             )
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What came, a piece for each choice that grew, until all are over."""
-        while len(self.over) < len(self.texts):
-            found: dict[int, Piece] = {}
+    async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """One delta for each choice with new tokens, until all choices have ended."""
+        while len(self.finished) < len(self.texts):
+            deltas: dict[int, ChoiceDelta] = {}
             for event in await self.box.take():
-                if event.choice not in self.over:
-                    piece = found.setdefault(event.choice, Piece(choice=event.choice))
-                    self._take(event, piece)
-            yield list(found.values())
+                if event.choice not in self.finished:
+                    delta = deltas.setdefault(event.choice, ChoiceDelta(choice=event.choice))
+                    self._take(event, delta)
+            yield list(deltas.values())
 
     def close(self) -> None:
-        """Give up what is not over."""
+        """Abort the engine requests that have not ended."""
         for i, number in enumerate(self._numbers):
-            if not self.over.issuperset(range(i * self.n, (i + 1) * self.n)):
+            if not self.finished.issuperset(range(i * self.n, (i + 1) * self.n)):
                 self._engine.abort(number)
 
-    def _take(self, event: Event, piece: Piece) -> None:
+    def _take(self, event: TokenEvent, delta: ChoiceDelta) -> None:
         text = self.texts[event.choice]
         if event.end is not None:
             self._end(event.end, event.choice)
-            piece.text += text.finish()
-            piece.finish = "stop" if text.stopped else event.end.finish  # what was held back may end a stop text
+            delta.text += text.finish()
+            delta.finish = "stop" if text.stopped else event.end.finish  # held-back text may complete a stop string
             return
         assert event.token is not None, "an event is a token or an end"
-        piece.text += text.push(event.token)
+        delta.text += text.push(event.token)
         if event.logprob is not None and not text.closed:
-            piece.logprobs.append(event.logprob)
+            delta.logprobs.append(event.logprob)
         if text.stopped:
-            piece.finish = "stop"
-            self.over.add(event.choice)
+            delta.finish = "stop"
+            self.finished.add(event.choice)
             self._engine.abort(self._numbers[event.choice // self.n], event.choice % self.n)
 
-    def _end(self, end: End, choice: int) -> None:
+    def _end(self, end: FinishEvent, choice: int) -> None:
         self.gauges = end.gauges
         self.cached_tokens += int(end.gauges.get("cached_tokens", 0)) if choice % self.n == 0 else 0
         if end.finish == "deadline":
-            raise late(self.wish, waited_s=None if "queue_s" in end.gauges else end.gauges.get("e2e_s"))
+            raise timeout_problem(self.request, waited_s=None if "queue_s" in end.gauges else end.gauges.get("e2e_s"))
         if end.finish == "abort":
-            raise Problem(503, "the request was given up by the server; try again", code="aborted", retry_after_s=1)
-        params = self.wish.params
-        if end.finish == "error" and (params.allowed_token_ids is not None or params.bad_tokens):
-            raise bad(
-                "what the request asks for leaves no token that may come; allow more (allowed_token_ids, "
-                "bad_words, structures)",
+            raise Problem(503, "the server aborted the request; try again", code="aborted", retry_after_s=1)
+        if end.finish == "error":
+            raise self._error(end)
+        self.finished.add(choice)
+
+    def _error(self, end: FinishEvent) -> Problem:
+        params = self.request.params
+        if params.allowed_token_ids is not None or params.bad_tokens:
+            return bad_request(
+                "the request leaves no token that may be generated; allow more (allowed_token_ids, bad_words, "
+                "structured outputs)",
                 "allowed_token_ids" if params.allowed_token_ids else "bad_words",
                 "structure_failed",
             )
-        if end.finish == "error" and self.wish.params.structure is not None:
-            raise bad(
-                "the asked-for structure could not be followed to its end; make it simpler",
+        if params.structure is not None:
+            return bad_request(
+                "the output could not follow the structure to its end; make the structure simpler",
                 "response_format",
                 "structure_failed",
             )
-        if end.finish == "error":
-            raise Problem(500, end.error or "the engine could not answer; try again", code="engine_error")
-        self.over.add(choice)
+        return Problem(500, end.error or "the engine failed on this request; try again", code="engine_error")
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far, as clients are billed."""
-        given = sum(map(len, self.prompts))
-        made = sum(text.num_tokens for text in self.texts) if self.shown else 0
+        """Prompt and completion tokens so far, as OpenAI reports them."""
+        prompt_tokens = sum(map(len, self.prompts))
+        completion_tokens = sum(text.num_tokens for text in self.texts) if self.shown else 0
         return {
-            "prompt_tokens": given,
-            "completion_tokens": made,
-            "total_tokens": given + made,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two endpoints write them."""
+"""Log-probabilities in the forms of OpenAI's two endpoints."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ from collections.abc import Callable
 from typing import Any
 
 TokenText = Callable[[int], tuple[str, tuple[int, ...]]]
-_LEAST = -9999.0
-"""minus infinity, which JSON has no number for"""
+"""token id -> its text and bytes"""
+_MINUS_INFINITY = -9999.0
+"""JSON has no number for it"""
 
 
 def _number(value: float) -> float:
-    return max(_LEAST, value)
+    return max(_MINUS_INFINITY, value)
 
 
-def chat_entry(logprob: tuple[Any, ...], text_of: TokenText) -> dict[str, Any]:
-    """One token of a chat's answer."""
-    token, value, likeliest = logprob
-    return _chat_token(token, value, text_of) | {"top_logprobs": [_chat_token(t, v, text_of) for t, v in likeliest]}
+def chat_entry(logprob: tuple[Any, ...], token_text: TokenText) -> dict[str, Any]:
+    """One token of a chat completion."""
+    token, value, top = logprob
+    return _chat_token(token, value, token_text) | {"top_logprobs": [_chat_token(t, v, token_text) for t, v in top]}
 
 
-def _chat_token(token: int, value: float, text_of: TokenText) -> dict[str, Any]:
-    text, raw = text_of(token)
+def _chat_token(token: int, value: float, token_text: TokenText) -> dict[str, Any]:
+    text, raw = token_text(token)
     return {"token": text, "logprob": _number(value), "bytes": list(raw)}
 
 
 class CompletionLogprobs:
-    """Four lists that grow together, as /v1/completions gives them."""
+    """The four parallel lists of /v1/completions."""
 
-    def __init__(self, text_of: TokenText, *, as_ids: bool = False) -> None:
-        self._text_of = (lambda token: (f"token_id:{token}", ())) if as_ids else text_of
-        self._plain = text_of
+    def __init__(self, token_text: TokenText, *, as_ids: bool = False) -> None:
+        self._shown_text = (lambda token: (f"token_id:{token}", ())) if as_ids else token_text
+        self._token_text = token_text
         self._offset = 0
 
     def part(self, logprobs: list[tuple[Any, ...]]) -> dict[str, Any]:
-        """Of some more tokens; one that follows nothing has the value None."""
+        """The lists of some more tokens; a token without a log-probability has None."""
         offsets, tokens = [], []
         for token, _, _ in logprobs:
             offsets.append(self._offset)
-            tokens.append(self._text_of(token)[0])
-            self._offset += len(self._plain(token)[0])
+            tokens.append(self._shown_text(token)[0])
+            self._offset += len(self._token_text(token)[0])
         return {
             "tokens": tokens,
             "text_offset": offsets,
@@ -48,8 +49,8 @@ class CompletionLogprobs:
         }
 
     def _top(self, top: tuple[tuple[int, float], ...]) -> dict[str, float]:
-        """Different tokens may have the same text: the likelier counts."""
-        found: dict[str, float] = {}
+        """Text -> log-probability; of tokens with the same text the likeliest counts."""
+        table: dict[str, float] = {}
         for token, value in top:
-            found.setdefault(self._text_of(token)[0], _number(value))
-        return found
+            table.setdefault(self._shown_text(token)[0], _number(value))
+        return table

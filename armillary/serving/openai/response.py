@@ -1,4 +1,4 @@
-"""From answers to what goes over the wire, whole or as events; completions and chats differ in their `Form` alone."""
+"""Writes the response of a generation, complete or as server-sent events; a `ChoiceFormatter` per endpoint."""
 
 from __future__ import annotations
 
@@ -10,124 +10,127 @@ from uuid import uuid4
 
 from msgspec.json import encode
 
-from armillary.serving.http.asgi import ClientGone, Exchange
+from armillary.serving.http.asgi import AsgiConnection
+from armillary.serving.http.body_limits import ClientDisconnected
 from armillary.serving.http.problem import Problem
-from armillary.serving.openai.generation import Answering, Piece
-from armillary.serving.openai.sampling_request import late
-from armillary.serving.openai.schemas import Asked, StreamOptions
+from armillary.serving.openai.generation import ChoiceDelta, Generation
+from armillary.serving.openai.generation_request import timeout_problem
+from armillary.serving.openai.schemas import SamplingFields, StreamOptions
 from armillary.serving.processes.server_metrics import Metrics
 
 _GRACE_S = 5.0
-"""the engine gives a request up at its time; where even that does not come, the server does, so much later"""
+"""the engine ends a request at its timeout; the server does so this much later where the engine does not respond"""
 
 
-class Form(Protocol):
-    """How an endpoint writes its answers."""
+class ChoiceFormatter(Protocol):
+    """How an endpoint writes its choices."""
 
-    def open(self) -> Iterable[dict[str, Any]]:
-        """Choices of the first event, before anything has come."""
+    def first_choices(self) -> Iterable[dict[str, Any]]:
+        """Choices of the first event, before any text."""
 
-    def grow(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        """Choices of events for what is new."""
+    def add(self, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
+        """Choices of the events for a delta."""
 
-    def finish_of(self, choice: int) -> str:
-        """Why a choice that is over has ended, as the client is told."""
+    def finish_reason(self, choice: int) -> str:
+        """The finish_reason of a choice that has ended."""
 
-    def whole(self) -> list[dict[str, Any]]:
-        """All choices, once they are complete."""
+    def choices(self) -> list[dict[str, Any]]:
+        """All choices, once they have ended."""
 
 
-class Reply:
-    """One answer to a client."""
+class ResponseWriter:
+    """Writes one response."""
 
     def __init__(
-        self, exchange: Exchange, answering: Answering, form: Form, metrics: Metrics, *, kind: str, model: str
+        self,
+        connection: AsgiConnection,
+        generation: Generation,
+        formatter: ChoiceFormatter,
+        metrics: Metrics,
+        *,
+        kind: str,
+        model: str,
     ) -> None:
-        self._exchange = exchange
+        self._connection = connection
         self._metrics = metrics
-        self._answering = answering
-        self._form = form
-        self._kind = kind
-        self.id = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid4().hex}"
+        self._generation = generation
+        self._formatter = formatter
+        self._is_chat = kind.startswith("chat")
         self._head = {
-            "id": self.id,
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": None,
         }
 
-    async def send(self, body: Asked) -> None:
-        """Wait for the answers and send them; a client that leaves gives them up."""
-        answering, timeout_s, watcher = self._answering, self._answering.wish.timeout_s, None
-        rest: str | None = "abort"
+    async def send(self, body: SamplingFields) -> None:
+        """Submit the generation and send its response; a client that disconnects aborts it."""
+        generation, timeout_s, watcher = self._generation, self._generation.request.timeout_s, None
+        unfinished: str | None = "abort"
         try:
-            answering.send()  # before all else: the engine need not wait for what we do beside it
+            generation.send()  # first, so that the engine works while the server prepares the response
             watcher = self._watch()
             async with asyncio.timeout(None if timeout_s is None else timeout_s + _GRACE_S):
-                await (self._stream(body.stream_options or StreamOptions()) if body.stream else self._all())
+                await (self._stream(body.stream_options or StreamOptions()) if body.stream else self._complete())
         except TimeoutError:
-            rest = "deadline"
-            raise late(answering.wish) from None
+            unfinished = "deadline"
+            raise timeout_problem(generation.request) from None
         except Problem as problem:
-            rest = _how(problem)
+            unfinished = _finish_of(problem)
             raise
         finally:
-            answering.close()
+            generation.close()
             if watcher is not None:
                 watcher.cancel()
-            self._count(rest)
+            self._count(unfinished)
 
     def _watch(self) -> asyncio.Task[None]:
-        """Ends the answers when the client has hung up."""
-        box, watcher = self._answering.box, asyncio.create_task(self._exchange.gone())
-        watcher.add_done_callback(lambda task: None if task.cancelled() else box.fail(ClientGone()))
+        """Fails the mailbox when the client disconnects."""
+        box, watcher = self._generation.box, asyncio.create_task(self._connection.disconnected())
+        watcher.add_done_callback(lambda task: None if task.cancelled() else box.fail(ClientDisconnected()))
         return watcher
 
-    def _count(self, rest: str | None) -> None:
-        """Answers by their ends; of those that came to none, `rest` says what became of them."""
-        for choice in range(len(self._answering.texts)):
-            finish = self._form.finish_of(choice) if choice in self._answering.over else rest
+    def _count(self, unfinished: str | None) -> None:
+        """Count choices by finish reason; those that did not finish count as `unfinished`."""
+        for choice in range(len(self._generation.texts)):
+            finish = self._formatter.finish_reason(choice) if choice in self._generation.finished else unfinished
             if finish is not None:
                 self._metrics.finished[finish] += 1
 
-    async def _all(self) -> None:
-        async for pieces in self._answering.pieces():
-            for piece in pieces:
-                for _ in self._form.grow(piece):
-                    pass
-        await self._exchange.json(200, self._head | {"choices": self._form.whole(), "usage": self._answering.usage()})
+    async def _complete(self) -> None:
+        async for deltas in self._generation.deltas():
+            for delta in deltas:
+                self._formatter.add(delta)
+        choices, usage = self._formatter.choices(), self._generation.usage()
+        await self._connection.json(200, self._head | {"choices": choices, "usage": usage})
 
     async def _stream(self, options: StreamOptions) -> None:
-        head = b"data: " + encode(self._head | {"object": _chunk_kind(self._kind)})[:-1] + b',"choices":['
-        exchange, form, first = self._exchange, self._form, True
-        async for pieces in self._answering.pieces():
+        kind = "chat.completion.chunk" if self._is_chat else self._head["object"]
+        head = b"data: " + encode(self._head | {"object": kind})[:-1] + b',"choices":['
+        connection, formatter, first = self._connection, self._formatter, True
+        async for deltas in self._generation.deltas():
             choices = []
             if first:
-                await exchange.begin_events()
-                choices, first = [*form.open()], False
-            for piece in pieces:
-                choices += form.grow(piece)
+                await connection.begin_events()
+                choices, first = [*formatter.first_choices()], False
+            for delta in deltas:
+                choices += formatter.add(delta)
             if choices:
                 tail = b"]" + self._usage(options) + b"}\n\n"
-                await exchange.event(b"".join([head + encode(choice) + tail for choice in choices]))
-        last = head + b'],"usage":' + encode(self._answering.usage()) + b"}\n\n" if options.include_usage else b""
-        await exchange.end_events(last + b"data: [DONE]\n\n")
+                await connection.event(b"".join([head + encode(choice) + tail for choice in choices]))
+        last = head + b'],"usage":' + encode(self._generation.usage()) + b"}\n\n" if options.include_usage else b""
+        await connection.end_events(last + b"data: [DONE]\n\n")
 
     def _usage(self, options: StreamOptions) -> bytes:
-        """What every event says of it."""
+        """The usage field of every event."""
         if options.continuous_usage_stats:
-            return b',"usage":' + bytes(encode(self._answering.usage()))
+            return b',"usage":' + bytes(encode(self._generation.usage()))
         return b',"usage":null' if options.include_usage else b""
 
 
-def _how(problem: Problem) -> str | None:
-    """What an answer that failed is counted as; none: it was refused before there was one."""
+def _finish_of(problem: Problem) -> str | None:
+    """The finish reason that a failed completion counts as; none: it was refused before it began."""
     if problem.code in ("timeout", "aborted"):
         return "deadline" if problem.code == "timeout" else "abort"
     return None if problem.status in (400, 429) and problem.code != "structure_failed" else "error"
-
-
-def _chunk_kind(kind: str) -> str:
-    """Pieces of chats have a name of their own."""
-    return f"{kind}.chunk" if kind.startswith("chat") else kind

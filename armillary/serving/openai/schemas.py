@@ -1,8 +1,7 @@
-"""What requests may hold: OpenAI's fields, and a few of our own (their help begins with "ours").
+"""Request bodies: OpenAI's fields, vLLM's, and a few of our own (their help begins with "ours").
 
-msgspec reads bodies into these classes, checks them on the way, and makes the OpenAPI document of them (`openapi.py`).
-Fields that are not named here are refused where they would hold an answer to something, and else let pass
-(`unknown_fields.py`), as clients send more than servers know.
+msgspec decodes and validates bodies with these classes, and `openapi.py` derives the OpenAPI document from them.
+Other fields are refused where they would constrain the output, and else ignored (`unknown_fields.py`).
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ import msgspec
 from msgspec import Meta, Struct
 
 from armillary.engine.request.sampling_params import MOST_LOGPROBS
-from armillary.serving.http.problem import Problem, bad
+from armillary.serving.http.problem import Problem, bad_request
 
 MOST_CHOICES = 128
-_MOST = 2**31 - 1
+_MAX_INT = 2**31 - 1
 
-Count = Annotated[int, Meta(ge=0, le=_MOST)]
-OneOrMore = Annotated[int, Meta(ge=1, le=_MOST)]
-TokenId = Annotated[int, Meta(ge=0, le=_MOST)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0, le=_MAX_INT)]
+OneOrMore = Annotated[int, Meta(ge=1, le=_MAX_INT)]
+TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Source = Annotated[str, Meta(min_length=1)]
-"""of a regular expression or grammar"""
+"""text of a regular expression or grammar"""
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
-Likeliest = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 
 
 class StreamOptions(Struct, kw_only=True):
-    """How streams are sent."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
-    """a last event says how many tokens it was"""
+    """whether a last event has the usage"""
     continuous_usage_stats: bool | None = None
-    """ours: every event says so"""
+    """ours: whether every event has the usage"""
 
 
 class JsonSchema(Struct, kw_only=True):
@@ -51,11 +50,11 @@ class JsonSchema(Struct, kw_only=True):
     name: str | None = None
     """not used"""
     strict: bool | None = None
-    """always so"""
+    """always on"""
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """What the answer must match."""
+    """What the output must match."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar"]
     """any text, any JSON object, JSON of a schema; ours: a regular expression, one of several texts, a Lark grammar"""
@@ -70,7 +69,7 @@ class ResponseFormat(Struct, kw_only=True):
 
 
 class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's: what the answer must match; one of the first five."""
+    """vLLM's: what the output must match; one of the first five fields."""
 
     json: dict[str, Any] | str | None = None
     """JSON Schema, or its text"""
@@ -87,101 +86,101 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
     """not supported"""
     disable_any_whitespace: bool | None = None
-    """always so: JSON comes without more white space than its separators have"""
+    """always on: JSON has no more white space than its separators"""
     disable_additional_properties: bool | None = None
-    """not supported: say so in the schema"""
+    """not supported: set additionalProperties in the schema"""
     disable_fallback: bool | None = None
-    """always so"""
+    """always on"""
 
 
-class Asked(Struct, kw_only=True):
-    """What chats and completions share."""
+class SamplingFields(Struct, kw_only=True):
+    """Fields that chats and completions share."""
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
-    """one of /v1/models; left out: the one there is"""
+    """one of /v1/models; left out: the served model"""
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
-    """answers to the same prompt"""
+    """completions per prompt"""
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     """0 is greedy; left out: 1"""
-    top_p: Share | None = None
-    """keep the likeliest tokens whose probabilities reach it"""
+    top_p: Probability | None = None
+    """sample from the likeliest tokens whose probabilities sum to this"""
     presence_penalty: Penalty | None = None
-    """taken off the logits of tokens that came"""
+    """subtracted from the logits of tokens that were generated"""
     frequency_penalty: Penalty | None = None
-    """taken off once for each time they came"""
+    """subtracted once per occurrence"""
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
-    """token id -> what is added to its logit"""
+    """token id -> number added to its logit"""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    """same seed, same answer"""
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
-    """texts that end the answer and are not part of it"""
+    """the same seed gives the same output"""
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    """stop strings: they end the output and are not part of it"""
     stream: bool | None = None
-    """pieces as they come, as server-sent events"""
+    """send the output as server-sent events while it is generated"""
     stream_options: StreamOptions | None = None
-    """how streams are sent"""
+    """options of a streamed response"""
     response_format: ResponseFormat | None = None
-    """what the answer must match"""
-    top_k: Annotated[int, Meta(ge=-1, le=_MOST)] | None = None
-    """ours: keep the k likeliest"""
-    min_p: Share | None = None
-    """ours: drop what is less likely than this share of the likeliest"""
+    """what the output must match"""
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_INT)] | None = None
+    """ours: sample from the k likeliest tokens"""
+    min_p: Probability | None = None
+    """ours: drop tokens below this fraction of the largest probability"""
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    """ours: divides logits of tokens that occurred"""
+    """ours: divides the logits of tokens in prompt and output"""
     min_tokens: Count | None = None
-    """ours: no end before so many tokens"""
+    """ours: minimum of generated tokens"""
     ignore_eos: bool | None = None
-    """ours: the model's end tokens do not end the answer"""
+    """ours: do not stop at the model's end tokens"""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
-    """ours: tokens that end the answer"""
+    """ours: tokens that end the output"""
     timeout_s: Annotated[float, Meta(ge=0.001, le=86_400)] | None = None
-    """ours: give up after so many seconds"""
+    """ours: time limit in seconds"""
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    """ours: only requests with the same share cached prompts"""
+    """ours: only requests with the same salt share cached prefixes"""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
-    """ours: smaller goes first"""
+    """ours: smaller values are scheduled first"""
     guided_json: dict[str, Any] | str | None = None
-    """vLLM's: the answer is JSON of this schema, which may come as text"""
+    """vLLM's: the output is JSON of this schema, an object or JSON text"""
     guided_regex: Source | None = None
-    """vLLM's: the answer matches this regular expression"""
+    """vLLM's: the output matches this regular expression"""
     guided_choice: Choices | None = None
-    """vLLM's: the answer is one of these texts"""
+    """vLLM's: the output is one of these texts"""
     guided_grammar: Source | None = None
-    """vLLM's: the answer is of this grammar, in Lark's or llama.cpp's notation (GBNF)"""
+    """vLLM's: the output matches this grammar, in Lark's or llama.cpp's notation (GBNF)"""
     guided_decoding_backend: str | None = None
-    """vLLM's: not used, there is one"""
+    """vLLM's: ignored, there is one backend"""
     structured_outputs: StructuredOutputs | None = None
-    """vLLM's newer way to say the same"""
+    """vLLM's newer form of the guided fields"""
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=256)] | None = None
-    """vLLM's: texts that do not come, as the tokenizer writes them at the beginning of a text and after a space"""
+    """vLLM's: texts that are not generated, as tokenized at the beginning of a text and after a space"""
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=1_000_000)] | None = None
-    """vLLM's: no other tokens come, end tokens included"""
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_MOST)] | None = None
-    """vLLM's: only so many of the prompt's last tokens are used; -1: as many as leave room for max_tokens"""
+    """vLLM's: the only tokens that are generated, end tokens included"""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_MAX_INT)] | None = None
+    """vLLM's: use only this many of the prompt's last tokens; -1: as many as leave room for max_tokens"""
     include_stop_str_in_output: bool | None = None
-    """vLLM's: what ends the answer (stop, stop_token_ids) is part of it"""
+    """vLLM's: stop strings and stop tokens are part of the output"""
     skip_special_tokens: bool | None = None
-    """vLLM's: false shows the text of special tokens"""
+    """vLLM's: false keeps special tokens in the text"""
 
 
-class Completion(Asked, kw_only=True):
+class CompletionRequest(SamplingFields, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
     """text or token ids, or a list of either"""
     max_tokens: Count | None = None
-    """tokens of an answer at most; left out: 16; 0 with echo"""
+    """limit of generated tokens; left out: 16; 0: echo only"""
     echo: bool | None = None
-    """the prompt comes before the answer"""
-    logprobs: Likeliest | None = None
-    """log probabilities of the chosen and so many likeliest tokens"""
+    """the prompt comes before the completion"""
+    logprobs: TopLogprobs | None = None
+    """log-probabilities of the generated token and of this many likeliest tokens"""
     best_of: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
-    """as n: more are not drawn to choose from"""
+    """at most n: selecting from more completions is not supported"""
     add_special_tokens: bool | None = None
-    """vLLM's: what the tokenizer puts around a text; left out: true"""
+    """vLLM's: add the tokenizer's special tokens; left out: true"""
     suffix: str | None = None
     """not supported"""
     return_tokens_as_token_ids: bool | None = None
-    """ours: tokens of logprobs are written token_id:N"""
+    """ours: write tokens of logprobs as token_id:N"""
 
 
 class Part(Struct, kw_only=True):
@@ -193,7 +192,7 @@ class Part(Struct, kw_only=True):
 
 
 class CalledFunction(Struct, kw_only=True):
-    """What was called."""
+    """The function of a tool call."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -201,7 +200,7 @@ class CalledFunction(Struct, kw_only=True):
 
 
 class ToolCall(Struct, kw_only=True):
-    """A call that the assistant made."""
+    """A tool call of the assistant."""
 
     function: CalledFunction
     id: str | None = None
@@ -209,22 +208,22 @@ class ToolCall(Struct, kw_only=True):
 
 
 class Message(Struct, kw_only=True, omit_defaults=True):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     """system, user, assistant, tool …"""
     content: str | list[Part] | None = None
     """text, or parts of text"""
     name: str | None = None
-    """who wrote it"""
+    """name of the author"""
     tool_calls: list[ToolCall] | None = None
-    """what the assistant called"""
+    """tool calls of the assistant"""
     tool_call_id: str | None = None
-    """the call that this answers"""
+    """the tool call that this message is the result of"""
     reasoning_content: str | None = None
-    """ours: what the assistant thought"""
+    """ours: the assistant's reasoning"""
     reasoning: str | None = None
-    """ours: the same, by another name"""
+    """ours: another name of reasoning_content"""
 
 
 class Function(Struct, kw_only=True):
@@ -236,11 +235,11 @@ class Function(Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
     """JSON Schema of its arguments"""
     strict: bool | None = None
-    """arguments match anyway where a call is asked for"""
+    """ignored: arguments of a required call always match"""
 
 
 class Tool(Struct, kw_only=True):
-    """Something the model may use."""
+    """A tool that the model may use."""
 
     type: Literal["function"]
     function: Function
@@ -253,42 +252,42 @@ class NamedFunction(Struct, kw_only=True):
 
 
 class ToolChoice(Struct, kw_only=True):
-    """The function that has to be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class Chat(Asked, kw_only=True):
+class ChatRequest(SamplingFields, kw_only=True):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=16_384)]
     """the conversation so far"""
     max_tokens: OneOrMore | None = None
-    """tokens of an answer at most; left out: what the model's length leaves"""
+    """limit of generated tokens; left out: the rest of the context"""
     max_completion_tokens: OneOrMore | None = None
     """the newer name of max_tokens"""
     logprobs: bool | None = None
-    """log probabilities of the answer's tokens"""
-    top_logprobs: Likeliest | None = None
-    """and of so many likeliest"""
+    """whether to return log-probabilities of the generated tokens"""
+    top_logprobs: TopLogprobs | None = None
+    """also return those of this many likeliest tokens"""
     tools: Annotated[list[Tool], Meta(max_length=512)] | None = None
     """functions that the model may call"""
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    """none, auto (the model decides), required (some call), or the function that has to be called"""
+    """none, auto (the model decides), required (any call), or the function that must be called"""
     parallel_tool_calls: bool | None = None
     """false: the first call only"""
     add_generation_prompt: bool | None = None
-    """ours: false leaves the assistant's opening out; so does continue_final_message"""
+    """ours: false leaves out the generation prompt; so does continue_final_message"""
     continue_final_message: bool | None = None
-    """vLLM's: the last message is left open and the answer goes on with it"""
+    """vLLM's: the completion continues the last message"""
     chat_template: Annotated[str, Meta(min_length=1, max_length=1_000_000)] | None = None
-    """vLLM's: a Jinja template in place of the model's; where serve.trust_request_chat_template is on"""
+    """vLLM's: a Jinja template instead of the model's; needs serve.trust_request_chat_template"""
     chat_template_kwargs: dict[str, Any] | None = None
     """ours: variables for the chat template"""
 
 
-class Tokenize(Struct, kw_only=True):
+class TokenizeRequest(Struct, kw_only=True):
     """Body of /tokenize: a prompt, or a conversation."""
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
@@ -296,20 +295,20 @@ class Tokenize(Struct, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=16_384)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=512)] | None = None
     add_special_tokens: bool | None = None
-    """what the tokenizer puts around a text; left out: true"""
+    """add the tokenizer's special tokens; left out: true"""
     add_generation_prompt: bool | None = None
-    """false leaves the assistant's opening out; so does continue_final_message"""
+    """false leaves out the generation prompt; so does continue_final_message"""
     continue_final_message: bool | None = None
-    """the last message is left open"""
+    """the prompt ends with the last message, which stays open"""
     chat_template: Annotated[str, Meta(min_length=1, max_length=1_000_000)] | None = None
-    """a Jinja template in place of the model's; where serve.trust_request_chat_template is on"""
+    """a Jinja template instead of the model's; needs serve.trust_request_chat_template"""
     chat_template_kwargs: dict[str, Any] | None = None
     """variables for the chat template"""
     return_token_strs: bool | None = None
-    """the text of each token too"""
+    """also return the text of each token"""
 
 
-class Detokenize(Struct, kw_only=True):
+class DetokenizeRequest(Struct, kw_only=True):
     """Body of /detokenize."""
 
     tokens: list[TokenId]
@@ -326,29 +325,30 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def read(body: bytes, kind: type[T]) -> T:
+def decode_body(body: bytes, kind: type[T]) -> T:
     """Problem 400 where `body` is not JSON of that kind."""
     try:
-        found: T = _decoder(cast(Hashable, kind)).decode(body)
-        return found
+        decoded: T = _decoder(cast(Hashable, kind)).decode(body)
+        return decoded
     except msgspec.ValidationError as error:
-        raise _wrong(str(error)) from None
+        raise _validation_problem(str(error)) from None
     except msgspec.DecodeError as error:
-        raise bad(f"the body is not JSON ({error}); correct it") from None
+        raise bad_request(f"the body is not JSON ({error}); correct it") from None
     except UnicodeDecodeError:
-        raise bad("the body is not JSON (not UTF-8); correct it") from None
+        raise bad_request("the body is not JSON (not UTF-8); correct it") from None
     except RecursionError:
-        raise bad("the body is not JSON that can be read (nested too deeply); flatten it") from None
+        raise bad_request("the body is not JSON that can be read (nested too deeply); flatten it") from None
 
 
-def _wrong(text: str) -> Problem:
+def _validation_problem(text: str) -> Problem:
     """msgspec's message, with the field first."""
     place = _PLACE.search(text)
     param = place.group(1) if place else ""
-    said = text[: place.start()] if place else text
-    lacking = _MISSING.match(said)
+    message = text[: place.start()] if place else text
+    lacking = _MISSING.match(message)
     if lacking:
         where = f"{param}.{lacking.group(1)}" if param else lacking.group(1)
-        return bad(f"{where} is missing; add it to the request", where)
-    said = said[:1].lower() + said[1:]
-    return bad(f"{param or 'the body'}: {said}; correct the request", param or None)
+        return bad_request(f"{where} is missing; add it to the request", where)
+    return bad_request(
+        f"{param or 'the body'}: {message[:1].lower() + message[1:]}; correct the request", param or None
+    )

@@ -1,4 +1,4 @@
-"""What endpoints need to know of the model that is served."""
+"""The served model: its name, tokenizer, engine and limits."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 from armillary.model.generation_config import SamplingDefaults
 from armillary.serving.http.problem import Problem
-from armillary.serving.openai.tokenization import Texts
-from armillary.serving.processes.engine_client import EngineProcess
+from armillary.serving.openai.tokenization import Tokenization
+from armillary.serving.processes.engine_client import EngineClient
 from armillary.spec.tables.serve import Serve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """One model, its tokenizer and its engine."""
+class ServedModel:
+    """One model with its tokenizer and engine."""
 
     name: str
     """as clients call it"""
-    texts: Texts
-    engine: EngineProcess
+    tokenization: Tokenization
+    engine: EngineClient
     serve: Serve
     """limits"""
     context: int
-    """what prompt and answer may have together, before the engine has said so"""
+    """limit of prompt and completion tokens together until the engine reports its own"""
     tools: str | None = None
-    """how its tool calls are written; none: it knows none"""
+    """format of its tool calls; none: it has none"""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """sampling parameters that requests leave out"""
+    """sampling parameters for requests that leave them out"""
     created: int = 0
-    """when it was loaded, in seconds since 1970"""
+    """time of loading, in seconds since 1970"""
 
     @property
     def max_model_len(self) -> int:
@@ -37,9 +37,11 @@ class Served:
         return self.context if started is None else started.max_model_len
 
     def check_name(self, asked: Any) -> None:
-        """Problem 404 where another model is asked for."""
+        """Problem 404 where a request names another model."""
         if asked and asked != self.name:
-            raise Problem(404, f"no model '{asked}' here; use '{self.name}'", param="model", code="model_not_found")
+            raise Problem(
+                404, f"no model '{asked}' on this server; use '{self.name}'", param="model", code="model_not_found"
+            )
 
     def card(self) -> dict[str, Any]:
         """Its entry of /v1/models."""

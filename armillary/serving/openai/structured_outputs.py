@@ -1,5 +1,5 @@
-"""What an answer must match, in the ways a body may say it: `response_format`, vLLM's `structured_outputs` and its
-older `guided_*` fields. One of them at a time."""
+"""The structure that an output must match, from `response_format`, vLLM's `structured_outputs` or its older `guided_*`
+fields, of which a body may have one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from armillary.engine.request.constraint import Structure
 from armillary.errors import BadInput
-from armillary.serving.http.problem import bad
-from armillary.serving.openai.schemas import Asked, ResponseFormat, StructuredOutputs
+from armillary.serving.http.problem import bad_request
+from armillary.serving.openai.schemas import ResponseFormat, SamplingFields, StructuredOutputs
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -20,117 +20,115 @@ _GUIDED = {
 }
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
-"""of structured_outputs: they would change what may be written"""
-_MOST_SOURCE = 64_000
-"""characters of a schema, expression or grammar"""
-_MOST_DEPTH = 48
-"""levels of a schema"""
-_MOST_MULTIPLE = 10_000
-"""larger ones take seconds to compile"""
+"""fields of structured_outputs that would change which outputs match"""
+_MAX_SOURCE = 64_000
+"""characters of a schema, regular expression or grammar"""
+_MAX_DEPTH = 48
+"""nesting levels of a schema"""
+_MAX_MULTIPLE = 10_000
+"""larger values of multipleOf take seconds to compile"""
 
 
-def structure_of(body: Asked) -> Structure | None:
-    """What a body asks an answer to match; Problem 400 where it asks twice."""
-    given = [(name, kind, getattr(body, name)) for name, kind in _GUIDED.items() if getattr(body, name) is not None]
-    found = [_made(kind, source, name) for name, kind, source in given]
+def structure_of(body: SamplingFields) -> Structure | None:
+    """The structure that a body asks for; Problem 400 where it asks for several."""
+    given = {name: getattr(body, name) for name in _GUIDED if getattr(body, name) is not None}
+    structures = {name: _from_source(_GUIDED[name], source, name) for name, source in given.items()}
     if body.structured_outputs is not None:
-        found.append(_of_outputs(body.structured_outputs))
-    by_format = _of_format(body.response_format)
-    names = [name for name, _, _ in given] + ["structured_outputs"] * (body.structured_outputs is not None)
-    if by_format is not None:
-        found, names = [*found, by_format], [*names, "response_format"]
-    if len(found) > 1:
-        raise bad(f"{' and '.join(names)} are given together; give one of them", names[0])
-    return found[0] if found else None
+        structures["structured_outputs"] = _from_outputs(body.structured_outputs)
+    if (by_format := _from_format(body.response_format)) is not None:
+        structures["response_format"] = by_format
+    if len(structures) > 1:
+        raise bad_request(f"{' and '.join(structures)} are given together; give one of them", next(iter(structures)))
+    return next(iter(structures.values()), None)
 
 
-def refuse_beside_calls(body: Asked) -> None:
-    """Problem 400 where a call is required and the answer is guided as well."""
+def refuse_beside_calls(body: SamplingFields) -> None:
+    """Problem 400 where a body requires a tool call and asks for a structure as well."""
     names = [name for name in (*_GUIDED, "structured_outputs") if getattr(body, name) is not None]
     if names:
-        raise bad(f"{names[0]} and a required call of a tool exclude each other; give one of them", names[0])
+        raise bad_request(f"{names[0]} and a required tool call exclude each other; give one of them", names[0])
 
 
-def _of_outputs(given: StructuredOutputs) -> Structure:
+def _from_outputs(given: StructuredOutputs) -> Structure:
     for name in _UNSUPPORTED:
         if getattr(given, name):
-            raise bad(f"structured_outputs.{name} is not supported; leave it out", f"structured_outputs.{name}")
+            raise bad_request(f"structured_outputs.{name} is not supported; leave it out", f"structured_outputs.{name}")
     named = [name for name in _KINDS if getattr(given, name) is not None] + ["json_object"] * bool(given.json_object)
     if len(named) != 1:
-        raise bad(
-            f"structured_outputs says {' and '.join(named) or 'nothing'}; give one of json, json_object, regex, "
+        raise bad_request(
+            f"structured_outputs has {' and '.join(named) or 'nothing'}; give one of json, json_object, regex, "
             "choice, grammar",
             "structured_outputs",
         )
     param = f"structured_outputs.{named[0]}"
     if named[0] == "json_object":
         return json_structure({"type": "object"}, param)
-    return _made(_KINDS[named[0]], getattr(given, named[0]), param)
+    return _from_source(_KINDS[named[0]], getattr(given, named[0]), param)
 
 
-def _of_format(given: ResponseFormat | None) -> Structure | None:
+def _from_format(given: ResponseFormat | None) -> Structure | None:
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
         return json_structure({"type": "object"}, "response_format")
     param, source = f"response_format.{given.type}", getattr(given, given.type)
     if source is None:
-        raise bad(f"response_format of type {given.type} needs {given.type}; add it", param)
+        raise bad_request(f"response_format of type {given.type} needs {given.type}; add it", param)
     if given.json_schema is not None and given.type == "json_schema":
         return json_structure(given.json_schema.schema, f"{param}.schema")
-    return _made(given.type, source, param)
+    return _from_source(given.type, source, param)
 
 
-def _made(kind: str, source: Any, param: str) -> Structure:
-    """A structure of a field's value."""
+def _from_source(kind: str, source: Any, param: str) -> Structure:
+    """The structure of a field's value."""
     if kind == "json_schema":
         return json_structure(_schema(source, param), param)
     if kind == "choice" and any("\n" in text for text in source):
-        raise bad("a choice has more than one line; use a regex instead", param)
+        raise bad_request("a choice has more than one line; use a regex instead", param)
     return _structure(kind, "\n".join(source) if kind == "choice" else source, param)
 
 
 def _schema(source: Any, param: str) -> Mapping[str, Any]:
-    """A schema, which may come as text."""
+    """A JSON Schema, given as an object or as JSON text."""
     if isinstance(source, str):
         try:
             source = json.loads(source)
         except (ValueError, RecursionError) as error:
-            raise bad(f"{param} is not JSON ({str(error)[:200]}); correct it", param) from None
+            raise bad_request(f"{param} is not JSON ({str(error)[:200]}); correct it", param) from None
     if not isinstance(source, Mapping):
-        raise bad(f"{param} is no JSON Schema; give an object", param)
+        raise bad_request(f"{param} is no JSON Schema; give an object", param)
     return source
 
 
 def json_structure(schema: Mapping[str, Any], param: str) -> Structure:
-    """An answer that is JSON of a schema."""
-    if _depth(schema) > _MOST_DEPTH:
-        raise bad(f"{param} is nested more than {_MOST_DEPTH} levels deep; flatten it", param)
+    """The structure of JSON that matches a schema."""
+    if _depth(schema) > _MAX_DEPTH:
+        raise bad_request(f"{param} is nested more than {_MAX_DEPTH} levels deep; flatten it", param)
     if any(_is_large(item.get("multipleOf")) for item in _objects(schema)):
-        raise bad(f"{param} has a multipleOf beyond {_MOST_MULTIPLE:,}; leave it out", param)
+        raise bad_request(f"{param} has a multipleOf beyond {_MAX_MULTIPLE:,}; leave it out", param)
     return _structure("json_schema", json.dumps(schema), param)
 
 
 def _structure(kind: Any, source: str, param: str) -> Structure:
-    if len(source) > _MOST_SOURCE:
-        raise bad(f"{param} has {len(source):,} characters and may have {_MOST_SOURCE:,}; shorten it", param)
+    if len(source) > _MAX_SOURCE:
+        raise bad_request(f"{param} has {len(source):,} characters and may have {_MAX_SOURCE:,}; shorten it", param)
     try:
         return Structure(kind=kind, source=source)
     except BadInput as error:
-        raise bad(str(error), param) from None
+        raise bad_request(str(error), param) from None
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects, by a walk that does not recurse."""
+    """Nesting levels of lists and objects, counted without recursion."""
     deepest, level = 0, [value]
-    while level and deepest <= _MOST_DEPTH:
+    while level and deepest <= _MAX_DEPTH:
         level = [inner for item in level for inner in _inner(item)]
         deepest += 1
     return deepest
 
 
 def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object of a schema, whose depth is bounded."""
+    """Every object of a schema of bounded depth."""
     if isinstance(schema, dict):
         yield schema
     for inner in _inner(schema):
@@ -138,7 +136,7 @@ def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_large(multiple: Any) -> bool:
-    return isinstance(multiple, int | float) and abs(multiple) > _MOST_MULTIPLE
+    return isinstance(multiple, int | float) and abs(multiple) > _MAX_MULTIPLE
 
 
 def _inner(value: Any) -> list[Any]:

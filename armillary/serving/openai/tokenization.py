@@ -1,6 +1,6 @@
-"""From texts and chats to token ids and back, in the server's process; long ones in a thread, so that nobody waits.
+"""Tokenization in the server's process; long texts in threads, so that the event loop stays free.
 
-Prompts have threads of their own: /tokenize and /detokenize, which nobody's answer waits for, share another one.
+Prompts have their own threads; /tokenize and /detokenize, on which no completion waits, share another one.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from armillary.engine.request.token_limits import bad_tokens_of
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, ContextLengthExceeded
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
-from armillary.serving.http.problem import Problem, bad
-from armillary.serving.openai import detokenize as answer_text
+from armillary.serving.http.problem import Problem, bad_request
+from armillary.serving.openai.detokenize import Detokenizer as ChoiceDetokenizer
 
 T = TypeVar("T")
 _THREADS = 4
-_MOST_ASIDE = 16
+_MAX_ASIDE = 16
 """requests to /tokenize and /detokenize that may wait for their thread"""
-_INLINE = 4_000
-"""characters that are encoded on the spot: a thread would take longer"""
-_MESSAGE, _TOOL = 20, 100
-"""characters whose encoding takes about as long as a template takes for an empty message, or a tool"""
+_INLINE_CHARS = 4_000
+"""texts up to this length are encoded in the event loop: a thread would take longer"""
+_MESSAGE_CHARS, _TOOL_CHARS = 20, 100
+"""characters that encode in about the time that a chat template takes per message and per tool"""
 
 
-class Ids:
-    """Stands in for a detokenizer where a model has no tokenizer: answers are numbers."""
+class TokenIdText:
+    """Detokenizer of a model without a tokenizer: the text is the token ids."""
 
     def push(self, token: int) -> str:
         return f"{token} "
@@ -38,54 +38,54 @@ class Ids:
         return ""
 
 
-class Texts:
-    """The tokenizer of the model that is served, if it has one."""
+class Tokenization:
+    """The served model's tokenizer, if it has one, and the threads that run it."""
 
     def __init__(self, folder: Path, eos_ids: Sequence[int]) -> None:
         has_text = (folder / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.load(folder) if has_text else None
         templates = self.tokenizer.templates.values() if self.tokenizer else ()
         self.knows_developer = any("developer" in template for template in templates)
-        """the newer name of the system's role is one the chat template has heard of"""
+        """whether the chat template knows the role `developer`, the newer name of `system`"""
         self.eos_ids = frozenset(self.tokenizer.eos_ids if self.tokenizer else eos_ids)
         self._prompts = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
-        self._others = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._aside = 0
-        """requests that wait for the other thread, or are in it"""
+        self._aside_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._num_aside = 0
+        """requests in that thread or waiting for it"""
         if self.tokenizer is not None:
-            _ = self._token_chars  # goes through the whole vocabulary: not when the first request comes
+            _ = self._token_chars  # reads the complete vocabulary, so not during the first request
 
     async def work(self, do: Callable[[], T], *, aside: bool) -> T:
-        """Do something long beside the event loop; `aside`: nobody's answer waits for it."""
+        """Run `do` in a thread; `aside`: no completion waits for it."""
         loop = asyncio.get_running_loop()
         if not aside:
             return await loop.run_in_executor(self._prompts, do)
-        if self._aside >= _MOST_ASIDE:
+        if self._num_aside >= _MAX_ASIDE:
             raise Problem(
                 429,
-                "too many texts wait for their tokens; try again later",
+                "too many texts wait to be tokenized; try again later",
                 code="rate_limit_exceeded",
                 retry_after_s=2,
             )
-        self._aside += 1
+        self._num_aside += 1
         try:
-            return await loop.run_in_executor(self._others, do)
+            return await loop.run_in_executor(self._aside_thread, do)
         finally:
-            self._aside -= 1
+            self._num_aside -= 1
 
     async def encode(
         self, text: str, longest: int, param: str, *, special: bool = True, aside: bool = False
     ) -> list[int]:
-        """Ids of a text; one that is certainly longer than `longest` tokens is refused unread."""
+        """Token ids of a text; a text that must have more than `longest` tokens is refused unread."""
         tokenizer = self._needed()
         if len(text) > longest * self._token_chars:
-            raise too_long(f"more than {longest:,}", longest, param)
+            raise _too_long(longest, param)
         try:
-            if len(text) <= _INLINE:
+            if len(text) <= _INLINE_CHARS:
                 return tokenizer.encode(text, special=special)
             return await self.work(partial(tokenizer.encode, text, special=special), aside=aside)
         except ArmillaryError as error:
-            raise bad(str(error), param) from None
+            raise bad_request(str(error), param) from None
 
     async def chat(
         self,
@@ -99,10 +99,10 @@ class Texts:
         variables: Mapping[str, Any] | None = None,
         aside: bool = False,
     ) -> list[int]:
-        """Ids of a conversation, by the model's chat template or the request's own."""
+        """Token ids of a conversation, by the model's chat template or the request's own."""
         tokenizer, size = self._needed(), sum(len(str(message.get("content") or "")) for message in messages)
         if size > longest * self._token_chars:
-            raise too_long(f"more than {longest:,}", longest, "messages")
+            raise _too_long(longest, "messages")
 
         def render() -> str:
             return tokenizer.chat(
@@ -115,63 +115,63 @@ class Texts:
             )
 
         try:
-            work = size + _MESSAGE * len(messages) + _TOOL * len(tools or ())
-            text = render() if work <= _INLINE and template is None else await self.work(render, aside=aside)
+            size += _MESSAGE_CHARS * len(messages) + _TOOL_CHARS * len(tools or ())
+            text = render() if size <= _INLINE_CHARS and template is None else await self.work(render, aside=aside)
         except ArmillaryError as error:
-            raise bad(str(error), "messages") from None
+            raise bad_request(str(error), "messages") from None
         except TypeError:
-            raise bad(
+            raise bad_request(
                 "chat_template_kwargs names a variable that the server sets; leave it out", "chat_template_kwargs"
             ) from None
         return await self.encode(text, longest, "messages", special=False, aside=aside)
 
     def detokenizer(
         self, keep: frozenset[str] = frozenset(), *, skip_special: bool = True
-    ) -> Callable[[], answer_text.Detokenizer]:
-        """Makes a detokenizer; special tokens are left out, but for those whose text is in `keep`."""
+    ) -> Callable[[], ChoiceDetokenizer]:
+        """Factory of detokenizers that skip special tokens, except those whose text is in `keep`."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            return Ids
+            return TokenIdText
         kept = frozenset(i for text in keep if (i := tokenizer.backend.token_to_id(text)) is not None)
         return lambda: Detokenizer(tokenizer, skip_special=skip_special, keep=kept)
 
     def bad_tokens(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
-        """The tokens of words that may not come."""
+        """Token sequences of words that must not be generated."""
         if not words:
             return ()
         if not all(word.strip() for word in words):
-            raise bad("bad_words has a word of nothing but space; leave it out", "bad_words")
+            raise bad_request("bad_words has a word of only white space; leave it out", "bad_words")
         try:
             return bad_tokens_of(self._needed(), tuple(words))
         except ArmillaryError as error:
-            raise bad(str(error), "bad_words") from None
+            raise bad_request(str(error), "bad_words") from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
+        """Text of token ids, special tokens included."""
         if self.tokenizer is None:
             return " ".join(map(str, ids))
-        # of several at once the library decodes without holding the interpreter
-        found: str = self.tokenizer.backend.decode_batch([list(ids)], skip_special_tokens=False)[0]
-        return found
+        # decode_batch releases the GIL
+        text: str = self.tokenizer.backend.decode_batch([list(ids)], skip_special_tokens=False)[0]
+        return text
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Text of each of them."""
+        """Text of each token."""
         return [self.token_text(token)[0] for token in ids]
 
     @cached_property
     def _token_chars(self) -> int:
-        """Characters that a token stands for at most."""
+        """Length of the longest token in characters."""
         return max(map(len, self._needed().backend.get_vocab(with_added_tokens=True)), default=1)
 
     @cached_property
     def _byte_level(self) -> bool:
-        """Tokens are written in GPT-2's alphabet of bytes."""
-        decoder = self._needed().backend.decoder  # its own state: the whole tokenizer as text would take a second
+        """Whether tokens are written in GPT-2's byte alphabet."""
+        decoder = self._needed().backend.decoder  # its state only: serializing the tokenizer takes a second
         return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @cached_property
     def token_text(self) -> Callable[[int], tuple[str, tuple[int, ...]]]:
-        """A token's text, and its bytes, which need not be whole characters."""
+        """A token's text and bytes; the bytes need not be complete characters."""
         return lru_cache(maxsize=65_536)(self._token_text)
 
     def _token_text(self, token: int) -> tuple[str, tuple[int, ...]]:
@@ -185,7 +185,7 @@ class Texts:
         if self._byte_level and not added and all(char in _BYTE_OF for char in piece):
             return text, tuple(_BYTE_OF[char] for char in piece)
         if not added and piece.startswith("▁") and not text.startswith(" "):
-            text = " " + text  # decoders drop the first space of a text
+            text = " " + text  # decoders drop the leading space of a text
         return text, tuple(text.encode())
 
     @cached_property
@@ -194,22 +194,20 @@ class Texts:
 
     def _needed(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise bad("this model has no tokenizer.json; give token ids to /v1/completions")
+            raise bad_request("this model has no tokenizer.json; give token ids to /v1/completions")
         return self.tokenizer
 
 
-def too_long(count: str, longest: int, param: str) -> Problem:
-    """OpenAI's code for it is what clients look for."""
-    text = f"the prompt has {count} tokens and prompt and answer may have {longest:,} together; shorten it"
-    return bad(text, param, "context_length_exceeded")
+def _too_long(longest: int, param: str) -> Problem:
+    text = f"the prompt has more than the {longest:,} tokens that prompt and completion may have; shorten it"
+    return bad_request(text, param, ContextLengthExceeded.code)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for the letters from U+0100 on."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    found = {chr(byte): byte for byte in plain}
-    others = (byte for byte in range(256) if byte not in set(plain))
-    return found | {chr(256 + i): byte for i, byte in enumerate(others)}
+    """GPT-2's byte alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = (byte for byte in range(256) if byte not in set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
 _BYTE_OF = _byte_alphabet()

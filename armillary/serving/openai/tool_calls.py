@@ -1,10 +1,10 @@
-"""Calls of functions in what a model writes: found as the text comes, in the ways the common families write them.
+"""Tool calls in a model's output, parsed incrementally in the formats of the common model families.
 
-| family | how a call is written |
+| family | format of a call |
 |---|---|
 | hermes | `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen and many others |
 | mistral | `[TOOL_CALLS] [{"name": …, "arguments": {…}}]`, or `[TOOL_CALLS]name[ARGS]{…}` |
-| llama3 | the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>` |
+| llama3 | the complete output is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>` |
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Any, Protocol
 
 from armillary.serving.openai.schemas import Tool
 
-FAMILIES = ("hermes", "mistral", "llama3")
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call."""
+class ToolCallText:
+    """A parsed tool call."""
 
     name: str
     arguments: str
@@ -33,17 +32,17 @@ class Call:
 
 
 class ToolStream(Protocol):
-    """Splits a growing text into what is said and what is called."""
+    """Splits a growing output into text and tool calls."""
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        """What is certain after some more text."""
+    def push(self, text: str) -> tuple[str, list[ToolCallText]]:
+        """Text and calls that are certain after some more output."""
 
-    def finish(self) -> tuple[str, list[Call]]:
-        """The rest, once the text is whole."""
+    def finish(self) -> tuple[str, list[ToolCallText]]:
+        """The rest, once the output is complete."""
 
 
 def family_of(templates: Collection[str]) -> str | None:
-    """How a model writes calls, by what its chat templates say."""
+    """The family of a model, from its chat templates; none: it has no known tool calls."""
     text = "\n".join(templates)
     if "tools" not in text:
         return None
@@ -55,31 +54,31 @@ def family_of(templates: Collection[str]) -> str | None:
 
 
 def special_tokens(family: str) -> frozenset[str]:
-    """Special tokens that have to be seen to find calls."""
-    found = {"mistral": {_MISTRAL, "[ARGS]", "[CALL_ID]"}, "llama3": {_PYTHON}, "hermes": {_BEGIN, _END}}
-    return frozenset(found[family])
+    """Special tokens that the parser of a family needs in the text."""
+    tokens = {"mistral": {_MISTRAL, "[ARGS]", "[CALL_ID]"}, "llama3": {_PYTHON}, "hermes": {_BEGIN, _END}}
+    return frozenset(tokens[family])
 
 
 def tool_stream(family: str, names: Collection[str]) -> ToolStream:
-    """For one answer; `names` are those of the functions there are."""
+    """The parser of one output; `names` are the names of the functions."""
     if family == "hermes":
-        return Tagged(names)
+        return TaggedCalls(names)
     if family == "mistral":
-        return Whole(lambda text: mistral_calls(text, names), anywhere=_MISTRAL)
-    return Whole(lambda text: llama_calls(text, names), anywhere=_PYTHON, at_start="{")
+        return TrailingCalls(lambda text: mistral_calls(text, names), anywhere=_MISTRAL)
+    return TrailingCalls(lambda text: llama_calls(text, names), anywhere=_PYTHON, at_start="{")
 
 
-class Tagged:
-    """Calls between tags, text around them."""
+class TaggedCalls:
+    """Calls between tags, with text around them."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._held = ""
         self._inside = False
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
+    def push(self, text: str) -> tuple[str, list[ToolCallText]]:
         self._held += text
-        said, calls = "", list[Call]()
+        shown, calls = "", list[ToolCallText]()
         while True:
             mark = _END if self._inside else _BEGIN
             place = self._held.find(mark)
@@ -88,102 +87,102 @@ class Tagged:
             before, self._held = self._held[:place], self._held[place + len(mark) :]
             if self._inside:
                 call = call_of(_loaded(before), self._names)
-                said += "" if call else _BEGIN + before + _END
+                shown += "" if call else _BEGIN + before + _END
                 calls += [call] if call else []
             else:
-                said += before
+                shown += before
             self._inside = not self._inside
         if not self._inside:
             kept = _overlap(self._held, _BEGIN)
-            said, self._held = said + self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        return said, calls
+            shown, self._held = shown + self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return shown, calls
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[ToolCallText]]:
         held, self._held = self._held, ""
         if not self._inside:
             return held, []
-        call = call_of(_loaded(held), self._names)  # the closing tag may have been the model's end
+        call = call_of(_loaded(held), self._names)  # the closing tag may be the model's end token
         return ("", [call]) if call else (_BEGIN + held, [])
 
 
-class Whole:
-    """Calls that make up all the rest of the answer, from a mark on or from its beginning."""
+class TrailingCalls:
+    """Calls that take the rest of the output, from a mark on or from its beginning."""
 
-    def __init__(self, parse: Callable[[str], list[Call]], *, anywhere: str, at_start: str = "") -> None:
+    def __init__(self, parse: Callable[[str], list[ToolCallText]], *, anywhere: str, at_start: str = "") -> None:
         self._parse = parse
         self._mark = anywhere
         self._at_start = at_start
         self._held = ""
         self._opened = False
-        self._said = False
+        self._has_text = False
         self._marked = False
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
+    def push(self, text: str) -> tuple[str, list[ToolCallText]]:
         self._held += text
         if self._opened:
             return "", []
         place = self._held.find(self._mark)
         if place >= 0:
-            said, self._held = self._held[:place], self._held[place + len(self._mark) :]
+            shown, self._held = self._held[:place], self._held[place + len(self._mark) :]
             self._opened = self._marked = True
-            return said, []
+            return shown, []
         begins = self._held.lstrip()
-        if not self._said and (not begins or (self._at_start and begins.startswith(self._at_start))):
+        if not self._has_text and (not begins or (self._at_start and begins.startswith(self._at_start))):
             self._opened = bool(begins)
             return "", []
         kept = _overlap(self._held, self._mark)
-        said, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        self._said = self._said or bool(said)
-        return said, []
+        shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        self._has_text = self._has_text or bool(shown)
+        return shown, []
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[ToolCallText]]:
         held, self._held = self._held, ""
         calls = self._parse(held) if self._opened else []
         return ("", calls) if calls else ((self._mark if self._marked else "") + held, [])
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that `mark` begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def mistral_calls(text: str, names: Collection[str]) -> list[Call]:
+def mistral_calls(text: str, names: Collection[str]) -> list[ToolCallText]:
     """A list of calls, or names each followed by their arguments."""
-    whole = _loaded(text)
-    if isinstance(whole, list):
-        return _all_or_none([call_of(item, names) for item in whole])
-    found: list[Call | None] = []
+    items = _loaded(text)
+    if isinstance(items, list):
+        return _all_or_none([call_of(item, names) for item in items])
+    calls: list[ToolCallText | None] = []
     for part in text.split(_MISTRAL):
         head = _NAMED.match(part)
         if head is None:
             return []
         arguments = _loaded(part[head.end() :])
-        found.append(call_of({"name": head.group(1), "arguments": arguments}, names))
-    return _all_or_none(found)
+        calls.append(call_of({"name": head.group(1), "arguments": arguments}, names))
+    return _all_or_none(calls)
 
 
-def llama_calls(text: str, names: Collection[str]) -> list[Call]:
-    """One object a call, with `;` between them."""
-    decoder, place, found = json.JSONDecoder(), 0, list[Call | None]()
+def llama_calls(text: str, names: Collection[str]) -> list[ToolCallText]:
+    """One object per call, separated by `;`."""
+    decoder, place, calls = json.JSONDecoder(), 0, list[ToolCallText | None]()
     text = text.strip()
     while place < len(text):
         try:
             item, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
             return []
-        found.append(call_of(item, names))
+        calls.append(call_of(item, names))
         rest = text[place:]
         place += len(rest) - len(rest.lstrip("; \n\t"))
-    return _all_or_none(found)
+    return _all_or_none(calls)
 
 
-def _all_or_none(calls: list[Call | None]) -> list[Call]:
-    whole = [call for call in calls if call is not None]
-    return whole if len(whole) == len(calls) else []
+def _all_or_none(calls: list[ToolCallText | None]) -> list[ToolCallText]:
+    valid = [call for call in calls if call is not None]
+    return valid if len(valid) == len(calls) else []
 
 
-def call_of(item: Any, names: Collection[str]) -> Call | None:
-    """A call, where `item` is one of a function that there is."""
+def call_of(item: Any, names: Collection[str]) -> ToolCallText | None:
+    """The call that `item` is; none where it is none, or of an unknown function."""
     if not isinstance(item, Mapping) or item.get("name") not in names:
         return None
     arguments = item.get("arguments", item.get("parameters", {}))
@@ -191,7 +190,7 @@ def call_of(item: Any, names: Collection[str]) -> Call | None:
         arguments = _loaded(arguments)
     if not isinstance(arguments, Mapping):
         return None
-    return Call(str(item["name"]), json.dumps(arguments, ensure_ascii=False))
+    return ToolCallText(str(item["name"]), json.dumps(arguments, ensure_ascii=False))
 
 
 def _loaded(text: str) -> Any:
@@ -201,31 +200,31 @@ def _loaded(text: str) -> Any:
         return None
 
 
-# --- calls that are asked for: the answer is held to JSON
+# --- required calls: the output is constrained to JSON
 
 
-class Forced:
-    """An answer that is nothing but calls: the arguments of one function, or a list of names with arguments."""
+class ForcedCalls:
+    """An output of calls only: the arguments of one function, or a list of names with arguments."""
 
     def __init__(self, name: str | None, names: Collection[str]) -> None:
         self._name = name
         self._names = names
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
+    def push(self, text: str) -> tuple[str, list[ToolCallText]]:
         self._held += text
         return "", []
 
-    def finish(self) -> tuple[str, list[Call]]:
-        found = _loaded(self._held)
+    def finish(self) -> tuple[str, list[ToolCallText]]:
         if self._name is not None:
-            return ("", [Call(self._name, self._held)]) if self._held else ("", [])
-        calls = _all_or_none([call_of(item, self._names) for item in found]) if isinstance(found, list) else []
-        return ("", calls) if calls else (self._held, [])  # cut short by max_tokens
+            return ("", [ToolCallText(self._name, self._held)]) if self._held else ("", [])
+        items = _loaded(self._held)
+        calls = _all_or_none([call_of(item, self._names) for item in items]) if isinstance(items, list) else []
+        return ("", calls) if calls else (self._held, [])  # truncated by max_tokens
 
 
-def forced_schema(tools: list[Tool], name: str | None, *, one: bool) -> dict[str, Any]:
-    """The schema of an answer that calls the function `name`, or any of them."""
+def forced_schema(tools: list[Tool], name: str | None, *, single: bool) -> dict[str, Any]:
+    """The schema of an output that calls the function `name`, or any function."""
     shared: dict[str, Any] = {}
     schemas = {tool.function.name: _hoisted(tool.function.parameters, shared) for tool in tools}
     if name is not None:
@@ -239,15 +238,15 @@ def forced_schema(tools: list[Tool], name: str | None, *, one: bool) -> dict[str
         }
         for option, schema in schemas.items()
     ]
-    most = {"maxItems": 1} if one else {}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": options}} | shared
+    limit = {"maxItems": 1} if single else {}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": options}} | shared
 
 
 def _hoisted(schema: Mapping[str, Any] | None, shared: dict[str, Any]) -> dict[str, Any]:
-    """A schema without its definitions, which references look for at the top."""
-    found = dict(schema or {})
-    found.setdefault("type", "object")
+    """A schema without its definitions, which move to `shared`: references look for them at the top."""
+    inner = dict(schema or {})
+    inner.setdefault("type", "object")
     for key in ("$defs", "definitions"):
-        if isinstance(found.get(key), Mapping):
-            shared.setdefault(key, {}).update(found.pop(key))
-    return found
+        if isinstance(inner.get(key), Mapping):
+            shared.setdefault(key, {}).update(inner.pop(key))
+    return inner

@@ -1,6 +1,6 @@
-"""A trace of every request for OpenTelemetry (the `otel` extra): queue, prefill and decode under the request.
+"""OpenTelemetry traces (the `otel` extra): a span per request with queue, prefill and decode below it.
 
-Spans are made when a request is over, from times that were taken anyway, and sent by a thread of the library.
+Spans are created when a request has ended, from times that the server records anyway; the library's thread sends them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import time
 from typing import Any
 
 from armillary.errors import BadInput, missing
-from armillary.serving.http.asgi import Exchange
-from armillary.serving.openai.generation import Answering
+from armillary.serving.http.asgi import AsgiConnection
+from armillary.serving.openai.generation import Generation
 
 _PHASES = ("queue_s", "prefill_s", "decode_s")
 
 
 class Tracing:
-    """Spans to a collector; names of attributes are OpenTelemetry's for generative models."""
+    """Sends spans to a collector; attribute names follow OpenTelemetry's conventions for generative models."""
 
     def __init__(self, url: str, model: str) -> None:
         try:
@@ -27,28 +27,30 @@ class Tracing:
         except ModuleNotFoundError:
             raise missing("opentelemetry", "sending traces", "otel") from None
         if not url.startswith(("http://", "https://")):
-            raise BadInput(f"serve.otlp={url} is no address; give one like http://127.0.0.1:4318/v1/traces")
+            raise BadInput(f"serve.otlp={url} is not a URL; give one like http://127.0.0.1:4318/v1/traces")
         self._provider = TracerProvider(resource=Resource({"service.name": "armillary"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._tracer = self._provider.get_tracer("armillary")
         self._model = model
 
-    def record(self, exchange: Exchange, kind: str, answering: Answering | None, begin: float, status: int) -> None:
-        """A request that is over; `begin` is by the monotonic clock, `status` what is or will be answered."""
+    def record(
+        self, connection: AsgiConnection, kind: str, generation: Generation | None, begin: float, status: int
+    ) -> None:
+        """Record a request that has ended; `begin` is monotonic time, `status` the response's."""
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         end_ns = time.time_ns()
         begin_ns = end_ns - round((time.monotonic() - begin) * 1e9)
-        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in connection.headers.items()}
         span = self._tracer.start_span(
             f"{kind} {self._model}",
             context=extract(carrier),
             kind=SpanKind.SERVER,
             start_time=begin_ns,
-            attributes=self._attributes(exchange, answering, status),
+            attributes=self._attributes(connection, generation, status),
         )
-        at, gauges = begin_ns, {} if answering is None else answering.gauges
+        at, gauges = begin_ns, {} if generation is None else generation.gauges
         for name in _PHASES:
             seconds = gauges.get(name)
             if seconds is None:
@@ -58,22 +60,22 @@ class Tracing:
             child.end(at)
         span.end(end_ns)
 
-    def _attributes(self, exchange: Exchange, answering: Answering | None, status: int) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def _attributes(self, connection: AsgiConnection, generation: Generation | None, status: int) -> dict[str, Any]:
+        attributes: dict[str, Any] = {
             "http.response.status_code": status,
-            "url.path": exchange.path,
+            "url.path": connection.path,
             "gen_ai.request.model": self._model,
             "gen_ai.system": "armillary",
         }
-        if answering is None:
-            return found
-        usage, first = answering.usage(), answering.box.times[0].first
-        found |= {
+        if generation is None:
+            return attributes
+        usage, first = generation.usage(), generation.box.times[0].first
+        attributes |= {
             "gen_ai.usage.input_tokens": usage["prompt_tokens"],
             "gen_ai.usage.output_tokens": usage["completion_tokens"],
         }
-        return found if first is None else found | {"armillary.ttft_s": first - answering.box.begin}
+        return attributes if first is None else attributes | {"armillary.ttft_s": first - generation.box.begin}
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()

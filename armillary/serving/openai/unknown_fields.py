@@ -1,5 +1,5 @@
-"""Fields of a body that no class of `schemas.py` names: one that would hold an answer to something is refused by its
-name, as an answer that does not keep to it would look like one that does; others are logged, each name once."""
+"""Fields of a body that `schemas.py` does not define: a field that would constrain the output is refused, because an
+output that ignores it would look like one that obeys it; any other field is logged once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import msgspec
 
-from armillary.serving.http.lines import Say
-from armillary.serving.http.problem import bad
+from armillary.serving.http.problem import bad_request
+from armillary.serving.http.server import Say
 
 _CONSTRAINTS = {
     "guided_decoding": "structured_outputs",
@@ -30,11 +30,11 @@ _CONSTRAINTS = {
     "stop_regex": "stop",
     "no_repeat_ngram_size": "repetition_penalty",
 }
-"""fields of other servers, and what there is here instead"""
+"""field of another server -> the field of this one"""
 _SILENT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""OpenAI's, which change nothing about an answer"""
-_MOST_NAMES = 100
-"""that are logged: whoever makes them up does not fill the log"""
+"""fields of OpenAI that do not affect the output"""
+_MAX_LOGGED = 100
+"""names that are logged, so that a client cannot fill the log"""
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -44,25 +44,25 @@ def _known(kind: Any) -> frozenset[str]:
 
 
 class UnknownFields:
-    """What one server has seen of them."""
+    """The unknown fields that one server has seen."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
         self._seen: set[str] = set()
 
     def check(self, body: bytes, kind: type) -> None:
-        """Problem 400 where a body, which has been read as `kind`, asks for a constraint that is not known."""
+        """Problem 400 where `body`, decoded as `kind`, has a constraint that is not supported."""
         given = _KEYS.decode(body)
         for name in given.keys() - _known(cast(Hashable, kind)):
             if bytes(given[name]) in (b"null", b"false"):
                 continue
             if name in _CONSTRAINTS or name.startswith("guided_"):
-                raise bad(f"{name} is not supported; use {_CONSTRAINTS.get(name, 'structured_outputs')}", name)
+                raise bad_request(f"{name} is not supported; use {_CONSTRAINTS.get(name, 'structured_outputs')}", name)
             self._log(name[:64])
 
     def _log(self, name: str) -> None:
-        if name in self._seen or len(self._seen) >= _MOST_NAMES:
+        if name in self._seen or len(self._seen) >= _MAX_LOGGED:
             return
         self._seen.add(name)
-        more = "; further ones are not logged" if len(self._seen) == _MOST_NAMES else ""
-        self._say(f"a request has the field {name!a}, which is not known here and is ignored{more}")
+        more = "; further fields are not logged" if len(self._seen) == _MAX_LOGGED else ""
+        self._say(f"a request has the unknown field {name!a}, which is ignored{more}")

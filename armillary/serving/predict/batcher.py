@@ -1,7 +1,7 @@
-"""Dynamic batching: rows that wait are run together, up to a size, after a delay at most.
+"""Dynamic batching: waiting rows run together, up to a batch size, after a delay at most.
 
-One batch runs at a time. Rows that come while it runs form the next one, which is taken as soon as the model is free;
-the delay is only spent when the model is idle and a batch is not complete. A preferred size is run at once.
+One batch runs at a time. Rows that arrive while it runs form the next batch, which starts when the model is free. The
+delay applies only while the model is idle and a batch is incomplete. A batch of a preferred size starts at once.
 """
 
 from __future__ import annotations
@@ -16,57 +16,57 @@ from typing import Any
 
 import numpy as np
 
-from armillary.serving.predict.request import Asked
+from armillary.serving.predict.request import PredictRequest
 
 Arrays = list[np.ndarray[Any, Any]]
 Run = Callable[[Arrays], Arrays]
 
 
-class Full(Exception):
-    """The queue has no room; the client is to try again later."""
+class QueueFull(Exception):
+    """The queue is full; the client should try again later."""
 
 
-class Closed(Exception):
-    """Another version has taken over: ask that one."""
+class BatcherClosed(Exception):
+    """Another version has replaced this one and serves new requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a batch may be."""
+class BatchLimits:
+    """Limits of a batch."""
 
     max_batch: int
-    """rows at most"""
+    """rows per batch"""
     max_delay_s: float
-    """wait of the first row at most"""
+    """longest wait of the first row"""
     max_queue: int
-    """rows that wait at most"""
+    """rows in the queue"""
     preferred: tuple[int, ...] = ()
-    """sizes to run at once and to cut to"""
+    """batch sizes that start at once, and to which a longer queue is split"""
     fixed_rows: int | None = None
-    """the model takes exactly so many rows; batches are filled up"""
+    """the model takes exactly this many rows; batches are padded"""
 
 
 @dataclass(eq=False)
-class Waiting:
+class QueuedRequest:
     """A request in the queue."""
 
-    asked: Asked
+    request: PredictRequest
     done: asyncio.Future[Arrays]
     since: float = field(default_factory=time.monotonic)
 
 
-Note = Callable[[int, float, float], None]
-"""told of every batch: rows, seconds its first row waited, seconds it ran"""
+BatchObserver = Callable[[int, float, float], None]
+"""called per batch: rows, wait of its first row in seconds, run time in seconds"""
 
 
 class Batcher:
     """The queue of one model and the thread that runs it."""
 
-    def __init__(self, run: Run, limits: Limits, note: Note = lambda rows, waited, ran: None) -> None:
-        self._run, self.limits, self._note = run, limits, note
-        self._queue: deque[Waiting] = deque()
+    def __init__(self, run: Run, limits: BatchLimits, observe: BatchObserver = lambda rows, waited, ran: None) -> None:
+        self._run, self.limits, self._observe = run, limits, observe
+        self._queue: deque[QueuedRequest] = deque()
         self._rows = 0
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="predict")
         self._task: asyncio.Task[None] | None = None
@@ -76,26 +76,26 @@ class Batcher:
     def waiting_rows(self) -> int:
         return self._rows
 
-    async def submit(self, asked: Asked) -> Arrays:
-        """The outputs for these rows; Full where the queue is, Closed where this one takes no more."""
+    async def submit(self, request: PredictRequest) -> Arrays:
+        """The outputs of a request; QueueFull or BatcherClosed where it is not accepted."""
         if self._closing:
-            raise Closed
-        if self._rows + asked.rows > self.limits.max_queue:
-            raise Full
+            raise BatcherClosed
+        if self._rows + request.rows > self.limits.max_queue:
+            raise QueueFull
         if self._task is None:
             self._task = asyncio.create_task(self._work())
-        waiting = Waiting(asked=asked, done=asyncio.get_running_loop().create_future())
-        self._queue.append(waiting)
-        self._rows += asked.rows
-        self._came.set()
-        return await waiting.done
+        queued = QueuedRequest(request=request, done=asyncio.get_running_loop().create_future())
+        self._queue.append(queued)
+        self._rows += request.rows
+        self._arrived.set()
+        return await queued.done
 
     async def close(self) -> None:
-        """Let what is queued finish at once, then end."""
+        """Run the queue empty without delay, then end."""
         self._closing = True
-        self._came.set()
+        self._arrived.set()
         while self._queue or self.running_since is not None:
-            self._drop_gone()
+            self._drop_cancelled()
             await asyncio.sleep(0.002)
         if self._task:
             self._task.cancel()
@@ -105,18 +105,18 @@ class Batcher:
 
     async def _work(self) -> None:
         while True:
-            await self._until_due()
+            await self._wait_until_due()
             batch = self._take()
             if batch:
                 self.running_since = time.monotonic()
                 await self._run_batch(batch)
                 self.running_since = None
 
-    async def _until_due(self) -> None:
-        """Until a batch is complete, or its first row has waited long enough."""
+    async def _wait_until_due(self) -> None:
+        """Wait until a batch is complete or its first row has waited max_delay_s."""
         while True:
-            self._came.clear()
-            self._drop_gone()
+            self._arrived.clear()
+            self._drop_cancelled()
             if self._queue:
                 left = self._queue[0].since + self.limits.max_delay_s - time.monotonic()
                 if left <= 0 or self._closing or self._complete():
@@ -124,91 +124,90 @@ class Batcher:
             else:
                 left = None
             try:
-                await asyncio.wait_for(self._came.wait(), left)
+                await asyncio.wait_for(self._arrived.wait(), left)
             except TimeoutError:
                 return
 
     def _complete(self) -> bool:
-        rows = self._alike()
+        rows = self._matching_rows()
         return rows >= self.limits.max_batch or rows in self.limits.preferred
 
-    def _alike(self) -> int:
-        """Rows that could go with the first."""
-        key = self._queue[0].asked.key
-        return sum(one.asked.rows for one in self._queue if one.asked.key == key)
+    def _matching_rows(self) -> int:
+        """Rows that fit into a batch with the first request."""
+        key = self._queue[0].request.key
+        return sum(queued.request.rows for queued in self._queue if queued.request.key == key)
 
-    def _drop_gone(self) -> None:
-        """Requests whose client has gone, or whose time is over, are not run."""
-        gone = [one for one in self._queue if one.done.done()]
-        for one in gone:
-            self._queue.remove(one)
-            self._rows -= one.asked.rows
+    def _drop_cancelled(self) -> None:
+        """Remove requests whose client has disconnected or whose time is over."""
+        for queued in [queued for queued in self._queue if queued.done.done()]:
+            self._queue.remove(queued)
+            self._rows -= queued.request.rows
 
-    def _take(self) -> list[Waiting]:
-        """The oldest request and those that go with it, up to the largest size that is wanted."""
-        self._drop_gone()
+    def _take(self) -> list[QueuedRequest]:
+        """The oldest request and those that fit its batch, up to the batch size."""
+        self._drop_cancelled()
         if not self._queue:
             return []
-        key, most = self._queue[0].asked.key, self._size(self._alike())
-        taken: list[Waiting] = []
-        left: deque[Waiting] = deque()
+        key, size = self._queue[0].request.key, self._size(self._matching_rows())
+        taken: list[QueuedRequest] = []
+        left: deque[QueuedRequest] = deque()
         rows = 0
-        for one in self._queue:
-            fits = one.asked.key == key and (not taken or rows + one.asked.rows <= most)
-            (taken if fits else left).append(one)
-            rows += one.asked.rows if fits else 0
+        for queued in self._queue:
+            fits = queued.request.key == key and (not taken or rows + queued.request.rows <= size)
+            (taken if fits else left).append(queued)
+            rows += queued.request.rows if fits else 0
         self._queue, self._rows = left, self._rows - rows
         return taken
 
     def _size(self, rows: int) -> int:
-        """Rows to run of `rows` that are there: all, but a preferred size where one is complete."""
+        """Batch size for `rows` waiting rows: all, or the largest preferred size that they fill."""
         rows = min(rows, self.limits.max_batch)
         return max((size for size in self.limits.preferred if size <= rows), default=rows)
 
-    async def _run_batch(self, batch: list[Waiting]) -> None:
-        begin, rows = time.monotonic(), sum(one.asked.rows for one in batch)
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._results, batch)
-        self._note(rows, begin - batch[0].since, time.monotonic() - begin)
-        for one, result in zip(batch, found, strict=True):
-            if one.done.done():
+    async def _run_batch(self, batch: list[QueuedRequest]) -> None:
+        begin, rows = time.monotonic(), sum(queued.request.rows for queued in batch)
+        results = await asyncio.get_running_loop().run_in_executor(self._thread, self._results, batch)
+        self._observe(rows, begin - batch[0].since, time.monotonic() - begin)
+        for queued, result in zip(batch, results, strict=True):
+            if queued.done.done():
                 continue
             if isinstance(result, Exception):
-                one.done.set_exception(result)
+                queued.done.set_exception(result)
             else:
-                one.done.set_result(result)
+                queued.done.set_result(result)
 
-    def _results(self, batch: list[Waiting]) -> list[Arrays | Exception]:
-        """In the thread: outputs of each; where a batch fails, its requests are tried alone, so that one cannot spoil
-        the others."""
+    def _results(self, batch: list[QueuedRequest]) -> list[Arrays | Exception]:
+        """In the thread: outputs per request; the requests of a failed batch run alone, so that one cannot fail the
+        others."""
         try:
-            return list(self._together([one.asked for one in batch]))
-        except Exception as error:  # whatever a model raises belongs to its request
+            return list(self._run_together([queued.request for queued in batch]))
+        except Exception as error:  # a model may raise anything
             if len(batch) == 1:
                 return [error]
-            return [self._results([one])[0] for one in batch]
+            return [self._results([queued])[0] for queued in batch]
 
-    def _together(self, batch: list[Asked]) -> list[Arrays]:
-        counts = [asked.rows for asked in batch]
-        columns = zip(*(asked.arrays for asked in batch), strict=True)
+    def _run_together(self, batch: list[PredictRequest]) -> list[Arrays]:
+        counts = [request.rows for request in batch]
+        columns = zip(*(request.arrays for request in batch), strict=True)
         joined = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
-        outputs = self._in_pieces(joined, sum(counts))
+        outputs = self._run_batches(joined, sum(counts))
         if len(batch) == 1:
             return [outputs]
         edges = np.cumsum(counts)[:-1]
         parts = [np.split(output, edges) for output in outputs]
         return [[part[i] for part in parts] for i in range(len(batch))]
 
-    def _in_pieces(self, arrays: Arrays, rows: int) -> Arrays:
-        """A request larger than a batch is run in several; of a fixed size, the last piece is filled up."""
+    def _run_batches(self, arrays: Arrays, rows: int) -> Arrays:
+        """Run a request larger than a batch in several batches; the last one is padded to a fixed size."""
         fixed = self.limits.fixed_rows
         size = fixed or max(self.limits.max_batch, 1)
         if fixed is None and rows <= size:
             return self._run(arrays)
-        found = []
+        results = []
         for begin in range(0, rows, size):
-            piece = [array[begin : begin + size] for array in arrays]
-            count = len(piece[0])
+            part = [array[begin : begin + size] for array in arrays]
+            count = len(part[0])
             if fixed and count < fixed:
-                piece = [np.concatenate([array, np.repeat(array[-1:], fixed - count, axis=0)]) for array in piece]
-            found.append([output[:count] for output in self._run(piece)])
-        return [np.concatenate(column) for column in zip(*found, strict=True)]
+                part = [np.concatenate([array, np.repeat(array[-1:], fixed - count, axis=0)]) for array in part]
+            results.append([output[:count] for output in self._run(part)])
+        return [np.concatenate(column) for column in zip(*results, strict=True)]

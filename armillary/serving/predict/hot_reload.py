@@ -1,68 +1,66 @@
-"""The version that answers now, and the next one: loaded and tried beside it, then put in its place.
+"""Hot reload: a new version is loaded and tested while the current one serves, and then replaces it.
 
-A request belongs to the version it was checked against; the old one finishes what it has and goes.
+A request runs on the version that validated it; the old version finishes its queue and closes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.errors import ArmillaryError
-from armillary.serving.predict.batcher import Batcher, Limits, Note
-from armillary.serving.predict.model import Loaded, open_file
+from armillary.serving.http.server import Say
+from armillary.serving.predict.batcher import Batcher, BatchLimits, BatchObserver
+from armillary.serving.predict.model import LoadedModel, open_file
 from armillary.serving.predict.schema import Schema
-from armillary.serving.predict.trust import Trust
-from armillary.serving.predict.versions import Release, newest
+from armillary.serving.predict.trust import FileTrust
+from armillary.serving.predict.versions import ModelVersion, newest
 from armillary.spec.tables.predict import Predict
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Version:
+class LoadedVersion:
     """A loaded model with its queue."""
 
-    release: Release
+    release: ModelVersion
     schema: Schema
     batcher: Batcher
 
 
-class Live:
-    """Holds the current version and watches for the next."""
+class HotReloader:
+    """The current version, and the watch for the next."""
 
-    def __init__(self, path: Path, settings: Predict, say: Say, note: Note, trust: Trust) -> None:
+    def __init__(self, path: Path, settings: Predict, say: Say, observe: BatchObserver, trust: FileTrust) -> None:
         self.path, self.settings = path, settings
-        self._say, self._note, self._trust = say, note, trust
-        self.current: Version | None = None
+        self._say, self._observe, self._trust = say, observe, trust
+        self.current: LoadedVersion | None = None
         self.reloads = 0
         self.problem = ""
         self._refused: tuple[int, int, int] | None = None
-        self.leaving: set[asyncio.Task[None]] = set()
-        """versions that finish what they have"""
+        self._closing: set[asyncio.Task[None]] = set()
+        """versions that finish their queues"""
 
-    async def load(self) -> Version:
+    async def load(self) -> LoadedVersion:
         """Load the newest version and make it the current one."""
         release = newest(self.path)
         loaded = await asyncio.to_thread(self._open, release.file)
         old, self.current = self.current, self._version(release, loaded)
-        self._say(f"version {release.name}: {self._words(loaded)}")
+        self._say(f"version {release.name}: {_describe(loaded)}")
         if old is not None:
             self.reloads += 1
             task = asyncio.create_task(old.batcher.close())
-            self.leaving.add(task)
-            task.add_done_callback(self.leaving.discard)
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
         self.problem = ""
         return self.current
 
-    def _open(self, file: Path) -> Loaded:
+    def _open(self, file: Path) -> LoadedModel:
         self._trust.check(file)
         return open_file(file, self.settings)
 
     async def watch(self) -> None:
-        """Look for a new version for ever; one that cannot be loaded is refused once, and the old one stays."""
+        """Watch for a new version; one that cannot be loaded is reported once, and the old one stays."""
         while self.settings.reload_s:
             await asyncio.sleep(self.settings.reload_s)
             release = self._changed()
@@ -73,11 +71,11 @@ class Live:
                 continue  # still being written
             try:
                 await self.load()
-            except Exception as error:  # libraries raise anything, and the old version has to go on being watched
+            except Exception as error:  # libraries raise anything, and the watch must go on
                 self.problem, self._refused = f"version {release.name}: {error}", release.mark
                 self._say(f"kept the old version: {self.problem}")
 
-    def _changed(self) -> Release | None:
+    def _changed(self) -> ModelVersion | None:
         """A version that is neither current nor refused."""
         try:
             release = newest(self.path)
@@ -87,27 +85,30 @@ class Live:
         return None if release.mark in known else release
 
     async def close(self) -> None:
-        """Let every queue run empty."""
+        """Run every queue empty."""
         if self.current is not None:
             await self.current.batcher.close()
-        await asyncio.gather(*self.leaving)
+        await asyncio.gather(*self._closing)
 
-    def _version(self, release: Release, loaded: Loaded) -> Version:
+    def _version(self, release: ModelVersion, loaded: LoadedModel) -> LoadedVersion:
         settings, schema = self.settings, loaded.schema
-        most = schema.fixed_rows or min(settings.max_batch, schema.max_rows or settings.max_batch)
-        limits = Limits(
-            max_batch=most if schema.batched and settings.max_batch > 1 else 1,
+        max_batch = schema.fixed_rows or min(settings.max_batch, schema.max_rows or settings.max_batch)
+        limits = BatchLimits(
+            max_batch=max_batch if schema.batched and settings.max_batch > 1 else 1,
             max_delay_s=settings.max_delay_s,
             max_queue=settings.max_queue,
-            preferred=tuple(size for size in settings.preferred if size <= most),
+            preferred=tuple(size for size in settings.preferred if size <= max_batch),
             fixed_rows=schema.fixed_rows,
         )
         if limits.max_batch == 1:
-            limits = Limits(max_batch=1, max_delay_s=0.0, max_queue=settings.max_queue, fixed_rows=schema.fixed_rows)
-        return Version(release=release, schema=schema, batcher=Batcher(loaded.model.run, limits, self._note))
+            limits = BatchLimits(
+                max_batch=1, max_delay_s=0.0, max_queue=settings.max_queue, fixed_rows=schema.fixed_rows
+            )
+        return LoadedVersion(release=release, schema=schema, batcher=Batcher(loaded.model.run, limits, self._observe))
 
-    def _words(self, loaded: Loaded) -> str:
-        schema = loaded.schema
-        takes = ", ".join(f"{field.name} {field.words}" for field in schema.inputs)
-        gives = ", ".join(f"{field.name} {field.words}" for field in schema.outputs)
-        return f"{takes} → {gives}" + (f" · {loaded.note}" if loaded.note else "")
+
+def _describe(loaded: LoadedModel) -> str:
+    schema = loaded.schema
+    inputs = ", ".join(f"{field.name} {field.text}" for field in schema.inputs)
+    outputs = ", ".join(f"{field.name} {field.text}" for field in schema.outputs)
+    return f"{inputs} → {outputs}" + (f" · {loaded.note}" if loaded.note else "")

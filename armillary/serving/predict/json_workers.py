@@ -1,6 +1,6 @@
-"""Large requests and answers, read and written in processes of their own: JSON holds the interpreter while it is at it.
+"""JSON of large requests and responses in worker processes, because the json module holds the GIL.
 
-`python -m armillary.serving.predict.json_workers FD` is such a process; numbers travel as arrays, which takes no time.
+`python -m armillary.serving.predict.json_workers FD` is a worker; numbers travel as arrays, which is cheap.
 """
 
 from __future__ import annotations
@@ -14,89 +14,89 @@ from typing import Any
 
 import numpy as np
 
-from armillary.serving.predict.request import Asked, Unfit, parse, read, reply
+from armillary.serving.predict.request import InvalidRequest, PredictRequest, parse, read, response_table
 from armillary.serving.predict.schema import Schema
-from armillary.serving.processes.worker_process import Child, answer_all
+from armillary.serving.processes.worker_process import WorkerProcess, serve_messages
 
 _PROCESSES = 2
 LARGE_BODY = 64_000
-"""bytes: reading them takes about a millisecond"""
-LARGE_ANSWER = 4_000
-"""numbers: writing them takes as long"""
+"""bytes that take about a millisecond to decode"""
+LARGE_RESPONSE = 4_000
+"""numbers that take about a millisecond to encode"""
 
 
-class Lost(Exception):
-    """A process that died over a request."""
+class WorkerLost(Exception):
+    """A worker died on a request."""
 
 
-def asked_of(body: bytes, schema: Schema, most_rows: int) -> Asked:
-    """A request in arrays; Unfit where it is none."""
-    return read(parse(body), schema, most_rows=most_rows)
+def decode_request(body: bytes, schema: Schema, max_rows: int) -> PredictRequest:
+    """A request as arrays; InvalidRequest where it does not fit."""
+    return read(parse(body), schema, max_rows=max_rows)
 
 
-def text_of(asked: Asked, outputs: list[np.ndarray[Any, Any]], schema: Schema) -> bytes:
-    """The JSON of an answer but for its latency."""
-    return json.dumps(reply(asked, outputs, schema), separators=(",", ":"), allow_nan=False).encode()
+def encode_response(request: PredictRequest, outputs: list[np.ndarray[Any, Any]], schema: Schema) -> bytes:
+    """The JSON of a response without its latency."""
+    return json.dumps(response_table(request, outputs, schema), separators=(",", ":"), allow_nan=False).encode()
 
 
-_DONE: dict[str, Callable[..., Any]] = {"read": asked_of, "write": text_of}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"read": decode_request, "write": encode_response}
 
 
-class Desk:
-    """Reads and writes on the spot what is small, and has the rest done elsewhere."""
+class JsonPool:
+    """Decodes and encodes small JSON in this process and large JSON in workers."""
 
     def __init__(self, processes: int = _PROCESSES) -> None:
-        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="large")
-        self.children = [Child("armillary.serving.predict.json_workers") for _ in range(processes)]
-        self._free: queue.SimpleQueue[Child] = queue.SimpleQueue()
-        for child in self.children:
-            self._free.put(child)
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="json")
+        self.workers = [WorkerProcess("armillary.serving.predict.json_workers") for _ in range(processes)]
+        self._free: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        for worker in self.workers:
+            self._free.put(worker)
 
-    async def read(self, body: bytes, schema: Schema, *, most_rows: int) -> Asked:
+    async def read(self, body: bytes, schema: Schema, *, max_rows: int) -> PredictRequest:
         if len(body) <= LARGE_BODY:
-            return asked_of(body, schema, most_rows)
-        found: Asked = await self._elsewhere("read", body, schema, most_rows)
-        return found
+            return decode_request(body, schema, max_rows)
+        request: PredictRequest = await self._in_worker("read", body, schema, max_rows)
+        return request
 
-    async def write(self, asked: Asked, outputs: list[np.ndarray[Any, Any]], schema: Schema) -> bytes:
-        if sum(output.size for output in outputs) <= LARGE_ANSWER:
-            return text_of(asked, outputs, schema)
-        # of what was asked only its form matters
-        bare = Asked(arrays=(), rows=asked.rows, single=asked.single, named=asked.named)
-        found: bytes = await self._elsewhere("write", bare, outputs, schema)
-        return found
+    async def write(self, request: PredictRequest, outputs: list[np.ndarray[Any, Any]], schema: Schema) -> bytes:
+        if sum(output.size for output in outputs) <= LARGE_RESPONSE:
+            return encode_response(request, outputs, schema)
+        # the response needs only the form of the request
+        bare = PredictRequest(arrays=(), rows=request.rows, single=request.single, named=request.named)
+        text: bytes = await self._in_worker("write", bare, outputs, schema)
+        return text
 
     def close(self) -> None:
-        """End the processes; nothing is under way."""
+        """End the workers, once no request is in flight."""
         self._threads.shutdown(wait=True)
-        for child in self.children:
-            child.close()
+        for worker in self.workers:
+            worker.close()
 
-    async def _elsewhere(self, *message: Any) -> Any:
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, message)
-        if isinstance(found, Unfit):
-            raise found
-        return found
+    async def _in_worker(self, *message: Any) -> Any:
+        reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, message)
+        if isinstance(reply, InvalidRequest):
+            raise reply
+        return reply
 
     def _ask(self, message: tuple[Any, ...]) -> Any:
-        """In a thread, with a child that no other has."""
-        child = self._free.get()
+        """In a thread, with a worker that no other thread has."""
+        worker = self._free.get()
         try:
-            found = child.ask(message)
-            if found is None:
-                raise Lost
-            return found
+            reply = worker.ask(message)
+            if reply is None:
+                raise WorkerLost
+            return reply
         finally:
-            self._free.put(child)
+            self._free.put(worker)
 
 
-def _answer(message: tuple[Any, ...]) -> Any:
-    what, *given = message
+def _reply(message: tuple[Any, ...]) -> Any:
+    name, *arguments = message
     try:
-        return _DONE[what](*given)
-    except Unfit as error:
+        return _FUNCTIONS[name](*arguments)
+    except InvalidRequest as error:
         return error
 
 
 if __name__ == "__main__":
-    answer_all(_answer)
+    serve_messages(_reply)

@@ -1,4 +1,4 @@
-"""ONNX models (.onnx) through onnxruntime: named inputs with shapes, in which a name or nothing is a free dim."""
+"""ONNX models (.onnx) through onnxruntime; a dimension without a number is free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class OnnxModel:
-    """A session of onnxruntime."""
+    """An onnxruntime session."""
 
     def __init__(self, file: Path, settings: Predict) -> None:
         import onnxruntime
@@ -56,12 +56,12 @@ def _schema(session: Any) -> Schema:
     if free and all(field.shape for field in (*inputs, *outputs)):
         return Schema(inputs=inputs, outputs=outputs, batched=True)
     same, rows = leading(inputs, outputs)
-    why = "" if same else "inputs and outputs have no common first dim"
+    why = "" if same else "inputs and outputs have no common first dimension"
     return Schema(inputs=inputs, outputs=outputs, batched=same, fixed_rows=rows if same else None, why_not=why)
 
 
 def _field(value: Any) -> Field:
     if value.type not in _DTYPES:
-        raise BadModel(f"'{value.name}' is {value.type}, which has no form in JSON; export it with numbers")
+        raise BadModel(f"'{value.name}' is {value.type}, which JSON cannot represent; export it with numbers")
     shape = tuple(size if isinstance(size, int) else None for size in value.shape)
     return Field(name=value.name, dtype=_DTYPES[value.type], shape=shape)

@@ -1,54 +1,35 @@
-"""The OpenAPI document of a predict server, with the shapes of the model that is loaded."""
+"""The OpenAPI document of a predict server, with the shapes of the loaded model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from armillary import __version__
+from armillary.serving.http import openapi
+from armillary.serving.http.openapi import json_content, object_schema, responses
 from armillary.serving.predict.schema import Field, Schema, Shape
 
 _INTEGERS = ("int", "uint")
-_CODES = {
-    "408": "the body did not come in time",
-    "413": "the body is too large",
-    "422": "the request does not fit the model",
-    "429": "the queue is full",
-    "500": "the model failed",
-    "503": "no model is loaded",
-    "504": "no answer in time",
+_STATUSES = {
+    408: "the body did not arrive in time",
+    413: "the body is too large",
+    422: "the request does not fit the model",
+    429: "the queue is full",
+    500: "the model failed",
+    503: "no model is loaded",
+    504: "the request timed out",
 }
 
 
 def document(schema: Schema | None) -> dict[str, Any]:
-    """OpenAPI 3.1."""
-    health = _object(
-        {"status": {"type": "string"}, "model_loaded": {"type": "boolean"}, "avg_latency_ms": {"type": "number"}}
-    )
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "armillary predict", "version": __version__},
-        "paths": {
-            "/predict": {
-                "post": {
-                    "summary": "Run the model",
-                    "requestBody": {"required": True, "content": _json(_request(schema))},
-                    "responses": {
-                        "200": {"description": "outputs", "content": _json(_response())},
-                        **{
-                            code: {"description": text, "content": _json(_object({"error": {"type": "string"}}))}
-                            for code, text in _CODES.items()
-                        },
-                    },
-                }
-            },
-            "/health": {
-                "get": {
-                    "summary": "Whether it lives",
-                    "responses": {"200": {"description": "state", "content": _json(health)}},
-                }
-            },
-        },
+    health = {"status": {"type": "string"}, "model_loaded": {"type": "boolean"}, "avg_latency_ms": {"type": "number"}}
+    predict = {
+        "summary": "Run the model",
+        "requestBody": {"required": True, "content": json_content(_request(schema))},
+        "responses": responses({200: "outputs"}, _response())
+        | responses(_STATUSES, _object({"error": {"type": "string"}})),
     }
+    get_health = {"summary": "Health", "responses": responses({200: "state"}, _object(health))}
+    return openapi.document("armillary predict", {"/predict": {"post": predict}, "/health": {"get": get_health}})
 
 
 def _request(schema: Schema | None) -> dict[str, Any]:
@@ -90,8 +71,4 @@ def _nested(field: Field, shape: Shape) -> dict[str, Any]:
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+    return object_schema(properties, additionalProperties=False)

@@ -1,4 +1,4 @@
-"""Models of torch.export (.pt2): shapes, formats and free dims are all in the file."""
+"""Models of torch.export (.pt2): the file states shapes, dtypes and free dimensions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_model(file: Path, settings: Predict) -> TorchModel:
 
 
 def schema_of(program: torch.export.ExportedProgram) -> Schema:
-    """Inputs and outputs as traced; the first dim counts rows where it is the same free dim everywhere."""
+    """Inputs and outputs as traced; the first dimension counts rows where it is the same free dimension everywhere."""
     nodes = {node.name: node for node in program.graph.nodes}
     ins = [nodes[name] for name in program.graph_signature.user_inputs if isinstance(name, str)]
     if len(ins) != len(program.graph_signature.user_inputs):
@@ -48,9 +48,9 @@ def schema_of(program: torch.export.ExportedProgram) -> Schema:
     firsts = {str(node.meta["val"].shape[0]) if node.meta["val"].ndim else "" for node in (*ins, *outs)}
     free = len(firsts) == 1 and all(field.shape and field.shape[0] is None for field in inputs)
     if free:
-        return Schema(inputs=inputs, outputs=outputs, batched=True, max_rows=_most(program, ins[0]))
+        return Schema(inputs=inputs, outputs=outputs, batched=True, max_rows=_max_rows(program, ins[0]))
     same, rows = leading(inputs, outputs)
-    why = "" if same else "inputs and outputs have no common first dim"
+    why = "" if same else "inputs and outputs have no common first dimension"
     return Schema(inputs=inputs, outputs=outputs, batched=same, fixed_rows=rows if same else None, why_not=why)
 
 
@@ -60,15 +60,15 @@ def _field(name: str, node: torch.fx.Node) -> Field:
     return Field(name=name, dtype=dtype_name(value.dtype), shape=shape)
 
 
-def _most(program: torch.export.ExportedProgram, node: torch.fx.Node) -> int | None:
-    """The largest number of rows the file was exported for."""
+def _max_rows(program: torch.export.ExportedProgram, node: torch.fx.Node) -> int | None:
+    """The largest number of rows that the file was exported for."""
     symbol = node.meta["val"].shape[0].node.expr
     bounds = program.range_constraints.get(symbol)
     return int(bounds.upper) if bounds is not None and bounds.upper < 2**31 else None
 
 
 def _output_names(program: torch.export.ExportedProgram, count: int) -> list[str]:
-    """Keys of a dict, `output` of a single tensor, else output_0 …"""
+    """Keys of a dict output, `output` for a single tensor, else output_0 …"""
     spec = program.call_spec.out_spec
     keys = getattr(spec, "context", None)
     if count == 1:

@@ -1,4 +1,4 @@
-"""What a model takes and gives: names, number formats and shapes, as far as its file says."""
+"""Inputs and outputs of a model: names, dtypes and shapes, as far as its file states them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Field:
     """One tensor."""
 
     name: str
-    """as the model calls it"""
+    """the model's name for it"""
     dtype: str
     """float32, int64, bool …"""
     shape: Shape | None
-    """None: the file does not say"""
+    """None: the file does not state it"""
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """'float32 [batch, 4]'."""
         if self.shape is None:
             return f"{self.dtype} of any shape"
@@ -30,18 +30,18 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """A model from outside."""
+    """Inputs and outputs of a model."""
 
     inputs: tuple[Field, ...]
     """in the order of its arguments"""
     outputs: tuple[Field, ...]
-    """what it gives"""
+    """in the order of its results"""
     batched: bool
-    """the first dim of every input and output counts independent rows"""
+    """the first dimension of every input and output counts independent rows"""
     fixed_rows: int | None = None
-    """the file takes exactly so many rows; none: any number"""
+    """the exact number of rows that the file takes; none: any number"""
     max_rows: int | None = None
-    """the file takes at most so many rows; none: no limit"""
+    """the largest number of rows that the file takes; none: no limit"""
     why_not: str = ""
     """why rows are not batched"""
 
@@ -49,12 +49,11 @@ class Schema:
         return next((field for field in self.inputs if field.name == name), None)
 
     def plain(self) -> dict[str, Any]:
-        """For /schema."""
+        """The body of /schema."""
 
         def rows(fields: tuple[Field, ...]) -> list[dict[str, Any]]:
             return [
-                {"name": one.name, "dtype": one.dtype, "shape": None if one.shape is None else list(one.shape)}
-                for one in fields
+                {"name": f.name, "dtype": f.dtype, "shape": None if f.shape is None else list(f.shape)} for f in fields
             ]
 
         return {
@@ -68,6 +67,6 @@ class Schema:
 
 
 def leading(fields: tuple[Field, ...], outputs: tuple[Field, ...]) -> tuple[bool, int | None]:
-    """(every first dim has one size, that size) where the file fixes all shapes."""
+    """(whether all first dimensions have one size, that size), where the file fixes all shapes."""
     firsts = {field.shape[0] if field.shape else None for field in (*fields, *outputs)}
     return (len(firsts) == 1 and None not in firsts), next(iter(firsts)) if len(firsts) == 1 else None

@@ -1,4 +1,4 @@
-"""Arrays into a torch callable and back: formats, device, threads, no gradients."""
+"""Runs a torch callable on arrays: dtypes, device, threads, no gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from armillary.serving.predict.batcher import Arrays
 from armillary.serving.predict.schema import Schema
 from armillary.spec.tables.predict import Predict
 
-_HALF = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class TorchModel:
-    """A torch callable of tensors with a schema."""
+    """A torch callable with a schema."""
 
     def __init__(
         self, call: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], schema: Schema, settings: Predict
@@ -47,9 +47,9 @@ def device_of(settings: Predict) -> torch.device:
 
 
 def _array(output: torch.Tensor) -> Any:
-    """As numpy, which has no bfloat16."""
+    """As numpy, which has no bfloat16 and no fp8."""
     output = output.detach()
-    return (output.float() if output.dtype in _HALF else output).cpu().numpy()
+    return (output.float() if output.dtype in _NOT_IN_NUMPY else output).cpu().numpy()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

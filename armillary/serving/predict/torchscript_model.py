@@ -1,4 +1,4 @@
-"""TorchScript models (.pt): the file does not say shapes; they are read off the first layer where that can be done."""
+"""TorchScript models (.pt): the file states no shapes; they are derived from the first layer where possible."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def open_model(file: Path, settings: Predict) -> TorchModel:
     schema = Schema(inputs=_inputs(module), outputs=(Field(name="output", dtype="float32", shape=None),), batched=True)
 
     def call(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found = [leaf for leaf in pytree.tree_leaves(module(*tensors)) if isinstance(leaf, torch.Tensor)]
-        if len(found) != 1:
-            raise BadModel(f"{file} gives {len(found)} tensors; export it with armillary convert --to pt2")
-        return found
+        tensors_out = [leaf for leaf in pytree.tree_leaves(module(*tensors)) if isinstance(leaf, torch.Tensor)]
+        if len(tensors_out) != 1:
+            raise BadModel(f"{file} returns {len(tensors_out)} tensors; export it with armillary convert --to pt2")
+        return tensors_out
 
     return TorchModel(call, schema, settings)
 
@@ -50,14 +50,14 @@ def _inputs(module: Any) -> tuple[Field, ...]:
 
 
 def _field(value: Any) -> Field:
-    """What the first operation that reads the input says of it."""
+    """Dtype and shape of an input, from the first operation that reads it."""
     name = value.debugName().split(".")[0]
     for use in value.uses():
-        node, inputs = use.user, list(use.user.inputs())
-        weights = [one.toIValue() for one in inputs if isinstance(one.toIValue(), torch.Tensor)]
+        operation, inputs = use.user, list(use.user.inputs())
+        weights = [node.toIValue() for node in inputs if isinstance(node.toIValue(), torch.Tensor)]
         dtype = str(weights[0].dtype).removeprefix("torch.") if weights else "float32"
-        shape = _shape(node.kind(), weights, inputs)
-        if node.kind() == "aten::embedding":
+        shape = _shape(operation.kind(), weights, inputs)
+        if operation.kind() == "aten::embedding":
             return Field(name=name, dtype="int64", shape=shape)
         if shape is not None:
             return Field(name=name, dtype=dtype, shape=shape)
@@ -73,6 +73,6 @@ def _shape(kind: str, weights: list[torch.Tensor], inputs: list[Any]) -> Shape |
     if kind == "aten::embedding":
         return (None, None)
     if kind in _CONVOLUTIONS:
-        groups = next((one.toIValue() for one in reversed(inputs) if type(one.toIValue()) is int), 1)
+        groups = next((node.toIValue() for node in reversed(inputs) if type(node.toIValue()) is int), 1)
         return (None, weight.shape[1] * groups, *[None] * (weight.ndim - 2))
     return None

@@ -1,7 +1,6 @@
-"""Which model files are run: .pt2 and TorchScript can hold code, so those that convert wrote, unless told otherwise.
+"""Which model files may be loaded: .pt2 and TorchScript can hold code, so only files that `convert` wrote by default.
 
-Files that need pickle are never read: unpickling runs whatever they say before anybody can look. ONNX and archives of
-weights hold no code.
+Files that need pickle are never loaded, because unpickling runs their code. ONNX files and weights hold no code.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from armillary.store.converted_files import digest_of, is_known
 from armillary.store.home import Home
 
 
-class Trust:
-    """What a server may load."""
+class FileTrust:
+    """The files that a server may load."""
 
     def __init__(self, home: Home, *, every_file: bool = False) -> None:
-        """`every_file`: whoever started the server vouches for the file, and for what it is replaced by."""
+        """`every_file`: the user trusts the file and its later versions (--trust)."""
         self._home = home
         self._every_file = every_file
 
@@ -38,17 +37,16 @@ class Trust:
             return
         if not is_known(self._home, digest_of(file)):
             raise BadModel(
-                f"{file} was not written by armillary convert here and can hold code; add --trust to serve "
-                "it all the same"
+                f"{file} was not written by armillary convert here and can hold code; add --trust to serve it anyway"
             )
 
 
 def needs_pickle(file: Path) -> bool:
-    """Whether reading `file` unpickles anything but tensors and plain values."""
+    """Whether loading `file` unpickles anything but tensors and plain values."""
     if not zipfile.is_zipfile(file):
-        return file.suffix == ".pt"  # a pickle of old; a .pt2 of this kind cannot be read at all
+        return file.suffix == ".pt"  # a pickle without an archive; a .pt2 of this kind cannot be loaded at all
     if file.suffix == ".pt":
-        return not _is_script(file) and not _is_weights(file)  # scripts are read by torch's own reader, in C++
+        return not _is_script(file) and not _is_weights(file)  # torch loads TorchScript with its own C++ reader
     with zipfile.ZipFile(file) as archive:
         declared = _declared(archive)
         return any(_member_needs_pickle(archive, info, declared) for info in archive.infolist())
@@ -60,29 +58,29 @@ def _is_script(file: Path) -> bool:
 
 
 def _declared(archive: zipfile.ZipFile) -> set[str]:
-    """Names of weights and constants that torch.export has pickled, as its tables in the archive say."""
-    found: set[str] = set()
+    """Names of the weights and constants that torch.export has pickled, from the archive's tables."""
+    names: set[str] = set()
     for name in archive.namelist():
         if name.endswith("_config.json"):
             entries = json.loads(archive.read(name)).get("config", {}).values()
-            found |= {str(entry.get("path_name")) for entry in entries if entry.get("use_pickle")}
-    return found
+            names |= {str(entry.get("path_name")) for entry in entries if entry.get("use_pickle")}
+    return names
 
 
 def _member_needs_pickle(archive: zipfile.ZipFile, info: zipfile.ZipInfo, declared: set[str]) -> bool:
     with archive.open(info) as member:
         head = member.read(2)
-    if head == b"PK":  # torch.save's form
+    if head == b"PK":  # an archive of torch.save
         return not _is_weights(BytesIO(archive.read(info)))
     return bool(head) and (info.filename.endswith((".pt", ".pkl")) or info.filename.rsplit("/", 1)[-1] in declared)
 
 
 def _is_weights(file: Path | IO[bytes]) -> bool:
-    """Whether torch's reader of weights, which runs nothing, can read it."""
+    """Whether torch.load(weights_only=True), which runs no code, can read it."""
     import torch
 
     try:
         torch.load(file, weights_only=True, map_location="meta")
-    except Exception:  # it raises anything on what it does not know
+    except Exception:  # it raises anything on an unknown file
         return False
     return True

@@ -1,4 +1,4 @@
-"""Model files and their versions: one file that may be replaced, or a folder of numbered version folders."""
+"""Versions of a model file: one file that may be replaced, or a folder of numbered version folders."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ SUFFIXES = (".pt2", ".pt", ".onnx")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
-    """A version as it lies on disk."""
+class ModelVersion:
+    """A version on disk."""
 
     file: Path
     """the model"""
     name: str
-    """number of its folder, or of the time it was written"""
+    """number of its folder, or its modification time"""
     mark: tuple[int, int, int]
-    """inode, time of writing and size: another mark is another version"""
+    """inode, modification time and size: a different mark is a different version"""
 
 
 def is_model_file(path: Path) -> bool:
-    """Whether `path` is for the predict server: a model file, or a folder of versions of one."""
+    """Whether `path` is a model file or a folder of versions, for the predict server."""
     if path.is_dir():
         return bool(_versions(path))
     return path.suffix in SUFFIXES
 
 
-def newest(path: Path) -> Release:
+def newest(path: Path) -> ModelVersion:
     """The version to serve: the file, or that of the highest number."""
     if path.is_dir():
-        found = _versions(path)
-        if not found:
+        versions = _versions(path)
+        if not versions:
             raise NotFound(f"{path} has no version folder with a model; write it like {path / '1' / 'model.pt2'}")
-        number = max(found)
-        return _release(found[number], str(number))
+        number = max(versions)
+        return _version(versions[number], str(number))
     if not path.exists():
-        raise NotFound(f"no model file '{path}'; armillary convert MODEL {path} --to pt2 makes one")
-    return _release(path, "")
+        raise NotFound(f"no model file '{path}'; armillary convert MODEL {path} --to pt2 writes one")
+    return _version(path, "")
 
 
-def _release(file: Path, name: str) -> Release:
+def _version(file: Path, name: str) -> ModelVersion:
     stat = file.stat()
     mark = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-    return Release(file=file, name=name or f"{stat.st_mtime_ns // 1_000_000:x}", mark=mark)
+    return ModelVersion(file=file, name=name or f"{stat.st_mtime_ns // 1_000_000:x}", mark=mark)
 
 
 def _versions(folder: Path) -> dict[int, Path]:
     """Number -> model file, of the folders named by a number."""
-    found = {}
+    versions = {}
     for inner in folder.iterdir():
         if inner.name.isdecimal() and inner.is_dir():
             models = sorted(file for file in inner.iterdir() if file.suffix in SUFFIXES)
             if len(models) > 1:
                 raise BadModel(f"{inner} holds {len(models)} models; keep one in each version folder")
             if models:
-                found[int(inner.name)] = models[0]
-    return found
+                versions[int(inner.name)] = models[0]
+    return versions

@@ -1,6 +1,6 @@
-"""The server's side of the engine: starts its process, sends requests, hands tokens to mailboxes, and starts it again.
+"""The server's side of the engine: starts its processes, sends requests, delivers tokens to mailboxes, restarts it.
 
-An engine that dies takes the requests in it along: each gets one clear line. The server stays and waits for the next.
+When the engine dies, its requests fail with one clear line each; the server keeps running and starts the next engine.
 """
 
 from __future__ import annotations
@@ -16,122 +16,122 @@ from typing import Any, Literal
 
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import ArmillaryError, BadInput
-from armillary.serving.http.problem import Problem, bad
+from armillary.serving.http.problem import Problem, bad_request
 from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,
     Abort,
+    EngineConfig,
     Failed,
-    Orders,
     Refused,
     Started,
+    StepOutput,
     Submit,
-    Turn,
     read_message,
 )
 from armillary.serving.processes.liveness import Liveness
-from armillary.serving.processes.mailbox import End, Mailbox
+from armillary.serving.processes.mailbox import FinishEvent, Mailbox
 from armillary.serving.processes.ranks import Ranks
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 
 State = Literal["loading", "ready", "restarting", "down", "stopped"]
-"""down: it is dead, and no restart is under way"""
+"""down: the engine is dead and no restart is in progress"""
 _MASK = (1 << INDEX_BITS) - 1
-_MOST_PROMPTS = 8
-"""prompt tokens that may be here, in sizes of the KV cache"""
-_MOST_WAIT_S = 600.0
-"""that a request may wait for its start, where serve.max_wait_s does not say"""
+_MAX_PROMPTS = 8
+"""limit of prompt tokens in flight, in multiples of the KV cache"""
+_MAX_WAIT_S = 600.0
+"""time limit for the start of a request where serve.max_wait_s is not set"""
 _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""before an engine is started again, by how many failed without serving anybody"""
-_LOOK_S = 0.25
-"""between two looks whether the engine hangs"""
+"""delay of a restart, by the number of consecutive engines that never became ready"""
+_WATCH_S = 0.25
+"""interval of the liveness check"""
 _FAILED_STARTS = 3
-"""restarts in a row that fail before the engine counts as down between them"""
+"""consecutive failed restarts after which the engine counts as down"""
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A request that the engine works on."""
+class _InFlight:
+    """A request that the engine has."""
 
     box: Mailbox
-    """where its answers go"""
+    """where its tokens go"""
     first: int
-    """the choice that its first answer is"""
+    """choice index of its first sequence"""
     left: int
-    """answers that are not over"""
+    """sequences that have not ended"""
     tokens: int
-    """of its prompt"""
+    """tokens of its prompt"""
 
 
 def for_engine(serve: Serve) -> Serve:
-    """As the engine is told: who may wait is settled at the door, so it takes whoever was let in, and nobody waits for
-    ever. An answer that has begun takes the time it takes."""
-    return replace(serve, max_waiting=None, max_wait_s=_MOST_WAIT_S if serve.max_wait_s is None else serve.max_wait_s)
+    """The engine's settings: the server limits the queue, so the engine accepts every request, and limits only the time
+    until a request starts."""
+    return replace(serve, max_waiting=None, max_wait_s=_MAX_WAIT_S if serve.max_wait_s is None else serve.max_wait_s)
 
 
-class EngineProcess:
+class EngineClient:
     """One engine, in as many processes as it has ranks."""
 
-    def __init__(self, orders: Orders, *, ranks: int, metrics: Metrics, say: Callable[[str], None]) -> None:
-        self.orders = orders
+    def __init__(self, config: EngineConfig, *, ranks: int, metrics: Metrics, say: Callable[[str], None]) -> None:
+        self.config = config
         self.metrics = metrics
         self.state: State = "loading"
         self.started: Started | None = None
-        """what the engine told about itself, once it was ready"""
+        """the engine's report, once it is ready"""
         self._ranks = Ranks(ranks)
         self._say = say
         self._numbers = count(1)
-        self._sent: dict[int, _Sent] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._tokens = 0
-        """of all prompts that are with the engine"""
-        self._liveness = Liveness(frozen_s=orders.serve.frozen_s, hung_s=orders.serve.hung_s)
+        """prompt tokens of all requests in flight"""
+        self._liveness = Liveness(frozen_s=config.serve.frozen_s, hung_s=config.serve.hung_s)
         self._tasks: list[asyncio.Task[None]] = []
-        self._first: asyncio.Future[Started] | None = None
+        self._first_start: asyncio.Future[Started] | None = None
         self._failures = 0
         self._why_down = ""
-        self._at_first = True
+        self._may_retry_port = True
 
-    # --- for the server
+    # --- interface of the server
 
     async def start(self) -> Started:
-        """Start the engine; ArmillaryError where it cannot."""
-        self._first = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._live()), asyncio.create_task(self._watch())]
-        self._tasks[0].add_done_callback(self._over)
-        return await self._first
+        """Start the engine; ArmillaryError where it cannot start."""
+        self._first_start = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
+        self._tasks[0].add_done_callback(self._run_ended)
+        return await self._first_start
 
     async def stop(self) -> None:
-        """End the engine; whoever still waits for it is told."""
+        """End the engine; requests in flight fail."""
         self.state = "stopped"
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._ranks.end()
-        self._fail_all("the server is shutting down; ask again later")
+        self._fail_all("the server is shutting down; try again later")
 
     @property
     def pid(self) -> int | None:
-        """Of the process that answers; none while there is none."""
+        """Process id of the first rank; none while no engine runs."""
         return self._ranks.pid
 
     @property
     def num_requests(self) -> int:
-        """Prompts that are with the engine."""
-        return len(self._sent)
+        """Requests in flight."""
+        return len(self._in_flight)
 
     def trouble(self) -> str | None:
-        """Why no request can be served now; none: all is well."""
+        """Why no request can be served now; none: the engine is ready."""
         if self.state != "ready":
             return {
                 "loading": "the model is being loaded",
-                "restarting": "the engine failed and is starting again",
+                "restarting": "the engine failed and is restarting",
                 "down": self._why_down,
                 "stopped": "the server is shutting down",
             }[self.state]
         return self._liveness.slow()
 
     def dead(self) -> str | None:
-        """Why there is no engine and none on its way, so that only a new server may help; none: there is one."""
+        """Why only a restart of the server can help; none: an engine runs or is starting."""
         return self.trouble() if self.state in ("down", "stopped") else None
 
     def submit(
@@ -145,12 +145,12 @@ class EngineProcess:
         priority: int = 0,
         salt: str = "",
     ) -> int:
-        """Send a request; its answers come to `box` as choices from `choice` on. Its number, for `abort`."""
+        """Send a request whose sequences go to `box` as choices from `choice` on; its number, for `abort`."""
         if self.state != "ready" or not self._ranks.alive:
             raise self.unavailable()
-        self._make_room(len(prompt))
+        self._check_admission(len(prompt))
         number = next(self._numbers)
-        self._sent[number] = _Sent(box, choice, params.n, len(prompt))
+        self._in_flight[number] = _InFlight(box, choice, params.n, len(prompt))
         self._tokens += len(prompt)
         self._ranks.send(
             Submit(
@@ -165,177 +165,173 @@ class EngineProcess:
         return number
 
     def abort(self, number: int, index: int | None = None) -> None:
-        """Nobody waits for a request any more, or one of its answers has come to a stop text."""
+        """Abort a request, or the sequence `index` of it, whose text has reached a stop string."""
         if index is None and self._forget(number) is None:
             return
         self._ranks.send(Abort(number=number, index=index))
 
-    def _make_room(self, tokens: int) -> None:
-        """Prompts that wait are kept in memory: no more of them than the cache could take in a few turns."""
-        assert self.started is not None, "an engine that is ready has said what it holds"
-        if self._sent and self._tokens + tokens > self.started.kv_tokens * _MOST_PROMPTS:
+    def _check_admission(self, tokens: int) -> None:
+        """Problem 429 where the prompts in flight, which take host memory, exceed a few times the KV cache."""
+        assert self.started is not None, "an engine that is ready has reported its KV cache"
+        if self._in_flight and self._tokens + tokens > self.started.kv_tokens * _MAX_PROMPTS:
             self.metrics.rejected += 1
             raise Problem(
                 429,
-                f"prompts of {self._tokens:,} tokens are here, as many as may; try again later",
+                f"prompts of {self._tokens:,} tokens are in flight, the most that are accepted; try again later",
                 code="rate_limit_exceeded",
                 retry_after_s=5,
             )
 
-    def _forget(self, number: int) -> _Sent | None:
-        sent = self._sent.pop(number, None)
-        self._tokens -= sent.tokens if sent is not None else 0
-        return sent
+    def _forget(self, number: int) -> _InFlight | None:
+        request = self._in_flight.pop(number, None)
+        self._tokens -= request.tokens if request is not None else 0
+        return request
 
-    def give_up(self, message: str) -> None:
-        """Everybody who still waits is told so."""
-        for number in self._sent:
+    def abort_all(self, message: str) -> None:
+        """Abort every request in flight, with `message` as its error."""
+        for number in self._in_flight:
             self._ranks.send(Abort(number=number))
         self._fail_all(message)
 
     def unavailable(self) -> Problem:
-        why = self.trouble() or "the engine is not there"
+        why = self.trouble() or "the engine is not available"
         return Problem(503, f"{why}; try again in a moment", code="engine_unavailable", retry_after_s=2)
 
-    # --- its life
+    # --- life cycle
 
-    async def _live(self) -> None:
-        """Start, serve, and start again."""
-        assert self._first is not None, "it is started once"
-        while not (self._first.done() and self._first.exception()):
-            orders = replace(self.orders, serve=for_engine(self.orders.serve))
+    async def _run(self) -> None:
+        """Start the engine, read its messages, and restart it when it ends."""
+        assert self._first_start is not None, "the client is started once"
+        while not (self._first_start.done() and self._first_start.exception()):
+            config = replace(self.config, serve=for_engine(self.config.serve))
             self._liveness.heard()
             if self.state == "down":
                 self.state = "restarting"
             try:
-                await self._listen(await self._ranks.start(orders))
-            except OSError as error:  # no memory, processes or files for another one now; there may be later
+                await self._listen(await self._ranks.start(config))
+            except OSError as error:  # no memory, processes or files now; there may be later
                 self._say(f"the engine's process cannot be started ({error.strerror or error})")
-            except Exception as error:  # a bug of ours: what waits may wait for ever, so all of it begins anew
+            except Exception as error:  # a bug of ours: requests could wait for ever, so the engine restarts
                 traceback.print_exc()
-                self._say(f"what the engine said was not understood ({type(error).__name__}: {error}); report this")
+                self._say(f"a message of the engine was not understood ({type(error).__name__}: {error}); report this")
             await self._lost()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Until the engine is gone."""
+        """Read messages until the engine has ended."""
         while (message := await read_message(reader)) is not None:
             self._liveness.heard(message)
             self._take(message)
 
     async def _lost(self) -> None:
-        """The engine is gone: tell everybody, and wait a little where that happens again and again."""
+        """The engine has ended: fail its requests, and wait before the next start where starts keep failing."""
         code = await self._ranks.end()
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         if self.started is None:
-            if self._first is not None and not self._first.done() and not self._another_port():
-                text = f"the engine ended while it was loading ({how}); see the lines above"
-                self._first.set_exception(BadInput(text))
+            if self._first_start is not None and not self._first_start.done() and not self._another_port():
+                text = f"the engine ended while loading ({how}); see the lines above"
+                self._first_start.set_exception(BadInput(text))
             return
         self._failures = 0 if self.state == "ready" else self._failures + 1
         self.state = "restarting"
         self.metrics.engine_lost()
         self.metrics.restarts += 1
-        self._say(f"the engine ended ({how}); {len(self._sent)} requests failed; starting it again")
+        self._say(f"the engine ended ({how}); {len(self._in_flight)} requests failed; restarting it")
         self._fail_all("the engine failed while it worked on this request; try again")
         if self._failures >= _FAILED_STARTS:
-            self._why_down = f"the engine ended ({how}) and could not be started again {self._failures} times in a row"
+            self._why_down = f"the engine ended ({how}) and failed to restart {self._failures} times in a row"
             self.state = "down"
         await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
 
-    def _over(self, task: asyncio.Task[None]) -> None:
-        """Nobody starts engines any more: a bug, unless the server ends."""
+    def _run_ended(self, task: asyncio.Task[None]) -> None:
+        """The restart loop has ended: a bug, unless the server is stopping."""
         if self.state == "stopped" or task.cancelled():
             return
         if (error := task.exception()) is not None:
             traceback.print_exception(error)
-        self._why_down = "the engine ended and is not started again; restart the server"
+        self._why_down = "the engine ended and is not restarted; restart the server"
         self.state = "down"
         self._fail_all(self._why_down)
 
     def _another_port(self) -> bool:
-        """Whether to start once more: several ranks meet at a port that was free when they were started, and may have
-        been taken since."""
-        first, self._at_first = self._at_first, False
-        return first and self._ranks.count > 1
+        """Whether to start once more: several ranks rendezvous at a port that was free when they were started, and may
+        be in use since."""
+        may_retry, self._may_retry_port = self._may_retry_port, False
+        return may_retry and self._ranks.count > 1
 
     async def _watch(self) -> None:
-        """Ends an engine that hangs, and one that has lost a rank."""
-        looked_at = time.monotonic()
+        """Kill an engine that hangs or has lost a rank."""
+        checked_at = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_S)
-            late_s, looked_at = time.monotonic() - looked_at - _LOOK_S, time.monotonic()
-            if late_s > _LOOK_S:  # this process was stopped, or busy: what the engine said is still to be read
+            await asyncio.sleep(_WATCH_S)
+            late_s, checked_at = time.monotonic() - checked_at - _WATCH_S, time.monotonic()
+            if late_s > _WATCH_S:  # this process was stopped or busy, and has messages of the engine still to read
                 self._liveness.excuse(late_s)
             hung = self._liveness.hung() if self.state == "ready" else None
-            lost = "it is without one of its ranks" if self._ranks.lost_one() else None
+            lost = "one of its ranks has ended" if self._ranks.lost_one() else None
             if self._ranks.alive and (hung or lost):
-                self._say(f"the engine is ended: {hung or lost}")
+                self._say(f"killing the engine: {hung or lost}")
                 self._ranks.kill()
                 await asyncio.sleep(1.0)
 
     def _fail_all(self, message: str) -> None:
-        sent, self._sent, self._tokens = self._sent, {}, 0
-        for box in {id(one.box): one.box for one in sent.values()}.values():
+        in_flight, self._in_flight, self._tokens = self._in_flight, {}, 0
+        for box in {id(request.box): request.box for request in in_flight.values()}.values():
             box.fail(Problem(503, message, code="engine_failed", retry_after_s=5))
 
-    # --- what it says
+    # --- messages of the engine
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Turn):
-            self._turn(message)
+        if isinstance(message, StepOutput):
+            self._take_output(message)
         elif isinstance(message, Refused):
-            sent = self._forget(message.number)
-            if sent is not None:
-                sent.box.fail(self._refusal(message))
+            request = self._forget(message.number)
+            if request is not None:
+                request.box.fail(self._refusal(message))
         elif isinstance(message, Started):
             self.started, self.state = message, "ready"
-            if self._first is not None and not self._first.done():
-                self._first.set_result(message)
+            if self._first_start is not None and not self._first_start.done():
+                self._first_start.set_result(message)
             else:
-                self._say(f"the engine is back after {dict(message.phases)['in all']:.1f} s")
+                self._say(f"the engine is ready again after {dict(message.phases)['in all']:.1f} s")
         elif isinstance(message, Failed):
             why = message.message if message.by_user else f"the engine cannot start ({message.message}); report this"
-            if self._first is None or self._first.done() or (not message.by_user and self._ranks.count > 1):
+            if self._first_start is None or self._first_start.done() or (not message.by_user and self._ranks.count > 1):
                 self._say(why)
             else:
-                self._first.set_exception(ArmillaryError(why))
+                self._first_start.set_exception(ArmillaryError(why))
 
     def _refusal(self, message: Refused) -> Problem:
-        if not message.busy:
-            return bad(message.message, code=_code_of(message.message))
+        if not message.overloaded:
+            return bad_request(message.message, code=message.code)
         self.metrics.rejected += 1
-        return Problem(429, message.message, code="rate_limit_exceeded", retry_after_s=5)
+        return Problem(429, message.message, code=message.code, retry_after_s=5)
 
-    def _turn(self, turn: Turn) -> None:
-        sent, logprobs, now = self._sent, turn.logprobs, self._liveness.heard_at
+    def _take_output(self, output: StepOutput) -> None:
+        in_flight, logprobs, now = self._in_flight, output.logprobs, self._liveness.heard_at
         observe = self.metrics.histograms["itl_s"].observe
-        for number, prompt in turn.prompts.items():
-            if number in sent:
-                sent[number].box.prompts[sent[number].first] = prompt
-        for i, (key, token) in enumerate(zip(turn.keys, turn.tokens, strict=True)):
-            one = sent.get(key >> INDEX_BITS)
-            if one is not None:
-                gap = one.box.token(one.first + (key & _MASK), token, logprobs.get(i) if logprobs else None, now)
+        for number, prompt in output.prompts.items():
+            if number in in_flight:
+                in_flight[number].box.prompts[in_flight[number].first] = prompt
+        for i, (key, token) in enumerate(zip(output.keys, output.tokens, strict=True)):
+            request = in_flight.get(key >> INDEX_BITS)
+            if request is not None:
+                logprob = logprobs.get(i) if logprobs else None
+                gap = request.box.token(request.first + (key & _MASK), token, logprob, now)
                 if gap is not None:
                     observe(gap)
-        for key, finish, error, gauges in turn.ends:
-            self._end(key, End(finish, error, gauges), now)
-        if turn.state is not None:
-            self.metrics.state(turn.state)
+        for key, finish, error, gauges in output.ends:
+            self._end(key, FinishEvent(finish, error, gauges), now)
+        if output.state is not None:
+            self.metrics.set_state(output.state)
 
-    def _end(self, key: int, end: End, now: float) -> None:
+    def _end(self, key: int, end: FinishEvent, now: float) -> None:
         number = key >> INDEX_BITS
-        one = self._sent.get(number)
-        if one is None:
+        request = self._in_flight.get(number)
+        if request is None:
             return
-        choice = one.first + (key & _MASK)
-        self.metrics.ended(one.box, choice, end.gauges, now, first=not key & _MASK)
-        one.box.end(choice, end)
-        one.left -= 1
-        if not one.left:
+        choice = request.first + (key & _MASK)
+        self.metrics.ended(request.box, choice, end.gauges, now, first=not key & _MASK)
+        request.box.end(choice, end)
+        request.left -= 1
+        if not request.left:
             self._forget(number)
-
-
-def _code_of(message: str) -> str | None:
-    """OpenAI's name for a prompt or answer that is too long, which clients look for."""
-    return "context_length_exceeded" if "max_model_len" in message else None

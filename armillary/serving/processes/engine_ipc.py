@@ -1,7 +1,7 @@
-"""The wire between the server and its engine: frames over a socket pair, each one pickled message.
+"""Messages between the server and its engine: pickled, one per frame, over a socket pair.
 
-Both ends are processes of ours, and nobody else can reach the socket. Neither end ever waits for the other to read: the
-server writes through asyncio, the engine keeps what the kernel does not take and a thread sends it on.
+Both ends are processes of ours, and no other process can reach the socket. Neither end waits for the other to read: the
+server writes through asyncio, and the engine queues what the kernel does not accept for a thread to send.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 
 _HEAD = struct.Struct("<I")
-_AT_ONCE = 1 << 20
+_SEND_BYTES = 1 << 20
 INDEX_BITS = 10
-"""a sequence's key is its request's number and, in so many bits, which of its answers it is"""
+"""a sequence's key is its request's number and, in this many low bits, its index within the request"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
-    """What an engine process is told once."""
+class EngineConfig:
+    """The first message to an engine process."""
 
     model: str
     """as the user named it"""
     serve: Serve
-    """how it is set up"""
+    """the [serve] table"""
     home: Home
-    """where runs, releases and measured peaks are"""
+    """folder of runs, releases and measured peaks"""
     device: str | None = None
-    """none: the best there is"""
+    """none: the best device of the machine"""
     asked_at: float = 0.0
-    """when the process was started, by the wall clock"""
+    """wall-clock time at which the process was started"""
     gauges: Path | None = None
-    """where steps and requests are recorded; none: nowhere"""
+    """file for the gauges of steps and requests; none: they are not recorded"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submit:
-    """A request on its way to the engine."""
+    """A request to the engine."""
 
     number: int
-    """its name"""
+    """identifies the request"""
     prompt: bytes
     """token ids as 32-bit integers"""
     params: SamplingParams
-    """without stop texts, which the server looks for"""
+    """without stop strings, which the server looks for"""
     timeout_s: float | None
-    """given up by the engine then"""
+    """the engine aborts the request after this time"""
     priority: int = 0
     salt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """Give a request up: all of it, or one of its answers, whose text has come to its end."""
+    """Abort a request, or the sequence `index` of it."""
 
     number: int
     index: int | None = None
@@ -81,22 +81,22 @@ class Started:
     max_model_len: int
     vocab: int
     kv_tokens: int
-    """tokens the KV cache holds"""
+    """capacity of the KV cache in tokens"""
     kv_text: str
-    """the same for people"""
+    """the capacity as text"""
     phases: list[tuple[str, float]]
-    """what the start consisted of, and its seconds"""
+    """(phase of the start, seconds)"""
     notes: tuple[str, ...] = ()
-    """what whoever started it should know, a line each"""
+    """notes for the user, one line each"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The engine cannot start, and why."""
+    """The engine cannot start."""
 
     message: str
     by_user: bool
-    """whether that is for the user to put right"""
+    """whether the user can correct the cause"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,63 +105,65 @@ class Refused:
 
     number: int
     message: str
-    busy: bool = False
-    """not because of what it is: it may be asked again later"""
+    code: str | None = None
+    """the `code` of the engine's error class"""
+    overloaded: bool = False
+    """a queue is full: the same request may be accepted later"""
 
 
 @dataclass(kw_only=True)
-class Turn:
-    """What one turn of the engine's loop brought; empty ones say that it is alive."""
+class StepOutput:
+    """Tokens of one engine step; an empty message shows that the engine is alive."""
 
     keys: list[int] = field(default_factory=list)
-    """whose token it is"""
+    """key of the sequence of each token"""
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """position in `tokens` -> (logprob, likeliest)"""
+    """position in `tokens` -> (token, log-probability, top tokens)"""
     prompts: dict[int, list[Any]] = field(default_factory=dict)
-    """request -> log-probabilities of its prompt"""
+    """request number -> log-probabilities of its prompt"""
     ends: list[tuple[int, str, str, dict[str, float]]] = field(default_factory=list)
-    """key, why it ended, what went wrong, gauges of the request"""
+    """(key, finish reason, error, gauges of the request)"""
     state: dict[str, float] | None = None
-    """gauges of the engine, now and then"""
+    """gauges of the engine, every 0.2 s"""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _turn, (self.keys, self.tokens, self.logprobs, self.prompts, self.ends, self.state)
+        return _step_output, (self.keys, self.tokens, self.logprobs, self.prompts, self.ends, self.state)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
-    """The engine lives, and a turn of its loop takes long."""
+class HeartbeatMessage:
+    """The engine is alive during a long step."""
 
     step_s: float
-    """how long so far"""
+    """duration of the step so far"""
     still_s: float
-    """since its thread was last seen to move on in the program"""
+    """time since the engine's thread last advanced in its program"""
     tokens: int
-    """that the steps under way compute"""
+    """tokens of the steps in flight"""
     expected_s: float | None
-    """what such steps are expected to take at most; none: not known yet"""
+    """upper estimate of the duration of such steps; none: not known yet"""
 
 
-def _turn(
+def _step_output(
     keys: list[int],
     tokens: list[int],
     logprobs: dict[int, Any],
     prompts: dict[int, Any],
     ends: list[Any],
     state: dict[str, float] | None,
-) -> Turn:
-    return Turn(keys=keys, tokens=tokens, logprobs=logprobs, prompts=prompts, ends=ends, state=state)
+) -> StepOutput:
+    return StepOutput(keys=keys, tokens=tokens, logprobs=logprobs, prompts=prompts, ends=ends, state=state)
 
 
 def frame(message: Any) -> bytes:
-    """A message as it travels."""
+    """A message as a frame: its length and its pickle."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEAD.pack(len(body)) + body
 
 
 async def read_message(reader: StreamReader) -> Any:
-    """The next message; None where the other end is gone."""
+    """The next message; None where the other end is closed."""
     try:
         (length,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
         return pickle.loads(await reader.readexactly(length))
@@ -170,14 +172,14 @@ async def read_message(reader: StreamReader) -> Any:
 
 
 def messages(sock: socket.socket) -> Generator[Any, None, None]:
-    """In the engine: messages as they come, until the server is gone."""
+    """In the engine: messages until the server has closed its end."""
     with sock.makefile("rb") as file:
         while (body := _body(file)) is not None:
             yield pickle.loads(body)
 
 
 def _body(file: BinaryIO) -> bytes | None:
-    """Of the next frame; a server that left what we said unread has reset the socket, and is gone as well."""
+    """Body of the next frame; a connection reset counts as the end of the server too."""
     with suppress(ConnectionError):
         if len(head := file.read(_HEAD.size)) == _HEAD.size:
             (length,) = _HEAD.unpack(head)
@@ -186,17 +188,17 @@ def _body(file: BinaryIO) -> bytes | None:
     return None
 
 
-class Outlet:
-    """In the engine: what goes to the server; sending never waits."""
+class SendQueue:
+    """In the engine: messages to the server; sending never blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
         self._left = bytearray()
-        """what waits for room, in order; a thread is at it as long as there is something"""
+        """bytes that the kernel has not accepted; a thread sends them while there are any"""
 
     def send(self, message: Any) -> None:
-        """Send, or keep what the kernel does not take now."""
+        """Send, or queue what the kernel does not accept now."""
         data = frame(message)
         with self._lock:
             if self._left:
@@ -205,16 +207,16 @@ class Outlet:
             sent = self._try(data)
             if sent < len(data):
                 self._left += memoryview(data)[sent:]
-                threading.Thread(target=self._push, name="outlet", daemon=True).start()
+                threading.Thread(target=self._push, name="send-queue", daemon=True).start()
 
     def _push(self) -> None:
-        """In a thread: send what is left as the other end reads, until nothing is."""
+        """In a thread: send the queued bytes as the other end reads."""
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
         while True:
             poll.poll()
             with self._lock:
-                del self._left[: self._try(bytes(self._left[:_AT_ONCE]))]
+                del self._left[: self._try(bytes(self._left[:_SEND_BYTES]))]
                 if not self._left:
                     return
 
@@ -224,42 +226,42 @@ class Outlet:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(data)  # the server is gone; whoever reads from it ends this process
+            return len(data)  # the server is gone; the thread that reads from it ends this process
 
 
 _STATE_S = 0.2
-"""between two looks at the engine's state"""
+"""interval of the engine's state gauges"""
 
 
-class Turns:
-    """Collects the pieces of a turn and sends them."""
+class OutputSender:
+    """Collects the tokens of a step and sends them."""
 
-    def __init__(self, scheduler: Scheduler, send: Callable[[Turn], None]) -> None:
+    def __init__(self, scheduler: Scheduler, send: Callable[[StepOutput], None]) -> None:
         self._scheduler = scheduler
         self._send = send
-        self._turn = Turn()
+        self._output = StepOutput()
         self._state_at = 0.0
 
     def take(self, pieces: list[Piece]) -> None:
-        """In the engine's thread: what a step, or an abort, brought."""
-        turn = self._turn
+        """In the engine's thread: add the output of a step or an abort."""
+        output = self._output
         for piece in pieces:
             seq = piece.sequence
             key = int(seq.request.id) << INDEX_BITS | seq.index
             if piece.logprobs:
-                turn.logprobs[len(turn.tokens)] = tuple(piece.logprobs[0])
+                output.logprobs[len(output.tokens)] = tuple(piece.logprobs[0])
             if seq.prompt_logprobs and seq.index == 0 and seq.num_output <= 1:
-                turn.prompts[int(seq.request.id)] = list(map(tuple, seq.prompt_logprobs))
+                output.prompts[int(seq.request.id)] = list(map(tuple, seq.prompt_logprobs))
             if piece.tokens:
-                turn.keys.append(key)
-                turn.tokens.append(piece.tokens[0])
+                output.keys.append(key)
+                output.tokens.append(piece.tokens[0])
             if piece.finish is not None:
-                turn.ends.append((key, piece.finish, piece.error, request_gauges(seq)))
+                output.ends.append((key, piece.finish, piece.error, request_gauges(seq)))
 
     def flush(self) -> None:
-        """At the end of a turn: send it, also where it is empty."""
-        turn, self._turn = self._turn, Turn()
+        """At the end of a step: send its output, even where it is empty."""
+        output, self._output = self._output, StepOutput()
         now = time.monotonic()
         if now - self._state_at >= _STATE_S:
-            self._state_at, turn.state = now, state_gauges(self._scheduler)
-        self._send(turn)
+            self._state_at, output.state = now, state_gauges(self._scheduler)
+        self._send(output)

@@ -1,8 +1,7 @@
-"""The engine's own process: loads the model, takes requests from a socket, sends every step's tokens as one message.
+"""The engine's process: loads the model, reads requests from a socket, sends the tokens of each step as one message.
 
-`python -m armillary.serving.processes.engine_main FD`. The engine runs in a thread of its own; this one only reads the
-socket, checks and hashes prompts. The process ends when the server's end of the socket is closed, however that came
-about.
+`python -m armillary.serving.processes.engine_main FD`. The engine runs in its own thread; the main thread reads the
+socket, and checks and hashes prompts. The process ends when the server's end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -25,70 +24,70 @@ from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.telemetry.gauge_log import GaugeLog
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, Overloaded
 from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,
     Abort,
+    EngineConfig,
     Failed,
-    Orders,
-    Outlet,
+    OutputSender,
     Refused,
+    SendQueue,
     Started,
     Submit,
-    Turns,
     messages,
 )
-from armillary.serving.processes.grammar_queue import Busy, Compiling
-from armillary.serving.processes.grammar_sandbox import Trials
-from armillary.serving.processes.heartbeat import Pulse
+from armillary.serving.processes.grammar_queue import GrammarQueue
+from armillary.serving.processes.grammar_sandbox import GrammarSandbox
+from armillary.serving.processes.heartbeat import Heartbeat
 from armillary.store.gauges import GaugeWriter
 
 _WAIT_S = 30 * 86_400.0
-"""ranks that follow may hear nothing for as long as nobody asks anything"""
-assert INDEX_BITS >= 10, "an engine takes 1,024 answers to a prompt"
+"""collective timeout of the other ranks, which receive nothing while the server is idle"""
+assert INDEX_BITS >= 10, "an engine accepts 1,024 sequences per prompt"
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    inbox, outlet = messages(sock), Outlet(sock)
-    orders = next(inbox, None)
-    if orders is None:
+    inbox, send_queue = messages(sock), SendQueue(sock)
+    config = next(inbox, None)
+    if config is None:
         return
     try:
-        run(orders, inbox, outlet)
+        run(config, inbox, send_queue)
     except ArmillaryError as error:
-        outlet.send(Failed(message=" ".join(str(error).split()), by_user=True))
+        send_queue.send(Failed(message=" ".join(str(error).split()), by_user=True))
     except BaseException as error:
         traceback.print_exc()
-        outlet.send(Failed(message=f"{type(error).__name__}: {error}", by_user=False))
+        send_queue.send(Failed(message=f"{type(error).__name__}: {error}", by_user=False))
     sys.stderr.flush()
-    os._exit(1)  # other threads may hang; nothing here is worth waiting for
+    os._exit(1)  # without waiting for other threads, which may hang
 
 
-def run(orders: Orders, inbox: Iterator[Any], outlet: Outlet) -> None:
-    """Load, say so, and serve until the server is gone."""
+def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> None:
+    """Load the model, report it, and serve until the server has closed the socket."""
     from armillary.parallel.world import join_world
 
-    phases = [("process", time.time() - orders.asked_at)]
-    with join_world(orders.device, timeout_s=_WAIT_S) as world:
-        record = _recorder(orders) if world.is_main else None
+    phases = [("process", time.time() - config.asked_at)]
+    with join_world(config.device, timeout_s=_WAIT_S) as world:
+        record = _recorder(config) if world.is_main else None
         llm = LLM(
-            orders.model,
-            orders.serve,
-            home=orders.home,
+            config.model,
+            config.serve,
+            home=config.home,
             world=world,
             record=record.record if record is not None else None,
             phase=lambda name, seconds: phases.append((name, seconds)),
         )
-        phases.append(("in all", time.time() - orders.asked_at))
+        phases.append(("in all", time.time() - config.asked_at))
         if world.is_main:
-            worker = _start(llm, outlet)
-            outlet.send(_started(llm, phases))
-            intake = Intake(llm, worker, outlet)
+            worker = _start(llm, send_queue)
+            send_queue.send(_started(llm, phases))
+            receiver = RequestReceiver(llm, worker, send_queue)
             for message in inbox:
-                intake.take(message)
+                receiver.take(message)
             if record is not None:
                 record.close()
         else:
@@ -97,12 +96,12 @@ def run(orders: Orders, inbox: Iterator[Any], outlet: Outlet) -> None:
         os._exit(0)
 
 
-def _recorder(orders: Orders) -> GaugeLog | None:
-    """None where nobody asked, or where there is no room to write."""
-    if orders.gauges is None:
+def _recorder(config: EngineConfig) -> GaugeLog | None:
+    """None where gauges are not recorded, or cannot be written."""
+    if config.gauges is None:
         return None
     try:
-        return GaugeLog(GaugeWriter(orders.gauges))
+        return GaugeLog(GaugeWriter(config.gauges))
     except ArmillaryError as error:
         print(f"nothing is recorded: {error}", file=sys.stderr)
         return None
@@ -113,21 +112,21 @@ def _follow(llm: LLM) -> None:
         llm.follow()
     except BaseException:
         traceback.print_exc()
-    os._exit(1)  # without its leader a rank is of no use
+    os._exit(1)  # a rank is of no use without rank 0
 
 
-def _start(llm: LLM, outlet: Outlet) -> EngineThread:
-    """Tokens go out as they are: text is made in the server."""
+def _start(llm: LLM, send_queue: SendQueue) -> EngineThread:
+    """Start the engine's thread; it sends token ids, which the server detokenizes."""
     llm.engine.answers = Answers(llm.engine.scheduler, NoText)
-    worker = EngineThread(llm.engine, Turns(llm.engine.scheduler, outlet.send))
+    worker = EngineThread(llm.engine, OutputSender(llm.engine.scheduler, send_queue.send))
     worker.start()
-    Pulse(worker, outlet.send).start()
+    Heartbeat(worker, send_queue.send).start()
     threading.Thread(target=_watch, args=(worker,), daemon=True).start()
     return worker
 
 
 def _watch(worker: EngineThread) -> None:
-    """An engine whose thread is over is of no use: the server starts another."""
+    """End the process when the engine's thread ends, so that the server starts another."""
     worker.join()
     os._exit(1 if worker.failure else 0)
 
@@ -144,24 +143,24 @@ def _started(llm: LLM, phases: list[tuple[str, float]]) -> Started:
     )
 
 
-class Intake:
-    """Passes requests on to the engine. Structures are compiled beside, as that may take seconds."""
+class RequestReceiver:
+    """Submits requests to the engine; grammars are compiled in another thread, as that may take seconds."""
 
-    def __init__(self, llm: LLM, worker: EngineThread, outlet: Outlet) -> None:
-        self._worker, self._outlet = worker, outlet
-        trials = Trials(Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab))
-        self._compiling = Compiling(llm.structures, trials, self._submit, self._refuse)
+    def __init__(self, llm: LLM, worker: EngineThread, send_queue: SendQueue) -> None:
+        self._worker, self._send_queue = worker, send_queue
+        sandbox = GrammarSandbox(Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab))
+        self._grammars = GrammarQueue(llm.structures, sandbox, self._submit, self._refuse)
 
     def take(self, message: Submit | Abort) -> None:
         """In the thread that reads the socket."""
         if isinstance(message, Abort):
             if message.index is None:
-                self._compiling.give_up(message.number)
+                self._grammars.discard(message.number)
             self._worker.abort(str(message.number), message.index)
         elif message.params.structure is None:
             self._submit(message)
         else:
-            self._compiling.take(message)
+            self._grammars.take(message)
 
     def _submit(self, message: Submit, maker: MakeConstraint | None = None) -> None:
         request = Request(
@@ -179,7 +178,9 @@ class Intake:
 
     def _refuse(self, message: Submit, error: ArmillaryError) -> None:
         text = " ".join(str(error).split())
-        self._outlet.send(Refused(number=message.number, message=text, busy=isinstance(error, Busy)))
+        code = getattr(error, "code", None)
+        overloaded = isinstance(error, Overloaded)
+        self._send_queue.send(Refused(number=message.number, message=text, code=code, overloaded=overloaded))
 
 
 if __name__ == "__main__":

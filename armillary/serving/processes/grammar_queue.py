@@ -1,7 +1,7 @@
-"""Requests whose structure is being compiled, beside the engine's loop: bounded in number, time and memory.
+"""Requests whose grammar is being compiled outside the engine's loop, with limits of number, time and memory.
 
-Every structure is tried in a process that can be killed (`trials`). One that is not done quickly waits until all new
-ones had their try, so that whoever sends slow ones makes nobody else wait longer than one of them takes.
+Every grammar is first compiled in a process that can be killed (`GrammarSandbox`). One that takes long waits until all
+new grammars had a first attempt, so that slow grammars delay other requests by at most one attempt.
 """
 
 from __future__ import annotations
@@ -15,53 +15,49 @@ from typing import Protocol
 
 from armillary.engine.request.constraint import Structure
 from armillary.engine.scheduler.request_checks import MakeConstraint
-from armillary.errors import ArmillaryError, BadInput
+from armillary.errors import ArmillaryError, BadInput, Overloaded
 from armillary.serving.processes.engine_ipc import Submit
-from armillary.serving.processes.grammar_sandbox import Compiler, TooLong
+from armillary.serving.processes.grammar_sandbox import Compiler, CompileTimeout
 
-_TRY_S = (0.5, 5.0)
-"""seconds of CPU time that a structure may take: the first time, and once nobody else waits for their first"""
-_MOST = 256
-"""requests that may wait for this"""
-_SHORT = 4_096
-"""characters: of those that had as many tries, the ones shorter by so much go first"""
-
-
-class Busy(ArmillaryError):
-    """Too many structures wait to be compiled."""
+_ATTEMPT_S = (0.5, 5.0)
+"""seconds of CPU time of the first attempt, and of the second, once no grammar waits for its first"""
+_MAX_WAITING = 256
+"""requests that may wait for a compilation"""
+_LENGTH_STEP = 4_096
+"""characters: among grammars with as many attempts, those shorter by this much go first"""
 
 
-class Knowing(Compiler, Protocol):
-    """A compiler that keeps what it made."""
+class CachingCompiler(Compiler, Protocol):
+    """A compiler with a cache."""
 
     def knows(self, structure: Structure) -> bool: ...
 
 
-class Trying(Protocol):
-    """Says whether a structure can be compiled, in bounded time."""
+class Sandbox(Protocol):
+    """Tries a compilation in bounded time."""
 
     def run(self, structure: Structure, cpu_s: float) -> None: ...
 
 
-class Compiling:
-    """A queue, and the thread that works it off."""
+class GrammarQueue:
+    """The queue of compilations and its thread."""
 
     def __init__(
         self,
-        structures: Knowing,
-        trials: Trying,
+        structures: CachingCompiler,
+        sandbox: Sandbox,
         submit: Callable[[Submit, MakeConstraint], None],
         refuse: Callable[[Submit, ArmillaryError], None],
     ) -> None:
-        self._structures, self._trials = structures, trials
+        self._structures, self._sandbox = structures, sandbox
         self._submit, self._refuse = submit, refuse
         self._queue: queue.PriorityQueue[tuple[int, int, int, Submit]] = queue.PriorityQueue()
-        """by tries, length and arrival"""
+        """ordered by attempts, length and arrival"""
         self._order = count()
         self._waiting: set[int] = set()
-        """requests that are not with the engine yet; those that were given up meanwhile are taken out"""
-        self._handing = threading.Lock()
-        """held to look whether one was given up, and to hand it over: an abort comes before or after that"""
+        """numbers of queued requests; an aborted request is removed"""
+        self._lock = threading.Lock()
+        """held while a request is checked for an abort and submitted, so that an abort comes before or after both"""
         self._thread: threading.Thread | None = None
 
     def take(self, message: Submit) -> None:
@@ -69,56 +65,56 @@ class Compiling:
         assert message.params.structure is not None
         if self._structures.knows(message.params.structure):
             return self._submit(message, self._structures.maker(message.params.structure))
-        with self._handing:
-            room = len(self._waiting) < _MOST
-            if room:
+        with self._lock:
+            accepted = len(self._waiting) < _MAX_WAITING
+            if accepted:
                 self._waiting.add(message.number)
-        if not room:
-            return self._refuse(message, Busy("too many structures wait to be compiled; try again later"))
-        self._queue.put((0, len(message.params.structure.source) // _SHORT, next(self._order), message))
+        if not accepted:
+            return self._refuse(message, Overloaded("too many grammars wait to be compiled; try again later"))
+        self._queue.put((0, len(message.params.structure.source) // _LENGTH_STEP, next(self._order), message))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
             self._thread.start()
         return None
 
-    def give_up(self, number: int) -> None:
-        """Nobody waits for a request any more."""
-        with self._handing:
+    def discard(self, number: int) -> None:
+        """A request was aborted."""
+        with self._lock:
             self._waiting.discard(number)
 
     def _run(self) -> None:
         while True:
             self._next(*self._queue.get())
 
-    def _next(self, tries: int, length: int, place: int, message: Submit) -> None:
-        """Try one: it goes to the engine, is refused, or waits for its second try."""
+    def _next(self, attempts: int, length: int, order: int, message: Submit) -> None:
+        """Attempt one compilation: the request is submitted, refused, or waits for its second attempt."""
         if message.number not in self._waiting:
             return
         try:
-            self._compile(message, _TRY_S[tries])
-        except TooLong as error:
-            if tries + 1 < len(_TRY_S):
-                self._queue.put((tries + 1, length, place, message))
+            self._compile(message, _ATTEMPT_S[attempts])
+        except CompileTimeout as error:
+            if attempts + 1 < len(_ATTEMPT_S):
+                self._queue.put((attempts + 1, length, order, message))
             else:
                 self._end(message, error)
         except ArmillaryError as error:
             self._end(message, error)
-        except Exception as error:  # of the compiler: in this thread nobody else would hear of it
+        except Exception as error:  # of the compiler: no other thread would see it
             traceback.print_exc()
-            self._end(message, BadInput(f"the structure cannot be used ({type(error).__name__}); make it simpler"))
+            self._end(message, BadInput(f"the grammar cannot be used ({type(error).__name__}); make it simpler"))
 
     def _compile(self, message: Submit, cpu_s: float) -> None:
         structure = message.params.structure
         assert structure is not None
         maker = self._structures.maker(structure)
         if not self._structures.knows(structure):
-            self._trials.run(structure, cpu_s)
-        maker()  # others with the same structure find it compiled
-        with self._handing:
+            self._sandbox.run(structure, cpu_s)
+        maker()  # other requests with this grammar find it in the cache
+        with self._lock:
             if message.number in self._waiting:
                 self._waiting.discard(message.number)
                 self._submit(message, maker)
 
     def _end(self, message: Submit, error: ArmillaryError) -> None:
-        self.give_up(message.number)
+        self.discard(message.number)
         self._refuse(message, error)

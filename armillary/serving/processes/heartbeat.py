@@ -1,7 +1,7 @@
-"""The engine's heartbeat: a thread that tells the server, during a long step, that the process lives and what it does.
+"""The engine's heartbeat: a thread that reports to the server during a long step.
 
-Short steps need none: each brings a message of its own. Times are counted by the beats, so that a process which was
-stopped, or a machine which slept, does not come back with a step of an hour.
+Short steps need no heartbeat: each sends a message of its own. Times are counted in beats, so that a process that was
+stopped, or a machine that slept, does not report a step of an hour.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from collections.abc import Callable
 from types import FrameType
 
 from armillary.engine.engine_thread import EngineThread
-from armillary.serving.processes.engine_ipc import Beat
+from armillary.serving.processes.engine_ipc import HeartbeatMessage
 
 EVERY_S = 0.5
 
 
-class Pulse:
-    """Watches the thread of a worker."""
+class Heartbeat:
+    """Watches the engine's thread."""
 
-    def __init__(self, worker: EngineThread, send: Callable[[Beat], None], every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, worker: EngineThread, send: Callable[[HeartbeatMessage], None], every_s: float = EVERY_S
+    ) -> None:
         self._worker, self._send, self._every_s = worker, send, every_s
         self._step_s = self._still_s = 0.0
         self._seen: tuple[int, ...] = ()
-        """where the thread was"""
+        """position of the thread at the last beat"""
 
     def start(self) -> None:
-        """For as long as the process lives."""
-        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+        """Run until the process ends."""
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def _run(self) -> None:
         before = time.monotonic()
@@ -39,26 +41,28 @@ class Pulse:
             before = now
 
     def beat(self, slept_s: float) -> None:
-        """`slept_s` after the last one: look, and tell the server where a turn takes longer than two beats."""
+        """Report a step that takes longer than two beats; `slept_s` is the time since the last beat."""
         times, quiet_s = self._worker.engine.loop.times, self._worker.quiet_s()
         times.wanted = True
         counted = min(slept_s, 2 * self._every_s)
-        where = _where(self._worker.frame())
-        if quiet_s < slept_s:  # another turn than at the last beat
+        position = _position(self._worker.frame())
+        if quiet_s < slept_s:  # a new step since the last beat
             self._step_s = self._still_s = min(quiet_s, counted)
         else:
             self._step_s += counted
-            self._still_s = self._still_s + counted if where == self._seen else 0.0
-        self._seen = where
+            self._still_s = self._still_s + counted if position == self._seen else 0.0
+        self._seen = position
         if quiet_s > 2 * self._every_s:
             tokens, expected_s = self._worker.engine.under_way()
-            self._send(Beat(step_s=self._step_s, still_s=self._still_s, tokens=tokens, expected_s=expected_s))
+            self._send(
+                HeartbeatMessage(step_s=self._step_s, still_s=self._still_s, tokens=tokens, expected_s=expected_s)
+            )
 
 
-def _where(frame: FrameType | None) -> tuple[int, ...]:
-    """The place of a thread in its program: what it calls, and how far it is in each."""
-    found: list[int] = []
+def _position(frame: FrameType | None) -> tuple[int, ...]:
+    """The position of a thread in its program: code and instruction of each frame."""
+    position: list[int] = []
     while frame is not None:
-        found += (id(frame.f_code), frame.f_lasti)
+        position += (id(frame.f_code), frame.f_lasti)
         frame = frame.f_back
-    return tuple(found)
+    return tuple(position)

@@ -1,6 +1,6 @@
-"""Where the answers to one HTTP request arrive: tokens as the engine's process sends them, in order, until all ended.
+"""The mailbox of one HTTP request: tokens of its choices in order, as the engine's process sends them.
 
-The handler of the request takes what has come; nobody waits for it, and it waits for nobody but the engine.
+The request's handler takes them when it is ready; the client of the engine never waits for a handler.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class End(NamedTuple):
-    """Why an answer is over."""
+class FinishEvent(NamedTuple):
+    """The end of a sequence."""
 
     finish: str
     error: str
     gauges: dict[str, float]
-    """times and sizes, as the engine saw them"""
+    """the engine's gauges of the request"""
 
 
-class Event(NamedTuple):
-    """A token of an answer, or its end."""
+class TokenEvent(NamedTuple):
+    """A token of a choice, or its end."""
 
     choice: int
     token: int | None = None
     logprob: tuple[Any, ...] | None = None
-    """(token, value, likeliest)"""
-    end: End | None = None
+    """(token, log-probability, top tokens)"""
+    end: FinishEvent | None = None
 
 
 @dataclass(slots=True)
 class _Times:
-    """When an answer's tokens came."""
+    """Arrival times of a choice's tokens."""
 
     first: float | None = None
     last: float | None = None
@@ -40,24 +40,24 @@ class _Times:
 
 
 class Mailbox:
-    """Tokens of all answers to a request, of one or several prompts."""
+    """Tokens of all choices of a request, of one or several prompts."""
 
     def __init__(self, choices: int, *, eager: bool, begin: float | None = None) -> None:
         self.eager = eager
-        """wake the reader for every token; else only when all is over"""
+        """wake the handler for every token; else only when all choices have ended"""
         self.begin = time.monotonic() if begin is None else begin
         self.left = choices
-        """answers that are not over"""
+        """choices that have not ended"""
         self.times = [_Times() for _ in range(choices)]
         self.prompts: dict[int, list[Any]] = {}
-        """first choice of a prompt -> log-probabilities of its tokens but the first"""
-        self._events: list[Event] = []
+        """first choice of a prompt -> log-probabilities of the prompt's tokens from the second on"""
+        self._events: list[TokenEvent] = []
         self._problem: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def token(self, choice: int, token: int, logprob: tuple[Any, ...] | None, now: float) -> float | None:
-        """One more token; the time since the one before, or none for the first."""
-        self._events.append(Event(choice, token, logprob))
+        """Add a token; the time since the previous one, or none for the first."""
+        self._events.append(TokenEvent(choice, token, logprob))
         times = self.times[choice]
         before, times.last = times.last, now
         times.count += 1
@@ -68,20 +68,20 @@ class Mailbox:
             return None
         return now - before
 
-    def end(self, choice: int, end: End) -> None:
-        """One answer is over."""
-        self._events.append(Event(choice, end=end))
+    def end(self, choice: int, end: FinishEvent) -> None:
+        """A choice has ended."""
+        self._events.append(TokenEvent(choice, end=end))
         self.left -= 1
         if self.eager or not self.left:
             self._wake()
 
     def fail(self, problem: Exception) -> None:
-        """Nothing more will come."""
+        """No more events will come."""
         self._problem, self.left = problem, 0
         self._wake()
 
-    async def take(self) -> list[Event]:
-        """What has come since the last time, at least one event; what went wrong is raised after what came before."""
+    async def take(self) -> list[TokenEvent]:
+        """The events since the last call, at least one; a problem is raised after the events before it."""
         while not self._ready():
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -1,6 +1,6 @@
-"""What the server counts, exported for Prometheus under the names of `spec/gauges.py` with `armillary_` before them.
+"""The server's metrics, exported to Prometheus under the names of `spec/gauges.py` with the prefix `armillary_`.
 
-Observing costs less than a microsecond, because it happens for every token; prometheus_client only writes the page.
+An observation takes less than a microsecond, because there is one per token; prometheus_client only writes the page.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _ENGINE_TOTALS = (
     "tokens_out_total",
 )
 
-_OF_ANSWER, _OF_PROMPT = ("queue_s", "prefill_s", "decode_s", "tokens_out"), ("tokens_in", "cached_tokens")
+_FINISHES = ("stop", "length", "tool_calls", "abort", "deadline", "error")
+_OF_COMPLETION, _OF_PROMPT = ("queue_s", "prefill_s", "decode_s", "tokens_out"), ("tokens_in", "cached_tokens")
 
 
 class Histogram:
-    """Counts by bounds."""
+    """Counts of values per bucket."""
 
     def __init__(self, bounds: tuple[float, ...] = _SECONDS) -> None:
         self.bounds = bounds
@@ -44,23 +45,23 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound as text, how many are not above it)."""
-        found, total = [], 0
+        """(upper bound as text, number of values up to it)."""
+        buckets, total = [], 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             total += count
-            found.append((bound, float(total)))
-        return found
+            buckets.append((bound, float(total)))
+        return buckets
 
 
 class Metrics:
-    """Everything that is counted about one server."""
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         seconds = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s", "prefill_s", "decode_s")
         self.histograms = {name: Histogram() for name in seconds}
         self.histograms |= {name: Histogram(_TOKENS) for name in ("tokens_in", "tokens_out", "cached_tokens")}
         self.finished: Counter[str] = Counter()
-        """answers by why they ended, as their clients were told"""
+        """choices by the finish_reason that clients see"""
         self.responses: Counter[tuple[str, int]] = Counter()
         """by path and status"""
         self.rejected = self.restarts = 0
@@ -68,82 +69,76 @@ class Metrics:
         self.ready = False
         self.started_at = time.time()
         self.info: Mapping[str, str] = {}
-        """what the server is set to, for whoever has only this page"""
+        """labels of armillary_serve_info: the model, the run and the keys of [serve]"""
         self._state: Mapping[str, float] = {}
         self._before: Counter[str] = Counter()
-        """totals of engines that are no more"""
+        """totals of earlier engines"""
 
-    def state(self, found: Mapping[str, float]) -> None:
-        """How the engine is doing."""
-        self._state = found
+    def set_state(self, gauges: Mapping[str, float]) -> None:
+        """The engine's newest state gauges."""
+        self._state = gauges
 
     def engine_lost(self) -> None:
-        """Another engine begins to count at zero."""
+        """Add the totals of an engine that has ended: the next one counts from zero."""
         self._before.update({name: int(self._state.get(name, 0)) for name in _ENGINE_TOTALS})
         self._state = {}
 
     def ended(self, box: Mailbox, choice: int, gauges: Mapping[str, float], now: float, *, first: bool) -> None:
-        """An answer is over: its times, as seen from this process where tokens are streamed. What is the prompt's is
-        counted with the `first` of its answers."""
-        times, observe = box.times[choice], self._observe
-        for name in (*_OF_ANSWER, *(_OF_PROMPT if first else ())):
+        """A completion has ended: observe its times, by this process's clock where tokens are streamed. Gauges of the
+        prompt are observed with its `first` completion."""
+        times = box.times[choice]
+        for name in (*_OF_COMPLETION, *(_OF_PROMPT if first else ())):
             if name in gauges:
-                observe(name, gauges[name])
+                self.histograms[name].observe(gauges[name])
         if times.first is not None and times.last is not None:
-            observe("ttft_s", times.first - box.begin)
-            observe("e2e_s", now - box.begin)
+            self.histograms["ttft_s"].observe(times.first - box.begin)
+            self.histograms["e2e_s"].observe(now - box.begin)
             if times.count > 1:
-                observe("tpot_s", (times.last - times.first) / (times.count - 1))
+                self.histograms["tpot_s"].observe((times.last - times.first) / (times.count - 1))
 
-    def _observe(self, name: str, value: float) -> None:
-        self.histograms[name].observe(value)
-
-    # --- for prometheus_client
+    # --- export
 
     def collect(self) -> Iterable[Any]:
-        """Families of samples, as a registry asks for them."""
+        """Metric families, for prometheus_client's registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, histogram in self.histograms.items():
             family = HistogramMetricFamily(prometheus_name(name), GAUGES[name].meaning)
             family.add_metric([], histogram.buckets(), histogram.sum)
             yield family
-        yield self._by_label(CounterMetricFamily, "requests_total", "finish", self.finished)
+        name = "requests_total"
+        requests = CounterMetricFamily(prometheus_name(name), GAUGES[name].meaning, labels=["finish"])
+        for finish in _FINISHES:
+            requests.add_metric([finish], self.finished[finish])
+        yield requests
         http = CounterMetricFamily("armillary_http_responses_total", "HTTP responses", labels=["path", "status"])
         for (path, status), count in sorted(self.responses.items()):
             http.add_metric([path, str(status)], count)
         yield http
         for name, value in self._totals().items():
-            about = GAUGES[name].meaning if name in GAUGES else "engines started again"
+            about = GAUGES[name].meaning if name in GAUGES else "engine restarts"
             yield CounterMetricFamily(prometheus_name(name), about, value=value)
         for name in _FROM_ENGINE:
             yield GaugeMetricFamily(prometheus_name(name), GAUGES[name].meaning, value=self._state.get(name, 0.0))
         if self.info:
-            told = GaugeMetricFamily("armillary_serve_info", "model, run and keys of [serve]", labels=list(self.info))
-            told.add_metric(list(self.info.values()), 1.0)
-            yield told
-        yield GaugeMetricFamily("armillary_inflight", "HTTP requests under way", value=self.inflight)
-        yield GaugeMetricFamily("armillary_ready", "1 where /ready is 200", value=float(self.ready))
-        yield GaugeMetricFamily("armillary_start_time_seconds", "when the server started", value=self.started_at)
+            info = GaugeMetricFamily("armillary_serve_info", "model, run and keys of [serve]", labels=list(self.info))
+            info.add_metric(list(self.info.values()), 1.0)
+            yield info
+        yield GaugeMetricFamily("armillary_inflight", "HTTP requests in flight", value=self.inflight)
+        yield GaugeMetricFamily("armillary_ready", "1 while /ready is 200", value=float(self.ready))
+        yield GaugeMetricFamily("armillary_start_time_seconds", "start time of the server", value=self.started_at)
 
     def _totals(self) -> dict[str, float]:
-        found = {name: self._before[name] + self._state.get(name, 0.0) for name in _ENGINE_TOTALS}
-        aborted = self.finished["abort"] + self.finished["deadline"]
-        return found | {
-            "aborted_total": aborted,
+        totals = {name: self._before[name] + self._state.get(name, 0.0) for name in _ENGINE_TOTALS}
+        return totals | {
+            "aborted_total": self.finished["abort"] + self.finished["deadline"],
             "errors_total": self.finished["error"],
             "rejected_total": self.rejected,
             "restarts_total": self.restarts,
         }
 
-    def _by_label(self, family: Any, name: str, label: str, counts: Counter[str]) -> Any:
-        made = family(prometheus_name(name), GAUGES[name].meaning, labels=[label])
-        for value in ("stop", "length", "tool_calls", "abort", "deadline", "error"):
-            made.add_metric([value], counts[value])
-        return made
-
     def page(self) -> bytes:
-        """The page that Prometheus reads."""
+        """The page of /metrics."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)

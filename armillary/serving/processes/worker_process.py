@@ -1,7 +1,7 @@
-"""A process of our own that answers one message at a time: for work that would hold the interpreter, or never end.
+"""A child process that answers one message at a time, for work that would hold the GIL or might never end.
 
-It is started when it is first asked, and again where it died. It runs `python -m MODULE FD`, reads its messages with
-`channel.messages`, and ends when our end of its socket is closed, however that came about.
+It runs `python -m MODULE FD`, is started with the first message and again after its death, and ends when our end of its
+socket is closed.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any
 from armillary.serving.processes.engine_ipc import frame, messages
 
 
-class Child:
-    """Our end; for one thread at a time."""
+class WorkerProcess:
+    """The parent's end; for one thread at a time."""
 
     def __init__(self, module: str, *first: Any) -> None:
-        """`first` are messages that every new process gets before all others, and does not answer."""
+        """`first` are messages that every new process gets first, and does not answer."""
         self._module = module
         self._first = first
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self._answers: Generator[Any, None, None] | None = None
+        self._replies: Generator[Any, None, None] | None = None
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     def ask(self, message: Any) -> Any:
-        """Its answer; None where it died over it."""
+        """The process's reply to a message; None where it died."""
         if self._process is None or self._process.poll() is not None:
             self._start()
-        assert self._sock is not None and self._answers is not None
-        with suppress(OSError):  # it has just died: that shows below
+        assert self._sock is not None and self._replies is not None
+        with suppress(OSError):  # it has just died, which the next line notices
             self._sock.sendall(frame(message))
-        found = next(self._answers, None)
-        if found is None:
+        reply = next(self._replies, None)
+        if reply is None:
             self.close()
-        return found
+        return reply
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None and self._sock is not None and self._answers is not None:
-            self._answers.close()  # it holds the socket's file
+        if self._process is not None and self._sock is not None and self._replies is not None:
+            self._replies.close()  # it holds the socket's file object
             self._sock.close()
             self._process.kill()
             self._process.wait()
@@ -65,18 +65,18 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": paths},
             )
-        self._answers = messages(self._sock)
+        self._replies = messages(self._sock)
         for message in self._first:
             self._sock.sendall(frame(message))
 
 
-def answer_all(answer: Callable[[Any], Any], prepare: Callable[[Iterator[Any]], None] | None = None) -> None:
-    """In that process: `prepare` takes its first messages, `answer` is called for all others."""
+def serve_messages(reply: Callable[[Any], Any], prepare: Callable[[Iterator[Any]], None] | None = None) -> None:
+    """In the child: `prepare` reads the first messages, `reply` is called for each of the others."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # our end is the socket's
+        signal.signal(number, signal.SIG_IGN)  # the child ends when its socket is closed
     sock = socket.socket(fileno=int(sys.argv[1]))
     inbox = messages(sock)
     if prepare is not None:
         prepare(inbox)
     for message in inbox:
-        sock.sendall(frame(answer(message)))
+        sock.sendall(frame(reply(message)))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from armillary.kernels.core.timing import MIN_SAMPLES, calls_per_sample, num_samples, summary, time_calls
-from armillary.machine.clocks import Clocks, cpu_clocks, parse_gpu
+from armillary.machine import clocks as clocks_module
+from armillary.machine.clocks import Clocks, cpu_clocks, gpu_clocks, parse_gpu
 
 
 def test_calls_are_taken_in_turn() -> None:
@@ -44,23 +47,50 @@ def test_short_calls_are_grouped_and_long_ones_counted_out(once_s: float, calls:
 def test_clocks_between_two_times() -> None:
     values = iter([1e9, 2e9, 3e9])
     begin = time.monotonic()
-    with Clocks(lambda: {"cpu_clock_hz": next(values, 3e9)}, every_s=0.01) as clocks:
+    with Clocks(lambda: {"cpu_clock_hz": next(values, 3e9)}, interval_s=0.01) as clocks:
         time.sleep(0.1)
     seen = clocks.between(begin, time.monotonic())
     assert 1e9 < seen["cpu_clock_hz"] <= 3e9
     assert clocks.between(begin - 9, begin - 8) == {"cpu_clock_hz": 1e9}
 
 
-def test_a_machine_that_says_nothing_has_no_clocks(tmp_path: Path) -> None:
-    with Clocks(cpu_clocks(tmp_path), every_s=0.01) as clocks:
+def test_a_machine_that_says_nothing_has_no_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: None)
+    with Clocks(cpu_clocks, interval_s=0.01) as clocks:
         time.sleep(0.03)
     assert clocks.between(0, time.monotonic()) == {}
 
 
-def test_clocks_are_read_from_the_system(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text("cpu MHz\t\t: 2000.5\nflags : x\ncpu MHz\t\t: 3000.5\n")
-    assert cpu_clocks(tmp_path)() == {"cpu_clock_hz": pytest.approx(2500.5e6)}
+def test_clocks_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: SimpleNamespace(current=2500.5))
+    assert cpu_clocks() == {"cpu_clock_hz": pytest.approx(2500.5e6)}
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert cpu_clocks() == {}
+
+
+def test_nvml_is_read_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
+
+    def no_power(handle: str) -> float:
+        raise NVMLError("not supported")
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_CLOCK_SM="sm",
+        NVML_CLOCK_MEM="mem",
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetClockInfo=lambda handle, kind: {"sm": 1980, "mem": 3201}[kind],
+        nvmlDeviceGetPowerUsage=no_power,
+        nvmlDeviceGetTemperature=lambda handle, sensor: 61,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert gpu_clocks("GPU-1")() == {"sm_clock_hz": 1.98e9, "memory_clock_hz": 3.201e9, "temperature_c": 61.0}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(clocks_module, "ask", lambda *arguments: "1980, 3201, 612.1, 61\n")
+    assert gpu_clocks("GPU-1")()["power_w"] == 612.1
 
 
 def test_a_driver_that_does_not_know_everything() -> None:

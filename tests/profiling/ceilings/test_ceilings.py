@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from armillary.engine.runner.int8_weights import int_mm_is_exact
 from armillary.errors import NotFound
+from armillary.kernels.core.cache_key import device_name as kernel_device_name
 from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
-from armillary.machine.background_load import Others
-from armillary.machine.device_name import device_name, names_here
+from armillary.machine.background_load import BackgroundLoad
+from armillary.machine.device_name import device_name
 from armillary.profiling.ceilings import attention_flops as attention
 from armillary.profiling.ceilings import bandwidth, disk, fma, gemm, host_copy
 from armillary.profiling.ceilings import elementwise as passes
@@ -189,7 +193,9 @@ def test_a_section_that_does_not_exist(tmp_path: Path) -> None:
 def test_names_of_devices() -> None:
     assert device_name("cpu", threads=1).endswith(", 1 thread")
     assert device_name(CPU, threads=4).endswith(", 4 threads")
-    assert device_name("cpu") == names_here()[-1]
+    assert device_name("cpu", threads=torch.get_num_threads()) == kernel_device_name("cpu"), (
+        "peaks and kernel choices name a CPU alike"
+    )
     assert new_peaks(device_name()).device == device_name(CPU)
 
 
@@ -202,14 +208,15 @@ def test_the_last_cache_is_the_largest(tmp_path: Path) -> None:
     assert cache_bytes(CPU, tmp_path) == 30 << 20
 
 
-def test_the_work_of_others_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/stat").write_text("cpu  100 0 100 9000 0 0 0\ncpu0 1 2 3\n")
-    others = Others(tmp_path)
-    (tmp_path / "proc/stat").write_text("cpu  99999999 0 100 9000 0 0 0\ncpu0 1 2 3\n")
-    busy = others.cores()
+def test_the_work_of_others_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"user": 1.0, "nice": 0.0, "system": 1.0}
+    monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(**times))
+    background = BackgroundLoad()
+    times["user"] = 999_999.0
+    busy = background.cores()
     assert busy is not None and busy > 1
-    assert Others(tmp_path / "elsewhere").cores() is None
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert BackgroundLoad().cores() is None
 
 
 def test_plain_passes_are_measured_where_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ class Fake:
     """requests answered with 500 (the first is 0; trial requests count)"""
     cuts: tuple[int, ...] = ()
     """requests whose stream is cut"""
-    tokens_a_piece: int = 1
+    tokens_per_chunk: int = 1
     """tokens in each event"""
     card: dict[str, Any] = field(default_factory=dict)
     """what it says of its model beside the name"""
@@ -126,7 +126,7 @@ async def _stream(fake: Fake, writer: asyncio.StreamWriter, body: dict[str, Any]
     if chat:
         _event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
     await asyncio.sleep(fake.first_s[number % len(fake.first_s)])
-    pieces = -(-body["max_tokens"] // fake.tokens_a_piece)
+    pieces = -(-body["max_tokens"] // fake.tokens_per_chunk)
     for i in range(pieces):
         if i:
             await asyncio.sleep(fake.gap_s)

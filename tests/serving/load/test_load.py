@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from armillary.serving.load.run import Test, load_test
+from armillary.serving.load.run import LoadTest, load_test
 from armillary.spec.tables.load import Load
 from armillary.spec.tables.serve import Objective, Traffic
 from tests.serving.tiny import Server
@@ -17,7 +17,7 @@ TRAFFIC = Traffic(requests_per_s=40, tokens_in=96, tokens_out=8, shared_prefix=6
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_the_server_under_load(server: Server, api: str) -> None:
     load = Load(api=api, warmup_s=0.2, requests=16)  # type: ignore[arg-type]
-    report = load_test(server.url, Test(traffic=TRAFFIC, load=load, objective=Objective()))
+    report = load_test(server.url, LoadTest(traffic=TRAFFIC, load=load, objective=Objective()))
     found = report.last
     assert found.failed == 0 and found.requests == 16, found.errors
     assert found.counted_by == "usage" and found.tokens_out == 8  # it takes ignore_eos, and counts
@@ -31,5 +31,5 @@ def test_equal_beginnings_are_found_in_the_prefix_cache(server: Server) -> None:
 
     before = hits()
     load = Load(warmup_s=0, requests=8, concurrency=1)  # one by one: the first leaves its blocks
-    load_test(server.url, Test(traffic=TRAFFIC, load=load, objective=Objective()))
+    load_test(server.url, LoadTest(traffic=TRAFFIC, load=load, objective=Objective()))
     server.until(lambda: hits() - before >= 7 * 32)  # of some 64 tokens each, in blocks of 16; counts come with a step

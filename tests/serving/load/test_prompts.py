@@ -9,36 +9,36 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import NotFound
-from armillary.serving.load.prompts import ByCharacters, ByTokenizer, Texts
-from armillary.serving.load.record import Planned
+from armillary.serving.load.prompts import ByCharacters, ByTokenizer, PromptMaker
+from armillary.serving.load.record import PlannedRequest
 
 CUT = ByCharacters(per_token=4.0)
 
 
-def row(tokens: int, *blocks: int) -> Planned:
-    return Planned(at_s=0.0, tokens_in=tokens, tokens_out=1, blocks=blocks)
+def row(tokens: int, *blocks: int) -> PlannedRequest:
+    return PlannedRequest(at_s=0.0, tokens_in=tokens, tokens_out=1, blocks=blocks)
 
 
 def test_lengths_and_seeds() -> None:
-    texts = Texts(cut=CUT, overhead=5)
+    texts = PromptMaker(cut=CUT, overhead=5)
     assert len(texts.prompt(0, row(105))) == 400
     assert texts.prompt(3, row(50)) == texts.prompt(3, row(50)) != texts.prompt(4, row(50))
-    assert texts.prompt(3, row(50)) != Texts(cut=CUT, overhead=5, seed=1).prompt(3, row(50))
+    assert texts.prompt(3, row(50)) != PromptMaker(cut=CUT, overhead=5, seed=1).prompt(3, row(50))
 
 
 def test_a_prompt_longer_than_the_corpus() -> None:
-    assert len(Texts(cut=CUT).prompt(0, row(1_500_000))) == 6_000_000
+    assert len(PromptMaker(cut=CUT).prompt(0, row(1_500_000))) == 6_000_000
 
 
 def test_beginnings_are_shared() -> None:
-    texts = Texts(cut=CUT, shared=100, prefixes=2)
+    texts = PromptMaker(cut=CUT, shared=100, prefixes=2)
     heads = [texts.prompt(i, row(150))[:400] for i in range(20)]
     tails = {texts.prompt(i, row(150))[400:] for i in range(20)}
     assert len(set(heads)) == 2 and len(tails) == 20
 
 
 def test_mooncake_blocks_are_text_by_name() -> None:
-    texts = Texts(cut=CUT)
+    texts = PromptMaker(cut=CUT)
     one, other = texts.prompt(0, row(1300, 0, 1, 2)), texts.prompt(1, row(1300, 0, 1, 7))
     assert len(one) == len(other) == 5200
     assert one[:4096] == other[:4096] and one[4096:] != other[4096:]
@@ -57,10 +57,10 @@ def test_a_tokenizer_cuts_exactly(tmp_path: Path) -> None:
     )
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str())))
     cut = pickle.loads(pickle.dumps(ByTokenizer(folder=str(tmp_path))))
-    text = Texts(cut=cut).prompt(0, row(500))
+    text = PromptMaker(cut=cut).prompt(0, row(500))
     assert len(made.encode(text).ids) == pytest.approx(500, abs=5)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"tokenizer\.json"):
-        Texts(cut=ByTokenizer(folder=str(tmp_path))).prompt(0, row(5))
+        PromptMaker(cut=ByTokenizer(folder=str(tmp_path))).prompt(0, row(5))

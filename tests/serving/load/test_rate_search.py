@@ -9,29 +9,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.serving.load.client_lag import Lag
-from armillary.serving.load.rate_search import Found, search_rate
-from armillary.serving.load.record import Answer
+from armillary.serving.load.rate_search import SearchResult, search_rate
+from armillary.serving.load.record import RequestResult
 from armillary.serving.load.report_text import best_text, trial_rows
-from armillary.serving.load.run import Ran
+from armillary.serving.load.run import RunResult
 from armillary.serving.load.summary import summary
 from armillary.spec.tables.serve import Objective
 
 SECONDS, WORK_S = 20.0, 0.1
 
 
-def queue(capacity: float, rate: float) -> Ran:
+def queue(capacity: float, rate: float) -> RunResult:
     """First come, first served, one leaves every 1/capacity seconds; the answer takes 0.1 s."""
     answers, free = [], 0.0
     for i in range(round(rate * SECONDS)):
         due = i / rate
         free = max(free, due) + 1 / capacity
         at = free + WORK_S
-        answers.append(Answer(index=i, due_s=due, sent_s=due, end_s=at, stamps_s=(at,), tokens_out=1))
+        answers.append(RequestResult(index=i, due_s=due, sent_s=due, end_s=at, stamps_s=(at,), tokens_out=1))
     found = summary(answers, Objective(), Lag(), begin_s=0.0, end_s=SECONDS)
-    return Ran(summary=found, answers=tuple(answers), begin_s=0.0, end_s=SECONDS)
+    return RunResult(summary=found, results=tuple(answers), begin_s=0.0, end_s=SECONDS)
 
 
-def search(capacity: float, start: float, objective: Objective | None = None) -> Found:
+def search(capacity: float, start: float, objective: Objective | None = None) -> SearchResult:
     return search_rate(lambda rate, number: queue(capacity, rate), objective or Objective(), start=start)
 
 
@@ -51,7 +51,7 @@ def test_an_objective_lowers_it() -> None:
 
 
 def test_a_server_without_a_limit_is_said_to_have_none_found() -> None:
-    def quick(rate: float, number: int) -> Ran:
+    def quick(rate: float, number: int) -> RunResult:
         return queue(1e9, min(rate, 50))
 
     found = search_rate(quick, Objective(), start=1)
@@ -59,7 +59,7 @@ def test_a_server_without_a_limit_is_said_to_have_none_found() -> None:
 
 
 def test_a_generator_that_falls_behind_ends_the_search_in_words() -> None:
-    def late(rate: float, number: int) -> Ran:
+    def late(rate: float, number: int) -> RunResult:
         ran = queue(1e9, rate)
         return replace(ran, summary=replace(ran.summary, lag=Lag(send_p99_s=rate / 100)))
 

@@ -12,13 +12,13 @@ import pytest
 
 from armillary.errors import BadInput, NotFound
 from armillary.serving.load.load_page import page
-from armillary.serving.load.multi_process import drive_all, parts
+from armillary.serving.load.multi_process import send_in_processes, split_job
 from armillary.serving.load.probe import probe
-from armillary.serving.load.prompts import Texts
-from armillary.serving.load.rate_search import search_rate, trying
+from armillary.serving.load.prompts import PromptMaker
+from armillary.serving.load.rate_search import rate_runner, search_rate
 from armillary.serving.load.report_text import latency_rows, plain, rate_rows, title_text
-from armillary.serving.load.run import Test, load_test
-from armillary.serving.load.sender import Job
+from armillary.serving.load.run import LoadTest, load_test
+from armillary.serving.load.sender import SendJob
 from armillary.spec.tables.load import Load
 from armillary.spec.tables.serve import Objective, Traffic
 from tests.serving.load.fake_server import Fake, fake_server
@@ -26,8 +26,8 @@ from tests.serving.load.fake_server import Fake, fake_server
 TRAFFIC = Traffic(requests_per_s=40, tokens_in=60, tokens_out=8, duration_s=1.0)
 
 
-def asked(traffic: Traffic = TRAFFIC, objective: Objective | None = None, **load: Any) -> Test:
-    return Test(traffic=traffic, load=Load(**{"warmup_s": 0.1} | load), objective=objective or Objective())
+def asked(traffic: Traffic = TRAFFIC, objective: Objective | None = None, **load: Any) -> LoadTest:
+    return LoadTest(traffic=traffic, load=Load(**{"warmup_s": 0.1} | load), objective=objective or Objective())
 
 
 def test_the_delays_told_are_the_delays_reported() -> None:
@@ -70,7 +70,7 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
 def test_what_goes_wrong_is_counted_by_its_reason() -> None:
     with fake_server(first_s=(0.001,), fails=(9, 12), cuts=(15,)) as fake:
         report = load_test(fake.url, asked(warmup_s=0))
-    assert report.last.errors == {"HTTP 500: not now": 2, "the stream ended before the answer did": 1} or (
+    assert report.last.errors == {"HTTP 500: not now": 2, "the stream ended before the response was complete": 1} or (
         report.last.errors["HTTP 500: not now"] == 2 and report.last.failed == 3
     )
     assert report.last.slo_met_fraction == pytest.approx(37 / 40)
@@ -86,9 +86,9 @@ def test_a_server_that_takes_too_long_is_an_error() -> None:
     ("settings", "expected", "words"),
     [
         ({"refuses": ("ignore_eos",)}, {"api": "chat", "usage": True, "exact": False}, "may be shorter"),
-        ({"refuses": ("ignore_eos", "stream_options")}, {"api": "chat", "usage": False}, "counted as a token"),
-        ({"usage": False}, {"usage": True}, "counted as a token"),
-        ({"chat": False}, {"api": "completions", "usage": True, "exact": True}, "characters a token"),
+        ({"refuses": ("ignore_eos", "stream_options")}, {"api": "chat", "usage": False}, "counts as a token"),
+        ({"usage": False}, {"usage": True}, "counts as a token"),
+        ({"chat": False}, {"api": "completions", "usage": True, "exact": True}, "characters per token"),
     ],
 )
 def test_the_form_of_request_is_found(settings: dict[str, Any], expected: dict[str, Any], words: str) -> None:
@@ -102,13 +102,13 @@ def test_tokens_are_counted_by_pieces_where_nobody_counts_them() -> None:
     with fake_server(first_s=(0.001,), gap_s=0.0, usage=False) as fake:
         report = load_test(fake.url, asked(requests=5))
     assert report.last.counted_by == "chunks" and report.last.tokens_out == 8
-    assert any("counted as streamed pieces" in note for note in report.notes)
+    assert any("counted as streamed chunks" in note for note in report.notes)
 
 
 def test_pieces_of_several_tokens_are_told_apart_from_tokens() -> None:
-    with fake_server(first_s=(0.001,), gap_s=0.002, tokens_a_piece=4) as fake:
+    with fake_server(first_s=(0.001,), gap_s=0.002, tokens_per_chunk=4) as fake:
         report = load_test(fake.url, asked(requests=5))
-    assert report.last.tokens_a_piece == 4 and any("holds 4.00 tokens" in note for note in report.notes)
+    assert report.last.tokens_per_chunk == 4 and any("holds 4.00 tokens" in note for note in report.notes)
 
 
 def test_prompts_share_what_they_should() -> None:
@@ -124,7 +124,7 @@ def test_the_search_ends_near_what_the_server_can_do() -> None:
     """Two slots of 0.05 s: 40 a second, and no more."""
     with fake_server(first_s=(0.05,), gap_s=0.0, slots=2) as fake:
         test = asked(Traffic(requests_per_s=16, tokens_in=9, tokens_out=1, duration_s=1.2, arrival="constant"))
-        found = search_rate(trying(probe(fake.url, Load()), test), Objective(), start=16)
+        found = search_rate(rate_runner(probe(fake.url, Load()), test), Objective(), start=16)
     assert found.best is not None and found.failed is not None
     assert 16 <= found.best < found.failed <= 64 and found.best <= 46  # a loaded machine can only find less
 
@@ -144,12 +144,12 @@ def test_repeats_have_intervals_and_the_report_says_everything(tmp_path: Path) -
     assert "http://127" in text and "src=" not in text and "<script" not in text
 
 
-def job() -> Job:
+def job() -> SendJob:
     with fake_server(first_s=(0.001,), gap_s=0.0) as fake:
         probed = probe(fake.url, Load())
-    return Job(
+    return SendJob(
         target=probed.target,
-        texts=Texts(cut=probed.cut),
+        prompts=PromptMaker(cut=probed.cut),
         traffic=TRAFFIC,
         load=Load(),
         rows=(),
@@ -158,13 +158,13 @@ def job() -> Job:
         stride=1,
         warmup_s=0.0,
         stop_s=1.0,
-        most=11,
+        max_requests=11,
     )
 
 
 def test_several_processes_share_the_work_out() -> None:
-    shares = parts(job(), 3)
-    assert [part.clients for part in shares] == [2, 2, 1] and [part.most for part in shares] == [4, 4, 3]
+    shares = split_job(job(), 3)
+    assert [part.clients for part in shares] == [2, 2, 1] and [part.max_requests for part in shares] == [4, 4, 3]
     assert [(part.first, part.stride) for part in shares] == [(0, 3), (1, 3), (2, 3)]
 
 
@@ -179,7 +179,7 @@ def test_a_sending_process_that_dies_is_one_line(when: str, monkeypatch: pytest.
 
     monkeypatch.setattr("armillary.serving.load.multi_process.subprocess.Popen", start)
     with pytest.raises(BadInput, match=r"killed by signal 9.*try fewer load\.processes"):
-        drive_all(job(), 2)
+        send_in_processes(job(), 2)
 
 
 @pytest.mark.slow
@@ -190,9 +190,9 @@ def test_two_processes_send_what_one_would() -> None:
 
 
 def test_nobody_there_and_nonsense() -> None:
-    with pytest.raises(NotFound, match="nobody answers at"):
+    with pytest.raises(NotFound, match="no server responds at"):
         probe("127.0.0.1:9", Load())
-    with pytest.raises(BadInput, match="is not an address"):
+    with pytest.raises(BadInput, match="is not the address"):
         probe("ftp://x", Load())
     with fake_server(refuses=("model",)) as fake, pytest.raises(BadInput, match="no model here"):
         probe(fake.url, Load())
@@ -215,7 +215,7 @@ def test_requests_that_the_server_is_too_short_for_are_not_sent(cli: Callable[..
             *line.rpartition("; try ")[2].split(),
             "-q",
         )
-    assert (ran.code, len(line.splitlines())) == (2, 1) and "fake takes 256 tokens a request" in line
+    assert (ran.code, len(line.splitlines())) == (2, 1) and "fake takes 256 tokens per request" in line
     assert sent < 6, "trial requests only"
     assert fits.code == 0, fits.err
 

@@ -8,7 +8,7 @@ from statistics import mean, pstdev
 import pytest
 
 from armillary.errors import BadData, BadInput, NotFound
-from armillary.serving.load.schedule import lengths, num_cut, planned, warmup_s
+from armillary.serving.load.schedule import lengths, num_shortened, planned_requests, warmup_s
 from armillary.serving.load.trace import read_trace
 from armillary.spec.tables.load import Load
 from armillary.spec.tables.serve import Traffic
@@ -69,20 +69,20 @@ def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_replay_is_faster_and_shorter_where_asked(azure: Path) -> None:
     load = Load(trace=str(azure), trace_speed=2.0, longest=500, warmup_s=0)
-    rows = planned(Traffic(duration_s=2.0), load, seed=0)
+    rows = planned_requests(Traffic(duration_s=2.0), load, seed=0)
     assert [row.at_s for row in rows] == pytest.approx([0, 1.7709385], abs=1e-5)  # the third comes after 2 s
-    assert [row.tokens_in + row.tokens_out for row in rows] == [418, 500] and num_cut(rows, load) == 1
+    assert [row.tokens_in + row.tokens_out for row in rows] == [418, 500] and num_shortened(rows, load) == 1
 
 
 def test_a_warm_up_that_eats_the_trace_is_refused(azure: Path) -> None:
     with pytest.raises(BadInput, match=r"load\.warmup_s=0"):
-        planned(Traffic(duration_s=60), Load(trace=str(azure)), seed=0)
+        planned_requests(Traffic(duration_s=60), Load(trace=str(azure)), seed=0)
 
 
 def test_the_warm_up_runs_at_the_first_rate_and_comes_on_top() -> None:
     traffic = Traffic(requests_per_s=10, duration_s=20)
     assert warmup_s(traffic, Load()) == 2.0
-    rows = planned(traffic, Load(ramp_to=30), seed=0)
+    rows = planned_requests(traffic, Load(ramp_to=30), seed=0)
     assert sum((row.at_s or 0) < 2.0 for row in rows) == 20 and len(rows) == 20 + 400
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.load.stream_events import EventStream, Pieces, error_text
+from armillary.serving.load.stream_events import EventStream, StreamedResponse, error_text
 
 STREAM = b": a comment\r\nevent: x\ndata: one\n\ndata:two\r\ndata: lines\r\n\r\n\n\ndata: [DONE]"
 
@@ -22,8 +22,8 @@ def test_cuts_do_not_matter(cuts: list[int]) -> None:
     assert found + stream.close() == [b"one", b"two\nlines", b"[DONE]"]
 
 
-def pieces(*events: object) -> Pieces:
-    found = Pieces()
+def pieces(*events: object) -> StreamedResponse:
+    found = StreamedResponse()
     for i, event in enumerate(events):
         found.add(event if isinstance(event, bytes) else json.dumps(event).encode(), float(i))
     return found

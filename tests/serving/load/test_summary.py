@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.serving.load.client_lag import Lag
-from armillary.serving.load.rate_search import breaches
-from armillary.serving.load.record import Answer
+from armillary.serving.load.rate_search import violations
+from armillary.serving.load.record import RequestResult
 from armillary.serving.load.summary import in_flight, summary
 from armillary.spec.tables.serve import Objective
 from armillary.stats import estimate, percentile, slope
 
 
-def answer(due: float, *stamps: float, late: float = 0.0, tokens: int | None = None, error: str = "") -> Answer:
+def answer(due: float, *stamps: float, late: float = 0.0, tokens: int | None = None, error: str = "") -> RequestResult:
     sent = due + late
     end = max([sent, *(due + stamp for stamp in stamps)])
     times = tuple(due + stamp for stamp in stamps)
-    return Answer(
+    return RequestResult(
         index=0,
         due_s=due,
         sent_s=sent,
@@ -54,7 +54,7 @@ def test_goodput_counts_requests_that_meet_everything() -> None:
     found = summary(answers, asked, Lag(), begin_s=0.0, end_s=2.0)
     assert found.goodput_requests_per_s == 0.5 and found.slo_met_fraction == 0.25
     assert found.failed == 1 and found.errors == {"HTTP 500: x": 1}
-    assert len(breaches(found, asked)) == 3  # TTFT, ITL, a failure
+    assert len(violations(found, asked)) == 3  # TTFT, ITL, a failure
 
 
 def test_an_answer_without_text_meets_no_objective_for_its_first() -> None:
@@ -62,14 +62,14 @@ def test_an_answer_without_text_meets_no_objective_for_its_first() -> None:
     for asked, share in ((Objective(ttft_p99_s=0.5), 0.5), (Objective(e2e_p99_s=0.5), 1.0)):
         found = summary(answers, asked, Lag(), begin_s=0.0, end_s=2.0)
         assert found.failed == 0 and found.slo_met_fraction == share
-        assert [why for why in breaches(found, asked) if "no text" in why] == (
-            ["1 of 2 answers had no text"] if share < 1 else []
+        assert [why for why in violations(found, asked) if "no text" in why] == (
+            ["1 of 2 responses had no text"] if share < 1 else []
         )
 
 
 def test_pieces_of_several_tokens() -> None:
     found = summary([answer(0, 0.1, 0.2, tokens=8)], Objective(), Lag(), begin_s=0.0, end_s=1.0)
-    assert found.tokens_a_piece == 4 and found.tokens_out_per_s == 8 and found.tpot.p50_s == pytest.approx(0.1 / 7)
+    assert found.tokens_per_chunk == 4 and found.tokens_out_per_s == 8 and found.tpot.p50_s == pytest.approx(0.1 / 7)
 
 
 def test_a_growing_backlog_is_a_breach() -> None:
@@ -77,8 +77,8 @@ def test_a_growing_backlog_is_a_breach() -> None:
     steady = [answer(i / 10, 0.5) for i in range(200)]
     assert in_flight(steady, begin_s=5, end_s=15, samples=4) == pytest.approx([5, 5, 5, 5], abs=1)
     found = summary(overload, Objective(), Lag(), begin_s=0.0, end_s=20.0)
-    assert found.backlog_growth > 40 and "grew" in breaches(found, Objective())[0]
-    assert breaches(summary(steady, Objective(), Lag(), begin_s=1.0, end_s=20.0), Objective()) == []
+    assert found.backlog_growth > 40 and "grew" in violations(found, Objective())[0]
+    assert violations(summary(steady, Objective(), Lag(), begin_s=1.0, end_s=20.0), Objective()) == []
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60), st.integers(1, 100))

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from armillary.serving.http.asgi import Budget, Exchange
+from armillary.serving.http.asgi import AsgiConnection
+from armillary.serving.http.body_limits import BodyLimits
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai import response as reply
-from armillary.serving.openai import tokenization as texts
+from armillary.serving.openai import tokenization
 from armillary.serving.openai.app import Api
-from armillary.serving.openai.served_model import Served
-from armillary.serving.openai.tokenization import Texts
-from armillary.serving.processes.engine_client import EngineProcess
-from armillary.serving.processes.engine_ipc import INDEX_BITS, Orders, Started, Submit, Turn
+from armillary.serving.openai.served_model import ServedModel
+from armillary.serving.openai.tokenization import Tokenization
+from armillary.serving.processes.engine_client import EngineClient
+from armillary.serving.processes.engine_ipc import INDEX_BITS, EngineConfig, Started, StepOutput, Submit
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
@@ -27,9 +28,9 @@ from armillary.store.home import Home
 
 def api(folder: Path, *keys: str, **settings: Any) -> Api:
     metrics, serve = Metrics(), Serve(**{"max_model_len": 100} | settings)
-    orders = Orders(model=str(folder), serve=serve, home=Home.at(folder))
-    engine = EngineProcess(orders, ranks=1, metrics=metrics, say=print)
-    served = Served(name="tiny", texts=Texts(folder, ()), engine=engine, serve=serve, context=100)
+    config = EngineConfig(model=str(folder), serve=serve, home=Home.at(folder))
+    engine = EngineClient(config, ranks=1, metrics=metrics, say=print)
+    served = ServedModel(name="tiny", tokenization=Tokenization(folder, ()), engine=engine, serve=serve, context=100)
     return Api(served, metrics, keys=keys)
 
 
@@ -82,7 +83,7 @@ def test_while_the_model_is_loaded_it_is_alive_and_not_ready(folder: Path) -> No
 
 
 def test_bodies_on_their_way_have_a_bound_together() -> None:
-    budget = Budget(10)
+    limits = BodyLimits(limit=8, total=10, timeout_s=5.0)
 
     async def body(*parts: bytes, end: bool = True) -> bytes:
         left = list(parts)
@@ -91,13 +92,13 @@ def test_bodies_on_their_way_have_a_bound_together() -> None:
             part = left.pop(0)
             return {"type": "http.request", "body": part, "more_body": bool(left) or not end}
 
-        return await Exchange({"method": "POST", "path": "/", "headers": []}, receive, receive).body(8, budget)
+        return await AsgiConnection({"method": "POST", "path": "/", "headers": []}, receive, receive).body(limits)
 
     for _ in range(3):  # what has come is given back each time
         assert asyncio.run(body(b"abc", b"def")) == b"abcdef"
         with pytest.raises(Problem, match="more than 8 bytes"):
             asyncio.run(body(b"x" * 9))
-    budget.take(5)
+    limits._left -= 5
     with pytest.raises(Problem, match="too many bodies") as problem:
         asyncio.run(body(b"abc", b"def"))
     assert problem.value.status == 429 and problem.value.headers == [(b"retry-after", b"2")]
@@ -143,7 +144,7 @@ def test_the_servers_own_time_is_504_and_the_clients_408(folder: Path, monkeypat
     monkeypatch.setattr(reply, "_GRACE_S", 0.01)
 
     def gives_up(message: Submit) -> None:
-        made.served.engine._turn(Turn(ends=[(message.number << INDEX_BITS, "deadline", "", {})]))
+        made.served.engine._take_output(StepOutput(ends=[(message.number << INDEX_BITS, "deadline", "", {})]))
 
     for act in (gives_up, lambda message: None):
         made = acting(api(folder, timeout_s=0.05), act)
@@ -166,7 +167,7 @@ def test_who_asks_for_no_length_gets_what_there_is_room_for(
 
     def ends(message: Submit) -> None:
         seen.append(message.params.max_tokens)
-        made.served.engine._turn(Turn(ends=[(message.number << INDEX_BITS, "length", "", {})]))
+        made.served.engine._take_output(StepOutput(ends=[(message.number << INDEX_BITS, "length", "", {})]))
 
     made = acting(api(folder, **limits), ends)
     body = json.dumps({"prompt": [[5] * tokens, [6] * 4]}).encode()
@@ -177,14 +178,16 @@ def test_answers_are_counted_by_the_ends_their_clients_see(folder: Path) -> None
     """A call of a tool is one to the server alone: to the engine it is text that stopped."""
     made = api(folder, max_model_len=300)
     object.__setattr__(made.served, "tools", "hermes")
-    assert made.served.texts.tokenizer is not None
-    ids = made.served.texts.tokenizer.encode('<tool_call>{"name": "f", "arguments": {}}</tool_call>', special=False)
+    assert made.served.tokenization.tokenizer is not None
+    ids = made.served.tokenization.tokenizer.encode(
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>', special=False
+    )
 
     def calls(message: Submit) -> None:
         key = message.number << INDEX_BITS
         for token in ids:
-            made.served.engine._turn(Turn(keys=[key], tokens=[token]))
-        made.served.engine._turn(Turn(ends=[(key, "stop", "", {"tokens_in": 3})]))
+            made.served.engine._take_output(StepOutput(keys=[key], tokens=[token]))
+        made.served.engine._take_output(StepOutput(ends=[(key, "stop", "", {"tokens_in": 3})]))
 
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -200,11 +203,11 @@ def test_answers_are_counted_by_the_ends_their_clients_see(folder: Path) -> None
 def test_a_stop_text_that_is_complete_only_at_the_end_still_ends_the_answer(folder: Path) -> None:
     """Half a character is held back until it is certain that no other half comes."""
     made = api(folder)
-    half = next(token for token in range(320) if made.served.texts.token_text(token)[1] == (0xE6,))
+    half = next(token for token in range(320) if made.served.tokenization.token_text(token)[1] == (0xE6,))
 
     def cut(message: Submit) -> None:
         key = message.number << INDEX_BITS
-        made.served.engine._turn(Turn(keys=[key], tokens=[half], ends=[(key, "length", "", {})]))
+        made.served.engine._take_output(StepOutput(keys=[key], tokens=[half], ends=[(key, "length", "", {})]))
 
     acting(made, cut)
     for stop, finish, text in ((["\ufffd"], "stop", ""), (["x"], "length", "\ufffd")):
@@ -214,24 +217,24 @@ def test_a_stop_text_that_is_complete_only_at_the_end_still_ends_the_answer(fold
 
 
 @pytest.mark.parametrize(
-    "wish, param",
+    "fields, param",
     [
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ],
 )
-def test_fields_that_contradict_each_other_are_refused(folder: Path, wish: dict[str, Any], param: str) -> None:
+def test_fields_that_contradict_each_other_are_refused(folder: Path, fields: dict[str, Any], param: str) -> None:
     made = acting(api(folder), lambda message: pytest.fail("it was sent to the engine"))
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}], **wish}).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
     status, answer, _ = call(made, "POST", "/v1/chat/completions", body)
     assert status == 400 and answer["error"]["param"] == param and finishes(made) == {}
 
 
 def test_long_prompts_do_not_wait_for_tokenize(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many texts without end at /tokenize: a prompt has threads of its own, and few may wait at /tokenize."""
-    monkeypatch.setattr(texts, "_MOST_ASIDE", 3)
-    made, gate = Texts(folder, ()), threading.Event()
+    monkeypatch.setattr(tokenization, "_MAX_ASIDE", 3)
+    made, gate = Tokenization(folder, ()), threading.Event()
 
     async def scenario() -> None:
         stuck = [asyncio.create_task(made.work(gate.wait, aside=True)) for _ in range(3)]
@@ -261,7 +264,7 @@ def test_templates_of_requests_are_rendered_where_they_are_trusted(folder: Path)
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "chat_template": text}
     trusting = api(folder, trust_request_chat_template=True)
     status, answer, _ = call(trusting, "POST", "/tokenize", json.dumps(body).encode())
-    assert status == 200 and trusting.served.texts.decode(answer["tokens"]) == "<a>go"
+    assert status == 200 and trusting.served.tokenization.decode(answer["tokens"]) == "<a>go"
     status, answer, _ = call(api(folder), "POST", "/tokenize", json.dumps(body).encode())
     assert status == 400 and "serve.trust_request_chat_template=true" in answer["error"]["message"]
     hidden = body | {"chat_template": None, "chat_template_kwargs": {"chat_template": text}}

@@ -20,17 +20,17 @@ from armillary.errors import BadInput
 from armillary.model.generation_config import SamplingDefaults
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.serving.http.problem import Problem
-from armillary.serving.openai.detokenize import AnswerText
+from armillary.serving.http.server import ListenOptions, bind
+from armillary.serving.openai.detokenize import ChoiceText
+from armillary.serving.openai.generation_request import generation_request, refuse_priority, timeout_problem
 from armillary.serving.openai.logprobs import CompletionLogprobs, chat_entry
 from armillary.serving.openai.openapi import document
-from armillary.serving.openai.run_server import bind
-from armillary.serving.openai.sampling_request import late, refuse_priority, wish_of
-from armillary.serving.openai.schemas import Asked, Chat, Completion, read
+from armillary.serving.openai.schemas import ChatRequest, CompletionRequest, SamplingFields, decode_body
 from armillary.serving.openai.structured_outputs import structure_of
-from armillary.serving.openai.tokenization import Texts
+from armillary.serving.openai.tokenization import Tokenization
 from armillary.serving.processes.engine_client import for_engine
-from armillary.serving.processes.engine_ipc import Orders, Outlet, Submit, Turn, messages, read_message
-from armillary.serving.processes.mailbox import End, Mailbox
+from armillary.serving.processes.engine_ipc import EngineConfig, SendQueue, StepOutput, Submit, messages, read_message
+from armillary.serving.processes.mailbox import FinishEvent, Mailbox
 from armillary.serving.processes.ranks import Ranks
 from armillary.serving.processes.server_metrics import Histogram, Metrics
 from armillary.spec.gauges import GAUGES
@@ -39,20 +39,20 @@ from armillary.store.home import Home
 
 
 @pytest.fixture(scope="module")
-def texts(folder: Path) -> Texts:
-    return Texts(folder, ())
+def texts(folder: Path) -> Tokenization:
+    return Tokenization(folder, ())
 
 
 # --- text
 
 
-def shown(texts: Texts, ids: list[int], *stop: str, **wishes: Any) -> tuple[str, AnswerText]:
-    made = AnswerText(texts.detokenizer(), SamplingParams(**wishes), stop, texts.eos_ids)
+def shown(texts: Tokenization, ids: list[int], *stop: str, **params: Any) -> tuple[str, ChoiceText]:
+    made = ChoiceText(texts.detokenizer(), SamplingParams(**params), stop, texts.eos_ids)
     said = "".join(made.push(token) for token in ids if not (made.stopped or made.closed))
     return said + made.finish(), made
 
 
-def test_characters_come_whole_and_ends_are_not_shown(texts: Texts) -> None:
+def test_characters_come_whole_and_ends_are_not_shown(texts: Tokenization) -> None:
     assert texts.tokenizer is not None
     ids = texts.tokenizer.encode("naïve 漢字 🙂", special=False)
     end = next(iter(texts.eos_ids))
@@ -61,7 +61,7 @@ def test_characters_come_whole_and_ends_are_not_shown(texts: Texts) -> None:
     assert shown(texts, [*ids, end, *ids], min_tokens=len(ids) + 5)[0] == "naïve 漢字 🙂" * 2
 
 
-def test_a_stop_text_across_tokens_ends_the_text_before_it(texts: Texts) -> None:
+def test_a_stop_text_across_tokens_ends_the_text_before_it(texts: Tokenization) -> None:
     assert texts.tokenizer is not None
     ids = texts.tokenizer.encode("one two three", special=False)
     text, made = shown(texts, ids, "o th", "never")
@@ -69,14 +69,14 @@ def test_a_stop_text_across_tokens_ends_the_text_before_it(texts: Texts) -> None
     assert shown(texts, ids, "thrice")[0] == "one two three"
 
 
-def test_tokens_have_their_bytes(texts: Texts) -> None:
+def test_tokens_have_their_bytes(texts: Tokenization) -> None:
     assert texts.tokenizer is not None
     for text in ("naïve 漢字 🙂", " def main", "\n\t x"):
         ids = texts.tokenizer.encode(text, special=False)
         assert bytes(byte for token in ids for byte in texts.token_text(token)[1]).decode() == text
 
 
-def test_special_tokens_are_shown_where_a_parser_needs_them(texts: Texts) -> None:
+def test_special_tokens_are_shown_where_a_parser_needs_them(texts: Tokenization) -> None:
     tokenizer = texts.tokenizer
     assert isinstance(tokenizer, Tokenizer) and tokenizer.eos_id is not None
     name = tokenizer.named["eos_token"]
@@ -88,7 +88,7 @@ def test_special_tokens_are_shown_where_a_parser_needs_them(texts: Texts) -> Non
 # --- log-probabilities
 
 
-def test_log_probabilities_have_both_forms(texts: Texts) -> None:
+def test_log_probabilities_have_both_forms(texts: Tokenization) -> None:
     entry = chat_entry((65, float("-inf"), ((66, -0.5),)), texts.token_text)
     assert entry["logprob"] == -9999 and entry["top_logprobs"][0]["logprob"] == -0.5
     lists = CompletionLogprobs(lambda token: ("ab", (97, 98)))
@@ -97,25 +97,27 @@ def test_log_probabilities_have_both_forms(texts: Texts) -> None:
     assert first["token_logprobs"] == [None, -1.0] and first["top_logprobs"] == [None, {"ab": -0.1}]
 
 
-# --- wishes
+# --- generation requests
 
 
-def test_wishes_become_what_the_engine_takes() -> None:
+def test_request_fields_become_sampling_params() -> None:
     text = b'{"n": 2, "top_p": 0, "seed": -3, "stop": "x", "top_k": -1, "logit_bias": {"5": 1}, "timeout_s": 3}'
-    body = read(text, Asked)
-    wish = wish_of(body, max_tokens=7, most_s=60.0, structure=None)
-    params = wish.params
+    body = decode_body(text, SamplingFields)
+    request = generation_request(body, max_tokens=7, max_timeout_s=60.0, structure=None)
+    params = request.params
     assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (2, 0.0, 1.0, 0, 7)
-    assert wish.stop == ("x",) and params.stop == () and params.logit_bias == {5: 1.0} and params.seed is not None
-    assert wish.timeout_s == 3 and wish.own_time
-    assert wish_of(Asked(), max_tokens=7, most_s=60.0, structure=None).timeout_s == 60
+    assert request.stop == ("x",) and params.stop == () and params.logit_bias == {5: 1.0} and params.seed is not None
+    assert request.timeout_s == 3 and request.own_timeout
+    assert generation_request(SamplingFields(), max_tokens=7, max_timeout_s=60.0, structure=None).timeout_s == 60
 
 
 def test_the_model_says_what_a_request_leaves_out() -> None:
     own = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05)
 
     def drawn(**given: Any) -> Any:
-        return wish_of(Asked(**given), max_tokens=7, most_s=None, structure=None, defaults=own).params
+        return generation_request(
+            SamplingFields(**given), max_tokens=7, max_timeout_s=None, structure=None, defaults=own
+        ).params
 
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     assert [getattr(drawn(), name) for name in names] == [0.6, 0.95, 20, 0.1, 1.05]
@@ -126,25 +128,30 @@ def test_the_model_says_what_a_request_leaves_out() -> None:
 
 def test_answers_have_all_the_time_they_need_and_waiting_has_its_limit() -> None:
     serve = for_engine(Serve())
-    wish = wish_of(Asked(), max_tokens=7, most_s=serve.timeout_s, structure=None)
-    assert wish.timeout_s is None and serve.max_wait_s == 600 and Serve().max_wait_s is None
+    request = generation_request(SamplingFields(), max_tokens=7, max_timeout_s=serve.timeout_s, structure=None)
+    assert request.timeout_s is None and serve.max_wait_s == 600 and Serve().max_wait_s is None
     assert for_engine(Serve(max_wait_s=7)).max_wait_s == 7
-    waited = late(wish, waited_s=600.2)
+    waited = timeout_problem(request, waited_s=600.2)
     assert (waited.status, waited.retry_after_s) == (503, 10) and "waited 600 s" in waited.message
-    own = wish_of(read(b'{"timeout_s": 3}', Asked), max_tokens=7, most_s=60.0, structure=None)
-    assert late(own, waited_s=3.1).status == late(own).status == 408 and late(own, waited_s=2.0).status == 503
+    own = generation_request(
+        decode_body(b'{"timeout_s": 3}', SamplingFields), max_tokens=7, max_timeout_s=60.0, structure=None
+    )
+    assert (
+        timeout_problem(own, waited_s=3.1).status == timeout_problem(own).status == 408
+        and timeout_problem(own, waited_s=2.0).status == 503
+    )
 
 
 def test_a_priority_that_would_change_nothing_is_refused() -> None:
-    refuse_priority(read(b'{"priority": -3}', Asked), Serve())
-    refuse_priority(read(b'{"priority": 0}', Asked), Serve(ageing_s=0))
+    refuse_priority(decode_body(b'{"priority": -3}', SamplingFields), Serve())
+    refuse_priority(decode_body(b'{"priority": 0}', SamplingFields), Serve(ageing_s=0))
     with pytest.raises(Problem, match=r"serve\.ageing_s=0"):
-        refuse_priority(read(b'{"priority": -3}', Asked), Serve(ageing_s=0))
+        refuse_priority(decode_body(b'{"priority": -3}', SamplingFields), Serve(ageing_s=0))
 
 
 def test_formats_become_structures() -> None:
     def made(text: bytes) -> Any:
-        body = read(b'{"messages": [{"role": "user"}], "response_format": %s}' % text, Chat)
+        body = decode_body(b'{"messages": [{"role": "user"}], "response_format": %s}' % text, ChatRequest)
         return structure_of(body)
 
     assert made(b"null") is None and made(b'{"type": "text"}') is None
@@ -159,7 +166,7 @@ def test_formats_become_structures() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt": 1}', b'{"prompt": {"a": 1}}', b"[" * 9999])
 def test_bodies_that_cannot_be_read_are_problems(body: bytes) -> None:
     with pytest.raises(Problem) as problem:
-        read(body, Completion)
+        decode_body(body, CompletionRequest)
     assert problem.value.status == 400 and "; " in problem.value.message
 
 
@@ -189,7 +196,7 @@ def test_whole_answers_are_waited_for_once() -> None:
             await asyncio.sleep(0)
             assert not woken
             box.token(choice, 7, None, 1.0)
-            box.end(choice, End("stop", "", {}))
+            box.end(choice, FinishEvent("stop", "", {}))
         assert len(await task) == 4
 
     asyncio.run(use())
@@ -197,13 +204,13 @@ def test_whole_answers_are_waited_for_once() -> None:
 
 def test_messages_come_through_whole_even_where_nobody_reads_for_a_while() -> None:
     ours, theirs = socket.socketpair()
-    outlet, sent = Outlet(theirs), [Turn(keys=[i] * 3000, tokens=[i] * 3000) for i in range(200)]
+    outlet, sent = SendQueue(theirs), [StepOutput(keys=[i] * 3000, tokens=[i] * 3000) for i in range(200)]
     for turn in sent:
         outlet.send(turn)  # the buffer is full long before the end: if this waited, it would wait for ever
 
-    async def receive() -> list[Turn]:
+    async def receive() -> list[StepOutput]:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 24)
-        found: list[Turn] = []
+        found: list[StepOutput] = []
         while len(found) < len(sent):  # what was left over comes without another word
             found.append(await asyncio.wait_for(read_message(reader), 20))
         writer.close()
@@ -222,7 +229,7 @@ def test_what_goes_to_an_engine_that_does_not_read_waits_in_its_order(tmp_path: 
 
     async def use() -> list[Any]:
         ranks, wanted = Deaf(1), Submit(number=0, prompt=bytes(20_000), params=SamplingParams(), timeout_s=None)
-        await ranks.start(Orders(model="m", serve=Serve(), home=Home.at(tmp_path)))
+        await ranks.start(EngineConfig(model="m", serve=Serve(), home=Home.at(tmp_path)))
         for number in range(200):  # more than the kernel takes
             ranks.send(replace(wanted, number=number))
         found = await asyncio.wait_for(asyncio.to_thread(lambda: list(islice(messages(theirs), 201))), 20)
@@ -231,8 +238,8 @@ def test_what_goes_to_an_engine_that_does_not_read_waits_in_its_order(tmp_path: 
         await ranks.end()
         return found
 
-    orders, *found = asyncio.run(use())
-    assert isinstance(orders, Orders) and [one.number for one in found] == [*range(200), 0]
+    config, *found = asyncio.run(use())
+    assert isinstance(config, EngineConfig) and [one.number for one in found] == [*range(200), 0]
     theirs.close()
 
 
@@ -241,12 +248,12 @@ def test_the_engines_end_reads_until_the_server_is_gone() -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(messages(theirs)))
     thread.start()
-    Outlet(ours).send(Turn(keys=[1], tokens=[2]))
+    SendQueue(ours).send(StepOutput(keys=[1], tokens=[2]))
     ours.sendall(b"\x10\x00\x00\x00half")
     ours.close()
     thread.join(10)
     theirs.close()
-    assert found == [Turn(keys=[1], tokens=[2])]
+    assert found == [StepOutput(keys=[1], tokens=[2])]
 
 
 def test_a_server_that_leaves_answers_unread_is_gone_too() -> None:
@@ -269,9 +276,9 @@ def test_histograms_count_by_bounds() -> None:
 
 def test_the_metrics_page_has_every_gauge_under_its_name() -> None:
     metrics = Metrics()
-    metrics.state({"preemptions_total": 3.0, "running": 2.0})
+    metrics.set_state({"preemptions_total": 3.0, "running": 2.0})
     metrics.engine_lost()
-    metrics.state({"preemptions_total": 1.0, "running": 1.0})
+    metrics.set_state({"preemptions_total": 1.0, "running": 1.0})
     box = Mailbox(1, eager=True, begin=0.0)
     for now in (1.0, 1.5, 2.0):
         box.token(0, 1, None, now)
@@ -301,8 +308,8 @@ def test_the_metrics_page_has_every_gauge_under_its_name() -> None:
 def test_the_document_describes_every_field() -> None:
     made = document()
     schemas = made["components"]["schemas"]
-    assert schemas["Chat"]["properties"]["temperature"]["description"] == "0 is greedy; left out: 1"
-    assert schemas["Completion"]["required"] == ["prompt"] and "/v1/chat/completions" in made["paths"]
+    assert schemas["ChatRequest"]["properties"]["temperature"]["description"] == "0 is greedy; left out: 1"
+    assert schemas["CompletionRequest"]["required"] == ["prompt"] and "/v1/chat/completions" in made["paths"]
 
 
 def test_the_servers_process_has_no_torch() -> None:
@@ -320,9 +327,9 @@ def test_the_servers_process_has_no_torch() -> None:
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:
-    with bind("127.0.0.1", 0) as taken:
+    with bind(ListenOptions(port=0)) as taken:
         taken.listen()
         with pytest.raises(BadInput, match="try another --port"):
-            bind("127.0.0.1", taken.getsockname()[1])
+            bind(ListenOptions(port=taken.getsockname()[1]))
     with pytest.raises(BadInput, match="try another --port or --host"):
-        bind("203.0.113.7", 0)
+        bind(ListenOptions(host="203.0.113.7", port=0))

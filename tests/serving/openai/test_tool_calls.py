@@ -10,14 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.openai.chat import ChatForm, _Choice
-from armillary.serving.openai.generation import Piece
-from armillary.serving.openai.schemas import Chat, Function, Tool
-from armillary.serving.openai.tool_calls import Call, Forced, ToolStream, family_of, forced_schema, tool_stream
+from armillary.serving.openai.chat import ChatFormatter, _ChatChoice
+from armillary.serving.openai.generation import ChoiceDelta
+from armillary.serving.openai.schemas import ChatRequest, Function, Tool
+from armillary.serving.openai.tool_calls import (
+    ForcedCalls,
+    ToolCallText,
+    ToolStream,
+    family_of,
+    forced_schema,
+    tool_stream,
+)
 
 NAMES = ("weather", "news")
-WEATHER = Call("weather", '{"town": "Köln"}')
-NEWS = Call("news", "{}")
+WEATHER = ToolCallText("weather", '{"town": "Köln"}')
+NEWS = ToolCallText("news", "{}")
 TAGGED = '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
 
 CASES = [
@@ -50,9 +57,9 @@ CASES = [
 ]
 
 
-def read(stream: ToolStream, pieces: list[str]) -> tuple[str, list[Call]]:
-    said, calls = "", list[Call]()
-    for piece in pieces:
+def read(stream: ToolStream, deltas: list[str]) -> tuple[str, list[ToolCallText]]:
+    said, calls = "", list[ToolCallText]()
+    for piece in deltas:
         text, found = stream.push(piece)
         said, calls = said + text, calls + found
     text, found = stream.finish()
@@ -60,17 +67,21 @@ def read(stream: ToolStream, pieces: list[str]) -> tuple[str, list[Call]]:
 
 
 @pytest.mark.parametrize(("family", "text", "said", "calls"), CASES)
-def test_a_call_is_found_whole_or_letter_by_letter(family: str, text: str, said: str, calls: list[Call]) -> None:
-    for pieces in ([text], list(text)):
-        assert read(tool_stream(family, NAMES), pieces) == (said, calls)
+def test_a_call_is_found_whole_or_letter_by_letter(
+    family: str, text: str, said: str, calls: list[ToolCallText]
+) -> None:
+    for deltas in ([text], list(text)):
+        assert read(tool_stream(family, NAMES), deltas) == (said, calls)
 
 
 @given(st.sampled_from(CASES), st.data())
-def test_it_does_not_matter_how_the_text_is_cut(case: tuple[str, str, str, list[Call]], data: st.DataObject) -> None:
+def test_it_does_not_matter_how_the_text_is_cut(
+    case: tuple[str, str, str, list[ToolCallText]], data: st.DataObject
+) -> None:
     family, text, said, calls = case
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(tool_stream(family, NAMES), pieces) == (said, calls)
+    deltas = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(tool_stream(family, NAMES), deltas) == (said, calls)
 
 
 @given(st.sampled_from(["hermes", "mistral", "llama3"]), st.text(alphabet='<>/[]{}"tol_calTOLS|pyhn ;:,1', max_size=60))
@@ -101,19 +112,19 @@ def test_a_call_that_is_asked_for_has_a_schema() -> None:
         tool("weather", type="object", properties={"day": {"$ref": "#/$defs/day"}}, **{"$defs": {"day": {}}}),
         tool("news"),
     ]
-    one = forced_schema(tools, "weather", one=False)
+    one = forced_schema(tools, "weather", single=False)
     assert one["properties"] == {"day": {"$ref": "#/$defs/day"}} and one["$defs"] == {"day": {}}
-    some = forced_schema(tools, None, one=True)
+    some = forced_schema(tools, None, single=True)
     assert some["$defs"] == {"day": {}} and some["maxItems"] == 1 and some["minItems"] == 1
     names = [option["properties"]["name"]["const"] for option in some["items"]["anyOf"]]
     assert names == ["weather", "news"] and "$defs" not in json.dumps(some["items"]).replace("#/$defs", "")
 
 
 def test_what_was_asked_for_becomes_calls() -> None:
-    assert read(Forced("weather", NAMES), ['{"town": ', '"Köln"}']) == ("", [WEATHER])
+    assert read(ForcedCalls("weather", NAMES), ['{"town": ', '"Köln"}']) == ("", [WEATHER])
     listed = '[{"name": "weather", "arguments": {"town": "Köln"}}, {"name": "news", "arguments": {}}]'
-    assert read(Forced(None, NAMES), [listed]) == ("", [WEATHER, NEWS])
-    assert read(Forced(None, NAMES), ['[{"name": "wea']) == ('[{"name": "wea', [])
+    assert read(ForcedCalls(None, NAMES), [listed]) == ("", [WEATHER, NEWS])
+    assert read(ForcedCalls(None, NAMES), ['[{"name": "wea']) == ('[{"name": "wea', [])
 
 
 @pytest.mark.parametrize(
@@ -123,9 +134,9 @@ def test_what_was_asked_for_becomes_calls() -> None:
 def test_calls_that_were_cut_short_are_not_said_to_be_complete(named: bool, engine: str, said: str) -> None:
     text = '{"city": "Pa' if engine == "length" else '{"city": "Paris"}'
     text = text if named else f'[{{"name": "weather", "arguments": {text}' + ("}]" if engine == "stop" else "")
-    choice = _Choice(Forced("weather" if named else None, ["weather"]))
+    choice = _ChatChoice(ForcedCalls("weather" if named else None, ["weather"]))
     texts: Any = SimpleNamespace(token_text=None)
-    form = ChatForm([choice], Chat(messages=[]), texts, named=named)
-    (event,) = form.grow(Piece(choice=0, text=text, finish=engine))
-    assert event["finish_reason"] == said and form.whole()[0]["finish_reason"] == said
+    formatter = ChatFormatter([choice], ChatRequest(messages=[]), texts, named=named)
+    (event,) = formatter.add(ChoiceDelta(choice=0, text=text, finish=engine))
+    assert event["finish_reason"] == said and formatter.choices()[0]["finish_reason"] == said
     assert bool(choice.calls) == (named or engine == "stop")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadInput
-from armillary.serving.http.asgi import Exchange
-from armillary.serving.openai.generation import Answering
+from armillary.serving.http.asgi import AsgiConnection
+from armillary.serving.openai.generation import Generation
 from armillary.serving.openai.tracing import Tracing
 from armillary.serving.processes.mailbox import Mailbox
 from tests.serving.tiny import run_server
@@ -48,7 +48,7 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
         thread.join()
 
 
-class Answered(Answering):
+class Answered(Generation):
     """An answer that is over."""
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ def test_a_request_is_a_span_with_its_phases_under_that_of_the_client(collector:
     url, spans = collector
     tracing = Tracing(url, "tiny")
     scope = {"method": "POST", "path": "/v1/completions", "headers": [(b"traceparent", PARENT.encode())]}
-    exchange = Exchange(scope, None, None)  # type: ignore[arg-type]
-    tracing.record(exchange, "text_completion", Answered(), 0.0, 200)
-    tracing.record(exchange, "text_completion", None, 0.0, 400)
+    connection = AsgiConnection(scope, None, None)  # type: ignore[arg-type]
+    tracing.record(connection, "text_completion", Answered(), 0.0, 200)
+    tracing.record(connection, "text_completion", None, 0.0, 400)
     tracing.close()
     by_name = {span.name: span for span in spans}
     whole = next(span for span in spans if span.name == "text_completion tiny" and len(span.attributes) > 5)
@@ -79,7 +79,7 @@ def test_a_request_is_a_span_with_its_phases_under_that_of_the_client(collector:
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(BadInput, match="no address"):
+    with pytest.raises(BadInput, match="is not a URL"):
         Tracing("localhost:4318", "tiny")
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from armillary.serving.http import body_limits as bodies
-from armillary.serving.predict import json_workers as large
+from armillary.serving.predict import app, json_workers
 from armillary.serving.predict.app import PredictServer, make_app
-from armillary.serving.predict.trust import Trust
+from armillary.serving.predict.trust import FileTrust
 from armillary.spec.tables.predict import Predict
 from armillary.store.home import Home
 from tests.serving.predict.asgi import Client, running
@@ -28,7 +27,7 @@ ROW = {"features": [1, 2, 3, 4]}
 def serving(path: Path, scenario: Callable[[Client, PredictServer], Awaitable[Any]], **settings: Any) -> Any:
     async def run() -> Any:
         made = Predict(**{"reload_s": 0.02, "max_delay_s": 0.01} | settings)
-        state = PredictServer(path, made, trust=Trust(Home.at(path.parent), every_file=True))
+        state = PredictServer(path, made, trust=FileTrust(Home.at(path.parent), every_file=True))
         async with running(make_app(state)) as client:
             return await scenario(client, state)
 
@@ -111,8 +110,8 @@ def test_large_requests_and_answers_are_read_and_written_elsewhere(
 
     async def scenario(client: Client, state: PredictServer) -> None:
         small = (await client.post("/predict", {"features": rows[:3]})).json["prediction"]
-        for name in ("parse", "read", "reply"):
-            monkeypatch.setattr(large, name, at_the_door)
+        for name in ("parse", "read", "response_table"):
+            monkeypatch.setattr(json_workers, name, at_the_door)
         found = await client.post("/predict", {"features": rows})
         assert found.code == 200 and set(found.json) == {"prediction", "latency_ms"}
         assert len(found.json["prediction"]) == 8000 and found.json["prediction"][:3] == small
@@ -128,7 +127,7 @@ def test_a_reader_that_dies_costs_one_request(files: Files) -> None:
     async def scenario(client: Client, state: PredictServer) -> list[int]:
         rows = {"features": [[1, 2, 3, 4]] * 8000}
         codes = [(await client.post("/predict", rows)).code]
-        for pid in [child.pid for child in state._desk.children if child.pid]:
+        for pid in [worker.pid for worker in state._json_pool.workers if worker.pid]:
             os.kill(pid, signal.SIGKILL)
         return codes + [(await client.post("/predict", rows)).code for _ in range(4)]
 
@@ -137,7 +136,7 @@ def test_a_reader_that_dies_costs_one_request(files: Files) -> None:
 
 
 def test_bodies_have_room_together(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_TOGETHER", 2)
+    monkeypatch.setattr(app, "_BODIES", 2)
     text = json.dumps(ROW).encode()
     text += b" " * (2000 - len(text))
 
@@ -235,7 +234,7 @@ def test_a_request_whose_body_outlasts_its_version_is_answered_by_the_next(files
         async def rest() -> bytes:
             (tmp_path / "2").mkdir()
             shutil.copy(files["two"], tmp_path / "2" / "model.pt2")
-            await _until(lambda: state.live.reloads == 1 and not state.live.leaving)
+            await _until(lambda: state.models.reloads == 1 and not state.models._closing)
             return b", 3, 4]}"
 
         return await client.send("POST", "/predict", b'{"features": [1, 2', rest=rest())
@@ -251,12 +250,12 @@ def test_a_broken_version_is_refused_and_the_old_one_stays(files: Files, tmp_pat
     async def scenario(client: Client, state: PredictServer) -> None:
         (tmp_path / "2").mkdir()
         shutil.copy(files["broken"], tmp_path / "2" / "model.pt2")
-        await _until(lambda: bool(state.live.problem))
+        await _until(lambda: bool(state.models.problem))
         assert (await client.post("/predict", ROW)).json["prediction"] == [10.0, 11.0]
         assert "version 2" in (await client.get("/ready")).json["reload_problem"]
         (tmp_path / "3").mkdir()
         shutil.copy(files["two"], tmp_path / "3" / "model.pt2")
-        await _until(lambda: state.live.reloads == 1)
+        await _until(lambda: state.models.reloads == 1)
         found = await client.post("/predict", ROW)
         assert found.json["prediction"] == [20.0, 21.0] and found.headers["x-model-version"] == "3"
         page = (await client.get("/metrics")).body.decode()

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.serving.predict.batcher import Arrays, Batcher, Full, Limits
-from armillary.serving.predict.request import Asked
+from armillary.serving.predict.batcher import Arrays, Batcher, BatchLimits, QueueFull
+from armillary.serving.predict.request import PredictRequest
 
 
-def asked(*values: float, width: int = 1) -> Asked:
+def asked(*values: float, width: int = 1) -> PredictRequest:
     array = np.repeat(np.array(values, dtype=np.float32)[:, None], width, axis=1)
-    return Asked(arrays=(array,), rows=len(values), single=False, named=False)
+    return PredictRequest(arrays=(array,), rows=len(values), single=False, named=False)
 
 
 class Doubler:
@@ -33,15 +33,15 @@ class Doubler:
         return [arrays[0] * 2]
 
 
-def limits(**values: Any) -> Limits:
-    return Limits(**{"max_batch": 8, "max_delay_s": 0.05, "max_queue": 100} | values)
+def limits(**values: Any) -> BatchLimits:
+    return BatchLimits(**{"max_batch": 8, "max_delay_s": 0.05, "max_queue": 100} | values)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 20))
 
 
-async def submit_all(model: Doubler, wanted: Limits, requests: list[Asked]) -> list[Any]:
+async def submit_all(model: Doubler, wanted: BatchLimits, requests: list[PredictRequest]) -> list[Any]:
     batcher = Batcher(model, wanted)
     found = await asyncio.gather(*(batcher.submit(one) for one in requests), return_exceptions=True)
     await batcher.close()
@@ -106,7 +106,7 @@ def test_a_model_of_fixed_size_is_filled_up() -> None:
 
 def test_a_full_queue_refuses() -> None:
     found = run(submit_all(Doubler(), limits(max_queue=3), [asked(i) for i in range(5)]))
-    assert [isinstance(one, Full) for one in found] == [False, False, False, True, True]
+    assert [isinstance(one, QueueFull) for one in found] == [False, False, False, True, True]
 
 
 def test_requests_that_were_given_up_are_not_run() -> None:

@@ -47,7 +47,7 @@ def test_torchscript_shapes_are_read_off_the_first_layer(files: Files) -> None:
     found = open_file(files["traced"], Predict())
     assert found.schema.inputs[0].shape == (None, 4) and found.model.run([ROWS])[0].tolist() == [[6, 7], [22, 23]]
     unknown = open_file(files["shapeless"], Predict())
-    assert unknown.schema.inputs[0].shape is None and "taken as they come" in unknown.note
+    assert unknown.schema.inputs[0].shape is None and "does not state shapes" in unknown.note
 
 
 @pytest.mark.parametrize(("name", "words"), [("weights", "is not TorchScript"), ("broken", "cannot be loaded")])

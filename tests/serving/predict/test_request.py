@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.predict.request import Unfit, parse, read, reply
+from armillary.serving.predict.request import InvalidRequest, parse, read, response_table
 from armillary.serving.predict.schema import Field, Schema, Shape
 
 
@@ -33,7 +33,7 @@ FOUR = schema(("x", "float32", (None, 4)))
     ],
 )
 def test_a_row_and_rows(body: dict[str, Any], shape: tuple[int, ...], single: bool) -> None:
-    found = read(body, FOUR, most_rows=10)
+    found = read(body, FOUR, max_rows=10)
     assert found.arrays[0].shape == shape and found.arrays[0].dtype == np.float32
     assert found.single is single and found.rows == shape[0]
 
@@ -60,61 +60,61 @@ def test_a_row_and_rows(body: dict[str, Any], shape: tuple[int, ...], single: bo
     ],
 )
 def test_what_does_not_fit_is_said(body: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unfit) as caught:
-        read(body, FOUR, most_rows=10)
+    with pytest.raises(InvalidRequest) as caught:
+        read(body, FOUR, max_rows=10)
     assert words in str(caught.value)
 
 
 def test_whole_numbers_are_not_rounded_and_keep_their_range() -> None:
     pixels = schema(("pixels", "uint8", (None, 2)))
-    assert read({"features": [0, 255]}, pixels, most_rows=1).arrays[0].tolist() == [[0, 255]]
+    assert read({"features": [0, 255]}, pixels, max_rows=1).arrays[0].tolist() == [[0, 255]]
     for wrong in ([0, 256], [-1, 0], [0.5, 1], [1.0, 2.0], [2**70, 0]):
-        with pytest.raises(Unfit, match=r"pixels: (want whole numbers|values beyond 0 to 255)"):
-            read({"features": wrong}, pixels, most_rows=1)
-    assert read({"features": [True, False]}, schema(("m", "bool", (None, 2))), most_rows=1).arrays[0].dtype == bool
+        with pytest.raises(InvalidRequest, match=r"pixels: (want whole numbers|values beyond 0 to 255)"):
+            read({"features": wrong}, pixels, max_rows=1)
+    assert read({"features": [True, False]}, schema(("m", "bool", (None, 2))), max_rows=1).arrays[0].dtype == bool
 
 
 def test_free_dims_and_several_inputs() -> None:
     two = schema(("ids", "int64", (None, None)), ("mask", "bool", (None, None)))
-    found = read({"inputs": {"mask": [[True, True]], "ids": [[1, 2]]}}, two, most_rows=9)
+    found = read({"inputs": {"mask": [[True, True]], "ids": [[1, 2]]}}, two, max_rows=9)
     assert [array.dtype.name for array in found.arrays] == ["int64", "bool"]
-    with pytest.raises(Unfit, match="this model has 2 inputs"):
-        read({"features": [1]}, two, most_rows=9)
-    with pytest.raises(Unfit, match="different numbers of rows"):
-        read({"inputs": {"mask": [[True]], "ids": [[1], [2]]}}, two, most_rows=9)
+    with pytest.raises(InvalidRequest, match="this model has 2 inputs"):
+        read({"features": [1]}, two, max_rows=9)
+    with pytest.raises(InvalidRequest, match="different numbers of rows"):
+        read({"inputs": {"mask": [[True]], "ids": [[1], [2]]}}, two, max_rows=9)
 
 
 def test_unknown_shapes_take_a_list_as_a_row() -> None:
     anything = schema(("x", "float32", None))
-    assert read({"features": [1, 2, 3]}, anything, most_rows=9).arrays[0].shape == (1, 3)
-    assert read({"features": [[1, 2, 3]] * 2}, anything, most_rows=9).arrays[0].shape == (2, 3)
+    assert read({"features": [1, 2, 3]}, anything, max_rows=9).arrays[0].shape == (1, 3)
+    assert read({"features": [[1, 2, 3]] * 2}, anything, max_rows=9).arrays[0].shape == (2, 3)
 
 
 def test_models_without_rows_take_and_give_the_whole() -> None:
     whole = schema(("x", "float32", (3, 4)), batched=False)
-    found = read({"features": [[0, 0, 0, 0]] * 3}, whole, most_rows=9)
+    found = read({"features": [[0, 0, 0, 0]] * 3}, whole, max_rows=9)
     assert found.arrays[0].shape == (3, 4)
-    assert reply(found, [np.zeros((5,), dtype=np.float32)], whole) == {"prediction": [0.0] * 5}
-    with pytest.raises(Unfit, match=r"want \[3, 4\]"):
-        read({"features": [0, 0, 0, 0]}, whole, most_rows=9)
+    assert response_table(found, [np.zeros((5,), dtype=np.float32)], whole) == {"prediction": [0.0] * 5}
+    with pytest.raises(InvalidRequest, match=r"want \[3, 4\]"):
+        read({"features": [0, 0, 0, 0]}, whole, max_rows=9)
 
 
 def test_answers_have_the_form_of_the_question() -> None:
-    one = read({"features": [1, 2, 3, 4]}, FOUR, most_rows=9)
-    many = read({"features": [[1, 2, 3, 4]]}, FOUR, most_rows=9)
+    one = read({"features": [1, 2, 3, 4]}, FOUR, max_rows=9)
+    many = read({"features": [[1, 2, 3, 4]]}, FOUR, max_rows=9)
     output = np.array([[1.5, np.nan]], dtype=np.float32)
-    assert reply(one, [output], FOUR) == {"prediction": [1.5, None]}
-    assert reply(many, [output], FOUR) == {"prediction": [[1.5, None]]}
-    assert reply(one, [np.array([7])], FOUR) == {"prediction": [7]}
-    named = read({"inputs": {"x": [1, 2, 3, 4]}}, FOUR, most_rows=9)
-    assert reply(named, [output], FOUR) == {"outputs": {"output": [1.5, None]}}
+    assert response_table(one, [output], FOUR) == {"prediction": [1.5, None]}
+    assert response_table(many, [output], FOUR) == {"prediction": [[1.5, None]]}
+    assert response_table(one, [np.array([7])], FOUR) == {"prediction": [7]}
+    named = read({"inputs": {"x": [1, 2, 3, 4]}}, FOUR, max_rows=9)
+    assert response_table(named, [output], FOUR) == {"outputs": {"output": [1.5, None]}}
 
 
 def test_texts_among_numbers_take_no_memory() -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(Unfit, match="want numbers"):
-            read({"features": ["x" * 100_000, *["a"] * 200]}, FOUR, most_rows=9)
+        with pytest.raises(InvalidRequest, match="want numbers"):
+            read({"features": ["x" * 100_000, *["a"] * 200]}, FOUR, max_rows=9)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000  # numpy would take 80 MB: all as long as the longest
     finally:
         tracemalloc.stop()
@@ -125,7 +125,7 @@ DEEP = b'{"features":' + b"[" * 50_000
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"features": [NaN]}', b"\xff\xfe", DEEP])
 def test_bodies_that_are_no_requests(body: bytes) -> None:
-    with pytest.raises(Unfit, match="the body is not"):
+    with pytest.raises(InvalidRequest, match="the body is not"):
         parse(body)
 
 
@@ -139,8 +139,8 @@ VALUES = st.recursive(
 @given(VALUES, st.sampled_from(["float32", "int64", "uint8", "bool", "bfloat16"]), st.booleans())
 def test_any_json_is_taken_or_refused_in_words(value: Any, dtype: str, batched: bool) -> None:
     try:
-        found = read({"features": value}, schema(("x", dtype, (None, 2)), batched=batched), most_rows=10)
-    except Unfit as error:
+        found = read({"features": value}, schema(("x", dtype, (None, 2)), batched=batched), max_rows=10)
+    except InvalidRequest as error:
         assert str(error)
     else:
         assert found.arrays[0].shape[1:] == (2,)

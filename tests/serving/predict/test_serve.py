@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from armillary.serving.load.run import Test, load_test
+from armillary.serving.load.run import LoadTest, load_test
 from armillary.spec.tables.load import Load
 from armillary.spec.tables.serve import Objective, Traffic
 
@@ -48,7 +48,7 @@ def test_it_answers_bears_load_and_leaves_with_0(server: tuple[str, subprocess.P
     url, process = server
     assert ask(f"{url}/predict", {"features": [1, 2, 3, 4]})["prediction"] == [10.0, 11.0]
     assert ask(f"{url}/health")["model_loaded"] is True
-    test = Test(traffic=Traffic(requests_per_s=60, duration_s=1.0), load=Load(warmup_s=0.1), objective=Objective())
+    test = LoadTest(traffic=Traffic(requests_per_s=60, duration_s=1.0), load=Load(warmup_s=0.1), objective=Objective())
     report = load_test(url, test)
     assert report.api == "predict" and report.last.failed == 0 and report.last.requests == 60
     process.send_signal(signal.SIGTERM)

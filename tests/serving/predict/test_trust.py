@@ -16,7 +16,7 @@ import torch
 
 from armillary.errors import BadModel
 from armillary.serving.predict.app import PredictServer, make_app
-from armillary.serving.predict.trust import Trust
+from armillary.serving.predict.trust import FileTrust
 from armillary.spec.tables.predict import Predict
 from armillary.store.converted_files import remember
 from armillary.store.home import Home
@@ -52,7 +52,7 @@ def armed(source: Path, target: Path, mark: Path) -> Path:
 
 def test_keys_are_asked_for_as_of_chats(files: Files, tmp_path: Path) -> None:
     async def scenario() -> None:
-        trust = Trust(Home.at(tmp_path), every_file=True)
+        trust = FileTrust(Home.at(tmp_path), every_file=True)
         state = PredictServer(files["one"], Predict(), trust=trust, keys=("k1", "k2"))
         async with running(make_app(state)) as client:
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "k1"}):
@@ -69,11 +69,11 @@ def test_keys_are_asked_for_as_of_chats(files: Files, tmp_path: Path) -> None:
 
 def test_files_of_strangers_need_trust_and_those_of_convert_do_not(files: Files, tmp_path: Path) -> None:
     home = Home.at(tmp_path)
-    trust = Trust(home)
+    trust = FileTrust(home)
     for name in ("one", "traced"):
         with pytest.raises(BadModel, match=r"was not written by armillary convert.*--trust"):
             trust.check(files[name])
-        Trust(home, every_file=True).check(files[name])
+        FileTrust(home, every_file=True).check(files[name])
     remember(home, files["one"])
     trust.check(files["one"])
     changed = tmp_path / "one.pt2"
@@ -83,7 +83,7 @@ def test_files_of_strangers_need_trust_and_those_of_convert_do_not(files: Files,
 
 
 def test_onnx_needs_no_trust(tmp_path: Path) -> None:
-    Trust(Home.at(tmp_path)).check(onnx_linear(tmp_path / "m.onnx"))
+    FileTrust(Home.at(tmp_path)).check(onnx_linear(tmp_path / "m.onnx"))
 
 
 def test_archives_that_need_pickle_are_refused_whoever_vouches_for_them(files: Files, tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_archives_that_need_pickle_are_refused_whoever_vouches_for_them(files: F
     for file in (armed(files["one"], tmp_path / "armed.pt2", mark), whole, raw):
         remember(home, file)
         with pytest.raises(BadModel, match="needs pickle, which runs code when it is read; ") as problem:
-            Trust(home, every_file=True).check(file)
+            FileTrust(home, every_file=True).check(file)
         assert "\n" not in str(problem.value)
     assert not mark.exists()
-    Trust(home, every_file=True).check(files["weights"])  # weights alone: not a model, but no danger either
+    FileTrust(home, every_file=True).check(files["weights"])  # weights alone: not a model, but no danger either
 
 
 def test_a_changed_file_that_nobody_knows_is_refused_and_the_old_one_serves_on(files: Files, tmp_path: Path) -> None:
@@ -108,17 +108,17 @@ def test_a_changed_file_that_nobody_knows_is_refused_and_the_old_one_serves_on(f
     async def scenario(client: Client, state: PredictServer) -> None:
         shutil.copy(files["two"], tmp_path / "next.pt2")
         os.replace(tmp_path / "next.pt2", file)
-        await _until(lambda: bool(state.live.problem))
+        await _until(lambda: bool(state.models.problem))
         assert (await client.post("/predict", ROW)).json["prediction"] == [10.0, 11.0]
         assert sum("was not written by armillary convert" in line for line in said) == 1
         shutil.copy(files["two"], tmp_path / "next.pt2")
         remember(home, tmp_path / "next.pt2")
         os.replace(tmp_path / "next.pt2", file)
-        await _until(lambda: state.live.reloads == 1)
+        await _until(lambda: state.models.reloads == 1)
         assert (await client.post("/predict", ROW)).json["prediction"] == [20.0, 21.0]
 
     async def run() -> None:
-        state = PredictServer(file, Predict(reload_s=0.02), said.append, trust=Trust(home))
+        state = PredictServer(file, Predict(reload_s=0.02), said.append, trust=FileTrust(home))
         async with running(make_app(state)) as client:
             await scenario(client, state)
 
@@ -131,6 +131,6 @@ def test_convert_leaves_a_record_and_serve_asks_for_it(cli: Cli, files: Files, t
     home = tmp_path / "home"
     made = cli("convert", f"{net}:Net", str(tmp_path / "net.pt2"), "--to", "pt2", "--input", "4", "--home", str(home))
     assert made.code == 0, made.err
-    Trust(Home.at(home)).check(tmp_path / "net.pt2")
+    FileTrust(Home.at(home)).check(tmp_path / "net.pt2")
     ran = cli("serve", str(files["one"]), "--port", "0", "--home", str(home))
     assert ran.code == 2 and "add --trust" in ran.err and len(ran.err.strip().splitlines()) == 1

@@ -13,11 +13,11 @@ import pytest
 
 from armillary.engine.request.constraint import Structure
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.errors import ArmillaryError, BadInput
-from armillary.serving.processes import grammar_queue as compiling
+from armillary.errors import ArmillaryError, BadInput, Overloaded
+from armillary.serving.processes import grammar_queue
 from armillary.serving.processes.engine_ipc import Submit
-from armillary.serving.processes.grammar_queue import Busy, Compiling
-from armillary.serving.processes.grammar_sandbox import TooLong, Trials
+from armillary.serving.processes.grammar_queue import GrammarQueue
+from armillary.serving.processes.grammar_sandbox import CompileTimeout, GrammarSandbox
 
 
 class Fits:
@@ -74,14 +74,14 @@ def structure(source: str) -> Structure:
 
 
 @pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
-    made = Trials(Actor())
+def sandbox() -> Iterator[GrammarSandbox]:
+    made = GrammarSandbox(Actor())
     yield made
-    made.child.close()
+    made.worker.close()
 
 
-def test_a_structure_that_compiles_passes(trials: Trials) -> None:
-    trials.run(structure("fits"), 5.0)
+def test_a_structure_that_compiles_passes(sandbox: GrammarSandbox) -> None:
+    sandbox.run(structure("fits"), 5.0)
 
 
 @pytest.mark.parametrize(
@@ -92,24 +92,24 @@ def test_a_structure_that_compiles_passes(trials: Trials) -> None:
         ("loop", "takes too long to compile"),
         ("follow", "takes too long to follow"),
         ("memory", "make it simpler"),
-        ("crash", "more than the compiler can take"),
+        ("crash", "too large for the compiler"),
     ],
 )
-def test_what_a_structure_does_to_the_compiler_ends_with_it(trials: Trials, source: str, words: str) -> None:
+def test_what_a_structure_does_to_the_compiler_ends_with_it(sandbox: GrammarSandbox, source: str, words: str) -> None:
     with pytest.raises(BadInput, match=words) as found:
-        trials.run(structure(source), 0.2 if source == "loop" else 5.0)
-    assert isinstance(found.value, TooLong) == (source == "loop")
-    trials.run(structure("fits"), 5.0)  # the process is still there, and answers the right question
+        sandbox.run(structure(source), 0.2 if source == "loop" else 5.0)
+    assert isinstance(found.value, CompileTimeout) == (source == "loop")
+    sandbox.run(structure("fits"), 5.0)  # the process is still there, and answers the right question
 
 
-def test_a_process_that_was_killed_is_started_again(trials: Trials) -> None:
-    trials.run(structure("fits"), 5.0)
-    first = trials.child.pid
+def test_a_process_that_was_killed_is_started_again(sandbox: GrammarSandbox) -> None:
+    sandbox.run(structure("fits"), 5.0)
+    first = sandbox.worker.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
-    trials.run(structure("fits"), 5.0)
-    assert trials.child.pid != first
+    sandbox.run(structure("fits"), 5.0)
+    assert sandbox.worker.pid != first
 
 
 class Clock:
@@ -123,7 +123,7 @@ class Clock:
         self.gate.get(timeout=20)
         self.seen.append((structure.source, cpu_s))
         if float(structure.source) > cpu_s:
-            raise TooLong("the regex takes too long to compile; make it simpler")
+            raise CompileTimeout("the regex takes too long to compile; make it simpler")
 
 
 class Desk:
@@ -132,7 +132,7 @@ class Desk:
     def __init__(self) -> None:
         self.clock = Clock()
         self.ended: queue.Queue[tuple[int, ArmillaryError | None]] = queue.Queue()
-        self.compiling = Compiling(
+        self.grammars = GrammarQueue(
             Actor(),
             self.clock,
             lambda one, maker: self.ended.put((one.number, None)),
@@ -141,7 +141,7 @@ class Desk:
 
     def ask(self, number: int, source: str) -> None:
         params = SamplingParams(structure=structure(source))
-        self.compiling.take(Submit(number=number, prompt=b"", params=params, timeout_s=None))
+        self.grammars.take(Submit(number=number, prompt=b"", params=params, timeout_s=None))
 
     def ends(self, count: int) -> list[tuple[int, ArmillaryError | None]]:
         return [self.ended.get(timeout=20) for _ in range(count)]
@@ -155,7 +155,7 @@ def test_slow_ones_wait_until_new_ones_had_their_turn_and_endless_ones_are_refus
         desk.clock.gate.put(None)
     found = desk.ends(5)
     assert [number for number, _ in found] == [2, 4, 0, 1, 3]
-    assert [number for number, error in found if isinstance(error, TooLong)] == [0, 3]
+    assert [number for number, error in found if isinstance(error, CompileTimeout)] == [0, 3]
     assert [source for source, _ in desk.clock.seen] == ["99", "3", "0.1", "98", "0.2", "99", "3", "98"]
 
 
@@ -170,20 +170,20 @@ def test_short_ones_go_before_long_ones() -> None:
 
 def test_one_that_is_known_does_not_wait() -> None:
     desk = Desk()
-    desk.compiling._structures.maker(structure("0.1"))()
+    desk.grammars._structures.maker(structure("0.1"))()
     desk.ask(1, "99")
     desk.ask(2, "0.1")
     assert desk.ends(1) == [(2, None)]
 
 
 def test_more_than_may_wait_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_MOST", 2)
+    monkeypatch.setattr(grammar_queue, "_MAX_WAITING", 2)
     desk = Desk()
     for number in range(3):
         desk.ask(number, f"0.{number}1")
     ((number, error),) = desk.ends(1)
-    assert number == 2 and isinstance(error, Busy)
-    desk.compiling.give_up(1)  # its client left: there is room again, and it never comes to the engine
+    assert number == 2 and isinstance(error, Overloaded)
+    desk.grammars.discard(1)  # its client left: there is room again, and it never comes to the engine
     desk.ask(3, "0.4")
     for _ in range(3):
         desk.clock.gate.put(None)

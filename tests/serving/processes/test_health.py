@@ -11,7 +11,7 @@ import pytest
 
 from armillary.serving.openai.app import Api
 from armillary.serving.processes import engine_client as engine_process
-from armillary.serving.processes.engine_ipc import Orders, Started, frame
+from armillary.serving.processes.engine_ipc import EngineConfig, Started, frame
 from tests.serving.openai.test_app import api, ask
 
 STARTED = Started(max_model_len=300, vocab=400, kv_tokens=1000, kv_text="", phases=[("in all", 1.0)])
@@ -26,7 +26,7 @@ class Mortal:
         self._starts = starts
         self._reader: asyncio.StreamReader | None = None
 
-    async def start(self, orders: Orders) -> asyncio.StreamReader:
+    async def start(self, config: EngineConfig) -> asyncio.StreamReader:
         if not self._starts():
             raise OSError(12, "Cannot allocate memory")
         self._reader = asyncio.StreamReader()
@@ -73,7 +73,7 @@ def test_an_engine_that_is_dead_and_stays_dead_is_503_until_it_is_back(
         starts[0] = False
         ranks.die()
         answer = await until_health(made, 503)
-        assert answer["status"] == "down" and "could not be started again" in answer["reason"]
+        assert answer["status"] == "down" and "failed to restart" in answer["reason"]
         assert (await ask(made, "GET", "/ready"))[0] == 503
         starts[0] = True
         await until_health(made, 200)
@@ -119,6 +119,6 @@ def test_a_server_that_no_longer_looks_after_its_engine_says_so(folder: Path) ->
 
         ranks.end = broken  # type: ignore[method-assign]
         ranks.die()
-        assert "not started again" in (await until_health(made, 503))["reason"]
+        assert "not restarted" in (await until_health(made, 503))["reason"]
 
     asyncio.run(scenario())

@@ -13,9 +13,9 @@ import pytest
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.serving.http.problem import Problem
-from armillary.serving.processes.engine_client import EngineProcess
-from armillary.serving.processes.engine_ipc import Beat, Orders, Turn
-from armillary.serving.processes.heartbeat import Pulse
+from armillary.serving.processes.engine_client import EngineClient
+from armillary.serving.processes.engine_ipc import EngineConfig, HeartbeatMessage, StepOutput
+from armillary.serving.processes.heartbeat import Heartbeat
 from armillary.serving.processes.liveness import Liveness
 from armillary.serving.processes.mailbox import Mailbox
 from armillary.serving.processes.ranks import Ranks
@@ -43,7 +43,7 @@ def beats(liveness: Liveness, clock: Clock, seconds: float, expected_s: float | 
     for half in range(int(2 * seconds) + 1):
         clock.now += 0.5
         age = half / 2
-        liveness.heard(Beat(step_s=age, still_s=0.5 if moves else age, tokens=2048, expected_s=expected_s))
+        liveness.heard(HeartbeatMessage(step_s=age, still_s=0.5 if moves else age, tokens=2048, expected_s=expected_s))
         if liveness.hung():
             return age
     return 0.0
@@ -88,12 +88,12 @@ def test_nobody_is_ended_where_that_was_not_asked_for() -> None:
 
 def test_a_silent_process_is_not_ready_and_then_ended_whatever_it_said_before() -> None:
     liveness, clock = watched()
-    liveness.heard(Beat(step_s=3.0, still_s=3.0, tokens=1, expected_s=1000.0))
+    liveness.heard(HeartbeatMessage(step_s=3.0, still_s=3.0, tokens=1, expected_s=1000.0))
     clock.now += 6.0
     assert "silent for 6 s" in (liveness.slow() or "") and liveness.hung() is None
     clock.now += 115.0
     assert "silent for 121 s" in (liveness.hung() or "")
-    liveness.heard(Turn())
+    liveness.heard(StepOutput())
     assert liveness.slow() is None and liveness.hung() is None
 
 
@@ -105,21 +105,21 @@ def test_a_server_that_was_stopped_itself_does_not_blame_the_engine() -> None:
 
 
 def test_beats_count_no_time_in_which_the_process_was_stopped() -> None:
-    clock, sent = Clock(), list[Beat]()
+    clock, sent = Clock(), list[HeartbeatMessage]()
     engine = make_engine(overlap=False)
     engine.loop.clock = clock
     worker = EngineThread(engine)
-    pulse = Pulse(worker, sent.append, every_s=0.5)
+    heartbeat = Heartbeat(worker, sent.append, every_s=0.5)
     for _ in range(8):
         clock.now += 0.5
-        pulse.beat(0.5)
+        heartbeat.beat(0.5)
     assert len(sent) == 6 and sent[-1].step_s == sent[-1].still_s == 4.0
     clock.now += 3600.0  # the machine slept
-    pulse.beat(3600.0)
+    heartbeat.beat(3600.0)
     assert sent[-1].step_s == 5.0
     worker._last_turn = clock.now
     clock.now += 0.25
-    pulse.beat(0.25)
+    heartbeat.beat(0.25)
     assert len(sent) == 7, "a turn that has just begun needs no beat"
 
 
@@ -127,8 +127,8 @@ def test_beats_count_no_time_in_which_the_process_was_stopped() -> None:
 def test_a_slow_process_answers_and_a_stuck_and_a_stopped_one_are_ended(tmp_path: Path) -> None:
     """hung_s is shorter than the slow step takes: nobody is killed for being slow."""
     said: list[str] = []
-    orders = Orders(model="", serve=Serve(frozen_s=2.5, hung_s=3.5), home=Home.at(tmp_path))
-    engine = EngineProcess(orders, ranks=1, metrics=Metrics(), say=said.append)
+    config = EngineConfig(model="", serve=Serve(frozen_s=2.5, hung_s=3.5), home=Home.at(tmp_path))
+    engine = EngineClient(config, ranks=1, metrics=Metrics(), say=said.append)
     engine._ranks = Ranks(1, "tests.serving.slow_engine")
 
     async def ask(prompt: list[int]) -> Mailbox:

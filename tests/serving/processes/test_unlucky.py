@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.errors import BadInput
-from armillary.serving.http.lines import to_whom_it_concerns
+from armillary.errors import BadInput, ContextLengthExceeded
 from armillary.serving.http.problem import Problem
+from armillary.serving.http.server import ignore_broken_pipe
 from armillary.serving.openai.completions import complete
-from armillary.serving.openai.schemas import Completion
+from armillary.serving.openai.schemas import CompletionRequest
 from armillary.serving.processes import engine_client as engine_process
-from armillary.serving.processes.engine_client import EngineProcess
-from armillary.serving.processes.engine_ipc import Failed, Orders, Refused, Started, Turn, frame
+from armillary.serving.processes.engine_client import EngineClient
+from armillary.serving.processes.engine_ipc import EngineConfig, Failed, Refused, Started, StepOutput, frame
 from armillary.serving.processes.mailbox import Mailbox
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
@@ -38,7 +38,7 @@ class FewProcesses:
     def send(self, message: Any) -> None:
         pass
 
-    async def start(self, orders: Orders) -> asyncio.StreamReader:
+    async def start(self, config: EngineConfig) -> asyncio.StreamReader:
         self.starts += 1
         if self.starts == 2:
             raise OSError(12, "Cannot allocate memory")
@@ -55,9 +55,9 @@ class FewProcesses:
         return -9
 
 
-def engine_of(tmp_path: Path, say: Callable[[str], None]) -> EngineProcess:
-    orders = Orders(model="m", serve=Serve(), home=Home(work=tmp_path, cache=tmp_path))
-    return EngineProcess(orders, ranks=1, metrics=Metrics(), say=say)
+def engine_of(tmp_path: Path, say: Callable[[str], None]) -> EngineClient:
+    config = EngineConfig(model="m", serve=Serve(), home=Home(work=tmp_path, cache=tmp_path))
+    return EngineClient(config, ranks=1, metrics=Metrics(), say=say)
 
 
 def test_an_engine_that_cannot_be_started_again_at_once_is_started_later(
@@ -85,7 +85,7 @@ def test_an_engine_that_cannot_be_started_again_at_once_is_started_later(
 class Steady(FewProcesses):
     """Processes that can always be started; `reader` is where the last one is heard."""
 
-    async def start(self, orders: Orders) -> asyncio.StreamReader:
+    async def start(self, config: EngineConfig) -> asyncio.StreamReader:
         self.starts += 1
         self.reader = asyncio.StreamReader()
         self.reader.feed_data(frame(STARTED))
@@ -102,7 +102,7 @@ def test_a_message_that_cannot_be_understood_fails_what_waits_and_the_engine_beg
         engine._ranks = ranks  # type: ignore[assignment]
         await engine.start()
         engine.submit([1, 2], SamplingParams(), box, 0)
-        ranks.reader.feed_data(frame(Turn(keys=[1 << 10], tokens=[])))  # a key without its token: a bug
+        ranks.reader.feed_data(frame(StepOutput(keys=[1 << 10], tokens=[])))  # a key without its token: a bug
         async with asyncio.timeout(20):
             with pytest.raises(Problem, match="the engine failed"):
                 await box.take()
@@ -124,8 +124,8 @@ class Unlucky(Steady):
         super().__init__()
         self.times = times
 
-    async def start(self, orders: Orders) -> asyncio.StreamReader:
-        reader = await super().start(orders)
+    async def start(self, config: EngineConfig) -> asyncio.StreamReader:
+        reader = await super().start(config)
         if self.starts <= self.times:
             reader = asyncio.StreamReader()
             reader.feed_data(frame(Failed(message="DistNetworkError: address in use", by_user=False)))
@@ -147,24 +147,25 @@ def test_ranks_that_cannot_meet_are_started_once_more(tmp_path: Path, times: int
     if times == 1:
         assert asyncio.run(live()) == 2
     else:
-        with pytest.raises(BadInput, match="ended while it was loading"):
+        with pytest.raises(BadInput, match="ended while loading"):
             asyncio.run(live())
 
 
 def test_a_refusal_says_whether_to_ask_again(tmp_path: Path) -> None:
-    async def refused(busy: bool) -> Problem:
+    async def refused(**more: Any) -> Problem:
         engine, ranks, box = engine_of(tmp_path, lambda text: None), Steady(), Mailbox(1, eager=True)
         engine._ranks = ranks  # type: ignore[assignment]
         await engine.start()
         number = engine.submit([1, 2], SamplingParams(), box, 0)
-        ranks.reader.feed_data(frame(Refused(number=number, message="no; later", busy=busy)))
+        ranks.reader.feed_data(frame(Refused(number=number, message="no; later", **more)))
         with pytest.raises(Problem) as found:
             await asyncio.wait_for(box.take(), 20)
         await engine.stop()
         return found.value
 
-    later, never = asyncio.run(refused(True)), asyncio.run(refused(False))
+    later, never = asyncio.run(refused(overloaded=True)), asyncio.run(refused(code=ContextLengthExceeded.code))
     assert (later.status, later.retry_after_s) == (429, 5) and (never.status, never.retry_after_s) == (400, None)
+    assert never.code == "context_length_exceeded"
 
 
 def test_a_line_that_nobody_reads_is_lost_and_nothing_else() -> None:
@@ -174,7 +175,7 @@ def test_a_line_that_nobody_reads_is_lost_and_nothing_else() -> None:
         said.append(text)
         raise BrokenPipeError
 
-    to_whom_it_concerns(into_a_closed_pipe)("the engine ended")
+    ignore_broken_pipe(into_a_closed_pipe)("the engine ended")
     assert said == ["the engine ended"]
 
 
@@ -182,6 +183,6 @@ def test_a_list_of_too_many_prompts_is_refused_unread() -> None:
     async def encode(*words: Any, **more: Any) -> list[int]:
         raise AssertionError("it was read")
 
-    served: Any = SimpleNamespace(texts=SimpleNamespace(encode=encode), max_model_len=8)
-    with pytest.raises(Problem, match="more than 1,024 answers"):
-        asyncio.run(complete(served, Completion(prompt=["a"] * 1025), 0.0))
+    served: Any = SimpleNamespace(tokenization=SimpleNamespace(encode=encode), max_model_len=8)
+    with pytest.raises(Problem, match="more than 1,024 completions"):
+        asyncio.run(complete(served, CompletionRequest(prompt=["a"] * 1025), 0.0))

@@ -1,0 +1,139 @@
+"""Start-up and shutdown that both HTTP servers share: the socket, uvloop, uvicorn, signals and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from armillary.errors import BadInput, missing
+from armillary.serving.http.connections import protocol, sweep
+
+if TYPE_CHECKING:
+    import uvicorn
+
+Say = Callable[[str], None]
+BACKLOG = 2048
+"""connections that the kernel queues before they are accepted"""
+_KEEP_ALIVE_S = 75
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """Address of a server, and the API keys that it accepts."""
+
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0: all"""
+    port: int = 8000
+    """0: any free port"""
+    keys: tuple[str, ...] = ()
+    """API keys; none: no key is required"""
+
+
+def require_http() -> None:
+    """MissingPart where the `http` extra is not installed."""
+    try:
+        import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise missing(str(error.name), "serving over HTTP", "http") from None
+
+
+def ignore_broken_pipe(say: Say) -> Say:
+    """`say` for a pipe whose reader may close it: the line is lost and the server goes on."""
+
+    def guarded(text: str) -> None:
+        with suppress(OSError):
+            say(text)
+
+    return guarded
+
+
+def bind(listen: ListenOptions) -> socket.socket:
+    """The server's socket, bound before a model is loaded so that a port in use is reported at once."""
+    host, port = listen.host, listen.port
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"cannot listen on {host}:{port} ({why}); try another --port or --host") from None
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    """http://HOST:PORT of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` on uvloop where it is installed, else on asyncio's own loop."""
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with suppress(ModuleNotFoundError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main)
+
+
+def http_server(app: Any, *, graceful_s: int, lifespan: str = "off") -> uvicorn.Server:
+    """uvicorn's server without its signal handlers, which would end the process by the signal."""
+    import uvicorn
+
+    class Server(uvicorn.Server):  # type: ignore[misc]
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        lifespan=lifespan,
+        ws="none",
+        http=protocol(),
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=graceful_s,
+        server_header=False,
+        date_header=False,
+    )
+    return Server(config)
+
+
+async def serve_until_signal(
+    server: uvicorn.Server,
+    sock: socket.socket,
+    *,
+    drain: Callable[[], None] = lambda: None,
+    kill: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT: the first signal calls `drain` and lets open requests finish, the second calls
+    `kill` and ends them."""
+
+    def on_signal() -> None:
+        if server.should_exit:
+            kill()
+            server.force_exit = True
+            return
+        server.should_exit = True
+        drain()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    sweeper = asyncio.create_task(sweep(server))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        sweeper.cancel()
