@@ -57,13 +57,13 @@ def models() -> dict[str, ModelEntry]:
 def model(name: str) -> ModelEntry:
     """One catalogue model, by name or alias."""
     table = _models()
-    found = table.find(name)
-    if found is None:
+    key = table.find(name)
+    if key is None:
         raise _no_such("model", name, table, "armillary models")
-    about = {key: table[found][key] for key in _ABOUT if key in table[found]}
-    fields = {key: value for key, value in table[found].items() if key not in _ABOUT}
+    about = {field: value for field, value in table[key].items() if field in _ABOUT}
+    fields = {field: value for field, value in table[key].items() if field not in _ABOUT}
     about["aliases"] = tuple(about.get("aliases", ()))
-    return ModelEntry(config=config_from_fields({"name": found} | fields, where=found), **about)
+    return ModelEntry(config=config_from_fields({"name": key} | fields, where=key), **about)
 
 
 _ABOUT = ("title", "hub", "source", "published_parameters", "aliases", "note")
@@ -138,7 +138,7 @@ def _chip(name: str, fields: Mapping[str, Any]) -> Chip:
 
 @cache
 def links() -> dict[str, Link]:
-    return {name: _row("link", Link, name) for name in _hardware()["link"]}
+    return {name: link(name) for name in _hardware()["link"]}
 
 
 @cache
@@ -146,10 +146,10 @@ def nodes() -> dict[str, Node]:
     return {name: node(name) for name in _hardware()["node"]}
 
 
+@cache
 def node(name: str) -> Node:
     """One node, by its name in the catalogue."""
-    found: Node = _row("node", Node, name)
-    return found
+    return build(Node, {"name": name} | _hardware()["node"][name], f"node.{name}")
 
 
 @cache
@@ -157,10 +157,10 @@ def storages() -> dict[str, Storage]:
     return {name: storage(name) for name in _hardware()["storage"]}
 
 
+@cache
 def storage(name: str) -> Storage:
     """One storage tier, by its name in the catalogue."""
-    found: Storage = _row("storage", Storage, name)
-    return found
+    return build(Storage, {"name": name} | _hardware()["storage"][name], f"storage.{name}")
 
 
 @cache
@@ -171,25 +171,20 @@ def prices() -> tuple[Price, ...]:
     return tuple(build(Price, common | row, f"prices.rows[{i}]") for i, row in enumerate(table["rows"]))
 
 
-@cache
-def _row(kind: str, cls: type[Any], name: str) -> Any:
-    return build(cls, {"name": name} | _hardware()[kind][name], f"{kind}.{name}")
-
-
 def chip(name: str) -> Chip:
     """One chip, by name or alias."""
     table = _hardware()["chip"]
-    found = table.find(name)
-    if found is None:
+    key = table.find(name)
+    if key is None:
         raise _no_such("chip", name, table, "armillary hardware")
-    return _chip_row(found)
+    return _chip_row(key)
 
 
+@cache
 def link(name: str) -> Link:
     if name not in _hardware()["link"]:
         raise _no_such("link", name, _hardware()["link"], "armillary hardware --links")
-    found: Link = _row("link", Link, name)
-    return found
+    return build(Link, {"name": name} | _hardware()["link"][name], f"link.{name}")
 
 
 def cluster(text: str) -> Cluster:

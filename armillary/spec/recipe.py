@@ -20,10 +20,8 @@ from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.hardware import HardwareTable
 from armillary.spec.tables.key_class import Defining, Free, Noted
-from armillary.spec.tables.load import Load
 from armillary.spec.tables.model import ModelTable, apply_model_overrides, model_table, table_to_plain
-from armillary.spec.tables.predict import Predict
-from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
+from armillary.spec.tables.serve import Cost, Load, Objective, Predict, Serve, Traffic
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.spec.toml import toml_writer as toml_text
 from armillary.spec.toml.fields import build, to_plain

@@ -15,8 +15,7 @@ import numpy as np
 
 from armillary.errors import BadData, BadInput, NotFound
 from armillary.model.text.train_tokenizer import train_tokenizer
-from armillary.spec.blend import shares
-from armillary.spec.tables.train import Data, TrainJob
+from armillary.spec.tables.train import Data, TrainJob, shares
 from armillary.store.atomic import staged_folder
 from armillary.store.home import Home
 from armillary.training.data.batch import BatchSource

@@ -25,7 +25,7 @@ from armillary.parallel.collectives import Group, all_gather, all_reduce
 from armillary.parallel.world import World
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
-from armillary.spec.layout_rules.tensor import tp_holds, tp_says
+from armillary.spec.layout_rules.division import tp_holds, tp_says
 from armillary.spec.model import ModelConfig
 
 # N query heads, K KV heads, D head dim, H hidden

@@ -135,10 +135,10 @@ class Goodput:
 
     def lost(self) -> dict[str, float]:
         """Shares of wall time: checkpoints, restarts, repeated steps; with the goodput they add up to 1."""
-        mtbf, kept = self.failures.mtbf_s, self.goodput_fraction
-        writing = kept * self.failures.checkpoint_s / self.interval_s
-        restarting = min(1 - kept - writing, self.failures.restart_s / mtbf)
-        return {"checkpoints": writing, "restarts": restarting, "repeated": 1 - kept - writing - restarting}
+        mtbf, useful = self.failures.mtbf_s, self.goodput_fraction
+        writing = useful * self.failures.checkpoint_s / self.interval_s
+        restarting = min(1 - useful - writing, self.failures.restart_s / mtbf)
+        return {"checkpoints": writing, "restarts": restarting, "repeated": 1 - useful - writing - restarting}
 
     def predicted(self) -> dict[str, float]:
         return {"goodput_fraction": self.goodput_fraction, "checkpoint_stall_s": self.failures.checkpoint_s}

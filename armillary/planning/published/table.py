@@ -17,7 +17,7 @@ import numpy as np
 from armillary.errors import BadData, NotFound, unknown
 from armillary.planning.published import inference_table, training_table
 from armillary.planning.published.inference_table import InferencePrediction
-from armillary.planning.published.row_model import Row
+from armillary.planning.published.row_case import Row
 from armillary.planning.published.training_table import TrainingPrediction, is_yes
 
 
@@ -98,15 +98,15 @@ def keeps(row: Row, name: str) -> bool:
 def judge_training(predictions: Sequence[TrainingPrediction]) -> Judged:
     """Predictions of training rows with their summary."""
     speeds = [prediction for prediction in predictions if prediction.error is not None]
-    asked = [prediction for prediction in predictions if _has_speed(prediction)]
-    others = [prediction for prediction in speeds if not prediction.fitted]
+    measured = [prediction for prediction in predictions if _has_speed(prediction)]
+    held_out = [prediction for prediction in speeds if not prediction.fitted]
     summary = summarise([prediction.error for prediction in speeds if prediction.error is not None])
     summary |= {
         "complete": sum(prediction.complete for prediction in predictions),
-        "predicted": len(speeds) / len(asked) if asked else None,
+        "predicted": len(speeds) / len(measured) if measured else None,
         "by_framework": _groups(speeds, "framework"),
         "by_kind": _groups(speeds, "kind"),
-        "held_out": _half(others),
+        "held_out": summarise([prediction.error for prediction in held_out if prediction.error is not None]),
         "physics_only": summarise(
             [prediction.physics_error for prediction in speeds if prediction.physics_error is not None]
         ),
@@ -138,10 +138,6 @@ def _groups(predictions: Sequence[TrainingPrediction], name: str) -> dict[str, d
         group: part | {"physics_only": physics[group]["mape"], "held_out": held.get(group, {}).get("mape")}
         for group, part in errors.items()
     }
-
-
-def _half(predictions: Sequence[TrainingPrediction]) -> dict[str, Any]:
-    return summarise([prediction.error for prediction in predictions if prediction.error is not None])
 
 
 def _memory(predictions: Sequence[TrainingPrediction]) -> dict[str, Any]:

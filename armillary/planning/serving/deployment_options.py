@@ -26,7 +26,7 @@ from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
-from armillary.spec.layout_rules.tensor import tp_holds
+from armillary.spec.layout_rules.division import tp_holds
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
 

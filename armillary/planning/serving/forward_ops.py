@@ -18,7 +18,7 @@ from armillary.spec.arithmetic.sublayers import Batch, experts_used
 from armillary.spec.arithmetic.workload import embedding_pieces, head_pieces, layer_pieces
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
-from armillary.spec.layout_rules.tensor import tp_holds, tp_says
+from armillary.spec.layout_rules.division import tp_holds, tp_says
 from armillary.spec.model import LayerKind, ModelConfig
 
 EXPERT_GEMMS = ("moe.gate_up", "moe.down")

@@ -50,9 +50,9 @@ class ServingPlan:
 
     def plan(self) -> Plan:
         """The record that engines and other verbs read."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return Plan(
-            created=now,
+            created=created,
             recipe=to_dict(self.recipe),
             model=self.request.config,
             cluster=self.request.cluster,

@@ -23,54 +23,54 @@ class Term:
     """the result, with its unit"""
 
 
-def plan_rows(request: Request, found: DeploymentOption, split: Pools | None = None) -> list[tuple[str, str]]:
+def plan_rows(request: Request, option: DeploymentOption, split: Pools | None = None) -> list[tuple[str, str]]:
     """(label, text) of the plan, in reading order."""
-    assert found.capacity is not None, "a refused choice has no plan"
-    now, memory, traffic = found.capacity.actual, found.capacity.memory, request.traffic
+    assert option.capacity is not None, "a refused choice has no plan"
+    point, memory, traffic = option.capacity.actual, option.capacity.memory, request.traffic
     rows = [
-        ("replica", f"{found.split.text()}, weights {found.dtypes.weights}, KV cache {found.dtypes.kv}"),
+        ("replica", f"{option.split.text()}, weights {option.dtypes.weights}, KV cache {option.dtypes.kv}"),
         (
             "memory / device",
             f"weights {bytes_text(memory.weights_bytes)}  KV cache {bytes_text(memory.kv_bytes)}  "
             f"working {bytes_text(memory.working_bytes)}  of {bytes_text(memory.device_bytes)}",
         ),
-        ("KV cache", _cache_text(found.capacity)),
+        ("KV cache", _cache_text(option.capacity)),
         (
             "per replica",
-            f"{found.capacity.highest.requests_per_s:.3g} requests/s at most" + _limit_text(request, found.capacity),
+            f"{option.capacity.highest.requests_per_s:.3g} requests/s at most" + _limit_text(request, option.capacity),
         ),
         (
             "needed",
-            f"{_many(found.capacity.replicas, 'replica')}, {_many(found.devices, 'device')} for "
-            f"{traffic.requests_per_s:g} requests/s" + _room_text(request, found),
+            f"{_many(option.capacity.replicas, 'replica')}, {_many(option.devices, 'device')} for "
+            f"{traffic.requests_per_s:g} requests/s" + _room_text(request, option),
         ),
-        ("TTFT", f"p50 {seconds_text(now.ttft_p50_s)}  p99 {seconds_text(now.ttft_p99_s)}"),
-        ("ITL", f"p50 {seconds_text(now.itl_p50_s)}  p99 {seconds_text(now.itl_p99_s)}"),
+        ("TTFT", f"p50 {seconds_text(point.ttft_p50_s)}  p99 {seconds_text(point.ttft_p99_s)}"),
+        ("ITL", f"p50 {seconds_text(point.itl_p50_s)}  p99 {seconds_text(point.itl_p99_s)}"),
         (
             "throughput",
             f"{traffic.requests_per_s * traffic.tokens_out:,.0f} tokens/s out, "
-            f"{traffic.requests_per_s * traffic.tokens_in:,.0f} in; {now.running:.1f} requests run at a time",
+            f"{traffic.requests_per_s * traffic.tokens_in:,.0f} in; {point.running:.1f} requests run at a time",
         ),
     ]
-    return rows + _cost_rows(found) + _pool_rows(found, split)
+    return rows + _cost_rows(option) + _pool_rows(option, split)
 
 
 def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _cache_text(found: Capacity) -> str:
-    values, traffic = found.predicted(), found.server.traffic
+def _cache_text(option: Capacity) -> str:
+    values, traffic = option.predicted(), option.server.traffic
     tokens = traffic.tokens_in + traffic.tokens_out
     return (
         f"{count_text(values['kv_capacity_tokens'])} tokens per replica = {values['concurrency']:,.0f} requests of "
-        f"{tokens:,} tokens, {bytes_text(sequence_bytes(found.server.replica, tokens))} each per device"
+        f"{tokens:,} tokens, {bytes_text(sequence_bytes(option.server.replica, tokens))} each per device"
     )
 
 
-def _limit_text(request: Request, found: Capacity) -> str:
+def _limit_text(request: Request, option: Capacity) -> str:
     """What limits the rate: the nearest objective, the batch size, or the time of prompts."""
-    high = found.highest
+    high = option.highest
     shares = {
         name: getattr(high, name) / wanted
         for name in ("ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
@@ -78,21 +78,21 @@ def _limit_text(request: Request, found: Capacity) -> str:
     }
     if shares and max(shares.values()) > 0.97:
         return f", limited by {max(shares, key=lambda name: shares[name])}"
-    if high.running > 0.7 * found.server.most_running:
-        full = found.server.most_running < request.serve.max_running * found.server.replica.split.ep
+    if high.running > 0.7 * option.server.most_running:
+        full = option.server.most_running < request.serve.max_running * option.server.replica.split.ep
         return ", limited by the KV cache" if full else ", limited by serve.max_running"
     return ", limited by prefill time"
 
 
-def _room_text(request: Request, found: DeploymentOption) -> str:
-    there = request.cluster.num_devices
-    return "" if found.devices <= there else f" ({there} are available: raise --on, or relax the objectives)"
+def _room_text(request: Request, option: DeploymentOption) -> str:
+    available = request.cluster.num_devices
+    return "" if option.devices <= available else f" ({available} are available: raise --on, or relax the objectives)"
 
 
-def _cost_rows(found: DeploymentOption) -> list[tuple[str, str]]:
-    if found.cost is None:
+def _cost_rows(option: DeploymentOption) -> list[tuple[str, str]]:
+    if option.cost is None:
         return [("cost", "no price is known; try --set cost.usd_per_device_hour=2.5")]
-    cost = found.cost
+    cost = option.cost
     text = (
         f"{dollars_text(cost.million_tokens_usd)} per million tokens (in {dollars_text(cost.million_in_usd)}, "
         f"out {dollars_text(cost.million_out_usd)}), {dollars_text(cost.month_usd)} per month at "
@@ -101,11 +101,11 @@ def _cost_rows(found: DeploymentOption) -> list[tuple[str, str]]:
     return [("cost", text)]
 
 
-def _pool_rows(found: DeploymentOption, split: Pools | None) -> list[tuple[str, str]]:
+def _pool_rows(option: DeploymentOption, split: Pools | None) -> list[tuple[str, str]]:
     if split is None:
         return []
     values = split.predicted()
-    verdict = "fewer" if split.devices < found.devices else "as many" if split.devices == found.devices else "more"
+    verdict = "fewer" if split.devices < option.devices else "as many" if split.devices == option.devices else "more"
     return [
         (
             "disaggregated",
@@ -116,19 +116,19 @@ def _pool_rows(found: DeploymentOption, split: Pools | None) -> list[tuple[str, 
     ]
 
 
-def choice_cells(found: DeploymentOption) -> list[str]:
+def choice_cells(option: DeploymentOption) -> list[str]:
     """One row of the table of options: parallelism, weights, replicas, devices, rate, TTFT, ITL, dollars or reason."""
-    head = [found.split.text(), found.dtypes.weights]
-    if found.capacity is None:
-        return [*head, "", "", "", "", "", found.reason]
-    now, cost = found.capacity.actual, found.cost
+    head = [option.split.text(), option.dtypes.weights]
+    if option.capacity is None:
+        return [*head, "", "", "", "", "", option.reason]
+    point, cost = option.capacity.actual, option.cost
     return [
         *head,
-        str(found.capacity.replicas),
-        str(found.devices),
-        f"{found.capacity.highest.requests_per_s:.3g}",
-        seconds_text(now.ttft_p99_s),
-        seconds_text(now.itl_p99_s),
+        str(option.capacity.replicas),
+        str(option.devices),
+        f"{option.capacity.highest.requests_per_s:.3g}",
+        seconds_text(point.ttft_p99_s),
+        seconds_text(point.itl_p99_s),
         dollars_text(cost.million_tokens_usd) if cost else "",
     ]
 
@@ -139,12 +139,12 @@ CHOICE_COLUMNS = ("replica", "weights", "replicas", "devices", "requests/s", "TT
 # --- explaining
 
 
-def explain(request: Request, found: DeploymentOption) -> list[Term]:
+def explain(request: Request, option: DeploymentOption) -> list[Term]:
     """Every term of the plan, with its formula and its numbers."""
-    assert found.capacity is not None, "a refused option has nothing to explain"
-    server, now = found.capacity.server, found.capacity.actual
-    traffic, memory = request.traffic, found.capacity.memory
-    rate, running = now.requests_per_s, max(1, round(now.running))
+    assert option.capacity is not None, "a refused option has nothing to explain"
+    server, point = option.capacity.server, option.capacity.actual
+    traffic, memory = request.traffic, option.capacity.memory
+    rate, running = point.requests_per_s, max(1, round(point.running))
     decode = server.replica.decode(running, traffic.tokens_in + traffic.tokens_out // 2)
     prefill = server.replica.prefill(server.prompt, cached=server.cached)
     tokens = traffic.tokens_in + traffic.tokens_out
@@ -161,28 +161,28 @@ def explain(request: Request, found: DeploymentOption) -> list[Term]:
         Term(
             name="concurrency",
             formula="⌊(memory · 0.9 − weights − working) / KV cache per request⌋ · ep",
-            numbers=f"⌊{bytes_text(memory.kv_bytes)} / {bytes_text(each)}⌋ · {found.split.ep}",
-            value=f"{found.predicted()['concurrency']:,.0f}",
+            numbers=f"⌊{bytes_text(memory.kv_bytes)} / {bytes_text(each)}⌋ · {option.split.ep}",
+            value=f"{option.predicted()['concurrency']:,.0f}",
         ),
         Term(
             name="step",
             formula="d(b) / (1 − λ·p)",
-            value=seconds_text(now.step_s),
+            value=seconds_text(point.step_s),
             numbers=f"{seconds_text(decode.total_s)} / (1 − {rate:.3g} · {server.prefill_s:.3g})",
         ),
         Term(
             name="running",
             formula="λ · (out − 1) · step",
-            value=f"{now.running:.3g}",
-            numbers=f"{rate:.3g} · {traffic.tokens_out - 1} · {now.step_s:.3g}",
+            value=f"{point.running:.3g}",
+            numbers=f"{rate:.3g} · {traffic.tokens_out - 1} · {point.step_s:.3g}",
         ),
         Term(
             name="replicas",
             formula="⌈rate / highest rate of a replica⌉",
-            value=str(found.capacity.replicas),
-            numbers=f"⌈{traffic.requests_per_s:g} / {found.capacity.highest.requests_per_s:.4g}⌉",
+            value=str(option.capacity.replicas),
+            numbers=f"⌈{traffic.requests_per_s:g} / {option.capacity.highest.requests_per_s:.4g}⌉",
         ),
-        *_cost_terms(found, traffic.requests_per_s * tokens),
+        *_cost_terms(option, traffic.requests_per_s * tokens),
     ]
 
 
@@ -193,15 +193,15 @@ def _step_terms(name: str, time: EngineStepTime) -> list[Term]:
     return [Term(name=name, formula=formula, numbers=numbers, value=seconds_text(time.total_s))]
 
 
-def _cost_terms(found: DeploymentOption, tokens_per_s: float) -> list[Term]:
-    if found.cost is None:
+def _cost_terms(option: DeploymentOption, tokens_per_s: float) -> list[Term]:
+    if option.cost is None:
         return []
-    cost = found.cost
+    cost = option.cost
     return [
         Term(
             name="per million tokens",
             formula="devices · $/h / 3600 / (tokens/s) · 10⁶",
-            numbers=f"{found.devices} · {cost.device_hour_usd:.3g} / 3600 / {tokens_per_s:,.0f} · 10⁶",
+            numbers=f"{option.devices} · {cost.device_hour_usd:.3g} / 3600 / {tokens_per_s:,.0f} · 10⁶",
             value=dollars_text(cost.million_tokens_usd),
         )
     ]

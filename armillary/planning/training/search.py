@@ -88,8 +88,8 @@ def _nothing_fits(case: TrainCase, layouts: Layouts, bytes_: Array, limit: float
     least = float(bytes_.min())
     smallest = layouts.take(np.array([int(bytes_.argmin())]))
     allocated = float(memory(case, smallest).allocated[0])
-    away = replace(smallest, offload=np.array([OFFLOADS.index("both")]))
-    out = fits(case, away, memory(case, away), limit)[0]
+    offloaded = replace(smallest, offload=np.array([OFFLOADS.index("both")]))
+    out = fits(case, offloaded, memory(case, offloaded), limit)[0]
     usable = max((limit - CONTEXT_BYTES) / (1 + FRAGMENTATION), limit / 2)
     times = max(2, int(np.ceil(allocated / usable)))
     more = case.cluster.num_devices * 2 ** int(np.ceil(np.log2(times)))

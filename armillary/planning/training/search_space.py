@@ -83,15 +83,15 @@ def runnable(case: TrainCase, layouts: Layouts, fixed: Mapping[str, Any]) -> Lay
     if not case.software.fully_shard:
         return layouts
     names = ("dp", "cp", "zero", "pp", "schedule", "recompute", "offload")
-    asked: dict[str, Any] = {"dp": 2, **{name: value for name, value in fixed.items() if name in names}}
+    requested: dict[str, Any] = {"dp": 2, **{name: value for name, value in fixed.items() if name in names}}
     rules = Case(model=case.model, by_trainer=True)
-    for problem in layout_problems(Layout(**asked), rules):
+    for problem in layout_problems(Layout(**requested), rules):
         if problem.rule in ("kept", "halves", "gathered"):
             raise BadLayout(problem.text)
-    away = np.isin(layouts.offload, [OFFLOADS.index(name) for name in ("activations", "both")])
+    offloaded = np.isin(layouts.offload, [OFFLOADS.index(name) for name in ("activations", "both")])
     halves = (layouts.pp > 1) & (layouts.schedule == SCHEDULES.index("zero_bubble"))
     gathered = (layouts.zero == 3) & (layouts.dp * layouts.cp > 1) & halves
-    return layouts.take(np.nonzero(((layouts.recompute != SELECTIVE) | ~(away | halves)) & ~gathered)[0])
+    return layouts.take(np.nonzero(((layouts.recompute != SELECTIVE) | ~(offloaded | halves)) & ~gathered)[0])
 
 
 def hybrid(case: TrainCase, layouts: Layouts) -> Layouts:

@@ -12,8 +12,7 @@ from armillary.errors import BadInput
 from armillary.serving.load.arrivals import send_times
 from armillary.serving.load.record import PlannedRequest
 from armillary.serving.load.trace import read_trace
-from armillary.spec.tables.load import Load
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.serve import Load, Traffic
 
 _MAX_WARMUP_S = 10.0
 

@@ -32,7 +32,7 @@ from armillary.serving.predict.openapi import document
 from armillary.serving.predict.request import InvalidRequest
 from armillary.serving.predict.schema import Schema
 from armillary.serving.predict.trust import FileTrust
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 _STUCK_S = 10.0
 """a batch that runs longer while requests wait makes the server not ready"""

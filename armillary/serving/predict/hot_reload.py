@@ -16,7 +16,7 @@ from armillary.serving.predict.model import LoadedModel, open_file
 from armillary.serving.predict.schema import Schema
 from armillary.serving.predict.trust import FileTrust
 from armillary.serving.predict.versions import ModelVersion, newest
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from armillary.errors import ArmillaryError, BadModel, missing
 from armillary.serving.predict.batcher import Arrays
 from armillary.serving.predict.schema import Field, Schema
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 _OPENERS = {".pt2": "pt2_model", ".pt": "torchscript_model", ".onnx": "onnx_model"}
 _NEEDS = {".pt2": ("torch", "torch"), ".pt": ("torch", "torch"), ".onnx": ("onnxruntime", "onnx")}

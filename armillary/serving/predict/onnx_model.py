@@ -9,7 +9,7 @@ from armillary.errors import BadModel
 from armillary.machine.cores import compute_threads
 from armillary.serving.predict.batcher import Arrays
 from armillary.serving.predict.schema import Field, Schema, leading
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 _DTYPES = {
     "tensor(float)": "float32",

@@ -13,7 +13,7 @@ from armillary.errors import BadModel
 from armillary.model.export_graph import load_program
 from armillary.serving.predict.schema import Field, Schema, Shape, leading
 from armillary.serving.predict.torch_model import TorchModel, device_of, dtype_name
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 
 def open_model(file: Path, settings: Predict) -> TorchModel:

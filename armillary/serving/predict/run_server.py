@@ -19,7 +19,7 @@ from armillary.serving.http.server import (
 )
 from armillary.serving.predict.trust import FileTrust
 from armillary.serving.predict.versions import newest
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 
 def serve(path: Path, settings: Predict, listen: ListenOptions, *, trust: FileTrust, say: Say = print) -> None:

@@ -11,7 +11,7 @@ from armillary.errors import BadInput
 from armillary.model.device import fit_threads
 from armillary.serving.predict.batcher import Arrays
 from armillary.serving.predict.schema import Schema
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 

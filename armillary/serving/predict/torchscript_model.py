@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from armillary.errors import BadModel
 from armillary.serving.predict.schema import Field, Schema, Shape
 from armillary.serving.predict.torch_model import TorchModel, device_of
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 _CONVOLUTIONS = ("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::_convolution", "aten::convolution")
 

@@ -89,11 +89,11 @@ def attention_pieces(config: ModelConfig, kind: LayerKind, batch: Batch) -> list
     keys = 2 if kind.attention == "simplicial" else 1
     width = (config.heads + 2 * keys * config.kv_heads) * config.head_dim
     rotated = config.heads + keys * config.kv_heads
-    found = [linear("qkv", batch, width, config.hidden)]
+    pieces = [linear("qkv", batch, width, config.hidden)]
     if config.qk_norm != "none":
-        found.append(norm_of(config, "qk_norm", batch.tokens * rotated, config.head_dim, batch))
-    found += _rope(config, kind, batch, rotated)
-    return [*found, _core(config, kind, batch), linear("out", batch, config.hidden, config.heads * config.head_dim)]
+        pieces.append(norm_of(config, "qk_norm", batch.tokens * rotated, config.head_dim, batch))
+    pieces += _rope(config, kind, batch, rotated)
+    return [*pieces, _core(config, kind, batch), linear("out", batch, config.hidden, config.heads * config.head_dim)]
 
 
 def _rope(config: ModelConfig, kind: LayerKind, batch: Batch, heads: int) -> list[Piece]:
@@ -134,16 +134,16 @@ def _latent_attention(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Bat
     """MLA (DeepSeek-V2, arXiv 2405.04434): expanded keys and values for training and prefill; a decode step instead
     absorbs the up-projections into query and output and attends to the cached latent itself."""
     query = config.heads * (mla.nope_dim + mla.rope_dim)
-    found = []
+    pieces = []
     if mla.q_rank:
-        found = [linear("q_down", batch, mla.q_rank, config.hidden)]
-        found.append(norm_of(config, "q_norm", batch.tokens, mla.q_rank, batch))
-    found.append(linear("q", batch, query, mla.q_rank or config.hidden))
-    found.append(linear("kv_down", batch, mla.kv_rank + mla.rope_dim, config.hidden))
-    found.append(norm_of(config, "kv_norm", batch.tokens, mla.kv_rank, batch))
-    found += _rope(config, kind, batch, config.heads + 1)
-    found += _absorbed(config, mla, kind, batch) if batch.decoding else _expanded(config, mla, kind, batch)
-    return [*found, linear("out", batch, config.hidden, config.heads * mla.v_dim)]
+        pieces = [linear("q_down", batch, mla.q_rank, config.hidden)]
+        pieces.append(norm_of(config, "q_norm", batch.tokens, mla.q_rank, batch))
+    pieces.append(linear("q", batch, query, mla.q_rank or config.hidden))
+    pieces.append(linear("kv_down", batch, mla.kv_rank + mla.rope_dim, config.hidden))
+    pieces.append(norm_of(config, "kv_norm", batch.tokens, mla.kv_rank, batch))
+    pieces += _rope(config, kind, batch, config.heads + 1)
+    pieces += _absorbed(config, mla, kind, batch) if batch.decoding else _expanded(config, mla, kind, batch)
+    return [*pieces, linear("out", batch, config.hidden, config.heads * mla.v_dim)]
 
 
 def _expanded(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[Piece]:

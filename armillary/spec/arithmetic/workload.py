@@ -56,10 +56,10 @@ def forward_ops(config: ModelConfig, batch: Batch, *, loss: bool = False) -> lis
 def pieces(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[Piece]:
     """Embedding, layers and head; a layer's names start with 'layers.N.'."""
     by_kind = {kind: layer_pieces(config, kind, batch) for kind in dict.fromkeys(config.layers)}
-    found = embedding_pieces(config, batch)
+    result = embedding_pieces(config, batch)
     for i, kind in enumerate(config.layers):
-        found += [_renamed(piece, f"layers.{i}.") for piece in by_kind[kind]]
-    return found + head_pieces(config, batch, loss=loss)
+        result += [_renamed(piece, f"layers.{i}.") for piece in by_kind[kind]]
+    return result + head_pieces(config, batch, loss=loss)
 
 
 def _renamed(piece: Piece, prefix: str) -> Piece:
@@ -85,13 +85,13 @@ def embedding_pieces(config: ModelConfig, batch: Batch) -> list[Piece]:
 
 
 def head_pieces(config: ModelConfig, batch: Batch, *, loss: bool) -> list[Piece]:
-    found = [norm(config, "final_norm", batch, residual=False)] if config.final_norm else []
-    found.append(linear("head", replace(batch, spans=((batch.logits, batch.logits),)), config.vocab, config.hidden))
+    result = [norm(config, "final_norm", batch, residual=False)] if config.final_norm else []
+    result.append(linear("head", replace(batch, spans=((batch.logits, batch.logits),)), config.vocab, config.hidden))
     if loss:
         forward = layer_ops.cross_entropy("loss", batch.logits, config.vocab, dtype=batch.dtype)
         backward = layer_ops.cross_entropy_backward("loss.d", batch.logits, config.vocab, dtype=batch.dtype)
-        found.append(Piece(forward=forward, backward=(backward,)))
-    return found
+        result.append(Piece(forward=forward, backward=(backward,)))
+    return result
 
 
 # --- one layer

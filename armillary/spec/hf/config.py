@@ -129,14 +129,14 @@ def _refuse_loss(config: ModelConfig, read_back: ModelConfig) -> None:
         raise BadModel(f"{config.name}: a '{config.family}' config.json cannot say {', '.join(lost)}; {step}")
 
 
-def _lost(wanted: Any, found: Any, prefix: str = "") -> list[str]:
+def _lost(wanted: Any, written: Any, prefix: str = "") -> list[str]:
     """Names of the fields that differ, within tables too: 'window', 'moe.shared_ffn'."""
     names = []
     for field in fields(wanted):
-        here, there = getattr(wanted, field.name), getattr(found, field.name)
-        if here != there:
-            same = type(here) is type(there) and is_dataclass(here)
-            names += _lost(here, there, f"{prefix}{field.name}.") if same else [prefix + field.name]
+        before, after = getattr(wanted, field.name), getattr(written, field.name)
+        if before != after:
+            same = type(before) is type(after) and is_dataclass(before)
+            names += _lost(before, after, f"{prefix}{field.name}.") if same else [prefix + field.name]
     return names
 
 
@@ -240,12 +240,12 @@ def _write_gemma(config: ModelConfig) -> dict[str, Any]:
 
 def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     scalar = config.scale**-2
-    whole = round(scalar)
+    rounded = round(scalar)
     types = {"sliding": "sliding_attention", "full": "full_attention"}
     return _write_gemma(config) | {
         "hidden_activation": _ACTIVATIONS_OUT[config.activation],
-        # the scale is stored as its inverse square; a whole number is restored exactly
-        "query_pre_attn_scalar": whole if whole**-0.5 == config.scale else scalar,
+        # the scale is stored as its inverse square; an integer is restored exactly
+        "query_pre_attn_scalar": rounded if rounded**-0.5 == config.scale else scalar,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
         "sliding_window": config.window or config.context,  # readers want a number even where no layer slides

@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 
 from armillary.errors import BadLayout
 from armillary.spec.layout import Layout
-from armillary.spec.layout_rules.batch import (
+from armillary.spec.layout_rules.case import Case
+from armillary.spec.layout_rules.division import (
     batch_holds,
     batch_says,
+    near,
     rounds_hold,
     rounds_say,
     tokens_hold,
     tokens_say,
+    tp_holds,
+    tp_says,
 )
-from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.nearest import completed
-from armillary.spec.layout_rules.tensor import near, tp_holds, tp_says
 from armillary.spec.layout_rules.trainer import (
     compiled_holds,
     compiled_says,

@@ -10,8 +10,8 @@ from armillary.spec.layout_rules.case import Case
 
 
 def kept_holds(layout: Layout, case: Case) -> bool:
-    away = layout.offload in ("activations", "both")
-    return not (case.by_trainer and layout.recompute == "selective" and away)
+    offloaded = layout.offload in ("activations", "both")
+    return not (case.by_trainer and layout.recompute == "selective" and offloaded)
 
 
 def kept_says(layout: Layout, case: Case) -> str:

@@ -11,8 +11,7 @@ from armillary.errors import BadData, NotFound
 from armillary.planning.device_model.frameworks import PHYSICS
 from armillary.planning.device_model.layout_arrays import PRECISIONS
 from armillary.planning.published.fitting import fit, is_fitted_on
-from armillary.planning.published.row_cluster import chip_of, cluster_of
-from armillary.planning.published.row_model import model_of, second_token_layers
+from armillary.planning.published.row_case import chip_of, cluster_of, model_of, second_token_layers
 from armillary.planning.published.table import judge, read_table
 from armillary.planning.published.training_row import measurement, predicted, published_flops_per_token, training_row
 from armillary.planning.published.training_table import predict_row, ready

@@ -11,7 +11,7 @@ import pytest
 from armillary.errors import BadModel, NotFound
 from armillary.serving.predict.model import open_file
 from armillary.serving.predict.versions import is_model_file, newest
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 
 Files = dict[str, Path]
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)

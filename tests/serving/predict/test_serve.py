@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from armillary.serving.load.run import LoadTest, load_test
-from armillary.spec.tables.load import Load
-from armillary.spec.tables.serve import Objective, Traffic
+from armillary.spec.tables.serve import Load, Objective, Traffic
 
 LIMIT_S = 60
 

@@ -17,7 +17,7 @@ import torch
 from armillary.errors import BadModel
 from armillary.serving.predict.app import PredictServer, make_app
 from armillary.serving.predict.trust import FileTrust
-from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Predict
 from armillary.store.converted_files import remember
 from armillary.store.home import Home
 from tests.serving.predict.asgi import Client, running

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadRecipe
-from armillary.spec.tables.load import Load
-from armillary.spec.tables.predict import Predict
-from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
+from armillary.spec.tables.serve import Cost, Load, Objective, Predict, Serve, Traffic
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.spec.toml.fields import build, help_of, to_plain
 

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadRecipe
-from armillary.spec.blend import LONGEST, shares
 from armillary.spec.recipe import load_recipe, recipe_from_dict, to_dict, to_toml
-from armillary.spec.tables.train import Data
+from armillary.spec.tables.train import LONGEST, Data, shares
 
 
 def test_decimals_become_the_smallest_whole_numbers_in_the_order_of_names() -> None:
