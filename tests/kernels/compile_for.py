@@ -117,11 +117,11 @@ def one_stream(both: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def fp8_product(rows: int, *, fast: bool) -> None:
-    from armillary.kernels.fp8.gemm_triton import product
+def fp8_gemm(rows: int, *, fast: bool) -> None:
+    from armillary.kernels.fp8.gemm_triton import gemm
 
     a, b = (torch.zeros(n, 512).to(torch.float8_e4m3fn) for n in (rows, 1024))
-    product((a, torch.ones(rows, 1)), (b, torch.ones(1024, 1)), BF16, fast=fast)
+    gemm((a, torch.ones(rows, 1)), (b, torch.ones(1024, 1)), BF16, fast=fast)
 
 
 def norm(columns: int, dtype: torch.dtype = BF16) -> None:
@@ -166,8 +166,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"one stream {dim}": lambda dim=dim: one_token(dim) for dim in (64, 128, 256)},
     "decode 128, fp8 cache": lambda: paged(128, 1, cache=FP8),
     "prefill 128, fp8 cache": lambda: paged(128, 300, cache=FP8),
-    "fp8 product": lambda: fp8_product(512, fast=True),
-    "fp8 product, exact sums": lambda: fp8_product(512, fast=False),
+    "fp8 gemm": lambda: fp8_gemm(512, fast=True),
+    "fp8 gemm, exact sums": lambda: fp8_gemm(512, fast=False),
     **{f"norm {n}": lambda n=n: norm(n) for n in (1024, 4096, 16384)},
     "norm 8192, fp32": lambda: norm(8192, FP32),
     "loss": lambda: loss(128256),

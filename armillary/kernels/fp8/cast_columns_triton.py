@@ -1,5 +1,6 @@
-"""Transposed fp8 with a scale for each of its rows, which are columns of what is made: their largest values first, then
-the cast. Nothing is written in between, so what makes the numbers runs twice.
+"""Transposed fp8 operands with per-row scales (per column of the source): first the amax of each column, then the cast.
+
+Nothing is written in between, so the source values are computed twice.
 """
 
 from __future__ import annotations
@@ -7,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from armillary.kernels.fp8.cast_rows_triton import made
-from armillary.kernels.fp8.quantize_triton import _TINY, _cast, _scale
+from armillary.kernels.fp8.cast_rows_triton import source_values
+from armillary.kernels.fp8.quantize_triton import TINY_AMAX, cast, scale_of
 
-# M rows, K columns of what is made
+# M rows, K columns of the source values
 
 
 @triton.jit
@@ -37,14 +38,14 @@ def amax_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Columns of a stretch of rows; the order of maxima does not matter, so atomics give the same every time."""
+    """amax of columns over a range of rows; maxima do not depend on their order, so atomics are deterministic."""
     first = tl.program_id(0) * BLOCK_K
     k = first + tl.arange(0, BLOCK_K)
     begin = tl.program_id(1).to(tl.int64) * ROWS
     top = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for step in tl.range(0, ROWS, BLOCK_M):
         m = begin + step + tl.arange(0, BLOCK_M)
-        y = made(
+        y = source_values(
             x_ptr,
             dy_ptr,
             weight_ptr,
@@ -98,14 +99,14 @@ def cast_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile whose columns' largest values are known, transposed. The last tiles come first: the pass before left them
-    in the cache."""
+    """A tile with known amax per column, transposed. The last tiles come first: the previous pass left them in the
+    cache."""
     across = tl.cdiv(K, BLOCK_K)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     m = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tile % across * BLOCK_K
     k = first + tl.arange(0, BLOCK_K)
-    y = made(
+    y = source_values(
         x_ptr,
         dy_ptr,
         weight_ptr,
@@ -128,9 +129,9 @@ def cast_kernel(
         BLOCK_M,
         BLOCK_K,
     )
-    top = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), _TINY)
+    top = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), TINY_AMAX)
     if tile // across == 0:
-        tl.store(scale_ptr + k, _scale(top, LARGEST), mask=k < K)
-    q = _cast(y, top[None, :], transposed_ptr.dtype.element_ty, LARGEST)
+        tl.store(scale_ptr + k, scale_of(top, LARGEST), mask=k < K)
+    q = cast(y, top[None, :], transposed_ptr.dtype.element_ty, LARGEST)
     at = k.to(tl.int64)[:, None] * padded + m[None, :]
     tl.store(transposed_ptr + at, tl.trans(q), mask=(k[:, None] < K) & (m[None, :] < padded))

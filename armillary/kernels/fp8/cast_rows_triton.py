@@ -1,9 +1,9 @@
-"""Rows of fp8 straight from what makes their numbers (a norm, an activation, its backward pass, or nothing), and the
+"""fp8 rows computed directly from their source (a norm, an activation, its backward pass, or a plain tensor), and the
 same transposed.
 
 A program holds whole rows, so that a row's scale and cast take one pass. Where all rows have one scale, or scales that
-are powers of two, the transposed form is made of the rows in fp8: only exponents move, and nothing is rounded twice
-but what falls below the format's normal numbers. So what makes the numbers is read once, and only fp8 after.
+are powers of two, the transposed operand is computed from the fp8 rows: only exponents change, and only subnormal
+numbers are rounded twice. So the source is read once, and only fp8 afterwards.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from armillary.kernels.fp8.quantize_triton import _TINY
+from armillary.kernels.fp8.quantize_triton import TINY_AMAX
 from armillary.kernels.pointwise.activation_triton import gated_act, gated_act_back
 from armillary.kernels.pointwise.functions_triton import act, act_and_slope, through
 
-# M rows, K columns of what is made
+# M rows, K columns of the source values
 
 _FRACTION: tl.constexpr = tl.constexpr(0x7FFFFF)
 
 
 @triton.jit
-def made(
+def source_values(
     x_ptr,
     dy_ptr,
     weight_ptr,
@@ -44,7 +44,7 @@ def made(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Columns first … first + BLOCK_K of rows m, in fp32; zeros beyond. A norm's statistics are known."""
+    """Columns first … first + BLOCK_K of rows m, in fp32; zeros beyond. A norm's statistics are already known."""
     FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     k = first + tl.arange(0, BLOCK_K)
     there = m[:, None] < M
@@ -76,14 +76,14 @@ def made(
             if not RMS:
                 y -= tl.load(mean_ptr + m, mask=m < M, other=0.0)[:, None]
             y *= tl.load(rstd_ptr + m, mask=m < M, other=0.0)[:, None]
-            y = _weighed(y, weight_ptr, bias_ptr, k, K, WEIGHT, PLUS_ONE, BIAS)
+            y = _affine(y, weight_ptr, bias_ptr, k, K, WEIGHT, PLUS_ONE, BIAS)
             y = tl.where(inside, y, 0.0)
     return y
 
 
 @triton.jit
-def _weighed(y, weight_ptr, bias_ptr, k, K, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr):
-    """A norm's weight and bias on rows of normed numbers [M, K]."""
+def _affine(y, weight_ptr, bias_ptr, k, K, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr):
+    """Apply a norm's weight and bias to normalised rows [M, K]."""
     if WEIGHT:
         weight = tl.load(weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         y *= (weight + 1.0 if PLUS_ONE else weight)[None, :]
@@ -110,7 +110,7 @@ def _normed(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Whole rows of a norm, whose statistics are made and stored here."""
+    """Whole rows of a norm, whose statistics are computed and stored here."""
     k = tl.arange(0, BLOCK)
     there, inside = m < M, (m[:, None] < M) & (k[None, :] < K)
     y = tl.load(x_ptr + m[:, None] * x_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -120,7 +120,7 @@ def _normed(
         y = tl.where(inside, y - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(y * y, 1) / K + eps)
     tl.store(rstd_ptr + m, rstd, mask=there)
-    y = _weighed(y * rstd[:, None], weight_ptr, bias_ptr, k, K, WEIGHT, PLUS_ONE, BIAS)
+    y = _affine(y * rstd[:, None], weight_ptr, bias_ptr, k, K, WEIGHT, PLUS_ONE, BIAS)
     return tl.where(inside, y, 0.0)
 
 
@@ -132,8 +132,8 @@ def _power_above(x):
 
 
 @triton.jit
-def _held(x, LARGEST: tl.constexpr):
-    """Within the format; NaN stays NaN."""
+def _clamp(x, LARGEST: tl.constexpr):
+    """Within the dtype's range; NaN stays NaN."""
     return tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
 
 
@@ -165,8 +165,8 @@ def rows_kernel(
     HELD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of fp8 and their scales. MODE 'token': powers of two, the largest of which goes to `top`; 'row': so that the
-    largest number is the format's; 'tensor': one for all, from the largest number in `top`, which 'look' finds."""
+    """fp8 rows and their scales. MODE 'token': powers of two, the largest of which goes to `top`; 'row': so that a
+    row's amax becomes the dtype's largest number; 'tensor': one scale, from the amax in `top`, found by 'amax'."""
     m = tl.program_id(0).to(tl.int64) * HELD + tl.arange(0, HELD)
     k = tl.arange(0, BLOCK)
     there = m < M
@@ -175,7 +175,7 @@ def rows_kernel(
             x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, M, K, x_stride, eps, RMS, WEIGHT, PLUS_ONE, BIAS, BLOCK
         )
     else:
-        y = made(
+        y = source_values(
             x_ptr,
             dy_ptr,
             weight_ptr,
@@ -198,14 +198,14 @@ def rows_kernel(
             HELD,
             BLOCK,
         )
-    most = tl.zeros((HELD,), tl.float32) + LARGEST  # divided by as a tensor: a number would become a reciprocal
-    if MODE == "look":
+    most = tl.zeros((HELD,), tl.float32) + LARGEST  # a tensor, because division by a scalar becomes a reciprocal
+    if MODE == "amax":
         tl.atomic_max(top_ptr, tl.max(tl.max(tl.abs(y), 1), 0), sem="relaxed")
     else:
         if MODE == "tensor":
-            largest = tl.maximum(tl.load(top_ptr + m * 0), _TINY)
+            largest = tl.maximum(tl.load(top_ptr + m * 0), TINY_AMAX)
         else:
-            largest = tl.maximum(tl.max(tl.abs(y), 1), _TINY)
+            largest = tl.maximum(tl.max(tl.abs(y), 1), TINY_AMAX)
         scale = tl.div_rn(largest, most)
         if MODE == "token":
             scale = _power_above(scale)
@@ -217,7 +217,7 @@ def rows_kernel(
             tl.store(scale_ptr + m * 0, scale, mask=m == 0)
         else:
             tl.store(scale_ptr + m, scale, mask=there)
-        q = _held(y, LARGEST).to(q_ptr.dtype.element_ty)
+        q = _clamp(y, LARGEST).to(q_ptr.dtype.element_ty)
         tl.store(q_ptr + m[:, None] * K + k[None, :], q, mask=there[:, None] & (k[None, :] < K))
 
 
@@ -235,8 +235,8 @@ def transpose_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of the rows, transposed, at the largest of their scales; beyond the rows there are zeros. The last tiles
-    come first: the pass before left them in the cache."""
+    """A tile of the rows, transposed, with the largest of their scales; zeros beyond the rows. The last tiles come
+    first: the previous pass left them in the cache."""
     across = tl.cdiv(K, BLOCK_K)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     m = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -244,6 +244,6 @@ def transpose_kernel(
     q = tl.load(q_ptr + m[:, None] * K + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
     if not ONE_SCALE:
         share = tl.load(scale_ptr + m, mask=m < M, other=0.0) / tl.load(top_ptr)
-        q = _held(q.to(tl.float32) * share[:, None], LARGEST).to(transposed_ptr.dtype.element_ty)
+        q = _clamp(q.to(tl.float32) * share[:, None], LARGEST).to(transposed_ptr.dtype.element_ty)
     at = k.to(tl.int64)[:, None] * padded + m[None, :]
     tl.store(transposed_ptr + at, tl.trans(q), mask=(k[:, None] < K) & (m[None, :] < padded))

@@ -1,6 +1,6 @@
-"""fp8 matrix product in Triton, with a scale a row or one for all: for sizes and formats the library's will not take.
+"""fp8 GEMM in Triton, with per-row or per-tensor scales: for sizes and dtypes that the library refuses.
 
-Tiles come by TMA; sums are kept in the tensor cores' own format (`fast`), or added up in fp32 after every step.
+Tiles are loaded by TMA; sums stay in the tensor cores' accumulators (`fast`), or are added up in fp32 after every step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from armillary.kernels.core.launch import ceil_div, fitting_stages
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K, _GROUP = 128, 256, 128, 8
 _SMALL = 64
-"""a block where a side has no more rows"""
+"""block size for an operand with no more rows"""
 
 
-def product(
+def gemm(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, stages: int = 4
 ) -> Tensor:
     """a [M, K] @ bᵀ [K, N] of quantised rows and their scales ([M, 1] and [N, 1], or one number each)."""
@@ -28,10 +28,10 @@ def product(
     if not out.numel() or not K:
         return out.zero_()
     block_m = _SMALL if M <= _SMALL else _BLOCK_M
-    # adding up outside takes a second set of sums in registers
+    # fp32 sums outside the tensor cores take a second set of registers
     block_n = _SMALL if N <= _SMALL else _BLOCK_N if fast else _BLOCK_N // 2
     stages = fitting_stages(a_q, (block_m + block_n) * _BLOCK_K, stages)
-    product_kernel[(ceil_div(M, block_m) * ceil_div(N, block_n),)](
+    gemm_kernel[(ceil_div(M, block_m) * ceil_div(N, block_n),)](
         TensorDescriptor.from_tensor(a_q, [block_m, _BLOCK_K]),
         TensorDescriptor.from_tensor(b_q, [block_n, _BLOCK_K]),
         out,
@@ -52,18 +52,18 @@ def product(
     return out
 
 
-def multiplied(
+def multiply(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, library: bool
 ) -> Tensor:
-    """The same by the library or by our own kernel; `fast` keeps sums in the tensor cores' own, shorter format."""
+    """`gemm` by the library or by our own kernel; `fast` keeps sums in the tensor cores' own, shorter accumulators."""
     (a_q, a_scale), (b_q, b_scale) = a, b
     if not library or not a_q.numel():
-        return product(a, b, dtype, fast=fast)
+        return gemm(a, b, dtype, fast=fast)
     return torch._scaled_mm(a_q, b_q.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 @triton.jit
-def product_kernel(
+def gemm_kernel(
     a_desc,
     b_desc,
     out_ptr,
@@ -80,7 +80,7 @@ def product_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of the result; programs that follow each other share rows of a and b, so these stay in L2."""
+    """One tile of the result; consecutive programs share rows of a and b, so these stay in L2."""
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
@@ -95,7 +95,7 @@ def product_kernel(
         else:
             acc += tl.dot(a, tl.trans(b))
     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-    # one scale is read as if it were many: with a plain number ptxas serialises the products
+    # a per-tensor scale is loaded like per-row scales: with a scalar ptxas serialises the MMAs
     acc *= tl.load(a_scale_ptr + (m if BY_ROW else m * 0), mask=m < M, other=0.0)[:, None]
     acc *= tl.load(b_scale_ptr + (n if BY_ROW else n * 0), mask=n < N, other=0.0)[None, :]
     at = m.to(tl.int64)[:, None] * N + n[None, :]

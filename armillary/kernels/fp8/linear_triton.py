@@ -1,7 +1,7 @@
-"""The three products of a linear layer in fp8, operands quantised in Triton: as custom ops, forward and backward.
+"""The three GEMMs of a linear layer in fp8, operands quantised in Triton: as custom ops, forward and backward.
 
-`fp8_linear` multiplies by kernels of our own; `library_linear` by `torch._scaled_mm`, which takes sizes that are
-multiples of 16 and gives bf16.
+`fp8_linear` uses our own GEMM kernel; `library_linear` `torch._scaled_mm`, which takes sizes that are multiples of 16
+and returns bf16.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.errors import BadInput
 from armillary.kernels.core.launch import on
-from armillary.kernels.fp8.gemm_triton import multiplied
-from armillary.kernels.fp8.linear import E4M3, E5M2, SCALINGS
+from armillary.kernels.fp8.gemm_triton import multiply
+from armillary.kernels.fp8.linear import E4M3, E5M2, check_scaling
 from armillary.kernels.fp8.operands import ScaledTensor, Source, make_operand
 from armillary.kernels.fp8.quantize_triton import amax_of, quantise, quantise_columns
 
@@ -28,13 +27,12 @@ def fp8_linear(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
 
 
 def library_linear(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
-    """The same with the library's products."""
+    """x @ weightᵀ in fp8 with the library's GEMMs."""
     return _run(x_MK, weight_NK, scaling, library=True)
 
 
 def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
-    if scaling not in SCALINGS:
-        raise BadInput(f"fp8 scaling '{scaling}' is not known; choose {' or '.join(SCALINGS)}")
+    check_scaling(scaling)
     return _linear(x.flatten(0, -2), weight, scaling, library).unflatten(0, x.shape[:-1])
 
 
@@ -46,14 +44,14 @@ def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
     with on(x):
         if scaling == "token":
-            a: Any = make_operand(_sixteens(x), E4M3, "token", transposed=False).rows
-            return multiplied(a, quantise(weight, E4M3, "row"), x.dtype, fast=True, library=library)
+            a: Any = make_operand(_padded_source(x), E4M3, "token", transposed=False).rows
+            return multiply(a, quantise(weight, E4M3, "row"), x.dtype, fast=True, library=library)
         operands = quantise(x, E4M3, scaling), quantise(weight, E4M3, scaling)
-        return multiplied(*operands, x.dtype, fast=True, library=library)
+        return multiply(*operands, x.dtype, fast=True, library=library)
 
 
-def _sixteens(x: Tensor) -> Source:
-    """With columns of zeros up to a multiple of 16."""
+def _padded_source(x: Tensor) -> Source:
+    """Padded with zero columns to a multiple of 16."""
     missing = -x.shape[1] % 16
     return Source(x=F.pad(x, (0, missing)) if missing else x)
 
@@ -74,35 +72,35 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     with on(x):
-        dy_rows, dy_transposed = _both_ways(dy, scaling, grad_x, grad_w)
+        dy_rows, dy_transposed = _rows_and_transposed(dy, scaling, grad_x, grad_w)
         if grad_x:
             operands = dy_rows, quantise_columns(weight, E4M3, "row" if scaling == "token" else scaling)
-            dx = multiplied(*operands, x.dtype, fast=False, library=library)
+            dx = multiply(*operands, x.dtype, fast=False, library=library)
         if grad_w:
             operands = dy_transposed, _transpose_operand(x, scaling)
-            dw = multiplied(*operands, weight.dtype, fast=False, library=library)
+            dw = multiply(*operands, weight.dtype, fast=False, library=library)
     return dx, dw
 
 
 def _transpose_operand(x: Tensor, scaling: str) -> Any:
     if scaling != "token":
         return quantise_columns(x, E4M3, scaling)
-    return _cut(make_operand(_sixteens(x), E4M3, "token", rows=False).transposed, x.shape[1])
+    return _without_padding(make_operand(_padded_source(x), E4M3, "token", rows=False).transposed, x.shape[1])
 
 
-def _cut(transposed: ScaledTensor | None, rows: int) -> ScaledTensor | None:
-    """Without what padding made."""
+def _without_padding(transposed: ScaledTensor | None, rows: int) -> ScaledTensor | None:
+    """Without the rows that padding added."""
     return None if transposed is None else ScaledTensor(transposed.values[:rows], transposed.scale)
 
 
-def _both_ways(dy: Tensor, scaling: str, rows: bool, transposed: bool) -> tuple[Any, Any]:
-    """The gradient as it stands and transposed, in one pass where its columns need no padding."""
+def _rows_and_transposed(dy: Tensor, scaling: str, rows: bool, transposed: bool) -> tuple[Any, Any]:
+    """The gradient as it is and transposed, in one pass where its columns need no padding."""
     if scaling == "token":
-        made = make_operand(_sixteens(dy), E5M2, "token", rows=rows, transposed=transposed)
-        return made.rows, _cut(made.transposed, dy.shape[1])
+        operand = make_operand(_padded_source(dy), E5M2, "token", rows=rows, transposed=transposed)
+        return operand.rows, _without_padding(operand.transposed, dy.shape[1])
     if dy.shape[1] % 16 == 0:
-        made = make_operand(Source(x=dy), E5M2, scaling, rows=rows, transposed=transposed)
-        return made.rows, made.transposed
+        operand = make_operand(Source(x=dy), E5M2, scaling, rows=rows, transposed=transposed)
+        return operand.rows, operand.transposed
     amax = amax_of(dy, by_column=False) if scaling == "tensor" else None
     return (
         quantise(dy, E5M2, scaling, amax) if rows else None,

@@ -1,8 +1,9 @@
-"""Operands of fp8 products for training, made once for all products of a matrix: as it stands, and transposed.
+"""Operands of fp8 GEMMs for training, quantised once for all GEMMs of a matrix: as it is, and transposed.
 
-A product sums along the last dim of both operands, so a matrix that is multiplied forward and backward is needed both
-ways. Scales are one for the whole ('tensor'); one for each row, both ways ('row'); or a power of two for each row as it
-stands, and the largest of them for the transposed form ('token': rows are tokens), which takes the fewest passes.
+An fp8 GEMM sums along the last dim of both operands, so a matrix that is multiplied forward and backward is needed in
+both layouts. Scales: one per tensor ('tensor'); one per row of each layout ('row'); or a power of two per row of the
+original layout, and the largest of them for the transposed layout ('token': rows are tokens), which takes the fewest
+passes.
 """
 
 from __future__ import annotations
@@ -19,50 +20,49 @@ from armillary.kernels.fp8.linear import TINY
 # M rows, K columns
 
 _ALIGN = 16
-"""the products want the summed dim in multiples of it: tokens, where a gradient is made"""
-_NUMBERS, _A_WARP = 8192, 1024
-"""numbers that a program makes where rows are shorter, and that a warp takes"""
+"""the GEMMs need the summed dim in multiples of it: tokens, for a gradient"""
+_ELEMENTS, _ELEMENTS_PER_WARP = 8192, 1024
+"""elements per program where rows are shorter, and per warp"""
 _TRANSPOSE = (128, 128, 8)
-"""rows, columns and warps of a tile of fp8 that is transposed"""
-_LOOK = (16, 256, 128, 8)
-"""rows and columns of a tile when columns' largest values are looked for, rows that a program goes over, and warps"""
+"""rows, columns and warps of an fp8 tile that is transposed"""
+_AMAX = (16, 256, 128, 8)
+"""rows and columns of a tile in the search for each column's amax, rows per program, and warps"""
 _CAST = {"plain": (128, 64, 4), "norm": (128, 64, 4), "activation": (64, 64, 4), "backward": (64, 64, 4)}
-"""rows, columns and warps of a tile that is cast by columns: as much as registers hold of what it is made of"""
+"""rows, columns and warps of a tile that is cast by columns: as large as registers allow"""
 
 
 class ScaledTensor(NamedTuple):
-    """An operand: `values` · `scale` are the numbers."""
+    """An operand: `values` · `scale`."""
 
     values: Tensor
     """fp8, rows along the summed dim"""
     scale: Tensor
-    """[rows, 1], or one number []"""
+    """[rows, 1], or a scalar []"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A matrix [M, K] for products on either side."""
+    """A matrix [M, K] quantised for GEMMs that sum over either dim."""
 
     rows: ScaledTensor | None
     """[M, K], to sum over K"""
     transposed: ScaledTensor | None
-    """[K, M'], to sum over M; M' is M in whole sixteens, with zeros"""
+    """[K, M'], to sum over M; M' is M padded with zeros to a multiple of 16"""
     known: Tensor | None
-    """what was found out about its numbers, if anything: given to `make_operand`, it makes the same in fewer passes"""
+    """statistics of the matrix, if any: with them `make_operand` recomputes the same operand in fewer passes"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What an operand is made of."""
+    """The tensor and the operation that an operand is computed from."""
 
     x: Tensor
     """[M, ·]"""
     kind: str = "plain"
     """'plain': x; 'norm' of x; 'activation' of x; 'backward' of an activation at x"""
     dy: Tensor | None = None
-    """of a backward pass: gradient of what the activation gave"""
+    """for 'backward': gradient of the activation's output"""
     activation: str = "none"
-    """by name"""
     gated: bool = False
     """gate and up alternate in x"""
     weight: Tensor | None = None
@@ -76,18 +76,18 @@ class Source:
     rms: bool = True
     """an RMS norm, not a layer norm"""
     mean: Tensor | None = None
-    """of each row, for a layer norm: filled in when its operand is made"""
+    """of each row, for a layer norm: filled in when the operand is computed"""
     rstd: Tensor | None = None
-    """1 / deviation of each row, for a norm: filled in likewise"""
+    """1 / standard deviation of each row, for a norm: filled in likewise"""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, K) of what is made."""
+        """(M, K) of the operand."""
         rows, columns = self.x.shape
         return rows, columns // 2 if self.kind == "activation" and self.gated else columns
 
     def arguments(self) -> tuple[list[Any], list[int], dict[str, Any]]:
-        """(tensors, strides of x and dy, flags) as kernels take them."""
+        """(tensors, strides of x and dy, flags) in the order of the kernels' parameters."""
         x = as_rows(self.x)
         dy = x if self.dy is None else as_rows(self.dy)
         tensors = [
@@ -111,7 +111,7 @@ class Source:
 
 
 def norm_source(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool) -> Source:
-    """norm(x), with room for its statistics."""
+    """norm(x), with empty tensors for its statistics."""
     x = as_rows(x)
     mean = x.new_empty(0 if rms else len(x), dtype=torch.float32)
     rstd = x.new_empty(len(x), dtype=torch.float32)
@@ -127,30 +127,32 @@ def make_operand(
     transposed: bool = True,
     known: Tensor | None = None,
 ) -> Operand:
-    """Both ways, or one; `known` where it was made before."""
+    """Both layouts, or one; `known` where the operand was computed before."""
     if scaling == "row":
-        made = _rows(source, dtype, "row", _number(source)) if rows else None
+        by_rows = _rows(source, dtype, "row", _scalar(source)) if rows else None
         known = _columns_amax(source) if transposed and known is None else known
         columns = _by_columns(source, dtype, known) if transposed and known is not None else None
-        return Operand(rows=made, transposed=columns, known=known)
-    top = _number(source)
+        return Operand(rows=by_rows, transposed=columns, known=known)
+    top = _scalar(source)
     if scaling == "tensor":
-        top = _largest(source) if known is None else known
-    made = _rows(source, dtype, scaling, top)
-    return Operand(rows=made if rows else None, transposed=_transpose(made, top) if transposed else None, known=top)
+        top = _amax(source) if known is None else known
+    by_rows = _rows(source, dtype, scaling, top)
+    return Operand(
+        rows=by_rows if rows else None, transposed=_transpose(by_rows, top) if transposed else None, known=top
+    )
 
 
-def _number(source: Source) -> Tensor:
+def _scalar(source: Source) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=source.x.device)
 
 
 # --- by rows
 
 
-def _largest(source: Source) -> Tensor:
-    """max |·| of all."""
-    top = _number(source)
-    _launch_rows(source, "look", top, top, top, 1.0)
+def _amax(source: Source) -> Tensor:
+    """max |·| of the matrix."""
+    top = _scalar(source)
+    _launch_rows(source, "amax", top, top, top, 1.0)
     return top
 
 
@@ -172,7 +174,7 @@ def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tenso
         return
     tensors, strides, flags = source.arguments()
     block = power_of_two(K)
-    held = max(1, _NUMBERS // block)
+    held = max(1, _ELEMENTS // block)
     with on(source.x):
         rows_kernel[(ceil_div(M, held),)](
             *tensors,
@@ -188,12 +190,12 @@ def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tenso
             LARGEST=most,
             HELD=held,
             BLOCK=block,
-            num_warps=max(4, min(32, held * block // _A_WARP)),
+            num_warps=max(4, min(32, held * block // _ELEMENTS_PER_WARP)),
         )
 
 
 def _transpose(rows: ScaledTensor, top: Tensor) -> ScaledTensor:
-    """The rows transposed: at their one scale, or at the largest of them, `top`."""
+    """The rows transposed: with their one scale, or with the largest of their scales, `top`."""
     from armillary.kernels.fp8.cast_rows_triton import transpose_kernel
 
     (M, K), dtype, one = rows.values.shape, rows.values.dtype, rows.scale.dim() == 0
@@ -229,7 +231,7 @@ def _columns_amax(source: Source) -> Tensor:
     M, K = source.shape
     amax = torch.zeros(K, dtype=torch.float32, device=source.x.device)
     tensors, strides, flags = source.arguments()
-    block_m, block_k, rows, warps = _LOOK
+    block_m, block_k, rows, warps = _AMAX
     if M and K:
         with on(amax):
             amax_kernel[(ceil_div(K, block_k), ceil_div(M, rows))](

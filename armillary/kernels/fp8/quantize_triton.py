@@ -1,7 +1,7 @@
-"""Quantising to fp8 in Triton: one pass for rows, amax and transposed cast for columns, zeros up to a multiple of 16.
+"""Quantisation to fp8 in Triton: one pass for rows; amax and a transposed cast for columns; padding to multiples of 16.
 
 The tensor cores multiply fp8 only when both operands are contiguous along the summed dim, so the operands of a backward
-are written transposed as they are quantised.
+pass are written transposed while they are quantised.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from armillary.kernels.fp8.linear import TINY
 
 _ALIGN = 16
 _ROW_IN_REGISTERS = 16384
-_A_WARP = 512
-"""numbers of a row that a warp takes"""
+_ELEMENTS_PER_WARP = 512
 _CAST, _TRANSPOSE = (16, 512, 8), (128, 64, 8)
-"""rows, columns and warps of a cast as it stands, and of a transposed one: 128 bytes and more are written in a row"""
-_TINY = tl.constexpr(TINY)
+"""rows, columns and warps of a plain cast and of a transposed one; each row of a tile is at least 128 bytes"""
+TINY_AMAX = tl.constexpr(TINY)
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """fp8 rows [M, K'] and scales [M, 1], or one scale [] (from `amax` where known); K' is K padded with zeros."""
     if scaling == "row":
         return quantise_rows(x, dtype)
-    x, q = _unit_stride(x), _room(len(x), x.shape[1], x, dtype)
+    x, q = _unit_stride(x), _empty_padded(len(x), x.shape[1], x, dtype)
     amax = amax_of(x, by_column=False) if amax is None else amax
     return q, _cast_tiles(x, q, amax, torch.finfo(dtype).max, q.shape[1], transpose=False)
 
@@ -37,9 +36,9 @@ def quantise(x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = 
 def quantise_rows(
     x: Tensor, dtype: torch.dtype, norm: Tensor | None = None, gated: bool = False, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """The same by rows, of an RMS norm of x, of SwiGLU over its alternating gate and up, or of x itself."""
+    """`quantise` with per-row scales, of an RMS norm of x, of SwiGLU over its alternating gate and up, or of x."""
     x, (M, K) = _unit_stride(x), (len(x), x.shape[1] // 2 if gated else x.shape[1])
-    q, scale = _room(M, K, x, dtype), torch.empty(M, 1, dtype=torch.float32, device=x.device)
+    q, scale = _empty_padded(M, K, x, dtype), torch.empty(M, 1, dtype=torch.float32, device=x.device)
     if q.numel():
         block = min(power_of_two(q.shape[1]), _ROW_IN_REGISTERS)
         row_kernel[(M,)](
@@ -56,7 +55,7 @@ def quantise_rows(
             LARGEST=torch.finfo(dtype).max,
             ONE=q.shape[1] <= block,
             BLOCK=block,
-            num_warps=max(1, min(16, block // _A_WARP)),
+            num_warps=max(1, min(16, block // _ELEMENTS_PER_WARP)),
         )
     return q, scale
 
@@ -65,20 +64,20 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _room(rows: int, columns: int, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_padded(rows: int, columns: int, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(rows, ceil_div(columns, _ALIGN) * _ALIGN, dtype=dtype, device=x.device)
 
 
 def quantise_columns(x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same of xᵀ: fp8 [K, M'] and scales [K, 1] or []."""
-    x, q = _unit_stride(x), _room(x.shape[1], len(x), x, dtype)
+    """`quantise` of xᵀ: fp8 [K, M'] and scales [K, 1] or []."""
+    x, q = _unit_stride(x), _empty_padded(x.shape[1], len(x), x, dtype)
     amax = amax_of(x, by_column=scaling == "row") if amax is None else amax
     scale = _cast_tiles(x, q, amax, torch.finfo(dtype).max, q.shape[1], transpose=True)
     return q, scale if scaling == "tensor" else scale[:, None]
 
 
 def _cast_tiles(x: Tensor, q: Tensor, amax: Tensor, largest: float, padded: int, *, transpose: bool) -> Tensor:
-    """Fills q from x and its largest values, one for all or one a column; returns the scales."""
+    """Fill q from x and its amax, one per tensor or one per column; return the scales."""
     (M, K), scale = x.shape, torch.empty_like(amax)
     rows, columns = (padded, K) if transpose else (M, padded)
     block_m, block_k, warps = _TRANSPOSE if transpose else _CAST
@@ -104,7 +103,7 @@ def _cast_tiles(x: Tensor, q: Tensor, amax: Tensor, largest: float, padded: int,
 
 
 def amax_of(x: Tensor, *, by_column: bool) -> Tensor:
-    """max |x| of each column or of all; the order of maxima does not matter, so atomics keep it deterministic."""
+    """max |x| of each column or of the tensor; maxima do not depend on their order, so atomics are deterministic."""
     amax = torch.zeros((x.shape[1],) if by_column else (), dtype=torch.float32, device=x.device)
     if x.numel():
         rows = 128
@@ -124,22 +123,22 @@ def amax_of(x: Tensor, *, by_column: bool) -> Tensor:
 
 
 @triton.jit
-def _scale(amax, LARGEST: tl.constexpr):
+def scale_of(amax, LARGEST: tl.constexpr):
     return tl.div_rn(amax, tl.where(amax > 0, LARGEST, LARGEST))  # the constant in amax's shape
 
 
 @triton.jit
-def _cast(x, amax, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """As the reference rounds, to the bit: one division, rounded to nearest, then products."""
+def cast(x, amax, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """Bit-equal to the reference: one division, rounded to nearest, then multiplications."""
     x = x * tl.div_rn(tl.where(amax > 0, LARGEST, LARGEST), amax)
-    # saturates by itself, but a value a hair above the largest must not become infinite in E5M2; NaN stays NaN
+    # the cast saturates, but a value slightly above the largest must not become infinite in E5M2; NaN stays NaN
     x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     return x.to(dtype)
 
 
 @triton.jit
 def _values(x_ptr, norm_ptr, first, K, inverse, NORM: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """A stretch of a row as its producer has it, rounded to x's own format."""
+    """Part of a row after its norm or activation, rounded to x's dtype."""
     at = first + tl.arange(0, BLOCK)
     if GATED:
         both = 2 * first + tl.arange(0, 2 * BLOCK)
@@ -187,17 +186,17 @@ def row_kernel(
     inverse = _inverse(x_ptr, K, eps, BLOCK) if NORM else 1.0
     if ONE:
         x = _values(x_ptr, norm_ptr, 0, K, inverse, NORM, GATED, BLOCK)
-        top = tl.maximum(tl.max(tl.abs(x), 0), _TINY)
-        tl.store(q_ptr + at, _cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=at < padded)
+        top = tl.maximum(tl.max(tl.abs(x), 0), TINY_AMAX)
+        tl.store(q_ptr + at, cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=at < padded)
     else:
         amax = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, K, BLOCK):
             amax = tl.maximum(amax, tl.abs(_values(x_ptr, norm_ptr, first, K, inverse, NORM, GATED, BLOCK)))
-        top = tl.maximum(tl.max(amax, 0), _TINY)
+        top = tl.maximum(tl.max(amax, 0), TINY_AMAX)
         for first in range(0, padded, BLOCK):
             x = _values(x_ptr, norm_ptr, first, K, inverse, NORM, GATED, BLOCK)
-            tl.store(q_ptr + first + at, _cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=first + at < padded)
-    tl.store(scale_ptr + row, _scale(top, LARGEST))
+            tl.store(q_ptr + first + at, cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=first + at < padded)
+    tl.store(scale_ptr + row, scale_of(top, LARGEST))
 
 
 @triton.jit
@@ -212,7 +211,7 @@ def amax_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Columns of a stretch of rows."""
+    """Columns of a range of rows."""
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     first = tl.program_id(1).to(tl.int64) * ROWS
     amax = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
@@ -242,8 +241,8 @@ def cast_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile whose largest values are known, as it stands or transposed; beyond x there are zeros. The last tiles come
-    first: `amax_kernel` left them in the cache."""
+    """A tile whose amax is known, as it is or transposed; zeros beyond x. The last tiles come first: `amax_kernel` left
+    them in the cache."""
     across = tl.cdiv(K if TRANSPOSE else padded, BLOCK_K)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     m = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -251,15 +250,15 @@ def cast_kernel(
     x = tl.load(x_ptr + m[:, None] * stride + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
     x = x.to(tl.float32)
     if BY_COLUMN:
-        top = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), _TINY)
+        top = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), TINY_AMAX)
         if tile < across:
-            tl.store(scale_ptr + k, _scale(top, LARGEST), mask=k < K)
-        q = _cast(x, top[None, :], q_ptr.dtype.element_ty, LARGEST)
+            tl.store(scale_ptr + k, scale_of(top, LARGEST), mask=k < K)
+        q = cast(x, top[None, :], q_ptr.dtype.element_ty, LARGEST)
     else:
-        top = tl.maximum(tl.load(amax_ptr), _TINY)
+        top = tl.maximum(tl.load(amax_ptr), TINY_AMAX)
         if tile == 0:
-            tl.store(scale_ptr, _scale(top, LARGEST))
-        q = _cast(x, top, q_ptr.dtype.element_ty, LARGEST)
+            tl.store(scale_ptr, scale_of(top, LARGEST))
+        q = cast(x, top, q_ptr.dtype.element_ty, LARGEST)
     if TRANSPOSE:
         at = k.to(tl.int64)[:, None] * padded + m[None, :]
         tl.store(q_ptr + at, tl.trans(q), mask=(k[:, None] < K) & (m[None, :] < padded))

@@ -1,7 +1,7 @@
-"""Which algorithm multiplies quickest here when products follow each other: candidates timed in turn on a hot chip.
+"""The fastest GEMM algorithm per shape, for GEMMs that follow each other: candidates timed alternately on a hot GPU.
 
-A chip at its power limit runs slower than in a burst, and not every algorithm by the same share; so each is timed for
-tenths of a second while the chip stays busy. Where cuBLASLt is not there, or torch is as quick, torch multiplies.
+A GPU at its power limit runs slower than in a burst, and not every algorithm by the same factor; so each is timed for
+tenths of a second while the GPU stays busy. Where cuBLASLt is not available, or torch is as fast, torch is used.
 """
 
 from __future__ import annotations
@@ -16,149 +16,149 @@ from torch import Tensor
 
 from armillary.kernels.core.requirements import note_once
 from armillary.kernels.gemm.cublaslt import CublasLtGemm
-from armillary.kernels.gemm.gemm import APART, LIBRARY, TORCH, Gemms, GemmShape, TunedGemms, add_, ready
+from armillary.kernels.gemm.gemm import LIBRARY, SEPARATE, TORCH, Gemms, GemmShape, TunedGemms, add_, with_algorithm
 
 # M tokens, N outputs of a linear layer, K inputs
 
-_HOT_S, _LOOK_S, _STAY_S = 0.3, 0.025, 0.15
-"""seconds of heating, of a first look at each candidate, of a second one at those that stay"""
-_VARIED, _STAYING, _TURNS = 1, 2, 2
-"""candidates whose variants are tried, those that are looked at again, and how often"""
+_WARM_UP_S, _FIRST_ROUND_S, _FINAL_ROUND_S = 0.3, 0.025, 0.15
+_VARIED, _FINALISTS, _ROUNDS = 1, 2, 2
+"""candidates whose variants are tried, candidates in the final, and rounds of the final"""
 _GAIN = 1.005
-"""how many times as quick as torch an algorithm must be"""
+"""speed-up over torch that an algorithm must reach"""
 Runs = dict[str, Callable[[], Any]]
 
 
 class LinearShape(NamedTuple):
-    """A linear layer whose products are wanted."""
+    """A linear layer whose GEMMs are tuned."""
 
     N: int
     K: int
     added: bool = False
-    """whether its output is added to something"""
+    """whether its output is added to a residual"""
 
 
 def tune(layers: Iterable[LinearShape], M: int, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-    """For linear layers on M tokens: what to call by each product's key, 'torch' or 'lt ALGORITHM'."""
+    """For linear layers on M tokens: GEMM key -> 'torch' or 'lt ALGORITHM'."""
     names: dict[str, str] = {}
     for N, K, added in dict.fromkeys(layers):
-        x, w, dy, sum_to = _drawn(dtype, device, (M, K), (N, K), (M, N), (M, N) if added else (0, N))
-        operands = {"forward": (x, w, sum_to) if added else (x, w), "back": (dy, w), "weight": (dy, x)}
-        for kind, given in operands.items():
+        x, w, dy, addend = _random(dtype, device, (M, K), (N, K), (M, N), (M, N) if added else (0, N))
+        operands = {"forward": (x, w, addend) if added else (x, w), "back": (dy, w), "weight": (dy, x)}
+        for kind, arguments in operands.items():
             shape = GemmShape(kind, M, N, K)
-            names[shape.key] = _chosen(shape, given)
+            names[shape.key] = _tune_gemm(shape, arguments)
     return names
 
 
 def tune_sums(
     layers: Iterable[LinearShape], M: int, dtype: torch.dtype, device: torch.device, names: Mapping[str, str]
 ) -> dict[str, str]:
-    """The same for weights' gradients that are summed over micro-batches, 'apart' among the candidates: `names` says
-    how a gradient by itself is made."""
-    found: dict[str, str] = {}
+    """The same for weight gradients that are accumulated over micro-batches, with 'apart' among the candidates;
+    `names` has the algorithms of a gradient by itself."""
+    sums: dict[str, str] = {}
     for N, K in dict.fromkeys((layer.N, layer.K) for layer in layers):
-        x, dy = _drawn(dtype, device, (M, K), (M, N))
+        x, dy = _random(dtype, device, (M, K), (M, N))
         shape = GemmShape("sum", M, N, K)
-        found[shape.key] = _chosen_sum(shape, dy, x, names)
-    return found
+        sums[shape.key] = _tune_sum(shape, dy, x, names)
+    return sums
 
 
-def _drawn(dtype: torch.dtype, device: torch.device, *sizes: tuple[int, int]) -> list[Tensor]:
+def _random(dtype: torch.dtype, device: torch.device, *sizes: tuple[int, int]) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes]
 
 
-def quickest(runs: Runs, more: Callable[[str], Runs] = lambda name: {}) -> str:
-    """The name of the quickest; torch's where none is clearly quicker. `more` gives the variants of a candidate, tried
-    for the most promising."""
-    seconds(runs[TORCH], _HOT_S)
-    looked = _looked(runs)
-    for name in _order(looked)[:_VARIED]:
-        runs |= (found := more(name))
-        looked |= _looked(found)
-    staying = [TORCH, *_order(looked)[:_STAYING]]
-    spent = dict.fromkeys(staying, 0.0)
-    for turn in range(_TURNS):
-        for name in staying if turn % 2 == 0 else reversed(staying):
-            spent[name] += seconds(runs[name], _STAY_S)
-    best = min(spent, key=lambda name: spent[name])
-    return best if spent[TORCH] > _GAIN * spent[best] else TORCH
+def fastest(runs: Runs, variants: Callable[[str], Runs] = lambda name: {}) -> str:
+    """The name of the fastest run; torch's where none is clearly faster. `variants` gives those of a candidate; they
+    are tried for the most promising."""
+    seconds(runs[TORCH], _WARM_UP_S)
+    first_s = _first_round(runs)
+    for name in _ranking(first_s)[:_VARIED]:
+        more = variants(name)
+        runs |= more
+        first_s |= _first_round(more)
+    finalists = [TORCH, *_ranking(first_s)[:_FINALISTS]]
+    final_s = dict.fromkeys(finalists, 0.0)
+    for number in range(_ROUNDS):
+        for name in finalists if number % 2 == 0 else reversed(finalists):
+            final_s[name] += seconds(runs[name], _FINAL_ROUND_S)
+    best = min(final_s, key=lambda name: final_s[name])
+    return best if final_s[TORCH] > _GAIN * final_s[best] else TORCH
 
 
-def _looked(runs: Runs) -> dict[str, float]:
-    looked = dict.fromkeys(runs, 0.0)
-    for name in (*runs, *reversed(runs)):  # there and back: the first ones find the chip cooler
-        looked[name] += seconds(runs[name], _LOOK_S)
-    return looked
+def _first_round(runs: Runs) -> dict[str, float]:
+    taken = dict.fromkeys(runs, 0.0)
+    for name in (*runs, *reversed(runs)):  # forth and back: the first ones find a cooler GPU
+        taken[name] += seconds(runs[name], _FIRST_ROUND_S)
+    return taken
 
 
-def _order(looked: dict[str, float]) -> list[str]:
-    return [name for name in sorted(looked, key=lambda name: looked[name]) if name != TORCH]
+def _ranking(taken: dict[str, float]) -> list[str]:
+    return [name for name in sorted(taken, key=lambda name: taken[name]) if name != TORCH]
 
 
-def _chosen(shape: GemmShape, given: tuple[Tensor, ...]) -> str:
+def _tune_gemm(shape: GemmShape, arguments: tuple[Tensor, ...]) -> str:
     plain = getattr(Gemms(), shape.kind)
-    found = CublasLtCandidates(shape, plain(*given), given)
-    return quickest({TORCH: lambda: plain(*given), **found.proposals()}, found.variants)
+    candidates = CublasLtCandidates(shape, plain(*arguments), arguments)
+    return fastest({TORCH: lambda: plain(*arguments), **candidates.proposals()}, candidates.variants)
 
 
-def _chosen_sum(shape: GemmShape, dy: Tensor, x: Tensor, names: Mapping[str, str]) -> str:
-    """By the product itself, or after it; both as they run from the second micro-batch on."""
-    total, plain, chosen = dy.new_zeros((shape.N, shape.K), dtype=torch.float32), Gemms(), TunedGemms(names)
+def _tune_sum(shape: GemmShape, dy: Tensor, x: Tensor, names: Mapping[str, str]) -> str:
+    """Accumulated inside the GEMM or by a kernel after it, both as from the second micro-batch on."""
+    total, plain, tuned = dy.new_zeros((shape.N, shape.K), dtype=torch.float32), Gemms(), TunedGemms(names)
     runs: Runs = {TORCH: lambda: plain.sum(total, dy, x, first=False)}
     if dy.is_cuda:
-        runs[APART] = lambda: add_(total, chosen.weight(dy, x), first=False)
-    found = CublasLtCandidates(shape, plain.weight(dy, x).float(), (dy, x), total)
-    return quickest(runs | found.proposals(), found.variants)
+        runs[SEPARATE] = lambda: add_(total, tuned.weight(dy, x), first=False)
+    candidates = CublasLtCandidates(shape, plain.weight(dy, x).float(), (dy, x), total)
+    return fastest(runs | candidates.proposals(), candidates.variants)
 
 
 class CublasLtCandidates:
-    """What cuBLASLt has for a product: the algorithms whose result is torch's up to the order of sums."""
+    """The cuBLASLt algorithms for a GEMM whose result equals torch's up to the order of sums."""
 
     def __init__(
-        self, shape: GemmShape, expected: Tensor, given: tuple[Tensor, ...], total: Tensor | None = None
+        self, shape: GemmShape, expected: Tensor, arguments: tuple[Tensor, ...], total: Tensor | None = None
     ) -> None:
-        """`total`: what the result is added to, in place."""
-        self.expected, self.given, self.total = expected, given, total
-        self.product: CublasLtGemm | None = None
+        """`total`: the tensor that the result is added to, in place."""
+        self.expected, self.arguments, self.total = expected, arguments, total
+        self.gemm: CublasLtGemm | None = None
         try:
-            self.product = CublasLtGemm(*shape, given[0].dtype)
-        except (OSError, RuntimeError, AttributeError) as error:  # no such library, or one that knows no such product
-            if given[0].is_cuda:
-                note_once(f"cuBLASLt is not tried beside torch's products: {error}")
+            self.gemm = CublasLtGemm(*shape, arguments[0].dtype)
+        except (OSError, RuntimeError, AttributeError) as error:  # no such library, or it has no such GEMM
+            if arguments[0].is_cuda:
+                note_once(f"cuBLASLt is not tried beside torch's GEMMs: {error}")
 
     def proposals(self) -> Runs:
-        return self._agreeing(map(str, range(len(self.product.proposed)))) if self.product else {}
+        return self._agreeing(map(str, range(len(self.gemm.proposed)))) if self.gemm else {}
 
     def variants(self, name: str) -> Runs:
-        if self.product is None or not name.startswith(LIBRARY):
+        if self.gemm is None or not name.startswith(LIBRARY):
             return {}
-        return self._agreeing(self.product.variants(name.removeprefix(LIBRARY)))
+        return self._agreeing(self.gemm.variants(name.removeprefix(LIBRARY)))
 
     def _agreeing(self, names: Iterable[str]) -> Runs:
-        found: Runs = {}
+        runs: Runs = {}
         for name in names:
             with suppress(RuntimeError, AttributeError):  # proposed, and then refused
                 run = self._run(name)
                 if run is not None:
-                    found[f"{LIBRARY}{name}"] = run
-        return found
+                    runs[f"{LIBRARY}{name}"] = run
+        return runs
 
     def _run(self, name: str) -> Callable[[], Any] | None:
-        assert self.product is not None
-        run = ready(self.product, name)
+        assert self.gemm is not None
+        run = with_algorithm(self.gemm, name)
         if run is None:
             return None
-        off = (run(*self.given) - self.expected).float().norm() / self.expected.float().norm()
-        if not float(off) < 1e-2:
+        error = (run(*self.arguments) - self.expected).float().norm() / self.expected.float().norm()
+        if not float(error) < 1e-2:
             return None
         if self.total is None:
-            return partial(run, *self.given)
-        return partial(run, *self.given, self.total, self.total)
+            return partial(run, *self.arguments)
+        return partial(run, *self.arguments, self.total, self.total)
 
 
 def seconds(run: Callable[[], Any], about_s: float) -> float:
-    """Of one call, from as many as take about that long, after a few of its own."""
+    """Seconds per call, from as many calls as take about `about_s`, after a few for warm-up."""
     begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     begin.record()
     for _ in range(2):

@@ -1,8 +1,8 @@
-"""Matrix products through cuBLASLt by an algorithm of one's own choice, and with a matrix added on the way.
+"""GEMMs through cuBLASLt (by ctypes) with a chosen algorithm, and with a matrix added inside the GEMM.
 
-Under a chip's power limit the quickest algorithm is another than the library's rules expect, so products.py times them;
-and torch copies what is added before it multiplies, which the library does not need. The library is the one that torch
-has loaded.
+At a GPU's power limit the fastest algorithm is another than the library's heuristic expects, so autotune.py times them;
+and torch copies the addend before it multiplies, which the library does not need. The library is the one that torch has
+loaded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _TYPES = {
     torch.float8_e5m2: 29,
 }
 _TRANS_A, _TRANS_B, _MOST_WORKSPACE = 3, 4, 1
-_SCALES, _SCALE_MODES, _FAST_SUMS, _A_SCALE_EACH_ROW = (17, 18), (31, 32), 25, 3
-_WORKSPACE_BYTES, _ASKED = 32 << 20, 16
+_SCALES, _SCALE_MODES, _FAST_SUMS, _PER_ROW_SCALE = (17, 18), (31, 32), 25, 3
+_WORKSPACE_BYTES, _MAX_PROPOSALS = 32 << 20, 16
 _SWIZZLE, _OPTION, _OPTIONS = 4, 5, range(8)
-"""of an algorithm: the order in which tiles are visited, and a setting of its own whose meaning nobody tells"""
+"""settings of an algorithm: the order in which tiles are visited, and an undocumented custom option"""
 
 
 class _Heuristic(ctypes.Structure):
-    """What the library proposes: an algorithm, and what it knows of it."""
+    """cublasLtMatmulHeuristicResult_t: a proposed algorithm."""
 
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
@@ -44,7 +44,7 @@ class _Heuristic(ctypes.Structure):
 
 
 class GemmLayout(NamedTuple):
-    """A product as the library sees it, column by column: D = op(A)·op(B), each (rows, columns)."""
+    """A GEMM as the library sees it, column-major: D = op(A)·op(B), each (rows, columns)."""
 
     a: tuple[int, int]
     b: tuple[int, int]
@@ -54,8 +54,8 @@ class GemmLayout(NamedTuple):
 
 
 def gemm_layout(kind: str, M: int, N: int, K: int) -> GemmLayout:
-    """'forward' x_MK·w_NKᵀ, 'back' dy_MN·w_NK, 'weight' dy_MNᵀ·x_MK. What lies row by row is its own transpose column
-    by column, so A is the second operand of these and B the first."""
+    """'forward' x_MK·w_NKᵀ, 'back' dy_MN·w_NK, 'weight' dy_MNᵀ·x_MK. A row-major matrix is its own transpose in
+    column-major order, so A is the second operand of these and B the first."""
     if kind == "forward":
         return GemmLayout((K, N), (K, M), (N, M), trans_a=True, trans_b=False)
     if kind == "back":
@@ -64,34 +64,36 @@ def gemm_layout(kind: str, M: int, N: int, K: int) -> GemmLayout:
 
 
 class CublasLtGemm:
-    """One shape of one product, and the algorithms that the library proposes for it, its favourite first. 'sum' is
-    'weight' with a result in fp32, which what was there before is added to."""
+    """One GEMM of one shape, and the algorithms that the library proposes for it, best first. 'sum' is 'weight'
+    accumulated into an fp32 result."""
 
     def __init__(self, kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> None:
         self.lib, self.handle = _library()
         shape = gemm_layout(kind, M, N, K)
         self.out_shape = {"forward": (M, N), "back": (M, K)}.get(kind, (N, K))
         self.out_dtype = torch.float32 if kind == "sum" else dtype
-        self.desc = self._made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
+        self.desc = self._create("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
         self._set(_TRANS_A, ctypes.c_int32(int(shape.trans_a)))
         self._set(_TRANS_B, ctypes.c_int32(int(shape.trans_b)))
-        formats = (dtype, dtype, self.out_dtype)
-        self.layouts = [self._layout(*pair) for pair in zip((shape.a, shape.b, shape.d), formats, strict=True)]
+        dtypes = (dtype, dtype, self.out_dtype)
+        self.layouts = [self._layout(*pair) for pair in zip((shape.a, shape.b, shape.d), dtypes, strict=True)]
         self.proposed = self._proposed()
 
     def algorithm(self, name: str) -> Any:
-        """'2' is the third proposal, '2.6.1' the same with option 6 and tiles in order 1; None where there is none."""
+        """'2' is the third proposal, '2.6.1' the same with option 6 and swizzle 1; None where there is none."""
         place, *changes = map(int, name.split("."))
         if place >= len(self.proposed):
             return None
         return self._changed(self.proposed[place], *changes) if changes else self.proposed[place]
 
     def variants(self, name: str) -> list[str]:
-        """Names of the other settings of a proposal that the library takes."""
+        """Names of the other settings of a proposal that the library accepts."""
         names = (f"{name}.{option}.{swizzle}" for option in _OPTIONS for swizzle in (0, 1))
-        found = {bytes(made.algorithm): one for one in names if (made := self.algorithm(one)) is not None}
-        found.pop(bytes(self.algorithm(name).algorithm), None)
-        return list(found.values())
+        algorithms = {
+            bytes(item.algorithm): variant for variant in names if (item := self.algorithm(variant)) is not None
+        }
+        algorithms.pop(bytes(self.algorithm(name).algorithm), None)
+        return list(algorithms.values())
 
     def __call__(
         self, first: Tensor, second: Tensor, algorithm: Any, add: Tensor | None = None, out: Tensor | None = None
@@ -123,63 +125,63 @@ class CublasLtGemm:
         return out
 
     def _proposed(self) -> list[Any]:
-        preference = self._made("cublasLtMatmulPreferenceCreate")
+        preference = self._create("cublasLtMatmulPreferenceCreate")
         most = ctypes.c_size_t(_WORKSPACE_BYTES)
         set_most = self.lib.cublasLtMatmulPreferenceSetAttribute
         _check(set_most(preference, _MOST_WORKSPACE, ctypes.byref(most), ctypes.c_size_t(8)))
-        found, count = (_Heuristic * _ASKED)(), ctypes.c_int(0)
+        proposals, count = (_Heuristic * _MAX_PROPOSALS)(), ctypes.c_int(0)
         a, b, d = self.layouts
         propose = self.lib.cublasLtMatmulAlgoGetHeuristic
-        _check(propose(self.handle, self.desc, a, b, d, d, preference, _ASKED, found, ctypes.byref(count)))
-        return [item for item in found[: count.value] if item.state == 0]
+        _check(propose(self.handle, self.desc, a, b, d, d, preference, _MAX_PROPOSALS, proposals, ctypes.byref(count)))
+        return [item for item in proposals[: count.value] if item.state == 0]
 
     def _changed(self, proposal: Any, option: int, swizzle: int) -> Any:
-        made, said = _Heuristic(), _Heuristic()
-        made.algorithm = proposal.algorithm
+        changed, result = _Heuristic(), _Heuristic()
+        changed.algorithm = proposal.algorithm
         for name, value in ((_OPTION, option), (_SWIZZLE, swizzle)):
             number = ctypes.c_uint32(value)
             change = self.lib.cublasLtMatmulAlgoConfigSetAttribute
-            if change(ctypes.byref(made.algorithm), name, ctypes.byref(number), ctypes.c_size_t(4)):
+            if change(ctypes.byref(changed.algorithm), name, ctypes.byref(number), ctypes.c_size_t(4)):
                 return None
         a, b, d = self.layouts
         check = self.lib.cublasLtMatmulAlgoCheck
-        refused = check(self.handle, self.desc, a, b, d, d, ctypes.byref(made.algorithm), ctypes.byref(said))
-        return None if refused or said.state or said.workspace > _WORKSPACE_BYTES else made
+        refused = check(self.handle, self.desc, a, b, d, d, ctypes.byref(changed.algorithm), ctypes.byref(result))
+        return None if refused or result.state or result.workspace > _WORKSPACE_BYTES else changed
 
     def _set(self, attribute: int, value: Any) -> None:
-        """Of the product's description."""
+        """Set an attribute of the GEMM's description."""
         size = ctypes.c_size_t(ctypes.sizeof(value))
         _check(self.lib.cublasLtMatmulDescSetAttribute(self.desc, attribute, ctypes.byref(value), size))
 
     def _layout(self, size: tuple[int, int], dtype: torch.dtype) -> Any:
         rows, columns = size
         sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows))
-        return self._made("cublasLtMatrixLayoutCreate", _TYPES[dtype], *sizes)
+        return self._create("cublasLtMatrixLayoutCreate", _TYPES[dtype], *sizes)
 
-    def _made(self, function: str, *arguments: Any) -> Any:
-        made = ctypes.c_void_p()
-        _check(getattr(self.lib, function)(ctypes.byref(made), *arguments))
-        return made
+    def _create(self, function: str, *arguments: Any) -> Any:
+        handle = ctypes.c_void_p()
+        _check(getattr(self.lib, function)(ctypes.byref(handle), *arguments))
+        return handle
 
 
 class CublasLtFp8Gemm(CublasLtGemm):
-    """a_RS·b_CSᵀ of fp8 operands with their scales, one each or one for every row, the result in another format."""
+    """a_RS·b_CSᵀ of fp8 operands with per-tensor or per-row scales; the result has another dtype."""
 
     def __init__(
         self, R: int, C: int, S: int, *, a: torch.dtype, b: torch.dtype, out: torch.dtype, by_row: bool, fast: bool
     ) -> None:
-        """`fast` keeps sums in the tensor cores' own, shorter format."""
+        """`fast` keeps sums in the tensor cores' own, shorter accumulators."""
         self.lib, self.handle = _library()
         self.out_shape, self.out_dtype = (R, C), out
-        self.desc = self._made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
+        self.desc = self._create("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
         self._set(_TRANS_A, ctypes.c_int32(1))
         self._set(_FAST_SUMS, ctypes.c_int8(int(fast)))
         if by_row:
             for mode in _SCALE_MODES:
-                self._set(mode, ctypes.c_int32(_A_SCALE_EACH_ROW))
-        # the library proposes nothing for scales that are nowhere
-        somewhere = torch.ones(max(R, C), dtype=torch.float32, device="cuda")
-        self._point(somewhere, somewhere)
+                self._set(mode, ctypes.c_int32(_PER_ROW_SCALE))
+        # the library proposes nothing without pointers to scales
+        scales = torch.ones(max(R, C), dtype=torch.float32, device="cuda")
+        self._set_scales(scales, scales)
         self.layouts = [self._layout((S, C), b), self._layout((S, R), a), self._layout((C, R), out)]
         self.proposed = self._proposed()
 
@@ -192,10 +194,10 @@ class CublasLtFp8Gemm(CublasLtGemm):
         out: Tensor | None = None,
     ) -> Tensor:
         """(values, scale) of both; `add` as in `CublasLtGemm`."""
-        self._point(a[1], b[1])
+        self._set_scales(a[1], b[1])
         return self(a[0], b[0], algorithm, add, out)
 
-    def _point(self, a_scale: Tensor, b_scale: Tensor) -> None:
+    def _set_scales(self, a_scale: Tensor, b_scale: Tensor) -> None:
         for attribute, scale in zip(_SCALES, (b_scale, a_scale), strict=True):
             self._set(attribute, _at(scale))
 
@@ -210,7 +212,7 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 @cache
 def _library() -> tuple[Any, Any]:
     """The library that torch uses, and a handle of our own."""
-    torch.cuda.current_blas_handle()  # torch loads it for its first product
+    torch.cuda.current_blas_handle()  # torch loads it for its first GEMM
     with open("/proc/self/maps") as maps:
         path = next((line.split()[-1] for line in maps if "libcublasLt.so" in line), None)
     if path is None:
@@ -222,10 +224,10 @@ def _library() -> tuple[Any, Any]:
 
 @cache
 def _workspace(device: torch.device, stream: int) -> Tensor:
-    """One a stream: products of two streams may run at once."""
+    """One per stream: GEMMs of two streams may run at once."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"cuBLASLt answered {status}")
+        raise RuntimeError(f"cuBLASLt returned status {status}")

@@ -1,6 +1,6 @@
-"""The products of a linear layer, by torch or by an algorithm of cuBLASLt that was chosen for their shape.
+"""The GEMMs of a linear layer, by torch or by a cuBLASLt algorithm that was chosen for their shape.
 
-Forward, back to the input, and the weight's gradient: by itself, or summed over micro-batches in fp32.
+Forward, backward to the input, and the weight's gradient: by itself, or accumulated over micro-batches in fp32.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from armillary.kernels.gemm.cublaslt import CublasLtGemm
 
 # M tokens, N outputs of a linear layer, K inputs
 
-TORCH, APART, LIBRARY = "torch", "apart", "lt "
-"""what multiplies; `apart`: the gradient in the product's format, then a pass that adds it to the sum"""
-Ready = Callable[..., Tensor]
-"""takes the two operands, what is added, and where the result goes"""
+TORCH, SEPARATE, LIBRARY = "torch", "apart", "lt "
+"""what runs a GEMM; separate: the gradient in the operands' dtype, then a kernel that adds it to the sum. The values
+are stored with runs and choices."""
+RunGemm = Callable[..., Tensor]
+"""takes the two operands, the addend, and the output"""
 
 
 class GemmShape(NamedTuple):
-    """A product: 'forward' x_MK·w_NKᵀ, 'back' dy_MN·w_NK, 'weight' dy_MNᵀ·x_MK, or 'sum' of the last."""
+    """A GEMM: 'forward' x_MK·w_NKᵀ, 'back' dy_MN·w_NK, 'weight' dy_MNᵀ·x_MK, or 'sum', which accumulates 'weight'."""
 
     kind: str
     M: int
@@ -32,19 +33,20 @@ class GemmShape(NamedTuple):
 
     @property
     def key(self) -> str:
+        """Stored with runs and choices."""
         return f"product {self.kind} {self.M}x{self.N}x{self.K}"
 
 
 class Gemms:
     """By torch; rows of x and dy are tokens."""
 
-    adds = False
-    """whether adding on the way costs less than a pass of its own"""
+    fused_add = False
+    """whether adding inside the GEMM costs less than a kernel of its own"""
 
     def forward(self, x: Tensor, w_NK: Tensor, add: Tensor | None = None) -> Tensor:
         """x·wᵀ, plus `add` where it is given."""
-        made = x @ w_NK.t()
-        return made if add is None else add + made
+        y = x @ w_NK.t()
+        return y if add is None else add + y
 
     def back(self, dy: Tensor, w_NK: Tensor) -> Tensor:
         return dy @ w_NK
@@ -53,7 +55,7 @@ class Gemms:
         return dy_MN.t() @ x_MK
 
     def sum(self, total_NK: Tensor, dy_MN: Tensor, x_MK: Tensor, *, first: bool) -> None:
-        """total ← dyᵀ·x, or, where it is not the first, total + dyᵀ·x: summed in total's format by the product itself
+        """total ← dyᵀ·x, or, where it is not the first, total + dyᵀ·x: accumulated in total's dtype inside the GEMM
         where a library can."""
         a, b = dy_MN.t(), x_MK
         if total_NK.dtype == a.dtype:
@@ -66,67 +68,63 @@ class Gemms:
 
 
 class TunedGemms(Gemms):
-    """By the algorithms of cuBLASLt that `names` gives; by torch where it gives none, or another shape comes."""
+    """By the cuBLASLt algorithms in `names`; by torch where it has none, or for another shape."""
 
-    adds = True
+    fused_add = True
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
-        self._made: dict[tuple[GemmShape, torch.dtype], Ready | None] = {}
+        self._cache: dict[tuple[GemmShape, torch.dtype], RunGemm | None] = {}
 
     def forward(self, x: Tensor, w_NK: Tensor, add: Tensor | None = None) -> Tensor:
-        found = self._found("forward", x, *w_NK.shape)
-        if found is None or not _whole(x, w_NK, *(() if add is None else (add,))):
+        run = self._algorithm("forward", x, *w_NK.shape)
+        if run is None or not _aligned(x, w_NK, *(() if add is None else (add,))):
             return super().forward(x, w_NK, add)
-        return found(x, w_NK, add).view(*x.shape[:-1], len(w_NK))
+        return run(x, w_NK, add).view(*x.shape[:-1], len(w_NK))
 
     def back(self, dy: Tensor, w_NK: Tensor) -> Tensor:
-        found = self._found("back", dy, *w_NK.shape)
-        if found is None or not _whole(dy, w_NK):
+        run = self._algorithm("back", dy, *w_NK.shape)
+        if run is None or not _aligned(dy, w_NK):
             return super().back(dy, w_NK)
-        return found(dy, w_NK).view(*dy.shape[:-1], w_NK.shape[1])
+        return run(dy, w_NK).view(*dy.shape[:-1], w_NK.shape[1])
 
     def weight(self, dy_MN: Tensor, x_MK: Tensor) -> Tensor:
-        found = self._found("weight", dy_MN, dy_MN.shape[1], x_MK.shape[1])
-        if found is None or not _whole(dy_MN, x_MK):
+        run = self._algorithm("weight", dy_MN, dy_MN.shape[1], x_MK.shape[1])
+        if run is None or not _aligned(dy_MN, x_MK):
             return super().weight(dy_MN, x_MK)
-        return found(dy_MN, x_MK)
+        return run(dy_MN, x_MK)
 
     def sum(self, total_NK: Tensor, dy_MN: Tensor, x_MK: Tensor, *, first: bool) -> None:
         name = self.names.get(_shape("sum", dy_MN, *total_NK.shape).key, TORCH)
-        if name == APART and total_NK.is_cuda:
+        if name == SEPARATE and total_NK.is_cuda:
             add_(total_NK, self.weight(dy_MN, x_MK), first=first)
             return
-        found = self._found("sum", dy_MN, *total_NK.shape)
-        if found is None or total_NK.dtype != torch.float32 or not _whole(total_NK, dy_MN, x_MK):
+        run = self._algorithm("sum", dy_MN, *total_NK.shape)
+        if run is None or total_NK.dtype != torch.float32 or not _aligned(total_NK, dy_MN, x_MK):
             super().sum(total_NK, dy_MN, x_MK, first=first)
             return
-        found(dy_MN, x_MK, None if first else total_NK, total_NK)
+        run(dy_MN, x_MK, None if first else total_NK, total_NK)
 
-    def _found(self, kind: str, rows: Tensor, N: int, K: int) -> Ready | None:
+    def _algorithm(self, kind: str, rows: Tensor, N: int, K: int) -> RunGemm | None:
         shape = _shape(kind, rows, N, K)
-        at = shape, rows.dtype
-        if at not in self._made:
-            self._made[at] = self._make(shape, rows.dtype)
-        return self._made[at]
-
-    def _make(self, shape: GemmShape, dtype: torch.dtype) -> Ready | None:
-        name = self.names.get(shape.key, TORCH)
-        if name in (TORCH, APART):
-            return None
-        return ready(CublasLtGemm(*shape, dtype), name)  # None: another release of the library
+        key = shape, rows.dtype
+        if key not in self._cache:
+            name = self.names.get(shape.key, TORCH)
+            is_torch = name in (TORCH, SEPARATE)
+            self._cache[key] = None if is_torch else with_algorithm(CublasLtGemm(*shape, rows.dtype), name)
+        return self._cache[key]
 
 
-def ready(product: CublasLtGemm, name: str) -> Ready | None:
-    """A product by the algorithm that 'lt NAME' stands for."""
-    algorithm = product.algorithm(name.removeprefix(LIBRARY))
+def with_algorithm(gemm: CublasLtGemm, name: str) -> RunGemm | None:
+    """A GEMM by the algorithm 'lt NAME'; None where this release of the library does not have it."""
+    algorithm = gemm.algorithm(name.removeprefix(LIBRARY))
     if algorithm is None:
         return None
-    return lambda first, second, add=None, out=None: product(first, second, algorithm, add, out)
+    return lambda first, second, add=None, out=None: gemm(first, second, algorithm, add, out)
 
 
 def add_(total: Tensor, part: Tensor, *, first: bool) -> None:
-    """total ← part, or total + part; of another format."""
+    """total ← part, or total + part; `part` may have another dtype."""
     if first or not has_triton(total.device):
         total.copy_(part) if first else total.add_(part)
         return
@@ -139,5 +137,5 @@ def _shape(kind: str, rows: Tensor, N: int, K: int) -> GemmShape:
     return GemmShape(kind, rows.numel() // rows.shape[-1], N, K)
 
 
-def _whole(*tensors: Tensor) -> bool:
+def _aligned(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)

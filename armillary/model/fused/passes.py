@@ -177,7 +177,7 @@ def _sum_and_norm(
     """(sum of the residual and the projection, its norm, mean, 1 / deviation): added by the product or by the norm."""
     norm_of, (eps, rms, plus_one) = torch.ops.armillary.norm, norm
     arguments = (norm_weight, norm_bias, eps, rms, plus_one, fused.norm_pairs)
-    if fused.gemms.adds:
+    if fused.gemms.fused_add:
         summed = fused.gemms.forward(mixed, weight, x)
         normed, _, mean, rstd = norm_of(summed, None, *arguments)
     else:
