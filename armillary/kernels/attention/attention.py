@@ -1,7 +1,7 @@
 """Attention for training: causal, grouped heads, packed documents, sliding windows, block-sparse masks.
 
-Every version takes q [B, T, N, D] and k, v [B, S, K, D] (N a multiple of K) and gives [B, T, N, D]. A query at t sees
-the keys up to t + S - T; a query that sees none gives zeros.
+Every version takes q [B, T, N, D] and k, v [B, S, K, D] (N a multiple of K) and returns [B, T, N, D]. A query at t sees
+the keys up to t + S - T; a query that sees no key gives zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim, X and Y blocks of queries and keys
 
 BLOCK = 128
-"""queries and keys that one entry of a block-sparse mask stands for"""
+"""queries and keys per entry of a block-sparse mask"""
 _MOST_SCORES_BYTES = 1e9
 
 
@@ -30,21 +30,21 @@ class AttentionOptions:
     """What a layer and a batch ask of attention."""
 
     documents_BT: Tensor | None = None
-    """queries see keys of the same number only"""
+    """queries see keys with the same document number only"""
     blocks_XY: Tensor | None = None
-    """boolean mask of blocks of 128 × 128"""
+    """boolean mask over blocks of 128 × 128"""
     sinks_N: Tensor | None = None
-    """a logit a head that yields nothing"""
+    """one logit per head that takes part in the softmax and contributes no value"""
     slopes_N: Tensor | None = None
-    """ALiBi"""
+    """ALiBi: score += slope · (key position - query position)"""
     scale: float | None = None
-    """of the scores; 1/√D unless given"""
+    """of the scores; None: 1/√D"""
     window: int = 0
-    """keys a query sees, itself included; 0: all"""
+    """keys that a query sees, itself included; 0: all"""
     softcap: float = 0.0
-    """soft cap of the scores; 0: none"""
+    """c·tanh(x/c) on the scores; 0: none"""
     causal: bool = True
-    """whether keys behind a query are hidden from it"""
+    """whether keys after a query are hidden from it"""
 
     @property
     def is_plain(self) -> bool:
@@ -59,7 +59,7 @@ PLAIN = AttentionOptions()
 
 
 def reference(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """Scores written out, softmax in at least fp32."""
+    """Scores are materialised; softmax in at least fp32."""
     group = q_BTND.shape[2] // k_BSKD.shape[2]
     k_BSND, v_BSND = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
     scores = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * options.scale_for(q_BTND.shape[-1])
@@ -73,14 +73,14 @@ def reference(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
     if options.sinks_N is not None:
         sink = options.sinks_N.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink), dim=-1)
-    # an empty row would be NaN: it is made harmless before the softmax and zero after it
+    # a row without keys would be NaN: it is replaced before the softmax and zeroed after it
     weights = scores.masked_fill(~(scores != -torch.inf).any(-1, keepdim=True), 0.0).softmax(-1)
     weights = weights[..., : k_BSKD.shape[1]].masked_fill(~seen, 0.0)
     return torch.einsum("bnts,bsnd->btnd", weights.to(v_BSND.dtype), v_BSND)
 
 
 def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """[T, S]: how far each key lies behind each query."""
+    """[T, S]: query position minus key position."""
     query = torch.arange(num_queries, device=device) + num_keys - num_queries
     return query[:, None] - torch.arange(num_keys, device=device)
 
@@ -101,7 +101,7 @@ def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
 
 
 def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """torch's own choice of kernel, with a dense mask where being causal does not say it all."""
+    """By the kernel that torch chooses, with a dense mask where the causal flag is not enough."""
     if not options.is_plain:
         return reference(q_BTND, k_BSKD, v_BSKD, options)
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
@@ -122,13 +122,13 @@ def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptio
 
 
 def cudnn(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """The same by cuDNN or not at all."""
+    """By cuDNN only."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return sdpa(q_BTND, k_BSKD, v_BSKD, options)
 
 
 def flash(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """The same by torch's FlashAttention or not at all."""
+    """By torch's FlashAttention only."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return sdpa(q_BTND, k_BSKD, v_BSKD, options)
 
@@ -141,25 +141,20 @@ class AttentionCase(Case):
     """Causal self-attention over whole sequences."""
 
     batch: int
-    """rows"""
     length: int
-    """tokens of a row"""
+    """tokens per row"""
     heads: int
-    """query heads"""
     kv_heads: int
-    """KV heads"""
     head_dim: int = 128
-    """of a head"""
     documents: int = 0
-    """of equal length in a row; 0: the row is one, and nothing says so"""
+    """documents of equal length per row; 0: no document numbers"""
     window: int = 0
-    """keys a query sees; 0: all before it"""
+    """keys that a query sees; 0: all before it"""
     sparse: bool = False
     """only blocks near the diagonal and every eighth column of blocks"""
     softcap: float = 0.0
-    """0 is none"""
+    """0: none"""
     sinks: bool = False
-    """a logit a head that yields nothing"""
 
 
 def sparse_blocks(length: int, device: torch.device | str) -> Tensor:
@@ -186,7 +181,7 @@ def inputs(case: AttentionCase, generator: torch.Generator) -> tuple[object, ...
 
 
 def num_pairs(case: AttentionCase) -> int:
-    """Query-key pairs that are seen in a row."""
+    """Visible query-key pairs per row."""
     size = case.length / max(1, case.documents)
     behind = (t - int(int(t / size) * size) + 1 for t in range(case.length))
     pairs = sum(min(seen, case.window or seen) for seen in behind)
@@ -197,7 +192,8 @@ def num_pairs(case: AttentionCase) -> int:
 
 
 def work(case: AttentionCase) -> OpWork:
-    """4·D a pair and head forward, 2.5 times that backward (five products for two); q, k, v and the result moved."""
+    """4·D FLOPs per pair and head forward, 2.5 times that backward (five GEMMs instead of two); q, k, v and the result
+    are moved."""
     flops = 4.0 * case.head_dim * case.heads * case.batch * num_pairs(case)
     moved = case.torch_dtype.itemsize * 2.0 * case.batch * case.length * case.head_dim * (case.heads + case.kv_heads)
     return OpWork(flops=flops, bytes=moved, backward_flops=2.5 * flops, backward_bytes=2.5 * moved, ceiling="gemm")
@@ -233,7 +229,8 @@ def _not_own(case: AttentionCase) -> str | None:
 
 
 def _small(case: AttentionCase) -> AttentionCase:
-    """As it is where the wide reference can hold its scores several times, so that what is compiled ahead fits too."""
+    """The same case where the wide reference can hold its scores several times, so that versions compiled ahead fit
+    too."""
     if case.device == "cpu":
         return replace(case, batch=1, length=min(case.length, 256))
     return case if _scores_bytes(case) < 5e9 else replace(case, batch=1, length=min(case.length, 1024))

@@ -1,7 +1,7 @@
-"""The launches of our attention kernels, as one custom op forward and one backward.
+"""Launches of our attention kernels, as one custom op forward and one backward.
 
-What the mask allows is boiled down on the device to stretches (documents) or lists (block-sparse masks) of blocks, so
-that kernels skip what is not seen and nothing waits for the host.
+The mask is reduced on the device to ranges (documents) or lists (block-sparse masks) of blocks, so that kernels skip
+what is not visible and nothing waits for the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOG2E = math.log2(math.e)
 
 
 def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """attention.reference in kernels of our own; what they cannot hold goes to the reference."""
+    """attention.reference by our own kernels; head dims that they cannot hold go to the reference."""
     why = _cannot(q_BTND, v_BSKD)
     if why:
         if not torch.compiler.is_compiling():
@@ -48,7 +48,7 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
 
 
 def _cannot(q_BTND: Tensor, v_BSKD: Tensor) -> str | None:
-    """Why our kernels are not for these."""
+    """Why our kernels cannot take these."""
     if v_BSKD.shape[-1] != q_BTND.shape[-1]:
         return f"values of {v_BSKD.shape[-1]} dims, queries of {q_BTND.shape[-1]}"
     if q_BTND.shape[-1] > 256:
@@ -292,7 +292,7 @@ _attention.register_autograd(_gradients, setup_context=_keep)
 
 
 def _scales(scale: float, softcap: float) -> tuple[float, float, float]:
-    """The scale itself, what multiplies q·k in the kernel, and the cap, both in base-2 units."""
+    """The scale itself, the factor of q·k in the kernel, and the cap, the last two in base-2 units."""
     return (scale, scale / softcap, softcap * _LOG2E) if softcap else (scale, scale * _LOG2E, 0.0)
 
 

@@ -1,7 +1,7 @@
 """Attention for training in Triton, backward: one kernel for dK and dV, one for dQ, no atomics.
 
 Both recompute the scores from the saved log-sum-exp. A program of the first sums over all query heads that share its
-keys, so grouped heads need no second pass and results are the same every time.
+keys, so grouped heads need no second pass and results are deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from armillary.kernels.attention.forward_triton import key_range, rows, scores, 
 def delta_kernel(
     out_ptr, grad_ptr, delta_ptr, g_b, g_t, g_n, T, N, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """sum(out · d out) of each query and head, laid out as the lse: [B, N, T]."""
+    """sum(out · d out) of each query and head, in the layout of the lse: [B, N, T]."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = tl.program_id(0) * BLOCK_M
     query = first + tl.arange(0, BLOCK_M)
@@ -177,7 +177,7 @@ def key_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dK and dV of one block of keys and one KV head; the first blocks, which are seen most, come first."""
+    """dK and dV of one block of keys and one KV head; the first blocks, which most queries see, come first."""
     block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch_row = batch.to(tl.int64)
     shift = S - T
@@ -200,7 +200,7 @@ def key_kernel(
     if DOCS:
         end = tl.minimum(end, tl.load(end_ptr + batch_row * S + last_key))
         part = tl.minimum(part, tl.load(run_end_ptr + batch_row * S + first_key))
-        if not CAUSAL:  # documents also begin behind: all blocks need the mask
+        if not CAUSAL:  # documents also begin earlier: all blocks need the mask
             whole = T
     last = tl.cdiv(end, BLOCK_M)
     first = tl.minimum(begin // BLOCK_M, last)
@@ -521,7 +521,7 @@ def query_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dQ of one block of queries and one head; late blocks, which see most, come first."""
+    """dQ of one block of queries and one head; late blocks, which see most keys, come first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
     batch_row = batch.to(tl.int64)

@@ -1,4 +1,4 @@
-"""Attention by torch's flex_attention: the mask and the change of scores are compiled into its kernel."""
+"""Attention by torch's flex_attention, which compiles mask and score modifications into its kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armillary.kernels.attention.attention import BLOCK, PLAIN, AttentionOptions
 
 
 def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """attention.reference, but without sinks; the block mask of documents is made anew for every call."""
+    """attention.reference without sinks; the block mask of documents is built anew for every call."""
     assert options.sinks_N is None, "flex_attention has no sinks"
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
     T, S, shift = q.shape[2], k.shape[2], k.shape[2] - q.shape[2]

@@ -1,7 +1,7 @@
 """Attention for training in Triton, forward: online softmax in base 2 over key blocks.
 
-A query block sees three stretches of key blocks: some at the far edge (window, start of its document) that need a mask,
-the many that are seen whole, and those on the diagonal. A block-sparse mask instead gives a list of key blocks.
+A query block sees three ranges of key blocks: some at the far edge (window, start of its document) that need a mask,
+the many that are fully visible, and those on the diagonal. A block-sparse mask gives a list of key blocks instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def scores(
     SLOPES: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Raw products to scores in base-2 units, -inf where not seen. query, key and their documents broadcast to qk."""
+    """Raw q·k to scores in base-2 units, -inf where not visible. query, key and their documents broadcast to qk."""
     qk = qk * scale2
     if CAPPED:  # scale2 is then scale / softcap, and softcap in base-2 units
         qk = (2 * tl.sigmoid(2 * qk) - 1) * softcap
@@ -54,8 +54,8 @@ def scores(
 
 @triton.jit
 def rows(base, stride, first, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """A tile of rows from `first` on; those from `limit` on and columns from D on are zero. Only the base moves, so
-    offsets stay the same from tile to tile and cost few registers."""
+    """A tile of rows from `first` on; rows from `limit` on and columns from D on are zero. Only the base pointer moves,
+    so offsets stay the same from tile to tile and cost few registers."""
     index, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     at = base + first.to(tl.int64) * stride + (index[:, None] * stride + d[None, :])
     if BLOCK_D != D:
@@ -81,8 +81,8 @@ def tile(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Rows of one head by the copy engine, from a descriptor of [B, T, heads, D]; or from a pointer to the head."""
-    if TMA:  # the compiler also visits what stands after a return, hence the else
+    """Rows of one head by TMA, from a descriptor of [B, T, heads, D]; or from a pointer to the head."""
+    if TMA:  # the compiler also visits code after a return, hence the else
         x = source.load([batch, first, head, 0]).reshape(BLOCK, BLOCK_D)
     else:
         x = rows(source, stride, first, limit, D, BLOCK_D, BLOCK, MASKED)
@@ -105,7 +105,8 @@ def key_range(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Key blocks of a query block: from the first to the last seen at least in part, in the stretch within whole."""
+    """Key blocks of a query block: from the first to the last that is at least partly visible, and the range between
+    that is fully visible."""
     first_query, last_query = block * BLOCK_M, tl.minimum(block * BLOCK_M + BLOCK_M, T) - 1
     begin, whole = 0, 0
     if WINDOW:
@@ -114,7 +115,7 @@ def key_range(
     if DOCS:
         begin = tl.maximum(begin, tl.load(begin_ptr + row + first_query))
         whole = tl.maximum(whole, tl.load(run_ptr + row + last_query))
-        if not CAUSAL:  # documents also end ahead: all blocks need the mask
+        if not CAUSAL:  # documents also end later: all blocks need the mask
             whole = S
     end, diagonal = S, S
     if CAUSAL:
@@ -261,7 +262,7 @@ def forward_kernel(
     RAW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Queries of one block and head; late blocks, which see most, come first."""
+    """Queries of one block and head; late blocks, which see most keys, come first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
     shift = S - T
@@ -466,7 +467,7 @@ def forward_kernel(
         total = total * shrink + tl.exp2(sink - new)
         acc = acc * shrink[:, None]
         top = new
-    # a query that sees nothing gives zeros, and an infinite lse makes its weights zero in the backward
+    # a query that sees nothing gives zeros; its infinite lse makes its weights zero in the backward pass
     nothing = total == 0.0
     acc = acc / tl.where(nothing, 1.0, total)[:, None]
     lse = tl.where(nothing, float("inf"), top + tl.log2(tl.where(nothing, 1.0, total)))

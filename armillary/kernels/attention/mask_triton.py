@@ -1,6 +1,7 @@
-"""What an attention kernel is told of its mask: flags, runs of documents, lists of the blocks a sparse mask allows.
+"""An attention mask as kernels take it: flags, ranges of documents, lists of the blocks that a sparse mask allows.
 
-Everything is found on the device, so nothing waits for the host.
+Everything is computed on the device, so nothing waits for the CPU. Where document numbers never decrease along a row, a
+document is one contiguous run; otherwise it may continue anywhere in the row.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ _LONGEST_BLOCK = 4096
 
 @dataclass(frozen=True)
 class Runs:
-    """Per token, [B, T] int32; a token may see from `begin` on and be seen before `end`."""
+    """Per token, [B, T] int32; a token may see keys from `begin` on and be seen by queries before `end`."""
 
     documents: Tensor | None = None
-    """its document, as a number of 32 bits: quicker to compare"""
+    """its document number in 32 bits, which compare faster"""
     begin: Tensor | None = None
     run: Tensor | None = None
     """first token of its run"""
     end: Tensor | None = None
     run_end: Tensor | None = None
-    """one beyond the last token of its run"""
+    """one past the last token of its run"""
 
 
 def document_runs(documents_BT: Tensor) -> Runs:
@@ -56,7 +57,7 @@ def _smaller(a, b):
 
 @triton.jit
 def runs_kernel(doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T, BLOCK: tl.constexpr):
-    """A program a row: does any number fall; then starts from the left, then ends from the right."""
+    """One program per row: does any number decrease; then starts from the left, then ends from the right."""
     row = tl.program_id(0).to(tl.int64) * T
     index = tl.arange(0, BLOCK)
     blocks = tl.cdiv(T, BLOCK)
@@ -98,7 +99,7 @@ def runs_kernel(doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T,
 
 @dataclass(frozen=True)
 class Lists:
-    """Blocks to visit, those first that are allowed, and how many they are."""
+    """Blocks to visit, the allowed ones first, and their number."""
 
     by_query: tuple[Tensor, Tensor]
     by_key: tuple[Tensor, Tensor]
@@ -115,7 +116,8 @@ def boil_down(
     S: int,
     step: int,
 ) -> tuple[dict[str, Any], Runs, Lists | None]:
-    """The kernels' flags, and what they skip by; `step` is how many tokens a kernel goes along a list at a time."""
+    """The kernels' flags, ranges and lists; `step` is the number of tokens that a kernel advances along a list at a
+    time."""
     flags = {
         "CAUSAL": causal,
         "WINDOW": 0 < window < S,
@@ -130,7 +132,7 @@ def boil_down(
 
 def _lists(blocks_XY: Tensor, causal: bool, T: int, S: int) -> Lists:
     blocks = blocks_XY.bool()
-    if causal:  # blocks that lie wholly ahead are left out
+    if causal:  # blocks that lie entirely after the queries are left out
         last = (torch.arange(blocks.shape[0], device=blocks.device) + 1) * BLOCK - 1 + S - T
         blocks = blocks & (torch.arange(blocks.shape[1], device=blocks.device) * BLOCK <= last[:, None])
     return Lists(_list(blocks), _list(blocks.t()))

@@ -1,4 +1,4 @@
-"""How our attention kernels cut their work, and whether their tiles can come by the copy engine.
+"""Tile sizes of our attention kernels, and whether their tiles can be loaded by TMA.
 
 Measured on an H200 at 8k tokens and head dim 128; the comparisons are in benchmarks/.
 """
@@ -17,24 +17,24 @@ from armillary.machine.accelerator import accelerator_of
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel cuts its work."""
+    """Block sizes and launch options of a kernel."""
 
     queries: int
-    """of a block"""
+    """per block"""
     keys: int
-    """of a block"""
+    """per block"""
     warps: int
-    """of a program"""
     stages: int
     """loads in flight"""
     shared_kb: int
-    """most shared memory that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 has enough for all"""
+    """largest shared memory that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 has enough for
+    all"""
     sm_100_kb: int = 0
     """the same for 10.x, where that is more than a block has"""
 
 
 Table = dict[int, tuple[Tiles, ...]]
-# head dim, up to -> tiles, the best first; what follows is for less shared memory and was not timed
+# largest head dim -> tiles, best first; the later ones are for less shared memory and were not timed
 _FORWARD = {
     64: (Tiles(128, 128, 8, 3, 81),),
     128: (Tiles(64, 64, 4, 3, 89), Tiles(64, 64, 4, 2, 57)),
@@ -68,7 +68,8 @@ _QUERY_FP32 = {
 
 
 def forward_tiles(q: Tensor, packed: bool) -> Tiles:
-    """Of head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two do."""
+    """For head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two
+    do."""
     tiles = _of(q, _FORWARD, _FORWARD_FP32)
     if packed and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
         tiles = tiles[1:]
@@ -95,7 +96,8 @@ def _fitting(q: Tensor, tiles: tuple[Tiles, ...]) -> Tiles:
 
 
 def can_copy(*tensors: Tensor) -> bool:
-    """Whether tiles can come by TMA: a Hopper chip or newer, whole heads, everything aligned to 16 bytes."""
+    """Whether tiles can be loaded by TMA: a Hopper GPU or newer, a power-of-two head dim, everything aligned to 16
+    bytes."""
     return all(
         ((chip := accelerator_of(x.device)) is None or chip.tma)
         and x.shape[-1] >= 16
@@ -107,5 +109,5 @@ def can_copy(*tensors: Tensor) -> bool:
 
 
 def described(x_BTND: Tensor, length: int) -> TensorDescriptor:
-    """Tiles of `length` tokens of one head."""
+    """A descriptor of tiles of `length` tokens of one head."""
     return TensorDescriptor.from_tensor(x_BTND, [1, length, 1, x_BTND.shape[-1]])

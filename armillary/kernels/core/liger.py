@@ -43,7 +43,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, group: int, head_dim: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """rope.rope by Liger, which turns [B, N, T, D] and wants cos and sin for both halves."""
+    """rope.rope by Liger, which takes [B, N, T, D] and needs cos and sin for both halves."""
     grouped = qkv.unflatten(-1, (-1, group + 2, head_dim))
     q, k, v = grouped[..., :group, :].flatten(-3, -2), grouped[..., group, :], grouped[..., group + 1, :]
     tables = (torch.cat((table, table), -1).squeeze(-2) for table in (cos, sin))

@@ -1,8 +1,8 @@
-"""A matrix times one vector in Triton: rows of the weight go straight into registers, a program a few rows.
+"""Matrix-vector product in Triton: rows of the weight go straight into registers, a few rows per program.
 
-For a single token tensor cores would multiply mostly zeros, and what they need of shared memory limits how much is on
-its way. A program's first loads, all of them where rows are short, are on their way before it waits for the kernel
-ahead, which never writes weights; a norm is part of the sum, so that no kernel of its own stands before it.
+For a single token tensor cores would multiply mostly zeros, and their need for shared memory limits the loads in
+flight. A program's first loads, all of them where rows are short, are issued before it waits for the previous kernel,
+which never writes weights; a norm is part of the sum, so that no separate kernel comes before it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, on, power_of_two
 
 _LEAST_ROWS = 4 * 132
-"""of a weight that fills the chip without splitting the inner dim"""
+"""fewest rows of a weight that fill the GPU without splitting the inner dim"""
 _WHOLE_BYTES = 8192
-"""of a row that is loaded at once"""
+"""largest row that is loaded at once"""
 
 
 class VectorTiles(NamedTuple):
-    """How the work for one token is cut."""
+    """Tile sizes for one token."""
 
     rows: int
-    """of the weight in a program, even"""
+    """of the weight per program, even"""
     depth: int
-    """of the inner dim in a step"""
+    """of the inner dim per step"""
     warps: int
-    """of a program"""
     early: bool = True
-    """start before the kernel ahead has ended, where the chip can"""
+    """start before the previous kernel has ended, where the GPU can"""
 
 
 def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> VectorTiles | None:
-    """Sizes as measured on an H200 (benchmarks/) in a chain of layers: whole rows at once where they are short."""
+    """Sizes measured on an H200 (benchmarks/) in a chain of layers: whole rows at once where they are short."""
     if outputs < _LEAST_ROWS:
         return None
     whole = max(64, power_of_two(inputs))
@@ -48,7 +47,7 @@ def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> VectorTiles | N
 def run_vector(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: VectorTiles
 ) -> Tensor:
-    """One token, cut as `tiles` says."""
+    """One token, with the given tile sizes."""
     flat, weight = x.reshape(-1).contiguous(), weight.contiguous()
     N, K = weight.shape
     out = x.new_empty(N // 2 if gated else N)
@@ -80,7 +79,7 @@ def run_vector(
 
 @triton.jit
 def _weights(w_row, k, K, EVEN: tl.constexpr):
-    """A step of all rows of a program, read once."""
+    """One step of all rows of a program, read once."""
     if EVEN:
         return tl.load(w_row + k[None, :], eviction_policy="evict_first")
     else:
@@ -97,7 +96,7 @@ def _vector(pointer, k, K, EVEN: tl.constexpr):
 
 @triton.jit
 def _added(sums, squares, w, x, norm, HAS_NORM: tl.constexpr):
-    """Products and squares of one more step."""
+    """Sums of products and of squares with one more step."""
     wide = x.to(tl.float32)
     if HAS_NORM:
         squares += wide * wide
@@ -124,11 +123,11 @@ def vector_kernel(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """ROWS of the weight times x; GATED: rows alternate between gate and up. Each step's loads begin a step ahead."""
+    """ROWS of the weight times x; GATED: rows alternate between gate and up. Each step's loads begin one step ahead."""
     if EARLY:
         gdc_launch_dependents()
     first = tl.program_id(0) * ROWS
-    row = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)  # rows beyond the last are never stored
+    row = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)  # rows past the last are never stored
     k = tl.arange(0, DEPTH)
     w_row = w_ptr + row[:, None] * K
     rows: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -156,7 +155,7 @@ def vector_kernel(
     total = tl.sum(sums, 1)
     if HAS_NORM:
         total = total * tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    if GATED:  # plain torch rounds the product before the activation; so does this
+    if GATED:  # plain torch rounds the GEMM's result before the activation; so does this
         gate, up = tl.split(tl.reshape(total.to(out_ptr.dtype.element_ty).to(tl.float32), [rows, 2]))
         total = gate * tl.sigmoid(gate) * up
     if HAS_RESIDUAL:

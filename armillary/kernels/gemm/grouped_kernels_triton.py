@@ -1,8 +1,8 @@
-"""The kernels of grouped products: tiles of rows that never cross an expert, loaded by TMA or by plain pointers.
+"""Kernels of grouped GEMMs: tiles of rows that never cross an expert, loaded by TMA or by plain pointers.
 
-Programs work out on the device whose rows they have, so a launch depends on shapes only. By TMA a tile may read rows of
-its neighbours, which it does not store, and sums over rows (weight gradients) mask them in their last step; by pointers
-they are masked where they are loaded.
+Programs compute on the device which rows they have, so a launch depends on shapes only. By TMA a tile may read rows of
+the next expert, which it does not store, and sums over rows (weight gradients) mask them in their last step; by
+pointers they are masked when they are loaded.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# P rows (copies of tokens), E experts, K inputs, N outputs, R what a product is summed over
+# P rows (copies of tokens), E experts, K inputs, N outputs, R the summed dim
 
 
 @triton.jit
 def _matrix_tile(ptr, row, column, row_end, column_end, stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """[HEIGHT, WIDTH] at (row, column) of a matrix with `stride` numbers a row; zeros from either end on."""
+    """[HEIGHT, WIDTH] at (row, column) of a matrix with `stride` elements per row; zeros past either end."""
     at_row, at_column = row + tl.arange(0, HEIGHT), column + tl.arange(0, WIDTH)
     inside = (at_row[:, None] < row_end) & (at_column[None, :] < column_end)
     return tl.load(ptr + at_row.to(tl.int64)[:, None] * stride + at_column[None, :], mask=inside, other=0.0)
@@ -41,7 +41,7 @@ def product_kernel(
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One tile of one expert's rows. Rows behind the last expert's are one more stretch, which is written as zeros."""
+    """One tile of one expert's rows. Rows after the last expert's are one more group, which is written as zeros."""
     across = tl.cdiv(columns, COLUMNS)
     first = tl.program_id(0) // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
@@ -52,7 +52,7 @@ def product_kernel(
     ends = tl.where(slot < E, ends, P)
     starts = tl.load(ends_ptr + slot - 1, mask=(slot > 0) & (slot <= E), other=0)
     starts = tl.where(slot <= E, starts, P)
-    lasts = tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0)  # tiles up to and with each stretch
+    lasts = tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0)  # tiles up to and including each group
     expert = tl.sum((lasts <= tile).to(tl.int32), 0)
     if expert <= E:
         is_mine = slot == expert
@@ -66,7 +66,7 @@ def product_kernel(
                 a = a_src.load([row, step * STEP])
                 if TRANSPOSED:
                     b = tl.trans(weight_src.load([expert * columns + column, step * STEP]))
-                else:  # columns of a beyond R are zeros, whatever the next expert's weight has there
+                else:  # columns of a past R are zeros, whatever the next expert's weight has there
                     b = weight_src.load([expert * R + step * STEP, column])
             else:
                 a = _matrix_tile(a_src, row, step * STEP, end, R, R, ROWS, STEP)

@@ -1,7 +1,7 @@
-"""Grouped products in Triton: custom operators, their launches, and the tiles that fit a GPU's shared memory.
+"""Grouped GEMMs in Triton: custom operators, their launches, and the tiles that fit a GPU's shared memory.
 
-By TMA weights are one tall matrix. From compute capability 8.0 on, and for rows that are no multiple of 16 bytes, the
-same kernels load by plain pointers. Launches depend on shapes only, so that CUDA graphs can hold them.
+By TMA the weights are one tall matrix. From compute capability 8.0 on, and for rows that are no multiple of 16 bytes,
+the same kernels load by plain pointers. Launches depend on shapes only, so that CUDA graphs can hold them.
 """
 
 from __future__ import annotations
@@ -19,35 +19,38 @@ from armillary.machine.accelerator import accelerator_of
 # P rows (copies of tokens), E experts, K inputs, N outputs
 _GROUP = 8
 _MANY = 2048
-"""rows per expert beyond which tall tiles that are not full at their end hardly matter"""
+"""rows per expert from which a partly empty last tile hardly matters"""
 
 
 class Tile(NamedTuple):
-    """How a product is cut, and how a program runs."""
+    """Tile sizes and launch options of a grouped GEMM."""
 
     rows: int
     columns: int
     step: int
-    """numbers summed in one step of the loop"""
+    """summed elements per step of the loop"""
     warps: int
     stages: int
     """steps whose operands are in shared memory"""
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Of both operands, all stages; the result leaves through the same memory."""
+        """Of both operands, all stages; the result is written through the same memory."""
         return self.stages * (self.rows + self.columns) * self.step * itemsize
 
 
 _INTERPRETED = Tile(32, 32, 32, warps=4, stages=1)
 _WIDE = (Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3))
-"""best first, as timed on an H200 (benchmarks/experts_h200.md); the others are for less shared memory and not timed"""
+"""best first, as timed on an H200 (benchmarks/experts_h200.md); the others are for less shared memory and were not
+timed
+"""
 _TALL = (Tile(256, 128, 64, 8, 3), *_WIDE[2:])
-"""for forward products of many rows per expert"""
+"""for forward GEMMs with many rows per expert"""
 _FP32 = (Tile(64, 64, 32, 8, 3),)
 """twice the shared memory, and no tensor cores to feed"""
 _FEW = {16: (Tile(16, 128, 64, 4, 4), Tile(16, 128, 64, 4, 3)), 64: (Tile(64, 128, 64, 4, 3), Tile(64, 128, 32, 4, 3))}
-"""by the rows per expert up to which they do: the time is that of reading the weights. By pointers only, so that TMA's
-tiles are as they were timed."""
+"""largest number of rows per expert -> tiles: the time is that of reading the weights. By pointers only, so that TMA's
+tiles stay as they were timed.
+"""
 
 
 def grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:
@@ -57,7 +60,7 @@ def grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool 
 
 
 def grouped_linear_pointers(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:
-    """The same without TMA: rows of any length, on GPUs of compute capability 8.0 and more."""
+    """`grouped_linear` without TMA: rows of any length, on GPUs of compute capability 8.0 and more."""
     result: Tensor = _grouped_linear(x_PK, weight_ENK, ends_E, False)
     return result
 
@@ -82,7 +85,7 @@ def _empty(x: Tensor, weight: Tensor, ends: Tensor, tma: bool) -> Tensor:
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, dx: bool, dweight: bool, tma: bool
 ) -> tuple[Tensor, Tensor]:
-    """What is not wanted comes back empty."""
+    """A gradient that is not needed is returned empty."""
     dy = dy.contiguous()
     back = _product(dy, weight, ends, transposed=False, tma=tma) if dx else x.new_empty(0)
     return back, _row_sums(dy, x, ends, len(weight), tma=tma) if dweight else weight.new_empty(0)
@@ -127,7 +130,7 @@ def _product(a: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, tma: 
         shape = [tile.columns, tile.step] if transposed else [tile.step, tile.columns]
         a_src = TensorDescriptor.from_tensor(a, [tile.rows, tile.step])
         weight_src = TensorDescriptor.from_tensor(weight.flatten(0, 1), shape)
-    down = ceil_div(P, tile.rows) + experts  # every stretch but the first may begin a tile more
+    down = ceil_div(P, tile.rows) + experts  # every group but the first may begin one more tile
     with on(a):
         product_kernel[(down * ceil_div(columns, tile.columns),)](
             a_src,
@@ -166,7 +169,7 @@ def _row_sums(dy: Tensor, x: Tensor, ends: Tensor, experts: int, *, tma: bool) -
 
 
 def _tile(a: Tensor, rows: int, *, forward: bool, tma: bool) -> Tile:
-    """For `rows` per expert, that fits the GPU's shared memory."""
+    """The tile for `rows` per expert that fits the GPU's shared memory."""
     if accelerator_of(a.device) is None:
         return _INTERPRETED
     few = None if tma else next((tiles for most, tiles in _FEW.items() if rows <= most), None)
@@ -175,7 +178,7 @@ def _tile(a: Tensor, rows: int, *, forward: bool, tma: bool) -> Tile:
 
 
 def _options(tile: Tile, a: Tensor, tma: bool) -> dict[str, Any]:
-    """What both kernels are compiled for; fp32 inputs are multiplied as fp32, not as tf32."""
+    """Compile-time options of both kernels; fp32 inputs are multiplied as fp32, not as tf32."""
     return {
         "EXACT": "ieee" if a.dtype == torch.float32 else "tf32",
         "ROWS": tile.rows,

@@ -1,10 +1,10 @@
-"""Small matmuls in Triton: programs stream disjoint tiles of the weight, all of them resident at once.
+"""Skinny GEMMs in Triton: programs stream disjoint tiles of the weight, all of them resident at once.
 
 The weight is the left operand of the tensor cores (64 rows and more), the tokens the right one (16 to 64 columns).
 Where its rows alone are too few tiles, the inner dim is split too, and a second kernel adds the parts in a fixed order.
-A norm is a small kernel ahead. Kernels start before the one ahead has ended (programmatic dependent launch): they fetch
-the first of their weights into L2, which no kernel ahead writes, and only then wait for their input, so that norm and
-sum cost next to nothing. One token has a kernel of its own.
+A norm is a small kernel before it. Kernels start before the previous one has ended (programmatic dependent launch):
+they prefetch the first of their weights into L2, which no previous kernel writes, and only then wait for their input,
+so that norm and sum cost next to nothing. One token has its own kernel (gemv_triton.py).
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from armillary.kernels.gemm.skinny import MAX_TOKENS, reference
 # M tokens, K inputs, N rows of the weight
 
 _PROGRAMS = 132
-"""multiprocessors of the chip that tiles were measured on"""
+"""multiprocessors of the GPU that tiles were measured on"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How the work is cut."""
+    """Tile sizes of a skinny GEMM."""
 
     rows: int
-    """of the weight in a program"""
+    """of the weight per program"""
     depth: int
-    """of the inner dim in a step"""
+    """of the inner dim per step"""
     splits: int
     """programs that share the inner dim of the same rows"""
     stages: int
     """steps in flight"""
     warps: int = 4
-    """of a program"""
     early: bool = True
-    """start before the kernel ahead has ended, where the chip can"""
+    """start before the previous kernel has ended, where the GPU can"""
 
 
 def small_linear(
@@ -62,7 +61,7 @@ def small_linear(
     eps: float = 1e-6,
     gated: bool = False,
 ) -> Tensor:
-    """The reference's result in one to three kernels; more tokens than they are made for go to the reference."""
+    """The reference's result in one to three kernels; more tokens than MAX_TOKENS go to the reference."""
     tokens = x_MK.numel() // max(1, x_MK.shape[-1])
     if tokens > MAX_TOKENS or x_MK.dtype == torch.float64 or not x_MK.numel():
         return reference(x_MK, weight_NK, norm_K, residual, eps, gated)
@@ -88,9 +87,10 @@ def _(x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, e
 
 
 def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
-    """Tiles as measured on an H200 (benchmarks/) to be the quickest. Each multiprocessor gets one program with its
-    memory full of loads in flight, and the inner dim is split until programs are as many; an early start hides the
-    second kernel then. Only where rows are more than that, programs share a multiprocessor or follow each other."""
+    """Tiles measured to be the fastest on an H200 (benchmarks/). Each multiprocessor gets one program with its shared
+    memory full of loads in flight, and the inner dim is split until there are as many programs; an early start then
+    hides the second kernel. Only where there are more rows than that, programs share a multiprocessor or follow each
+    other."""
     depth, most = 256 // itemsize, 8 if tokens <= 16 else 6
     narrow = Tiles(rows=64, depth=depth, splits=_splits(64, outputs, inputs), stages=most)
     wide = Tiles(rows=128, depth=depth, splits=_splits(128, outputs, inputs), stages=4)
@@ -100,19 +100,19 @@ def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
     if tiles > _PROGRAMS:
         return replace(wide, early=False)
     programs, others = tiles * narrow.splits, ceil_div(outputs, 128) * wide.splits
-    whole = narrow.splits == 1 and programs < 0.9 * _PROGRAMS  # then parts, which start early, are quicker
+    whole = narrow.splits == 1 and programs < 0.9 * _PROGRAMS  # then parts, which start early, are faster
     return wide if others > programs or (others == programs and whole) else narrow
 
 
 def _splits(rows: int, outputs: int, inputs: int) -> int:
-    """Of the inner dim, so that programs are about as many as multiprocessors."""
+    """Splits of the inner dim, so that there are about as many programs as multiprocessors."""
     return max(1, min(_PROGRAMS // ceil_div(outputs, rows), inputs // 512))
 
 
 def run_tiles(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: Tiles
 ) -> Tensor:
-    """The kernels, cut as `tiles` says."""
+    """The kernels, with the given tile sizes."""
     flat, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
     (M, K), N = flat.shape, len(weight)
     width, block_m = N // 2 if gated else N, max(16, power_of_two(M))
@@ -179,13 +179,13 @@ def _finish(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Sums [N, M] of rows from `first` on become results: activation, residual."""
+    """Apply activation and residual to the sums [N, M] of rows from `first` on, and store them."""
     rows: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     width = N
     if GATED:
         width = N // 2
         first = first // 2
-        # plain torch rounds the product before the activation; so does this
+        # plain torch rounds the GEMM's result before the activation; so does this
         acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (rows, 2, BLOCK_M)), (0, 2, 1)))
         acc = gate * tl.sigmoid(gate) * up
@@ -219,12 +219,12 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Rows of the weight times all tokens, over one stretch of the inner dim."""
+    """Rows of the weight times all tokens, over one range of the inner dim."""
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     m = tl.arange(0, BLOCK_M)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    w_row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K  # rows beyond the last are never stored
+    w_row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K  # rows past the last are never stored
     steps = tl.cdiv(K, BLOCK_K)
     if EARLY:
         gdc_launch_dependents()
@@ -263,7 +263,7 @@ def sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds the parts, always in the same order, and finishes."""
+    """Add the parts, always in the same order, and finish."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -278,7 +278,7 @@ def sum_kernel(
 
 
 def normed(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
-    """The RMS norm of rows; what follows may start before it ends, but it waits for what is ahead."""
+    """The RMS norm of rows; the next kernel may start before it ends, but it starts after the previous one ended."""
     out, block = torch.empty_like(x), min(8192, power_of_two(x.shape[1]))
     norm_kernel[(len(x),)](
         x, weight, out, x.shape[1], eps, EARLY=early, BLOCK=block, num_warps=max(1, min(8, block // 512))

@@ -1,8 +1,9 @@
-"""Linear + cross-entropy in chunks of tokens: loss, dX and dW from three matrix products, in bounded memory.
+"""Linear + cross-entropy in chunks of tokens: loss, dX and dW from three GEMMs, in bounded memory.
 
 The loss is a scalar, so its gradient is known up to one factor as soon as a chunk's logits exist: the forward pass
-turns them into softmax - onehot in place, multiplies that into dX and dW, and the backward pass only scales. Chunks are
-as many tokens as the memory allows that dW and its fp32 sum need anyway, because each costs one trip through that sum.
+replaces them by softmax - onehot in place, multiplies that into dX and dW, and the backward pass only scales. A chunk
+has as many tokens as fit the memory that dW and its fp32 sum need anyway, because each chunk reads and writes that sum
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from armillary.kernels.core.requirements import has_triton, interpreted
 # M tokens, H hidden, V vocabulary, m tokens of a chunk
 
 SPARE_BYTES = 1_400_000_000
-"""scratch beyond dX, dW and one fp32 dW"""
+"""scratch memory beyond dX, dW and one fp32 dW"""
 
 
 def chunked(
@@ -28,7 +29,7 @@ def chunked(
     softcap: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """The same loss from chunks; gradients are made only for what asks for them."""
+    """linear_cross_entropy.reference by chunks; gradients are computed only where they are required."""
     x, targets = x_MH.flatten(0, -2), targets_M.flatten().contiguous()
     grad = torch.is_grad_enabled()
     total, _, _ = _loss(
@@ -45,11 +46,11 @@ def chunked(
     if reduction == "sum":
         return total
     count = (targets != ignore_index).sum()
-    # as torch has it: no target that counts is a NaN without a gradient
+    # as in torch: without a target that counts, the loss is NaN without a gradient
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
-# --- the op: the summed loss, and its gradients up to the factor that comes from above
+# --- the op: the summed loss, and its gradients up to the factor from the backward pass
 
 
 @torch.library.custom_op(
@@ -78,7 +79,7 @@ def _loss(
     if not len(x):
         return losses_M.sum(), dx, dw.zero_()
     parts = _aligned_parts(len(weight))
-    # rows begin on 16 elements: odd vocabularies are several times slower otherwise
+    # rows begin on multiples of 16 elements: odd vocabularies are several times slower otherwise
     logits_mV = torch.empty(rows, -(-len(weight) // 16) * 16, dtype=x.dtype, device=x.device)[:, : len(weight)]
     for begin in range(0, len(x), rows):
         chunk = slice(begin, min(begin + rows, len(x)))
@@ -133,13 +134,13 @@ _loss.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _sum_dtype(weight: Tensor, many: bool) -> torch.dtype:
-    """Several chunks are summed in fp32; one needs no sum, but in fp16 it could overflow before it is scaled."""
+    """Several chunks are summed in fp32; one chunk needs no sum, but in fp16 it could overflow before it is scaled."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return wide if many or weight.dtype == torch.float16 else weight.dtype
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · factor, rounded once, with no wide copy in between where it matters."""
+    """x · factor, rounded once, without a wide copy where it matters."""
     if has_triton(x.device) and x.dtype != torch.float64:
         from armillary.kernels.loss.linear_cross_entropy_triton import scaled
 
@@ -148,7 +149,7 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunk_rows(x: Tensor, weight: Tensor, grad_w: bool, spare_bytes: int) -> int:
-    """Tokens of a chunk: its logits may take the place of dW, which exists only afterwards, and `spare_bytes`."""
+    """Tokens per chunk: its logits may take the place of dW, which exists only afterwards, and `spare_bytes`."""
     allowed = spare_bytes + (weight.numel() * weight.element_size() if grad_w else 0)
     most = max(1, allowed // (len(weight) * x.element_size()))
     most = most // 128 * 128 or most
@@ -158,8 +159,8 @@ def _chunk_rows(x: Tensor, weight: Tensor, grad_w: bool, spare_bytes: int) -> in
 
 
 def _aligned_parts(vocab: int) -> list[slice]:
-    """All words at once; where they are no multiple of 8, most of them and the few left over, because libraries have
-    their quick products for sizes that are."""
+    """The whole vocabulary; where it is no multiple of 8, most of it and the few rows left over, because libraries have
+    fast GEMMs for aligned sizes only."""
     most = vocab if vocab % 8 == 0 else vocab // 64 * 64
     return [part for part in (slice(0, most), slice(most, vocab)) if part.stop > part.start]
 
@@ -183,7 +184,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 def _to_gradient_(
     z: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, softcap: float, scale: float, *, write: bool
 ) -> None:
-    """Writes the losses; `write` also turns the logits into d loss / d logits, in place."""
+    """Write the losses; `write` also replaces the logits by d loss / d logits, in place."""
     if z.dtype != torch.float64 and (has_triton(z.device) or interpreted()):
         from armillary.kernels.loss.linear_cross_entropy_triton import to_gradient_
 

@@ -1,4 +1,4 @@
-"""The Triton part of linear + cross-entropy: a chunk of logits becomes its losses and, in place, its gradient."""
+"""Triton kernels of linear + cross-entropy: a chunk of logits becomes its losses and, in place, its gradient."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def to_gradient_(
     warps: int = 32,
     stages: int = 3,
 ) -> None:
-    """Writes the losses; `write` also turns the logits into d loss / d logits, in place. Rows may be further apart than
-    they are long, so that each begins on 16 bytes; what lies between is ignored and overwritten."""
+    """Write the losses; `write` also replaces the logits by d loss / d logits, in place. Rows may be padded, so that
+    each begins on 16 bytes; the padding is ignored and overwritten."""
     vocab, padded, each = z_mV.shape[1], z_mV.stride(0), 16 // z_mV.element_size()
     warps = min(warps, max(4, power_of_two(ceil_div(vocab, 32 * each))))
     with on(z_mV):
@@ -53,7 +53,7 @@ def to_gradient_(
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · factor in another format; torch would round the factor to x's format first."""
+    """x · factor in another dtype; torch would round the factor to x's dtype first."""
     out = torch.empty_like(x, dtype=dtype)
     block = 8192
     if x.numel():
@@ -106,9 +106,9 @@ def gradient_kernel(
     EACH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program a row, in two passes; the second goes backwards and finds part of the row in L2. Every thread keeps a
-    maximum and a sum of its own, so threads meet once a row. RAW: the scale is left to the exponential, where it costs
-    nothing (scale2 is in base-2 units); UNIT: it is 1."""
+    """One program per row, in two passes; the second goes backwards and finds part of the row in L2. Every thread keeps
+    its own maximum and sum, so threads synchronise once per row. RAW: the scale is left to the exponential, where it
+    costs nothing (scale2 is in base-2 units); UNIT: it is 1."""
     BLOCK: tl.constexpr = LANES * EACH
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * padded
@@ -129,7 +129,7 @@ def gradient_kernel(
             z = _load(z_ptr + at, at, V, padded, EXACT, EVEN)
             if not RAW:
                 z = _logit(z, softcap, scale, CAPPED) * 1.4426950408889634
-                if not (EVEN and EXACT):  # a capped -inf would count
+                if not (EVEN and EXACT):  # a capped -inf would be finite
                     z = tl.where(at < V, z, float("-inf"))
             highest = tl.max(z, 1)
             new = tl.maximum(top, highest * scale2 if RAW else highest)
@@ -141,11 +141,11 @@ def gradient_kernel(
         highest = tl.where(highest == float("-inf"), 0.0, highest)
         lse = highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))
         inside = (target >= 0) & (target < V)
-        own = tl.load(z_ptr + target, mask=inside, other=float("nan"))  # a target beyond the vocabulary is a NaN
+        own = tl.load(z_ptr + target, mask=inside, other=float("nan"))  # a target outside the vocabulary gives NaN
         own = _logit(own, softcap, scale, CAPPED)
         tl.store(loss_ptr + row, lse / 1.4426950408889634 - own)
         if WRITE:
-            tl.debug_barrier()  # the target's logit has been read by all before it is overwritten
+            tl.debug_barrier()  # all threads have read the target's logit before it is overwritten
             for i in tl.range(0, blocks, num_stages=STAGES):
                 at = (blocks - 1 - i) * BLOCK + offsets
                 z = _load(z_ptr + at, at, V, padded, EXACT, EVEN)
@@ -163,7 +163,7 @@ def gradient_kernel(
                     tl.store(z_ptr + at, dz)
                 else:
                     tl.store(z_ptr + at, dz, mask=at < padded)
-            # the one that differs is put right afterwards, not looked for in every block
+            # the target's entry is corrected afterwards, not looked for in every block
             tl.debug_barrier()
             p = tl.exp2(own * 1.4426950408889634 - lse) - 1.0
             if CAPPED:

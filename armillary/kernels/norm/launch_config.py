@@ -1,7 +1,7 @@
-"""Launch shapes of the norm kernels, by the number of columns: found on an H200, stated as rules.
+"""Launch shapes of the norm kernels, by the number of columns: measured on an H200, stated as rules.
 
-A row is held in pieces of WIDTH columns, a power of two, of which each thread reads 16 bytes. Threads with more of a
-row wait less for each other, more threads hide more of what they wait for.
+A row is held in pieces of WIDTH columns, a power of two, of which each thread reads 16 bytes. Threads that hold more of
+a row synchronise less; more threads hide more latency.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ from typing import NamedTuple
 from armillary.kernels.core.launch import ceil_div, power_of_two
 
 _WARP_BYTES = 512
-"""that a warp reads at once, 16 for each of its threads"""
+"""bytes that a warp reads at once, 16 per thread"""
 _MOST_IDLE = 1.2
-"""lanes for each column, at most, where a piece that is hardly filled costs as much as a full one"""
+"""lanes per column, at most, where a mostly empty piece costs as much as a full one"""
 
 
 class LaunchShape(NamedTuple):
-    """How a kernel is launched."""
+    """Launch options of a norm kernel."""
 
     held: int
-    """rows a program holds at a time"""
+    """rows that a program holds at a time"""
     width: int
     """columns of a piece"""
     warps: int
-    """of a program"""
     programs: int = 0
-    """a multiprocessor; 0: one for every block of rows"""
+    """per multiprocessor; 0: one for every block of rows"""
     stages: int = 1
-    """blocks of rows on their way at a time"""
+    """blocks of rows in flight"""
     ahead: bool = False
     """whether the weight is read once, before the rows"""
 
 
 def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> LaunchShape:
-    """Eight warps a row. A layer norm has two sums to wait for, and two vectors to read with each row: two rows share
-    both where pieces are full, or four warps wait less. `pairs` is the next best."""
+    """Eight warps per row. A layer norm has two sums to wait for, and two vectors to read with each row: two rows share
+    both where pieces are full, or four warps wait less. `pairs` is the second best."""
     if columns <= 2048:
         width = power_of_two(columns)
         return LaunchShape(max(1, 2048 // width), width, 4)
@@ -50,14 +49,14 @@ def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool
 
 
 def reads_twice(columns: int, element_size: int, pairs: bool) -> bool:
-    """Whether the forward of an RMS norm without a residual does better to hold nothing and read rows again, from a
-    cache: found so for 8,192 columns of a half format (97 against 93 % of copy bandwidth)."""
+    """Whether the forward pass of an RMS norm without a residual is faster when it holds nothing and reads rows a
+    second time, from a cache: measured for 8,192 columns of a 16-bit dtype (97 against 93 % of copy bandwidth)."""
     return not pairs and (columns, element_size) == (8192, 2)
 
 
 def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, residual: bool) -> LaunchShape:
-    """One program a multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many as
-    100 kB hold. Where there are no sums, a program for every row. `pairs` is the next best."""
+    """One program per multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many
+    as 100 kB hold. Without sums, one program per row. `pairs` is the second best."""
     if not sums and columns > 2048:
         warps = fitting_warps(columns, element_size, (8 if columns <= 12288 else 16) // (2 if pairs else 1))
         return LaunchShape(1, warps * _WARP_BYTES // element_size, warps)
@@ -80,7 +79,7 @@ def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, r
 
 
 def fitting_warps(columns: int, element_size: int, warps: int) -> int:
-    """So many warps, or half or a quarter of them where pieces would be hardly filled."""
+    """That many warps, or half or a quarter of them where pieces would be mostly empty."""
     for fewer in (warps, warps // 2, warps // 4):
         width = fewer * _WARP_BYTES // element_size
         if ceil_div(columns, width) * width <= _MOST_IDLE * columns:

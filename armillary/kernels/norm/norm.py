@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over the last dim, alone or after adding a residual.
 
 y = x̂·w + b with x̂ = x·rsqrt(mean(x²) + ε) (Zhang & Sennrich, arXiv 1910.07467) or (x − mean)·rsqrt(var + ε) (Ba et
-al., arXiv 1607.06450); `plus_one` is Gemma's 1 + w. Statistics are at least fp32 whatever the format.
+al., arXiv 1607.06450); `plus_one` is Gemma's 1 + w. Statistics are at least fp32 for every dtype.
 """
 
 from __future__ import annotations
@@ -30,18 +30,15 @@ from armillary.spec.arithmetic import layer_ops
 
 @dataclass(frozen=True, kw_only=True)
 class NormCase(Case):
-    """Rows to be normed."""
+    """Rows to be normalised."""
 
     rows: int
     """tokens, or tokens times heads"""
     columns: int
-    """numbers that share a mean"""
     kind: str = "rms"
     """'rms' or 'layer'"""
     weight: bool = True
-    """whether there is a weight"""
     bias: bool = False
-    """whether there is a bias"""
     plus_one: bool = False
     """whether the weight is 1 + w"""
 
@@ -69,18 +66,18 @@ def add_norm(
     kind: str = "rms",
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual): what a block does between two sublayers."""
+    """(norm(x + residual), x + residual), as between two sublayers of a block."""
     summed = x + residual
     return norm(summed, weight, bias, eps, kind, plus_one), summed
 
 
-# --- for processors
+# --- for CPUs
 
 
 def row_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
 ) -> Tensor:
-    """In fewer calls where there is one row: its scale is a plain number."""
+    """Fewer torch calls for a single row, whose 1/rms is a Python number."""
     if kind != "rms" or bias is not None or x.numel() != x.shape[-1]:
         return norm(x, weight, bias, eps, kind, plus_one)
     wide = widen(x).view(-1)
@@ -104,13 +101,12 @@ def row_add_norm(
     return row_norm(summed, weight, bias, eps, kind, plus_one), summed
 
 
-# --- the vendor's
+# --- by torch's fused kernels
 
 
 def torch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
 ) -> Tensor:
-    """torch's own fused kernels."""
     scale = weight + 1.0 if weight is not None and plus_one else weight
     if kind == "layer":
         return F.layer_norm(x, (x.shape[-1],), scale, bias, eps)

@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm in Triton, forward and backward, with a residual added on the way where there is one.
+"""RMSNorm and LayerNorm in Triton, forward and backward, with an optional residual added in the same kernel.
 
-Forward: a program holds whole rows. Backward: as many programs as run at once go over the rows, each summing the
-weight's gradient for its own, and a second kernel adds those sums in a fixed order, so that results are the same every
-time. Rows too wide for the registers are gone over in pieces.
+Forward: a program holds whole rows. Backward: a persistent grid goes over the rows, each program sums the weight's
+gradient for its own rows, and a second kernel adds those sums in a fixed order, so that results are deterministic. Rows
+too wide for the registers are processed in pieces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def norm(
 def norm_pairs(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
 ) -> Tensor:
-    """The same with other launch shapes: better for some widths and devices."""
+    """`norm` with other launch shapes: better for some widths and devices."""
     return _norm(x, None, weight, bias, eps, kind == "rms", plus_one, True)[0]
 
 
@@ -59,7 +59,7 @@ def add_norm_pairs(
     kind: str = "rms",
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As norm_pairs."""
+    """`add_norm` with the launch shapes of `norm_pairs`."""
     return _add_norm(x, residual, weight, bias, eps, kind == "rms", plus_one, True)
 
 
@@ -73,14 +73,14 @@ def _add_norm(
     plus_one: bool,
     pairs: bool,
 ) -> tuple[Tensor, Tensor]:
-    if x.dtype != residual.dtype:  # a wider residual stream: the sum is as wide
+    if x.dtype != residual.dtype:  # a wider residual stream makes the sum as wide
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
     y, summed, _, _ = _norm(x, residual.expand_as(x), weight, bias, eps, rms, plus_one, pairs)
     return y, summed
 
 
-# --- custom ops, so that torch.compile and CUDA graphs take them whole
+# --- custom ops, so that torch.compile and CUDA graphs treat each as one operator
 
 
 @torch.library.custom_op(
@@ -99,7 +99,7 @@ def _norm(
     plus_one: bool,
     pairs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(normed, summed or empty, mean or empty, 1 / deviation)."""
+    """(normed, summed or empty, mean or empty, 1 / standard deviation)."""
     y, summed, mean, rstd = _empty_norm(x, residual, weight, bias, eps, rms, plus_one, pairs)
     x_MN, weight, bias = as_rows(x), dense(weight), dense(bias)
     rows, columns = x_MN.shape
@@ -306,7 +306,7 @@ def _wide_backward(
     strides: tuple[int, int, int],
     flags: dict[str, bool],
 ) -> None:
-    """Rows in pieces for dx, then columns in blocks for the weights: x and dy are read from memory twice."""
+    """Rows in pieces for dx, then blocks of columns for the weights: x and dy are read from memory twice."""
     rows, columns = x_MN.shape
     with on(x_MN):
         backward_wide_kernel[(rows,)](

@@ -1,12 +1,13 @@
 """Norm kernels that hold whole rows, in PIECES tiles of WIDTH columns (12,288 are three of 4,096, not one of 16,384).
 
-Lanes of all pieces are added up before threads meet, because waiting for each other is what costs time: a forward meets
-once (twice to centre a layer norm), a backward once. Programs go over the rows in turn, the next rows being loaded
-meanwhile. The backward sums the gradients of weight and bias for the rows of its program; column_sums adds those up.
+Lanes of all pieces are added up before threads synchronise, because synchronisation is what costs time: a forward pass
+synchronises once (twice to centre a layer norm), a backward pass once. Programs stride over the rows, and the next rows
+are loaded meanwhile. The backward pass sums the gradients of weight and bias for the rows of its program; column_sums
+adds those up.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
-# (a tuple that grows by one tile a piece)
+# (a tuple that grows by one tile per piece)
 from __future__ import annotations
 
 import triton
@@ -67,13 +68,15 @@ def forward_kernel(
         row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
         there = row < rows
         loaded, residuals, xs = (), (), ()
-        for i in tl.static_range(PIECES):  # all of them before anything is stored: a load does not pass a store
+        for i in tl.static_range(
+            PIECES
+        ):  # all pieces are loaded before anything is stored: a load does not pass a store
             column = i * WIDTH + lane
             inside = there & (column < columns)
             loaded += (_load(x_ptr + row * x_stride + column, inside, MASKED),)
             if RESIDUAL:
                 residuals += (_load(residual_ptr + row * residual_stride + column, inside, MASKED),)
-        total = tl.zeros([HELD, WIDTH], tl.float32)  # of squares, or of the numbers themselves
+        total = tl.zeros([HELD, WIDTH], tl.float32)  # of squares, or of the elements for the mean
         for i in tl.static_range(PIECES):
             x = loaded[i]
             if RESIDUAL:
@@ -134,7 +137,7 @@ def backward_kernel(
     EARLY: tl.constexpr,
 ):
     """`parts` gets the program's sums, those for the weight before those for the bias. AHEAD: the weight is read once.
-    EARLY: the kernel that adds up is set up meanwhile."""
+    EARLY: the kernel that adds up the parts is launched meanwhile."""
     lane = tl.arange(0, WIDTH)[None, :]
     dws, dbs, weights = (), (), ()
     for i in tl.static_range(PIECES):
@@ -146,7 +149,7 @@ def backward_kernel(
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, HELD), tl.num_programs(0), num_stages=STAGES):
         row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
         there = row < rows
-        # a tile of one is read by each thread as often as it has columns, unless it waits in shared memory
+        # each thread reads a one-element tile once per column it has, unless it is in shared memory
         alone: tl.constexpr = HELD == 1 and STAGES == 1
         rstd = tl.load(rstd_ptr + block) if alone else tl.load(rstd_ptr + row, mask=there, other=0.0)
         mean = 0.0 * rstd

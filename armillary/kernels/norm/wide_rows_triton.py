@@ -1,5 +1,6 @@
-"""Norm kernels for rows too wide for the registers of a program: they are gone over in pieces, from the cache where it
-holds them."""
+"""Norm kernels for rows too wide for the registers of a program: rows are read in pieces, from the cache where it holds
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _wide_load(x_ptr, residual_ptr, x_at, residual_at, inside, RESIDUAL: tl.constexpr, KEEP: tl.constexpr):
-    """A piece of a row, the residual added and rounded as it is stored. KEEP: what the caches should do with it."""
+    """A piece of a row, with the residual added and rounded as it is stored. KEEP: the cache's eviction policy."""
     x = tl.load(x_ptr + x_at, mask=inside, other=0.0, eviction_policy=KEEP)
     if RESIDUAL:
         x = (x.to(tl.float32) + tl.load(residual_ptr + residual_at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
@@ -41,14 +42,14 @@ def forward_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
-    sums = tl.zeros([BLOCK], tl.float32)  # of squares: of the numbers, or of what lies between them and their mean
+    sums = tl.zeros([BLOCK], tl.float32)  # of squares: of the elements, or of their distances from the mean
     mean = 0.0
     if RMS:
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
             x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL, "evict_last").to(tl.float32)
             sums += x * x
-    else:  # each lane by Welford's rule, then the lanes together by Chan's: nothing large is subtracted
+    else:  # Welford's rule per lane, then Chan's over the lanes: nothing large is subtracted
         means = tl.zeros([BLOCK], tl.float32)
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -79,6 +80,17 @@ def forward_wide_kernel(
 
 
 @triton.jit
+def _wide_gradient(x_row, dy_row, weight_ptr, at, inside, mean, rstd, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """A piece of a row: the normalised x, and the gradient of it."""
+    normed = (tl.load(x_row + at, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+    dy = tl.load(dy_row + at, mask=inside, other=0.0).to(tl.float32)
+    if WEIGHT:
+        weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy *= weight + 1.0 if PLUS_ONE else weight
+    return normed, dy
+
+
+@triton.jit
 def backward_wide_kernel(
     dy_ptr,
     dsummed_ptr,
@@ -101,8 +113,9 @@ def backward_wide_kernel(
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row's gradient in two passes of pieces; the weights' come from weights_wide_kernel."""
+    """A row's gradient in two passes over its pieces; the weights' gradients come from weights_wide_kernel."""
     row = tl.program_id(0).to(tl.int64)
+    x_row, dy_row = x_ptr + row * x_stride, dy_ptr + row * dy_stride
     rstd = tl.load(rstd_ptr + row)
     mean = 0.0
     if not RMS:
@@ -112,11 +125,7 @@ def backward_wide_kernel(
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
-        normed = (tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
-        dy = tl.load(dy_ptr + row * dy_stride + at, mask=inside, other=0.0).to(tl.float32)
-        if WEIGHT:
-            weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            dy *= weight + 1.0 if PLUS_ONE else weight
+        normed, dy = _wide_gradient(x_row, dy_row, weight_ptr, at, inside, mean, rstd, WEIGHT, PLUS_ONE)
         along += dy * normed
         total += dy
     mean_along = tl.sum(along) / columns
@@ -126,11 +135,7 @@ def backward_wide_kernel(
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
-        normed = (tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
-        dy = tl.load(dy_ptr + row * dy_stride + at, mask=inside, other=0.0).to(tl.float32)
-        if WEIGHT:
-            weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            dy *= weight + 1.0 if PLUS_ONE else weight
+        normed, dy = _wide_gradient(x_row, dy_row, weight_ptr, at, inside, mean, rstd, WEIGHT, PLUS_ONE)
         dx = (dy - normed * mean_along - mean_total) * rstd
         if RESIDUAL:
             dx += tl.load(dsummed_ptr + row * dsummed_stride + at, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""AdamW whose step is one kernel a parameter on a GPU: clipping on the way, and the copy in a half format written too.
+"""AdamW with one kernel per parameter on a GPU, which also clips the gradient and writes the 16-bit copy.
 
 Its state is torch's (step, exp_avg, exp_avg_sq), so that checkpoints of one can be read by the other.
 """
@@ -28,8 +28,8 @@ class AdamW(torch.optim.AdamW):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, check: Tensor | None = None
     ) -> None:
-        """`scale`, one number on the device, multiplies every gradient on the way. Where `check`, another one, is not
-        finite, the device changes nothing: whoever learns of it on the host then calls `uncount`."""
+        """`scale`, a scalar on the device, multiplies every gradient. Where `check`, another scalar, is not finite, the
+        device changes nothing: the caller that learns of it on the CPU then calls `uncount`."""
         from armillary.kernels.optimizer.adamw_triton import adamw_
 
         assert closure is None, "this step runs no closure"
@@ -55,11 +55,11 @@ class AdamW(torch.optim.AdamW):
                     step=int(state["step"]),
                     check=check,
                 )
-                if p not in self.copies:  # a kernel of ours leaves no trace: whoever keeps something made of p must see
+                if p not in self.copies:  # our kernel does not bump the version counter
                     torch.autograd.graph.increment_version(p)
 
     def uncount(self) -> None:
-        """The last step was not taken: steps are counted on the host, which knows that only now."""
+        """The last step was not taken: steps are counted on the CPU, which learns that only now."""
         for state in self._counted:
             state["step"] -= 1
         self._counted = []
@@ -69,13 +69,13 @@ class AdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        elif state["step"].is_cuda:  # from a checkpoint of torch's fused form: read once, then counted on the host
+        elif state["step"].is_cuda:  # from a checkpoint of torch's fused AdamW: read once, then counted on the CPU
             state["step"] = state["step"].cpu()
         return state
 
 
 def takes(parameters: Iterable[Tensor]) -> bool:
-    """Whether AdamW here can step them: dense fp32 tensors, not shards, on a GPU that has triton."""
+    """Whether AdamW here can step them: dense fp32 tensors, not shards, on a GPU with triton."""
     return all(
         type(p.data) is Tensor and has_triton(p.device) and p.dtype == torch.float32 and p.is_contiguous()
         for p in parameters
@@ -83,7 +83,7 @@ def takes(parameters: Iterable[Tensor]) -> bool:
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together, in fp32 on their device; nothing waits for the host."""
+    """The norm of all gradients together, in fp32 on their device; nothing waits for the CPU."""
     grads = [p.grad for p in parameters if p.grad is not None]
     plain = all(grad.is_contiguous() and grad.dtype != torch.float64 and has_triton(grad.device) for grad in grads)
     if grads and plain:

@@ -1,7 +1,7 @@
-"""AdamW in one pass, and the norm of many gradients: what a step does between the backward pass and the next forward.
+"""AdamW in one pass, and the norm of many gradients.
 
-A parameter's gradient, value and both averages are read once; value, averages and, where there is one, the copy in a
-half format are written once.
+A parameter's gradient, value and both averages are read once; value, averages and, where there is one, the 16-bit copy
+are written once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from armillary.kernels.core.launch import ceil_div, on
 
 _BLOCK, _WARPS = 4096, 8
 _SUM_BLOCK, _SUMS = 4096, 8
-"""numbers a program squares at a time, and how many times"""
+"""elements that a program squares at a time, and how many times"""
 
 
 def adamw_(
@@ -35,11 +35,10 @@ def adamw_(
     step: int,
     check: Tensor | None = None,
 ) -> None:
-    """One parameter, in place; `scale` (one number on the device) multiplies the gradient, `copy` gets p's new value.
-    Where `check` (another one) is not finite, nothing is written.
+    """One parameter, in place; `scale` (a scalar on the device) multiplies the gradient, `copy` gets p's new value.
+    Where `check` (another scalar) is not finite, nothing is written.
 
-    p ← p·(1 − lr·decay) − lr·m̂ / (√v̂ + ε), m̂ and v̂ corrected for their start at zero (Loshchilov & Hutter, arXiv
-    1711.05101).
+    p ← p·(1 − lr·decay) − lr·m̂ / (√v̂ + ε), m̂ and v̂ bias-corrected (Loshchilov & Hutter, arXiv 1711.05101).
     """
     count = p.numel()
     if not count:
@@ -71,7 +70,7 @@ def adamw_(
 
 
 def squares(grads: Sequence[Tensor]) -> Tensor:
-    """Partial sums of squares in fp32, one a program over all tensors: their sum is the squared norm. The order of
+    """Partial sums of squares in fp32, one per program over all tensors: their sum is the squared norm. The order of
     every sum is fixed."""
     each = _SUM_BLOCK * _SUMS
     programs = [ceil_div(grad.numel(), each) for grad in grads]
@@ -121,7 +120,7 @@ def adamw_kernel(
     m += (g - m) * move_m
     v = v * keep_v + g * g * move_v
     p = p * keep - rate * m / (tl.sqrt(v) * correct + eps)
-    if CHECKED:  # nan is below nothing
+    if CHECKED:  # comparisons with NaN are false
         inside = at < tl.where(tl.abs(tl.load(check_ptr).to(tl.float32)) < float("inf"), count, 0)
     tl.store(m_ptr + at, m, mask=inside)
     tl.store(v_ptr + at, v, mask=inside)
@@ -134,7 +133,7 @@ def adamw_kernel(
 def squares_kernel(g_ptr, partial_ptr, count, SUMS: tl.constexpr, BLOCK: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * (SUMS * BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(SUMS):  # written out, so that all loads are on their way at once
+    for i in tl.static_range(SUMS):  # unrolled, so that all loads are in flight at once
         at = begin + i * BLOCK + tl.arange(0, BLOCK)
         g = tl.load(g_ptr + at, mask=at < count, other=0.0).to(tl.float32)
         total += g * g

@@ -1,4 +1,4 @@
-"""Partial softmaxes of workers that shared a (sequence, KV head), added up in a fixed order by a launch of its own.
+"""Partial softmaxes of workers that share a (sequence, KV head), added up in a fixed order by a second launch.
 
 The last worker to arrive could do it as well, by a counter; on an H200 that was slower (benchmarks/).
 """
@@ -31,7 +31,7 @@ def combine(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (worker, R rows of the product): the sum of the partial results that begin with this worker's."""
+    """Program (worker, R rows of the tile): the sum of the partial results that begin with this worker's."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,7 +1,7 @@
-"""What a decoding step looks up of its rows, and the tokens it puts there in the end: one launch each.
+"""Table lookups of a decode step, and the write of its sampled tokens: one launch each.
 
-The numbers of a step are one array, in which each part has its place. By torch it is a kernel a table, which
-together take longer than a layer of a small model.
+The inputs of a step are one packed array, in which each part has its offset. By torch they take one kernel per table,
+together longer than a layer of a small model.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from armillary.kernels.core.launch import on, power_of_two
 
-# B sequences with one new token each, G groups of layers, P blocks of a table, R rows, A angles, F and I wishes
+# B sequences with one new token each, G groups of layers, P blocks of a table, R rows, A angles, F and I float and int
+# sampling parameters
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookedUp:
-    """What a step needs of its rows."""
+class DecodeInputs:
+    """What a decode step needs of its rows."""
 
     wide: Tensor
-    """the step's numbers in int64"""
+    """the step's packed inputs in int64"""
     tokens_B: Tensor
-    """int64"""
     tables_GBP: Tensor
     cos_BA: Tensor
     sin_BA: Tensor
@@ -41,20 +41,20 @@ def look_up(
     rows: int,
     tokens_RT: Tensor,
     tables_GRP: Tensor,
-    turns: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor],
     floats_FR: Tensor,
     ints_IR: Tensor,
-) -> LookedUp:
-    """Of `rows` sequences, each with one new token. `places`: where rows_T, positions_T, angles_T and rows_B begin;
-    `turns`: cos and sin of all positions."""
-    cos, sin = turns
+) -> DecodeInputs:
+    """For `rows` sequences, each with one new token. `places`: offsets of rows_T, positions_T, angles_T and rows_B;
+    `cos_sin`: cos and sin of all positions."""
+    cos, sin = cos_sin
 
     def new(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=packed.device)
 
     groups, num_rows, pages = tables_GRP.shape
     begins = (places[name] for name in ("rows_T", "positions_T", "angles_T", "rows_B"))
-    found = LookedUp(
+    found = DecodeInputs(
         wide=new(len(packed), dtype=torch.int64),
         tokens_B=new(rows, dtype=torch.int64),
         tables_GBP=new(groups, rows, pages, dtype=torch.int32),
@@ -99,7 +99,8 @@ def look_up(
 
 
 def put(tokens_B: Tensor, wide: Tensor, rows_at: int, positions_at: int, tokens_RT: Tensor) -> None:
-    """Tokens into their rows, at the step's numbers from `rows_at` and `positions_at` on; below zero is zero."""
+    """Write tokens into their rows, given by the step's inputs from `rows_at` and `positions_at` on; negative tokens
+    become zero."""
     with on(tokens_B):
         _put[(len(tokens_B),)](tokens_B, wide, tokens_RT, rows_at, positions_at, tokens_RT.shape[1], num_warps=1)
 
@@ -131,7 +132,7 @@ def _look(
     rows_B,
     groups,
     pages,
-    turn,
+    half_dim,
     FLOATS: tl.constexpr,
     INTS: tl.constexpr,
     TURN: tl.constexpr,
@@ -143,8 +144,12 @@ def _look(
     angle, own = tl.load(packed + angles_T + b).to(tl.int64), tl.load(packed + rows_B + b).to(tl.int64)
     tl.store(token_out + b, tl.load(tokens + row * longest + place).to(tl.int64))
     dim = tl.arange(0, TURN)
-    tl.store(cos_out + b * turn + dim, tl.load(cos + angle * turn + dim, mask=dim < turn), mask=dim < turn)
-    tl.store(sin_out + b * turn + dim, tl.load(sin + angle * turn + dim, mask=dim < turn), mask=dim < turn)
+    tl.store(
+        cos_out + b * half_dim + dim, tl.load(cos + angle * half_dim + dim, mask=dim < half_dim), mask=dim < half_dim
+    )
+    tl.store(
+        sin_out + b * half_dim + dim, tl.load(sin + angle * half_dim + dim, mask=dim < half_dim), mask=dim < half_dim
+    )
     for part in tl.static_range(FLOATS):
         tl.store(float_out + part * rows + b, tl.load(floats + part * num_rows + own))
     for part in tl.static_range(INTS):

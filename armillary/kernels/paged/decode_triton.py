@@ -1,11 +1,10 @@
-"""Split-KV attention over pages for rows of few queries: the work of a batch is cut into equal stretches of key tiles.
+"""Split-KV attention over pages for rows of few queries: the work of a batch is divided into equal ranges of key tiles.
 
-Work is the list of all (sequence, KV head, key tile), in that order; worker w takes tiles [w·per, (w+1)·per) whatever
-the lengths are, so every multiprocessor reads the same number of bytes and the grid never depends on what is on the
-device. A worker goes over its tiles in one loop, so that loads of the next sequence begin while the last tiles of the
-one before are worked on. Where a (sequence, head) is shared by several workers, each leaves a partial softmax, and
-paged_combine.py adds them up in a fixed order. Query heads of a KV head (and its few queries) are the rows of one
-product.
+Work is the list of all (sequence, KV head, key tile), in that order; worker w takes tiles [w·per, (w+1)·per) for any
+lengths, so every multiprocessor reads the same number of bytes and the grid never depends on device data. A worker
+processes its tiles in one loop, so that loads of the next sequence begin while the last tiles of the previous one are
+computed. Where several workers share a (sequence, head), each writes a partial softmax, and combine_triton.py adds them
+up in a fixed order. The query heads of a KV head (and its few queries) are the rows of one tile.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from armillary.kernels.paged.softmax_triton import absorbed, finished, pages_of,
 
 @triton.jit
 def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr, CACHE: tl.constexpr):
-    """First query, number of queries and keys of row b; none where it is not for this kernel."""
+    """First query, number of queries and keys of row b; none where the row is not for this kernel."""
     there = b < num_rows
     begin = tl.load(starts + b, mask=there, other=0, cache_modifier=CACHE)
     count = tl.load(starts + b + 1, mask=there, other=0, cache_modifier=CACHE) - begin
@@ -45,7 +44,7 @@ def _first_tile(count, length, N: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _nothing(M: tl.constexpr, N: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr):
-    """Largest scores, weights by place in a tile (added up at the end of a row) and weighted values of no keys."""
+    """Largest scores, weights by position in a tile (added up at the end of a row) and weighted values of no keys."""
     top, totals = tl.full([M], float("-inf"), tl.float32), tl.zeros([M, N], tl.float32)
     if PAIRS:
         return top, totals, (tl.zeros([M, D_PAD // 2], tl.float32), tl.zeros([M, D_PAD // 2], tl.float32))
@@ -55,7 +54,7 @@ def _nothing(M: tl.constexpr, N: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.co
 
 @triton.jit
 def _row_tiles(first_tile, length, N: tl.constexpr):
-    """Tiles of a row; one at least."""
+    """Tiles of a row, at least one."""
     return tl.maximum((length + N - 1) // N - first_tile, 1)
 
 
@@ -73,8 +72,8 @@ def _start(
     HEADS: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """Where a worker begins and stops: tiles of a worker, the first and the last, its row, and how many tiles of that
-    row lie before."""
+    """Where a worker begins and stops: tiles per worker, its first and last, its row, and how many tiles of that row
+    come before."""
     row = tl.arange(0, ROWS)
     _, count, length = _row(starts, lengths, row, num_rows, QUERIES, CACHE)
     first = _first_tile(count, length, N, WINDOW)
@@ -82,8 +81,8 @@ def _start(
     total, most = tl.sum(tiles, 0) * HEADS, tl.max(tiles, 0)
     per = tl.maximum((total + num_workers - 1) // num_workers, 1)
     begin, b, inside = worker * per, 0, 0
-    if total == most * num_rows * HEADS:  # all alike: they need no search
-        # nor are they cut where that leaves few workers idle: adding up costs some 10 µs
+    if total == most * num_rows * HEADS:  # all rows alike: they need no search
+        # nor are rows split where that leaves few workers idle: adding up costs some 10 µs
         whole = (per + most - 1) // most * most
         per = tl.where((per < 512) & (whole - per <= per // 28), whole, per)
         begin = worker * per
@@ -98,7 +97,7 @@ def _start(
 
 @triton.jit
 def _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride, ROWS: tl.constexpr):
-    """What says where the work is into L2, while the kernel ahead still runs and may yet write it: all rows, and the
+    """Prefetch the work lists into L2, while the previous kernel still runs and may yet write them: all rows, and the
     tables of those that a worker would begin with if all were alike."""
     line: tl.constexpr = 32  # numbers in 128 bytes
     row = tl.minimum(tl.arange(0, ROWS // line) * line, num_rows - 1)
@@ -140,8 +139,8 @@ def _fetch_keys(
     PAGE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The first TILES of a worker into L2 too, as the lists have it that the kernel ahead may yet write: a guess, kept
-    inside the cache. Lists are read past L1, which would still have them as they were after the wait."""
+    """Prefetch the first TILES of a worker too, according to the lists that the previous kernel may yet write: a guess,
+    clamped to the cache. Lists are read past L1, which would still hold the old ones after the wait."""
     _, _, _, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS, HEADS, ".cg")
     b = _within(b, num_rows)
     _, count, length = _row(starts, lengths, b, num_rows, QUERIES, ".cg")
@@ -205,9 +204,9 @@ def decode(
     PAIRS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """q, out [T, HEADS·GROUP, D]. A worker leaves at most two partial results, of the first and the last (sequence,
-    head) it works on; `shared` tells of one that begins here. To keep the loop free of searches every sequence has a
-    tile at least; that of one without queries for this kernel writes nothing."""
+    """q, out [T, HEADS·GROUP, D]. A worker writes at most two partial results, of the first and the last (sequence,
+    head) it works on; `shared` marks one that begins here. To keep the loop free of searches every sequence has at
+    least one tile; that of a sequence without queries for this kernel writes nothing."""
     LOG2E: tl.constexpr = 1.4426950408889634
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
     dim, m_row = tl.arange(0, D_PAD), tl.arange(0, M)
@@ -335,7 +334,9 @@ def decode(
                     tl.store(shared + worker * 5 + 4, head)
             top, totals, sums = _nothing(M, N, D_PAD, PAIRS)
         if EARLY:  # noqa: SIM102 (one is a constant)
-            if at_tile + 2 == stop:  # not sooner: what is set up beside this kernel takes room and loads from it
+            if (
+                at_tile + 2 == stop
+            ):  # not sooner: a kernel launched beside this one takes registers and bandwidth from it
                 gdc_launch_dependents()
         b, head, tile, page = next_b, next_head, next_tile, next_page
         begin, count, length = next_begin, next_count, next_length

@@ -1,9 +1,9 @@
-"""Keys and values of a cache in fp8 as tensor cores want them: in fp16, which holds every such number, and bf16 too but
-for those no attention has.
+"""fp8 keys and values of a cache for tensor cores: converted to fp16, which holds every fp8 number, and bf16 queries
+except values that attention never has.
 
-The way to bf16 is a slow conversion a number. Values lie across the way tensor cores take them, which the chip turns
-for pairs of bytes but not for bytes: two neighbours stay together until they are in registers, and even and odd dims
-are multiplied apart.
+The conversion to bf16 is slow. Values need a transpose before the tensor cores, which the hardware does for pairs of
+bytes but not for single bytes: two neighbours stay together until they are in registers, and even and odd dims are
+multiplied separately.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def in_fp16(x):
-    """From bf16; what is beyond fp16 becomes its largest, and NaN stays."""
+    """From bf16; values beyond fp16's range become its largest, and NaN stays."""
     if x.dtype == tl.float16:
         return x
     return tl.inline_asm_elementwise(
@@ -30,7 +30,7 @@ def in_fp16(x):
 
 @triton.jit
 def loaded_pairs(values, at, D: tl.constexpr):
-    """[N, D / 2] pairs of neighbours, of rows at places `at`, multiples of 16."""
+    """[N, D / 2] pairs of neighbours, of rows at positions `at`, multiples of 16."""
     rows = (values + at[:, None]).to(tl.pointer_type(tl.int16), bitcast=True)
     return tl.load(rows + tl.arange(0, D // 2)[None, :])
 
@@ -45,7 +45,7 @@ def absorbed_pairs(sums, weights, keep, pairs):
 
 @triton.jit
 def _apart(pairs):
-    """The even and the odd of them, in fp16."""
+    """The even and the odd elements, in fp16."""
     both = tl.inline_asm_elementwise(
         "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [pairs], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -54,7 +54,7 @@ def _apart(pairs):
 
 @triton.jit
 def whole_of(sums, PAIRS: tl.constexpr):
-    """[M, D] of what was kept by even and odd dims."""
+    """[M, D] from even and odd dims."""
     if PAIRS:
         return tl.reshape(tl.join(sums[0], sums[1]), [sums[0].shape[0], 2 * sums[0].shape[1]])
     else:

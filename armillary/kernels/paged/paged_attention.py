@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache, for decoding, chunks of prompts, and both in one batch.
+"""Attention over a paged KV cache, for decode, chunks of prefill, and both in one batch.
 
 The cache of a layer is one tensor [pages, 2, KV heads, page size, head dim] (keys, then values). A page is one
-contiguous block, so a manager copies or moves `cache[page]`; the keys of a head in a page are contiguous too. Only the
-page dim may be strided (pages of several layers may lie together).
+contiguous block, so a cache manager copies or moves `cache[page]`; the keys of a head in a page are contiguous too.
+Only the page dim may be strided (pages of several layers may be adjacent).
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ _LINE = 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PagedBatch:
-    """The sequences of a step. All of it is on the device, so that one CUDA graph serves any lengths and tables."""
+    """The sequences of a step. Everything is on the device, so that one CUDA graph serves any lengths and tables."""
 
     tables_BP: Tensor
-    """pages of each sequence, int32"""
+    """block tables: pages of each sequence, int32"""
     starts: Tensor
-    """sequence b owns queries starts[b] … starts[b + 1], int32 [B + 1]; none: it is passed over"""
+    """sequence b owns queries starts[b] … starts[b + 1], int32 [B + 1]; an empty range is skipped"""
     lengths_B: Tensor
-    """keys of each sequence, int32; its queries are the last tokens of it. 0: its queries give zeros"""
+    """keys per sequence, int32; its queries are its last tokens. 0: its queries give zeros"""
     max_query: int
-    """at least the most queries of a sequence; a CUDA graph is captured for one value of it"""
+    """upper bound of the queries per sequence; a CUDA graph is captured for one value of it"""
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
-        """First query, the one after the last, and keys of each sequence, on the host: waits for the device."""
+        """First query, one past the last query, and keys of each sequence, on the CPU: waits for the device."""
         bounds = self.starts.tolist()
         return list(zip(bounds, bounds[1:], self.lengths_B.tolist(), strict=False))
 
     @cached_property
     def pages(self) -> dict[int, slice | Tensor]:
-        """Pages of sequences that were asked for: the same for all layers of a step."""
+        """Pages of sequences that were looked up: the same for all layers of a step."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PagedOptions:
-    """What a layer asks of attention, the same in every step."""
+    """What a layer asks of paged attention, the same in every step."""
 
     scale: float
     """of the scores"""
     window: int | None = None
-    """keys a query sees, itself included; all before it unless given"""
+    """keys that a query sees, itself included; None: all before it"""
     softcap: float | None = None
     """soft cap of the scores"""
     sinks_N: Tensor | None = None
-    """a logit a head that yields nothing"""
+    """one logit per head that contributes no value"""
     slopes_N: Tensor | None = None
     """ALiBi"""
     scales_2K: Tensor | None = None
-    """what keys and values of a quantised cache are multiplied by"""
+    """factors of keys and values of a quantised cache"""
 
 
 def paged_options(options: AttentionOptions) -> PagedOptions:
@@ -84,29 +84,29 @@ def paged_options(options: AttentionOptions) -> PagedOptions:
 
 
 def by_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A cache [..., pages, 2, KV heads, page size, head dim] for processors, of zeros: in memory all pages of a head
-    lie together, so that pages that follow each other are one list of keys."""
+    """A cache [..., pages, 2, KV heads, page size, head dim] of zeros for CPUs: in memory all pages of a head are
+    adjacent, so that consecutive pages are one list of keys."""
     *outer, pages, two, heads, size, dim = shape
     flat = _untouched_zeros(prod(shape) * dtype.itemsize).view(dtype).to(device)
     return flat.view(*outer, two, heads, pages, size, dim).movedim(-3, len(outer))
 
 
 def _untouched_zeros(num_bytes: int) -> Tensor:
-    """Zeros that take no memory and no time until they are written (calloc), at the beginning of a cache line."""
+    """Zeros that take no memory and no time until they are written (calloc), aligned to a cache line."""
     flat = torch.from_numpy(np.zeros(num_bytes + _LINE, dtype=np.uint8))
     begin = -flat.data_ptr() % _LINE
     return flat[begin : begin + num_bytes]
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
-    """out [T, N, D]: each query sees the keys of its sequence up to its own. Tokens behind the last sequence give
+    """out [T, N, D]: each query sees the keys of its sequence up to its own. Tokens after the last sequence give
     zeros."""
-    fresh = replace(batch)  # rows may have changed in place since they were last looked at
+    fresh = replace(batch)  # rows may have changed in place since they were last read
     return _by_sequence(q_TND, cache, fresh, options, _explicit)
 
 
 def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
-    """A sequence at a time through torch's attention: the quicker one on a CPU."""
+    """One sequence at a time through torch's attention: the faster version on a CPU."""
     fancy = options.softcap is not None or options.sinks_N is not None or options.slopes_N is not None
     return _by_sequence(q_TND, cache, batch, options, _explicit if fancy else _sdpa)
 
@@ -130,7 +130,7 @@ def _by_sequence(
 
 
 def pages_of(table_P: Tensor, length: int, size: int) -> slice | Tensor:
-    """The pages of a sequence: a slice where they lie one after the other."""
+    """The pages of a sequence: a slice where they are consecutive."""
     pages_P = table_P[: -(-length // size)].long()
     first, last, count = int(pages_P[0]), int(pages_P[-1]), len(pages_P)
     if last - first == count - 1 and bool((pages_P.diff() == 1).all()):
@@ -141,8 +141,8 @@ def pages_of(table_P: Tensor, length: int, size: int) -> slice | Tensor:
 def gather(
     cache: Tensor, pages: slice | Tensor, length: int, scales_2K: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [S, K, D] of a sequence, out of its pages. Nothing is copied where they lie one after the other
-    and all pages of a head lie together (`by_heads`)."""
+    """Keys and values [S, K, D] of a sequence, from its pages. Nothing is copied where pages are consecutive and all
+    pages of a head are adjacent (`by_heads`)."""
     heads_first = cache.permute(1, 2, 0, 3, 4)
     found = heads_first[:, :, pages] if isinstance(pages, slice) else heads_first.index_select(2, pages)
     both = found.flatten(2, 3)[:, :, :length].to(dtype)
@@ -172,7 +172,7 @@ def _explicit(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions
 def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
     queries, window = q_TND.shape[0], options.window
     if window is not None and queries + window <= k_SKD.shape[0]:
-        k_SKD, v_SKD = k_SKD[1 - queries - window :], v_SKD[1 - queries - window :]  # what nobody sees any more
+        k_SKD, v_SKD = k_SKD[1 - queries - window :], v_SKD[1 - queries - window :]  # keys that no query sees any more
     keys = k_SKD.shape[0]
     limited = window is not None and window < keys
     whole, mask = queries == keys and not limited, None
@@ -186,7 +186,7 @@ def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) ->
 
 
 def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Position of the query less that of the key [T, S]."""
+    """Query position minus key position [T, S]."""
     position_T = torch.arange(keys - queries, keys, device=device)
     return position_T[:, None] - torch.arange(keys, device=device)[None]
 
@@ -205,29 +205,23 @@ class PagedCase(Case):
     batch: int
     """sequences"""
     context: int
-    """tokens of the longest, those of this call included"""
+    """tokens of the longest sequence, those of this call included"""
     queries: int = 1
-    """new tokens of each"""
+    """new tokens per sequence"""
     heads: int = 32
-    """query heads"""
     kv_heads: int = 8
-    """KV heads"""
     head_dim: int = 128
-    """dims of a head"""
     page: int = 16
-    """tokens of a page"""
     ragged: bool = False
     """lengths between an eighth of the context and all of it"""
     window: int = 0
-    """sliding window; 0 for none"""
+    """sliding window; 0: none"""
     softcap: float = 0.0
-    """soft cap of scores; 0 for none"""
+    """soft cap of scores; 0: none"""
     sinks: bool = False
-    """attention sinks"""
     slopes: bool = False
-    """ALiBi"""
     cache: str = ""
-    """'fp8': keys and values in E4M3 with a scale a head; as the queries unless given"""
+    """'fp8': keys and values in E4M3 with per-head scales; '' as the queries"""
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -252,7 +246,7 @@ def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
     order = torch.randperm(case.batch * per_row, generator=generator, device=device, dtype=torch.int32)
     shape = (case.batch * per_row, 2, case.kv_heads, case.page, case.head_dim)
     cache = torch.empty(shape, dtype=case.cache_dtype, device=device)
-    for chunk in cache.split(max(1, (1 << 28) // cache[0].numel())):  # in pieces: randn is drawn in fp32
+    for chunk in cache.split(max(1, (1 << 28) // cache[0].numel())):  # in pieces: randn draws in fp32
         chunk.copy_(normal(*chunk.shape))
     batch = PagedBatch(
         tables_BP=order.view(case.batch, per_row),
@@ -272,7 +266,7 @@ def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def _work(case: PagedCase) -> OpWork:
-    """Keys and values read once a sequence; flops of the visible pairs."""
+    """Keys and values are read once per sequence; FLOPs of the visible pairs."""
     size, kv_size = case.torch_dtype.itemsize, case.cache_dtype.itemsize
     pairs = keys = 0
     for length in case.lengths():
@@ -285,7 +279,7 @@ def _work(case: PagedCase) -> OpWork:
 
 
 def _small(case: PagedCase) -> PagedCase:
-    """Fewer and shorter sequences that the kernels are compiled for in the same way."""
+    """Fewer and shorter sequences for which the kernels compile in the same way."""
     if case.batch > 32:
         context = min(case.context, max(768, case.queries + 256))
         return replace(case, batch=37, context=context, queries=min(case.queries, context))
@@ -294,14 +288,14 @@ def _small(case: PagedCase) -> PagedCase:
 
 
 def refuses(case: PagedCase) -> str | None:
-    """What the Triton version cannot do."""
+    """Why the Triton version cannot do a case."""
     if case.head_dim > 256:
         return f"head dim {case.head_dim} is beyond 256"
     return None if case.dtype in ("fp32", "bf16", "fp16") else f"no kernel for {case.dtype}"
 
 
 def _not_one_by_one(case: PagedCase) -> str | None:
-    """A library sets itself up for every length anew: seconds for a ragged batch on a GPU."""
+    """A library initialises itself anew for every length: seconds for a ragged batch on a GPU."""
     return "it takes one sequence at a time" if case.batch > _MOST_ONE_BY_ONE and case.device != "cpu" else None
 
 
@@ -332,4 +326,3 @@ PAGED_ATTENTION = Op(
         "chunk of 2k at 16k": PagedCase(batch=1, context=16384, queries=2048),
     },
 )
-"""for `choose()` and the bench"""

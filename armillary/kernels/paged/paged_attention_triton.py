@@ -1,8 +1,8 @@
-"""Paged attention on a GPU: two launches for rows of few queries, one or two more where prompts are in the batch.
+"""Paged attention on a GPU: two launches for rows of few queries, one or two more where prefill is in the batch.
 
-Rows of few queries wait for memory, prompts for arithmetic: where chunks of prompts are short, both run at once, in
-programs that fit a multiprocessor together. The launches depend on shapes and on `max_query` only, never on what is on
-the device, so a CUDA graph that holds them serves any lengths.
+Rows of few queries are bound by memory, prefill by arithmetic: where prefill chunks are short, both run at once, in
+programs that fit a multiprocessor together. The launches depend on shapes and on `max_query` only, never on device
+data, so a CUDA graph that holds them serves any lengths.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from armillary.machine.accelerator import accelerator_of
 _TILE_BYTES = 16384
 """of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor"""
 _MAX_DECODE_ROWS = 64
-"""(query, head) pairs that the split kernel takes as one product"""
+"""(query, head) pairs that the split kernel takes as one tile"""
 _COMBINE_ROWS = 16
 """rows of a tile of queries that a program adds up at a time, where keys were split"""
 _SPLIT_KEYS = 512
-"""keys that a program of the kernel for prompts gets at least, where keys are split"""
+"""fewest keys per program of the prefill kernel, where keys are split"""
 _COMBINE_ELEMENTS = 4096
-"""numbers that a program of the second launch adds up at a time: few enough that the next kernel fits beside it"""
+"""elements that a program of the second launch adds up at a time: few enough that the next kernel fits beside it"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +50,27 @@ class Tiling:
     queries: int
     """rows of up to so many queries go to the split kernel"""
     m: int
-    """rows of a product"""
+    """rows of a tile"""
     n: int
     """keys of a tile"""
     warps: int
-    """of a program"""
+    """per program"""
     stages: int
-    """of the loads' pipeline"""
+    """of the load pipeline"""
     workers: int
-    """on a multiprocessor, where programs go over work that is cut to fit"""
+    """per multiprocessor, where a persistent grid processes work in equal parts"""
     early: bool = True
-    """start before the kernel ahead has ended, where the chip can"""
+    """start before the previous kernel has ended, where the GPU can"""
     ahead: int = 0
-    """tiles that are fetched into L2 before that"""
+    """tiles that are prefetched into L2 before that"""
     registers: int | None = None
-    """of a thread, where programs of two kernels are to fit a multiprocessor"""
+    """per thread, where programs of two kernels are to fit a multiprocessor"""
 
 
 _AT_ONCE = 128
 """tokens of a batch from which two streams are worth the fork and join"""
 _PROMPT_REGISTERS, _DECODE_REGISTERS = 192, 128
-"""of a thread: eight warps of the one kernel and four of the other have all of a multiprocessor's 65,536"""
+"""per thread: eight warps of one kernel and four of the other use all of a multiprocessor's 65,536"""
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
@@ -110,7 +110,7 @@ def _launched(
     if not num_rows or not q.numel():
         return out.zero_()
     q = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
-    if scale <= 0:  # kernels take the largest product before they multiply by the scale
+    if scale <= 0:  # kernels take the maximum before they multiply by the scale
         q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
     group = q.shape[1] // heads
     tables = tables if tables.stride(1) == 1 else tables.contiguous()
@@ -131,7 +131,7 @@ def _launched(
         "HAS_SINKS": sinks is not None,
         "HAS_SLOPES": slopes is not None,
         "HAS_SCALES": scales is not None,
-        "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
+        "PRECISION": "tf32x3",  # for fp32: three MMAs that keep its precision
     }
     with on(q):
         if max_query <= split.queries:
@@ -150,13 +150,13 @@ def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query
 
 
 def _padded(rows: int) -> int:
-    """Rows that a program looks at to find its work; few sizes, as each is compiled anew."""
+    """Rows that a program searches to find its work; few sizes, as each is compiled separately."""
     return 32 if rows <= 32 else max(256, power_of_two(rows))
 
 
 def split_tiling(device: torch.device, group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """All sequences, where the queries of any of them fit one product; else those of a token or two. Stages are as many
-    as shared memory holds."""
+    """All sequences, where the queries of any of them fit one tile; else those of one or two tokens. As many stages as
+    shared memory holds."""
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
     m, width = max(16, power_of_two(group * queries)), max(16, power_of_two(head_dim)) * dtype.itemsize
     n = max(16, min(128, _TILE_BYTES // width))
@@ -166,7 +166,7 @@ def split_tiling(device: torch.device, group: int, max_query: int, head_dim: int
 
 def _decode_bytes(device: torch.device, stages: int, m: int, n: int, width: int, itemsize: int) -> int:
     """Shared memory of the split kernel, no less than it compiles to (tests/kernels/compile_for.py): keys, values and
-    queries of all stages but one, and the weights; from 64 rows on 9.0 and 10.x multiply out of more of it."""
+    queries of all stages but one, and the weights; from 64 rows on 9.0 and 10.x use more of it for MMAs."""
     loaded, chip = (2 * n + m) * width, accelerator_of(device)
     if m < 64 or chip is None or chip.capability[0] not in (9, 10):
         return (stages - 1) * loaded + _TILE_BYTES
@@ -174,8 +174,8 @@ def _decode_bytes(device: torch.device, stages: int, m: int, n: int, width: int,
 
 
 def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int, int]:
-    """Rows and partial results that a program of the second launch adds up at a time. A (sequence, KV head) pair is
-    shared by two or three workers where pairs are many, so that few programs do; by many where they are few."""
+    """Rows and partial results that a program of the second launch adds up at a time. Two or three workers share a
+    (sequence, KV head) pair where pairs are many, so that few programs do; many workers where pairs are few."""
     parts = max(4, min(32, power_of_two(workers // pairs + 2)))
     return min(power_of_two(rows), max(1, _COMBINE_ELEMENTS // (parts * width))), parts
 
@@ -186,13 +186,14 @@ _PROMPTS = {
     (True, 128): ((64, 32, 4, 2, 113), (64, 32, 4, 1, 81)),
     (True, 256): ((32, 16, 4, 2, 101), (32, 16, 4, 1, 81)),
 }
-"""(whether the cache is in fp32, head dim up to) -> (queries, keys, warps, stages, KB of shared memory that it compiles
-to for 8.x and 12.x), the best first: the later ones are for less shared memory. In fp32 three products are made for
-one: larger tiles would spill registers."""
+"""(whether the cache is in fp32, largest head dim) -> (queries, keys, warps, stages, KB of shared memory that it
+compiles to for 8.x and 12.x), best first: the later ones are for less shared memory. fp32 takes three MMAs instead of
+one: larger tiles would spill registers.
+"""
 
 
 def prefill_tiling(device: torch.device, group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Tiles of the kernel for prompts."""
+    """Tiles of the prefill kernel."""
     width, least = max(16, power_of_two(head_dim)), power_of_two(group)
     tiles = _PROMPTS[dtype.itemsize == 4, 128 if width <= 128 else 256]
     m, n, warps, stages, _ = first_fitting(device, tiles, lambda tile: tile[4] << 10)
@@ -200,8 +201,8 @@ def prefill_tiling(device: torch.device, group: int, head_dim: int, dtype: torch
 
 
 def prefill_splits(programs: int, slots: int) -> int:
-    """Programs that may share the keys of a tile of queries, a power of two: short chunks of long texts would not fill
-    the chip otherwise. `programs` is how many there may be without; how many do share is settled on the device."""
+    """Programs that may share the keys of a tile of queries, a power of two: short chunks of long contexts would not
+    fill the GPU otherwise. `programs` is their number without sharing; how many share is decided on the device."""
     if programs >= 3 * slots:
         return 1
     return 8 if programs < slots else 4
@@ -209,7 +210,7 @@ def prefill_splits(programs: int, slots: int) -> int:
 
 def fits_beside(split: Tiling, parts: int, width: int, dtype: torch.dtype) -> bool:
     """Whether a program of each kernel fits a multiprocessor (of Hopper's size): short chunks, whose keys are split,
-    and as many registers as were found to do for 16 rows of heads of up to 128 numbers."""
+    and registers that were measured to suffice for 16 rows of heads of up to 128 dims."""
     return parts > 1 and split.m == 16 and width <= 128 and dtype.itemsize == 2
 
 

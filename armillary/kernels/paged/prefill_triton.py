@@ -1,9 +1,9 @@
-"""Attention over pages for rows of many queries (chunks of a prompt): a program takes some queries of one KV head.
+"""Attention over pages for rows of many queries (prefill chunks): a program takes some queries of one KV head.
 
 The queries of all sequences are packed, so a program finds its sequence by where queries start; there are as many
-programs as packed tokens and sequences could ever need, or as run at once. Rows of the product are (query, head of the
-group); keys before the first query of the chunk need no causal mask and have a loop of their own.
-Short chunks of long texts are too few programs for the chip: their keys are split too, and `combine_prefill` adds up.
+programs as packed tokens and sequences could ever need, or as run at once. Rows of a tile are (query, head of the
+group); keys before the first query of the chunk need no causal mask and have their own loop. Short chunks of long
+contexts are too few programs for the GPU: their keys are split too, and `combine_prefill` adds up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from armillary.kernels.paged.softmax_triton import absorbed, finished, pages_of,
 
 @triton.jit
 def _whole_pages(table, tile, stop, N: tl.constexpr, PAGE: tl.constexpr):
-    """Pages of a tile's keys, all of which are there, where a tile is so many pages."""
+    """Pages of a tile's keys, all of which exist, where a tile is so many pages."""
     return tl.load(table + tile * (N // PAGE) + tl.arange(0, N) // PAGE, mask=tile < stop, other=0)
 
 
@@ -51,7 +51,7 @@ def _tiles(
 ):
     """Online softmax over key tiles [start, stop); MASKED where a tile may hold keys that some query must not see."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    WHOLE: tl.constexpr = not MASKED and N % PAGE == 0  # then nothing stands for others, and places are always the same
+    WHOLE: tl.constexpr = not MASKED and N % PAGE == 0  # then no key is replaced, and positions are always the same
     page = _whole_pages(table, start, stop, N, PAGE) if WHOLE else pages_of(table, start, stop, lowest, length, N, PAGE)
     for tile in range(start, stop):
         key = tile * N + tl.arange(0, N)
@@ -112,7 +112,7 @@ def _place(starts, lengths, row_tiles, tile, PER: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _reach(first_position, length, PER: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr):
-    """First key that a tile's queries see, the one after the last, and the key tiles [start, stop) of these."""
+    """First key that a tile's queries see, one past the last, and the key tiles [start, stop) of these."""
     upto = tl.minimum(length, first_position + PER)
     lowest = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
     return lowest, upto, lowest // N, (upto + N - 1) // N
@@ -120,8 +120,8 @@ def _reach(first_position, length, PER: tl.constexpr, N: tl.constexpr, WINDOW: t
 
 @triton.jit
 def _most_parts(work, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
-    """How many programs share the keys of a tile at most, for `work` tiles and heads: the number up to SPLITS at which
-    whole turns of the SLOTS that run at once are filled best; of several as good, the least."""
+    """How many programs share the keys of a tile at most, for `work` tiles and heads: the number up to SPLITS that
+    fills whole waves of the SLOTS concurrent programs best; of several equal ones, the smallest."""
     number = tl.arange(1, SPLITS + 1)
     programs = number * tl.maximum(work, 1)
     used = programs * 1000 // ((programs + SLOTS - 1) // SLOTS * SLOTS) - 10 * number
@@ -130,7 +130,7 @@ def _most_parts(work, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def _parts(start, stop, most, LEAST: tl.constexpr):
-    """The same for one tile, where each gets LEAST key tiles."""
+    """The same for one tile, where each program gets at least LEAST key tiles."""
     return tl.minimum(tl.maximum((stop - start) // LEAST, 1), most)
 
 
@@ -175,8 +175,8 @@ def prefill(
     SLOTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (tile of queries, KV head), or where keys are split, a program goes over every so-manieth (tile, head,
-    part of the keys): those without work would keep others out. Late queries see most keys: they begin first."""
+    """Program (tile of queries, KV head); where keys are split, a persistent program strides over (tile, head, part of
+    the keys), because programs without work would keep others out. Late queries see most keys: they begin first."""
     PER: tl.constexpr = M // GROUP
     row_tiles = _row_tiles(starts, num_rows, PER, QUERIES, ROWS)
     live = tl.sum(row_tiles, 0)
@@ -186,7 +186,7 @@ def prefill(
     for work in range(first, live * HEADS * most, step):
         if SPLITS > 1:
             split, head, tile = work % most, work // most % HEADS, live - 1 - work // most // HEADS
-        else:  # programs that run together read the keys of one head
+        else:  # concurrent programs read the keys of one head
             split, head, tile = 0, work // live, live - 1 - work % live
         b, begin, count, length, first_query = _place(starts, lengths, row_tiles, tile, PER, ROWS)
         lowest, upto, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
@@ -437,8 +437,8 @@ def combine_prefill(
     SLOTS: tl.constexpr,
     R: tl.constexpr,
 ):
-    """A program goes over every so-manieth (tile of queries, KV head, R rows of it): the sum of what the parts of the
-    keys gave, in their order."""
+    """A persistent program strides over (tile of queries, KV head, R rows of it): the sum of the results for the parts
+    of the keys, in their order."""
     PER: tl.constexpr = M // GROUP
     PIECES: tl.constexpr = M // R
     row_tiles = _row_tiles(starts, num_rows, PER, QUERIES, ROWS)

@@ -1,7 +1,7 @@
-"""From the fused QKV projection to attention over pages: split, QK norm, rotary positions, and the cache write.
+"""From the fused QKV projection to paged attention: split, QK norm, rotary positions, and the cache write.
 
-Rows of the projection are grouped per KV head as [q…, k, v]. The cache is that of `paged_attention`:
-[pages, 2, KV heads, page size, head dim].
+Rows of the projection are grouped per KV head as [q…, k, v]. The cache is that of `paged_attention`: [pages, 2, KV
+heads, page size, head dim].
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QkvOptions:
-    """What a layer does with queries and keys on their way, in this order: clamp, norm, rotation."""
+    """What a layer applies to queries and keys, in this order: clamp, norm, rotation."""
 
     clip: float | None = None
     """queries, keys and values are clamped to ±clip"""
     norm: str = "none"
     """of each query and key: none, rms or layer"""
     q_weight: Tensor | None = None
-    """times the norm of queries: [D] for each head, or [N·D] for a norm that spans all heads"""
+    """weight of the query norm: [D] per head, or [N·D] for a norm that spans all heads"""
     k_weight: Tensor | None = None
-    """times the norm of keys: [D] or [K·D]"""
+    """weight of the key norm: [D] or [K·D]"""
     eps: float = 1e-6
-    """of the norm"""
     plus_one: bool = False
     """weights are 1 + weight"""
     interleaved: bool = False
-    """dims that turn with each other are neighbours, not halves"""
+    """whether neighbouring dims are rotated together, or the two halves"""
     scales_2K: Tensor | None = None
-    """what keys and values that go to a quantised cache are divided by"""
+    """divisor of keys and values that are written to a quantised cache"""
 
 
 def qkv_cache(
     qkv: Tensor, cache: Tensor, slots_T: Tensor, cos_TR: Tensor | None, sin_TR: Tensor | None, options: QkvOptions
 ) -> tuple[Tensor, Tensor]:
-    """Queries [T, N, D], and the cache, in which key and value of token t now stand at slot slots[t] (page number ·
-    page size + place in the page; negative: not written).
+    """Queries [T, N, D], and the cache, in which key and value of token t are now at slot slots[t] (page number · page
+    size + place in the page; negative: not written).
 
-    `qkv` is [T, K·(N/K + 2)·D]; the first 2·R dims are turned by cos and sin [T, R], where given.
+    `qkv` is [T, K·(N/K + 2)·D]; the first 2·R dims are rotated by cos and sin [T, R], where given.
     """
     heads, size = cache.shape[2], cache.shape[4]
     if options.clip is not None:
@@ -64,7 +63,7 @@ def qkv_cache(
 def unpadded(
     qkv: Tensor, cache: Tensor, slots_T: Tensor, cos_TR: Tensor | None, sin_TR: Tensor | None, options: QkvOptions
 ) -> tuple[Tensor, Tensor]:
-    """The same in fewer calls, for processors: queries and keys go together, and every token is written."""
+    """qkv_cache in fewer torch calls, for CPUs: queries and keys are processed together, and every token is written."""
     heads, page, size = cache.shape[2:]
     if not _alike(options, size) or options.scales_2K is not None or not len(qkv) or int(slots_T.min()) < 0:
         return qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, options)
@@ -77,7 +76,7 @@ def unpadded(
     qk = qk.to(qkv.dtype)
     kv_T2KD = torch.stack((qk[:, :, -1], grouped[:, :, -1]), dim=1).to(cache.dtype)
     heads_first = cache.permute(1, 2, 0, 3, 4)
-    if heads_first.is_contiguous():  # then a slot is a place in one list (paged_attention.by_heads)
+    if heads_first.is_contiguous():  # then a slot is an index into one list (paged_attention.by_heads)
         heads_first.view(2, heads, -1, size).index_copy_(2, slots_T, kv_T2KD.permute(1, 2, 0, 3))
     else:
         cache.permute(0, 3, 1, 2, 4).index_put_((slots_T // page, slots_T % page), kv_T2KD)
@@ -85,7 +84,7 @@ def unpadded(
 
 
 def _alike(options: QkvOptions, size: int) -> bool:
-    """Whether queries and keys are normed alike, each head alone."""
+    """Whether queries and keys have the same norm, each head alone."""
     sizes = {None if weight is None else weight.numel() for weight in (options.q_weight, options.k_weight)}
     return options.norm == "none" or sizes in ({None}, {size})
 
@@ -138,23 +137,18 @@ class QkvCase(Case):
     """Tokens of one step."""
 
     tokens: int
-    """tokens"""
     heads: int = 32
-    """query heads"""
     kv_heads: int = 8
-    """KV heads"""
     head_dim: int = 128
-    """dims of a head"""
     rotary: int = 128
-    """dims that rotate; 0 for none"""
+    """rotated dims; 0: none"""
     norm: str = "rms"
     """none, rms or layer"""
     whole: bool = False
-    """the norm spans all heads"""
+    """whether the norm spans all heads"""
     interleaved: bool = False
-    """pairs are neighbours"""
+    """whether rotated pairs are neighbours"""
     page: int = 16
-    """tokens of a page"""
 
 
 def _inputs(case: QkvCase, generator: torch.Generator) -> tuple[Any, ...]:
@@ -183,14 +177,14 @@ def _inputs(case: QkvCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def _work(case: QkvCase) -> OpWork:
-    """The projection read and written once, cos and sin read."""
+    """The projection is read and written once, cos and sin are read."""
     values = case.tokens * (case.heads + 2 * case.kv_heads) * case.head_dim
     moved = 2 * values * DTYPES[case.dtype].itemsize + case.tokens * case.rotary * 4
     return OpWork(flops=8.0 * values, bytes=float(moved), ceiling="copy")
 
 
 def refuses(case: QkvCase) -> str | None:
-    """What the Triton version cannot do."""
+    """Why the Triton version cannot do a case."""
     return "a norm over all heads needs every head in one program" if case.whole and case.norm != "none" else None
 
 
@@ -216,4 +210,3 @@ QKV_CACHE = Op(
         "Qwen3-8B, 1 decoding": QkvCase(tokens=1),
     },
 )
-"""for `choose()` and the bench"""

@@ -1,8 +1,8 @@
-"""One launch from the fused projection to attention: split, QK norm, rotary positions, cache write.
+"""One launch from the fused projection to paged attention: split, QK norm, rotary positions, cache write.
 
-A program takes a few tokens of one KV head: its queries, its key, its value. Every row is read once as the two halves
-that rotate with each other and the rest that does not, and is written once: queries to a tensor of their own, keys and
-values to their page.
+A program takes a few tokens of one KV head: its queries, its key, its value. Every row is read once, as the two halves
+that are rotated with each other and the rest, and is written once: queries to their own tensor, keys and values to
+their page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, is_bare, on, power_of_two
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
 
-# a tile of rows is [tokens, heads, dims]; R dims turn with R others
+# a tile of rows is [tokens, heads, dims]; R dims are rotated with R others
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _read(
     B: tl.constexpr,
     H: tl.constexpr,
 ):
-    """Rows at pointers [B, H, 1] in three parts: those that turn with each other, and the rest."""
+    """Rows at pointers [B, H, 1] in three parts: the two that are rotated with each other, and the rest."""
     pair = tl.arange(0, R_PAD)[None, None, :]
     extra = tl.arange(0, REST_PAD)[None, None, :]
     if INTERLEAVED:
@@ -68,7 +68,7 @@ def _write(
     HAS_SCALE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """The reverse of `_read`, in the format of `rows`; divided by `scale` for a quantised cache."""
+    """The inverse of `_read`, in the dtype of `rows`; divided by `scale` for a quantised cache."""
     if HAS_SCALE:
         first = _clipped(first / scale, LARGEST)
         second = _clipped(second / scale, LARGEST)
@@ -174,8 +174,8 @@ def _kernel(
     B: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (B tokens, KV head); heads vary first, so that programs that run together read and write neighbours.
-    EARLY: it is set up while the kernel ahead runs, and sets up the next one."""
+    """Program (B tokens, KV head); heads vary first, so that concurrent programs read and write neighbouring memory.
+    EARLY: it is launched while the previous kernel runs, and launches the next one early."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -266,8 +266,8 @@ def _launched(
     for weight in (q_weight, k_weight):
         assert weight is None or weight.numel() == size, "a norm that spans all heads is left to the reference"
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
-    turns = cos.shape[-1] if cos is not None else 0
-    rest, at_once, warps = size - 2 * turns, *tiling(tokens, group)
+    rotated = cos.shape[-1] if cos is not None else 0
+    rest, at_once, warps = size - 2 * rotated, *tiling(tokens, group)
     early = can_start_early(qkv.device)
     pointers = [qkv, *(qkv if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight, scales))]
     with on(qkv):
@@ -284,8 +284,8 @@ def _launched(
             HEADS=heads,
             GROUP=group,
             G_PAD=power_of_two(group),
-            R=turns,
-            R_PAD=power_of_two(turns),
+            R=rotated,
+            R_PAD=power_of_two(rotated),
             REST=rest,
             REST_PAD=power_of_two(rest),
             PAGE=cache.shape[3],
@@ -296,7 +296,7 @@ def _launched(
             HAS_CLIP=clip > 0,
             HAS_SCALES=scales is not None,
             LARGEST=torch.finfo(cache.dtype).max,
-            INTERLEAVED=interleaved and turns > 0,
+            INTERLEAVED=interleaved and rotated > 0,
             B=at_once,
             EARLY=early,
             num_warps=warps,
@@ -309,7 +309,7 @@ _qkv_cache = torch.library.custom_op("armillary::qkv_cache", _launched, mutates_
 
 
 def tiling(tokens: int, group: int) -> tuple[int, int]:
-    """Tokens of a program, and its warps; a token at a time where programs are few or have many rows anyway."""
+    """Tokens per program, and its warps; one token per program where programs are few or have many rows anyway."""
     if tokens < 2048:
         return 1, 1 if group <= 4 else 2
     return 4 if group <= 4 else 1, 1

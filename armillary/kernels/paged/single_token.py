@@ -1,6 +1,7 @@
-"""The one new token of each of a few sequences, from the fused projection through attention: what a single stream does.
+"""The one new token of each of a few sequences, from the fused projection through attention: decoding of a single
+stream.
 
-The reference is `qkv_cache`, then `paged_attention`; paged_token_triton.py has both in two short launches.
+The reference is `qkv_cache`, then `paged_attention`; single_token_triton.py does both in two short launches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions, pa
 from armillary.kernels.paged.qkv_to_cache import QkvOptions, qkv_cache
 
 MOST_SEQUENCES, MAX_TOKENS = 4, 65536
-"""that are a few, and what a block table may hold: for longer texts the split kernel reads quicker"""
+"""most sequences, and most tokens of a block table: for longer contexts the split kernel reads faster"""
 
 
 def attend_tokens(
@@ -26,7 +27,7 @@ def attend_tokens(
     batch: PagedBatch,
     options: PagedOptions,
 ) -> Tensor:
-    """[T, N·D]: attention of token t, which is the newest of sequence t; its key and value are in the cache then."""
+    """[T, N·D]: attention of token t, the newest of sequence t, after its key and value are written to the cache."""
     q_TND, cache = qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, heads)
     return paged_attention(q_TND, cache, batch, options).flatten(1)
 
@@ -34,11 +35,11 @@ def attend_tokens(
 def plain(
     qkv: Tensor, cache: Tensor, cos_TR: Tensor | None, heads: QkvOptions, batch: PagedBatch, options: PagedOptions
 ) -> bool:
-    """Whether it is what the kernel is made for: a few sequences, whole heads turn, no mask but the causal one."""
+    """Whether the kernel can take these: few sequences, whole heads rotated, no mask but the causal one."""
     size = cache.shape[4]
     few = batch.max_query == 1 and 0 < len(qkv) == len(batch.tables_BP) <= MOST_SEQUENCES
     few = few and batch.tables_BP.shape[1] * cache.shape[3] <= MAX_TOKENS
-    turns = cos_TR is not None and 2 * cos_TR.shape[-1] == size and not heads.interleaved
+    rotates = cos_TR is not None and 2 * cos_TR.shape[-1] == size and not heads.interleaved
     sizes = {None if weight is None else weight.numel() for weight in (heads.q_weight, heads.k_weight)}
     normed = heads.norm == "none" or (heads.norm == "rms" and sizes == {size})
     more = (
@@ -51,4 +52,4 @@ def plain(
         options.slopes_N,
     )
     numbers = cache.dtype == qkv.dtype != torch.float64 and power_of_two(size) == size and 32 <= size <= 256
-    return few and turns and normed and numbers and options.scale > 0 and all(x is None for x in more)
+    return few and rotates and normed and numbers and options.scale > 0 and all(x is None for x in more)

@@ -1,10 +1,9 @@
 """From the fused projection through attention for the one new token of a few sequences: two launches instead of three.
 
-Programs are set up while the projection still runs: they read lengths, tables, angles, and the first tile of keys and
-values of the past, which earlier steps have written, and only then wait for the new token. What has to be done between
-the projection and the next product is short then: QK norm, rotary positions, one tile, and a sum over programs that
-shared a sequence. Those who call it see to it that lengths, tables, slots, cos and sin were there before the kernel
-ahead began.
+Programs start while the projection still runs: they read lengths, tables, cos and sin, and the first tile of earlier
+keys and values, which earlier steps have written, and only then wait for the new token. What remains between the
+projection and the next GEMM is short: QK norm, rotary positions, one tile, and a sum over programs that share a
+sequence. The caller guarantees that lengths, tables, slots, cos and sin were written before the previous kernel began.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.kernels.paged.single_token import attend_tokens as reference
 from armillary.kernels.paged.single_token import plain
 
-# M query heads of a KV head, padded; N keys of a tile; D head dim, the first half of which turns with the second
+# M query heads of a KV head, padded; N keys of a tile; D head dim, whose first half is rotated with the second
 
 _MOST_SPLITS = 32
 """programs that share a sequence and KV head, at most"""
 _SHORT = 4096
-"""tokens of a table up to which a program has few tiles: one alone on its multiprocessor is quickest then"""
+"""tokens of a table up to which a program has few tiles: one program per multiprocessor is then fastest"""
 
 
 def attend_tokens(
@@ -39,7 +38,7 @@ def attend_tokens(
     batch: PagedBatch,
     options: PagedOptions,
 ) -> Tensor:
-    """See `armillary.kernels.paged.single_token.attend_tokens`; what is not plain goes to the reference."""
+    """See `armillary.kernels.paged.single_token.attend_tokens`; unsupported options go to the reference."""
     if not plain(qkv, cache, cos_TR, heads, batch, options):
         return reference(qkv, cache, slots_T, cos_TR, sin_TR, heads, batch, options)
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
@@ -103,8 +102,8 @@ def attend_tokens(
 
 
 def tiling(pairs: int, key_bytes: int, tokens: int) -> tuple[int, int]:
-    """Programs that share a sequence and KV head, a power of two, and keys of a tile: on an H200 128 programs and tiles
-    of 8 KB where tables are short, twice as many and twice as large for more loads on their way elsewhere."""
+    """Programs that share a sequence and KV head, a power of two, and keys per tile: on an H200 128 programs and tiles
+    of 8 KB where tables are short, else twice as many and twice as large for more loads in flight."""
     more = 1 if tokens <= _SHORT else 2
     splits = max(1, min(_MOST_SPLITS, power_of_two(128 * more // pairs + 1) // 2))
     return splits, max(16, min(64, 8192 * more // key_bytes))
@@ -124,7 +123,7 @@ def _tile(
     PAGE: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Keys and values of a tile, and which are there. Past L1: each is read once, and may have been written since this
+    """Keys and values of a tile, and which exist. Past L1: each is read once, and may have been written since this
     kernel began."""
     key = tile * N + tl.arange(0, N)
     there = (key < past) & (tile < stop)
@@ -136,7 +135,7 @@ def _tile(
 
 @triton.jit
 def _weights(weight, dim, other, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
-    """The norm's, for dims and for those they turn with."""
+    """The norm's weights, for dims and for their rotation partners."""
     if NORM:
         more = 1.0 if PLUS_ONE else 0.0
         first, second = tl.load(weight + dim).to(tl.float32) + more, tl.load(weight + other).to(tl.float32) + more
@@ -147,7 +146,7 @@ def _weights(weight, dim, other, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
 
 @triton.jit
 def _turned(x, rotated, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Rows [., D], given what each dim turns with too, after norm and rotation."""
+    """Rows [., D], given each dim's rotation partner, after norm and rotation."""
     wide, rotated = x.to(tl.float32), rotated.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
@@ -199,8 +198,8 @@ def attend(
     N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (sequence, KV head, split): some tiles of the past. Split 0 has the new token too, the last one, which
-    has least to do, writes it."""
+    """Program (sequence, KV head, split): some tiles of earlier keys. Split 0 also has the new token; the last split,
+    which has least to do, writes it."""
     if EARLY:
         gdc_launch_dependents()
     R: tl.constexpr = D // 2
@@ -263,7 +262,7 @@ def join(
     M: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (sequence, query head): what the splits have, added up."""
+    """Program (sequence, query head): the sum over splits."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

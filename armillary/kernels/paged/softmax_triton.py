@@ -1,7 +1,6 @@
-"""What the kernels over pages share: scores of a tile of keys as the mask has them, and the running softmax.
+"""Shared by the paged kernels: masked scores of a tile of keys, and the online softmax.
 
-Scores are in base 2. A factor is kept beside them and multiplied in where the maximum is subtracted: one operation for
-both.
+Scores are in base 2. Their scale factor is applied where the maximum is subtracted: one operation for both.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ import triton.language as tl
 
 @triton.jit
 def places_of(tile, lowest, length, N: tl.constexpr, PAGE: tl.constexpr):
-    """Where a tile's keys stand in their pages. Keys outside [lowest, length) stand for the nearest inside, so that
-    nothing that a sequence does not own is read."""
+    """Positions of a tile's keys in their pages. Keys outside [lowest, length) are replaced by the nearest inside, so
+    that nothing that a sequence does not own is read."""
     key = tl.minimum(tl.maximum(tile * N + tl.arange(0, N), lowest), tl.maximum(length - 1, 0))
     return key % PAGE
 
 
 @triton.jit
 def pages_of(table, tile, stop, lowest, length, N: tl.constexpr, PAGE: tl.constexpr):
-    """Pages of a tile's keys: one number where a tile never crosses a page, else one a key; 0 where there are none."""
+    """Pages of a tile's keys: one number where a tile never crosses a page, else one per key; 0 where there are
+    none."""
     there = (tile < stop) & (length > 0)
     if PAGE % N == 0:
         return tl.load(table + tile * N // PAGE, mask=there, other=0).to(tl.int64)
@@ -33,7 +33,8 @@ def pages_of(table, tile, stop, lowest, length, N: tl.constexpr, PAGE: tl.conste
 
 @triton.jit
 def positive(scale):
-    """A head of zeros has a scale of 0, and 0 · -inf, of what is not seen, would be NaN: the least there is instead."""
+    """A head of zeros has a scale of 0, and 0 · -inf of a masked key would be NaN: the smallest positive number
+    instead."""
     return tl.maximum(scale, 1e-30, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -61,7 +62,7 @@ def scores_of(
     HAS_SLOPES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(scores, what multiplies them); -inf where a query must not see a key. `cap` and `slope` are in base 2."""
+    """(scores, their factor); -inf where a query must not see a key. `cap` and `slope` are in base 2."""
     scores = tl.dot(q_MD, tl.trans(k_ND.to(q_MD.dtype)), input_precision=PRECISION)
     if HAS_CAP:
         scores, factor = softcapped(scores * factor, cap), 1.0
@@ -78,8 +79,8 @@ def scores_of(
 
 @triton.jit
 def weighed(top, total, scores, factor, MASKED: tl.constexpr, LATE: tl.constexpr):
-    """(largest score, sum of weights) with one more tile, its weights, and what is left of those before. LATE: weights
-    are added up over tiles only, [M, N], because a sum over keys is one over warps where rows are few."""
+    """(largest score, sum of weights) with one more tile, its weights, and the rescaling of earlier ones. LATE: weights
+    are added up over tiles only, [M, N], because a sum over keys is a sum over warps where rows are few."""
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     safe = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
     weights = tl.exp2(scores * factor - safe[:, None])
@@ -101,7 +102,7 @@ def absorbed(
     LATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(largest score, sum of weights, weighted values) with one more tile; products are of `kind`."""
+    """(largest score, sum of weights, weighted values) with one more tile; MMAs are of dtype `kind`."""
     top, total, weights, keep = weighed(top, total, scores, factor, MASKED, LATE)
     sums = tl.dot(weights.to(kind), v_ND.to(kind), sums * keep[:, None], input_precision=PRECISION)
     return top, total, sums
@@ -109,9 +110,9 @@ def absorbed(
 
 @triton.jit
 def finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS: tl.constexpr):
-    """Weighted values over the sum of weights, to which a sink adds; zeros where nothing was seen, because what stood
-    in for keys that are not there may be anything."""
-    seen = (total != 0.0)[:, None]  # not by `top`: a maximum passes over NaN, a sum does not
+    """Weighted values over the sum of weights, to which a sink adds; zeros where no key was visible, because the
+    stand-ins for absent keys may be anything."""
+    seen = (total != 0.0)[:, None]  # not by `top`: a maximum ignores NaN, a sum does not
     if HAS_SINKS:
         sink = tl.load(sinks + q_head, mask=used, other=float("-inf")).to(tl.float32) * 1.4426950408889634
         high = tl.maximum(top, sink)

@@ -1,7 +1,7 @@
-"""Activations of an MLP: act(gate)·up where gate and up alternate, as our fused weight has them, or act(x) alone.
+"""MLP activations: act(gate)·up where gate and up alternate, as in our fused weight, or act(x) alone.
 
 SwiGLU and GeGLU are Shazeer's (arXiv 2002.05202); 'swiglu_clamped' is GPT-OSS's (up + 1)·gate·sigmoid(α·gate) on
-clamped halves. The arithmetic is at least fp32, the result rounded once.
+clamped gate and up. The arithmetic is at least fp32, the result is rounded once.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCase(Case):
-    """What comes out of an MLP's first product."""
+    """The output of an MLP's first GEMM."""
 
     rows: int
-    """tokens"""
     ffn: int
-    """numbers a token after the activation"""
+    """elements per token after the activation"""
     activation: str = "silu"
     """see ACTIVATIONS, and 'swiglu_clamped'"""
     gated: bool = True
-    """whether gate and up come in, alternating"""
+    """whether the input alternates gate and up"""
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:

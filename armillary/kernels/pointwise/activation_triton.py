@@ -1,4 +1,4 @@
-"""MLP activations in Triton: gate and up are taken apart in registers, so memory is read and written in one stream."""
+"""MLP activations in Triton: gate and up are separated in registers, so memory is read and written in one stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALPHA: tl.constexpr = tl.constexpr(1.702)
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
-    """gated.activate in one kernel."""
+    """activation.activate in one kernel."""
     result: Tensor = _activate(x, activation, gated)
     return result
 
@@ -78,7 +78,7 @@ def _empty_backward(dy: Tensor, x: Tensor, activation: str, gated: bool) -> Tens
     schema="(Tensor dy, Tensor x, str activation, bool gated) -> (Tensor, Tensor)",
 )
 def _activate_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool) -> tuple[Tensor, Tensor]:
-    """The gradient, and the activation itself made again on the way: for those who did not keep it."""
+    """The gradient, and the recomputed activation, for callers that did not keep it."""
     dx, y = _empty_backward_again(dy, x, activation, gated)
     count = dy.numel()
     if count:
@@ -121,7 +121,7 @@ _activate.register_autograd(_gradients, setup_context=_keep)
 
 @triton.jit
 def gated_act(gate, up, ACT: tl.constexpr, FAST: tl.constexpr):
-    """The activation of the gate times up, or GPT-OSS's clamped form of it."""
+    """act(gate)·up, or GPT-OSS's clamped form."""
     if ACT == "swiglu_clamped":
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
@@ -133,7 +133,7 @@ def gated_act(gate, up, ACT: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def gated_act_back(dy, gate, up, ACT: tl.constexpr, FAST: tl.constexpr):
-    """(the same, gradient of the gate, of up)."""
+    """(the activation, gradient of the gate, gradient of up)."""
     if ACT == "swiglu_clamped":
         low = tl.where(gate > _LIMIT, _LIMIT, gate)
         s = sigmoid(low, _ALPHA, FAST)
@@ -151,7 +151,7 @@ def gated_act_back(dy, gate, up, ACT: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def _halves(x_ptr, start, count, BLOCK: tl.constexpr):
-    """BLOCK gates and BLOCK ups from 2 · BLOCK neighbours."""
+    """BLOCK gates and BLOCK ups from 2 · BLOCK alternating elements."""
     at = 2 * start + tl.arange(0, 2 * BLOCK)
     both = tl.load(x_ptr + at, mask=at < 2 * count, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(both, [BLOCK, 2]))

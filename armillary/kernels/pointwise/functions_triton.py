@@ -1,8 +1,8 @@
-"""The activation functions and their derivatives on fp32 numbers, for kernels to build on.
+"""Activation functions and their derivatives in fp32, for use inside kernels.
 
-NaN goes through every one of them, as in torch. FAST is for numbers that came from a half format: the normal
-distribution function is then an exponential of a polynomial, and nothing is divided, because the exact ways take more
-arithmetic than a GPU can do while it copies.
+NaN propagates through all of them, as in torch. FAST is for inputs of a 16-bit dtype: the normal distribution function
+is then an exponential of a polynomial, and there is no division, because the exact formulas take more arithmetic than a
+GPU can do at copy bandwidth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TANH_CUBE: tl.constexpr = tl.constexpr(0.044715)
 @triton.jit
 def sigmoid(x, SCALE: tl.constexpr, FAST: tl.constexpr):
     """sigmoid(SCALE · x)."""
-    if FAST:  # a reciprocal square root, squared: one instruction of the GPU, where a division takes eight
+    if FAST:  # a squared reciprocal square root is one GPU instruction, where a division takes eight
         root = tl.rsqrt(1.0 + tl.exp2(x * (SCALE * _MINUS_LOG2E)))
         return root * root
     return tl.sigmoid(x * SCALE)
@@ -39,8 +39,8 @@ def _tanh_sigmoid(x, square, FAST: tl.constexpr):
 
 @triton.jit
 def _far_tail(x):
-    """(min(|x|, 13.2), Φ of minus that): log2 Φ by a polynomial of degree 7, which is off by at most 1.2e-4 of Φ
-    up to 4.5 and 4e-3 beyond, where gelu is below 2e-5."""
+    """(min(|x|, 13.2), Φ(−that)): log2 Φ by a polynomial of degree 7, with an error of at most 1.2e-4 of Φ up to 4.5
+    and 4e-3 beyond, where gelu is below 2e-5."""
     far = tl.minimum(tl.abs(x), 13.2)
     log = -5.75724346e-07 * far + 2.86178495e-05
     log = log * far - 5.93295068e-04
@@ -109,7 +109,7 @@ def act_and_slope(x, NAME: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def through(dy, slope, x, NAME: tl.constexpr):
-    """The gradient that an activation lets through. Below zero a ReLU lets nothing through, not even infinity."""
+    """The gradient through an activation. Below zero a ReLU's gradient is zero, even for an infinite dy."""
     if NAME == "relu" or NAME == "relu2":
         return tl.where(x <= 0.0, 0.0, dy * slope)
     return dy * slope

@@ -1,7 +1,7 @@
-"""Rotary positions applied to a packed QKV projection, which is taken apart on the way.
+"""Rotary positions applied to a packed QKV projection, which is split into q, k and v by the same kernel.
 
-Rows of the fused weight are grouped per KV head as [q…, k, v]; out come q, k and v, each contiguous as attention wants
-them, q and k with the first 2·R dims of every head rotated (Su et al., arXiv 2104.09864), the rest as they were.
+Rows of the fused weight are grouped per KV head as [q…, k, v]; the results q, k and v are contiguous, as attention
+needs them, and in q and k the first 2·R dims of every head are rotated (Su et al., arXiv 2104.09864).
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ from armillary.spec.arithmetic.ops import FP32_BYTES, size_of
 
 @dataclass(frozen=True, kw_only=True)
 class RopeCase(Case):
-    """A projection of some tokens."""
+    """The QKV projection of some tokens."""
 
     tokens: int
     """batch times sequence"""
     heads: int
-    """query heads"""
     kv_heads: int
-    """key and value heads"""
     head_dim: int = 128
-    """dims of a head"""
     rotary_dim: int = 128
-    """dims that turn, 2·R"""
+    """rotated dims, 2·R"""
     interleaved: bool = False
-    """whether neighbours turn together, or the two halves"""
+    """whether neighbouring dims are rotated together, or the two halves"""
 
 
 def rope(
@@ -66,7 +63,7 @@ def _inputs(case: RopeCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def _work(case: RopeCase) -> OpWork:
-    """Every number is read and written once, v too, because attention wants it contiguous; cos and sin in fp32."""
+    """Every element is read and written once, v too, because attention needs it contiguous; cos and sin are fp32."""
     turning = case.tokens * (case.heads + case.kv_heads) * case.rotary_dim
     packed = case.tokens * (case.heads + 2 * case.kv_heads) * case.head_dim
     moved = 2 * packed * size_of(case.dtype) + case.tokens * case.rotary_dim * FP32_BYTES
@@ -75,7 +72,7 @@ def _work(case: RopeCase) -> OpWork:
 
 def _not_liger(case: RopeCase) -> str | None:
     plain = not case.interleaved and case.rotary_dim == case.head_dim
-    return None if plain else "Liger turns whole heads, by halves"
+    return None if plain else "Liger rotates whole heads, by halves"
 
 
 ROPE = Op(

@@ -1,4 +1,4 @@
-"""Rotary positions on packed QKV in Triton: one pass that turns and takes apart, and the same pass backwards.
+"""Rotary positions on packed QKV in Triton: one pass that rotates and splits, and its inverse for the backward pass.
 
 A program takes some heads of one token, so that cos and sin are read once for all of them.
 """
@@ -17,13 +17,13 @@ from armillary.kernels.core.launch import ceil_div, on, power_of_two
 from armillary.kernels.core.prefetch_triton import STREAM
 
 _HALVES = (16384, 64)
-"""numbers that a program turns, and a thread of it"""
+"""elements per program and per thread"""
 _WHOLE = (8192, 16)
-"""the same where heads are gone over from end to end"""
+"""the same where heads are processed end to end"""
 _SMALLEST = 16
-"""numbers of the smallest piece of a head that is worth a load of its own"""
+"""elements of the smallest piece of a head that is worth its own load"""
 _SECTOR = 32
-"""bytes that memory is written by"""
+"""bytes of a memory sector"""
 
 
 def rope(
@@ -161,30 +161,30 @@ def _launch(
 
 
 def _halves_share_sectors(rotated: int, element_size: int) -> bool:
-    """Where halves begin inside a sector, taking them apart would read and write it twice: heads are gone over from end
-    to end then, and the other half of what turns is read again."""
+    """Where halves begin inside a sector, processing them separately would read and write it twice: heads are then
+    processed end to end, and the other half of the rotated dims is read again."""
     return rotated * element_size % _SECTOR != 0
 
 
 def pieces(count: int) -> tuple[int, int]:
-    """Two powers of two that hold `count` together, the second 0 where one alone is as good: 48 -> (32, 16)."""
+    """Two powers of two whose sum holds `count`, the second 0 where one alone is as good: 48 -> (32, 16)."""
     whole = power_of_two(count) if count else 0
     rest = power_of_two(count - whole // 2)
     return (whole // 2, rest) if _SMALLEST <= rest < whole // 2 else (whole, 0)
 
 
 def _per_token(table: Tensor, shape: torch.Size) -> Tensor:
-    """cos or sin as [tokens, R] fp32; a table that several rows of the batch share is spread."""
+    """cos or sin as [tokens, R] fp32; a table that several rows of the batch share is expanded."""
     return table.expand(*shape, 1, table.shape[-1]).reshape(shape.numel(), table.shape[-1]).float()
 
 
 @triton.jit
-def _turned(first, second, cos, sin, is_value):
+def _rotated(first, second, cos, sin, is_value):
     return tl.where(is_value, first, first * cos - second * sin), tl.where(is_value, second, second * cos + first * sin)
 
 
 @triton.jit
-def _turn(
+def _rotate(
     source,
     target,
     cos_ptr,
@@ -197,32 +197,32 @@ def _turn(
     INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Pairs START … START + SIZE of all heads."""
+    """Pairs START … START + SIZE of all heads, rotated."""
     pair = START + tl.arange(0, SIZE)[None, :]
     cos = tl.load(cos_ptr + pair, mask=pair < ROTATED, other=0.0)
     sin = tl.load(sin_ptr + pair, mask=pair < ROTATED, other=0.0)
-    if BACKWARD:  # the inverse of a rotation turns the other way
+    if BACKWARD:  # the inverse of a rotation is a rotation by the negative angle
         sin = -sin
     if INTERLEAVED:
         at = 2 * START + tl.arange(0, 2 * SIZE)[None, :]
         inside = there & (at < 2 * ROTATED)
         both = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(both, [both.shape[0], SIZE, 2]))
-        first, second = _turned(first, second, cos, sin, is_value)
+        first, second = _rotated(first, second, cos, sin, is_value)
         both = tl.reshape(tl.join(first, second), [both.shape[0], 2 * SIZE])
         tl.store(target + at, both.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
     else:
         inside = there & (pair < ROTATED)
         first = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + ROTATED + pair, mask=inside, other=0.0).to(tl.float32)
-        first, second = _turned(first, second, cos, sin, is_value)
+        first, second = _rotated(first, second, cos, sin, is_value)
         tl.store(target + pair, first.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
         tl.store(target + ROTATED + pair, second.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
 
 
 @triton.jit
 def _pass(source, target, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
-    """Dims START … START + SIZE of all heads as they are."""
+    """Dims START … START + SIZE of all heads, copied."""
     at = START + tl.arange(0, SIZE)[None, :]
     inside = there & (at < DIM)
     tl.store(target + at, tl.load(source + at, mask=inside, other=0.0), mask=inside, cache_modifier=STREAM)
@@ -232,8 +232,8 @@ def _pass(source, target, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: t
 def _places(
     qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """Where heads are read and written, and whether each is a value. Heads are counted as they are written, so that a
-    program writes one stretch of memory and rather reads from several."""
+    """Where heads are read and written, and whether each is a value. Heads are numbered in output order, so that a
+    program writes one contiguous range and may read from several."""
     kv_heads = slots // (GROUP + 2)
     if BACKWARD:
         head, place = slot // (GROUP + 2), slot % (GROUP + 2)
@@ -279,9 +279,9 @@ def _kernel(
     there = slot < slots
     cos, sin = cos_ptr + token * ROTATED, sin_ptr + token * ROTATED
     if HALF > 0:
-        _turn(source, target, cos, sin, there, is_value, ROTATED, 0, HALF, INTERLEAVED, BACKWARD)
+        _rotate(source, target, cos, sin, there, is_value, ROTATED, 0, HALF, INTERLEAVED, BACKWARD)
     if HALF_MORE > 0:
-        _turn(source, target, cos, sin, there, is_value, ROTATED, HALF, HALF_MORE, INTERLEAVED, BACKWARD)
+        _rotate(source, target, cos, sin, there, is_value, ROTATED, HALF, HALF_MORE, INTERLEAVED, BACKWARD)
     if REST > 0:
         _pass(source, target, there, 2 * ROTATED, REST, DIM)
     if REST_MORE > 0:
@@ -302,7 +302,7 @@ def _stored(target, x, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.c
 
 
 @triton.jit
-def _turned_in_place(
+def _rotated_in_place(
     source,
     cos_ptr,
     sin_ptr,
@@ -314,17 +314,17 @@ def _turned_in_place(
     DIM: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """The same turned, where they do. What a dim turns with is read once more, out of L1."""
+    """The same, rotated where they are. The partner of a dim is read a second time, from L1."""
     at = START + tl.arange(0, SIZE)[None, :]
-    upper, turns = at >= ROTATED, at < 2 * ROTATED
+    upper, is_rotated = at >= ROTATED, at < 2 * ROTATED
     pair = at - tl.where(upper, ROTATED, 0)
-    turning = there & turns & (is_value == 0)
+    rotating = there & is_rotated & (is_value == 0)
     x = _loaded(source, there, START, SIZE, DIM)
-    other = tl.load(source + at + tl.where(upper, -ROTATED, ROTATED), mask=turning, other=0.0)
-    cos = tl.load(cos_ptr + pair, mask=turns, other=1.0)
-    sin = tl.load(sin_ptr + pair, mask=turns, other=0.0)
+    other = tl.load(source + at + tl.where(upper, -ROTATED, ROTATED), mask=rotating, other=0.0)
+    cos = tl.load(cos_ptr + pair, mask=is_rotated, other=1.0)
+    sin = tl.load(sin_ptr + pair, mask=is_rotated, other=0.0)
     rotated = x.to(tl.float32) * cos + other.to(tl.float32) * tl.where(upper != BACKWARD, sin, -sin)
-    return tl.where(turning, rotated.to(x.dtype), x)
+    return tl.where(rotating, rotated.to(x.dtype), x)
 
 
 @triton.jit
@@ -346,8 +346,8 @@ def _whole_kernel(
     BACKWARD: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """By halves that begin inside a sector: all that turns is one piece, or two. All is loaded before anything is
-    stored, because a load does not pass a store."""
+    """Halves that begin inside a sector: the rotated dims are one piece, or two. Everything is loaded before anything
+    is stored, because a load does not pass a store."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
     source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
@@ -358,9 +358,9 @@ def _whole_kernel(
         rest = _loaded(source, there, REST_AT, REST, DIM)
     if REST_MORE > 0:
         rest_more = _loaded(source, there, REST_AT + REST, REST_MORE, DIM)
-    front = _turned_in_place(source, cos, sin, there, is_value, ROTATED, 0, FRONT, DIM, BACKWARD)
+    front = _rotated_in_place(source, cos, sin, there, is_value, ROTATED, 0, FRONT, DIM, BACKWARD)
     if FRONT_MORE > 0:
-        more = _turned_in_place(source, cos, sin, there, is_value, ROTATED, FRONT, FRONT_MORE, DIM, BACKWARD)
+        more = _rotated_in_place(source, cos, sin, there, is_value, ROTATED, FRONT, FRONT_MORE, DIM, BACKWARD)
         _stored(target, more, there, FRONT, FRONT_MORE, DIM)
     _stored(target, front, there, 0, FRONT, DIM)
     if REST > 0:

@@ -1,4 +1,4 @@
-"""Sampling a row at a time, for processors: what weighs nothing is left out first, and only the likeliest are sorted.
+"""Sampling one row at a time, for CPUs: tokens with zero weight are left out first, and only the likeliest are sorted.
 
 A token whose weight would be below 1 can neither be drawn nor change a sum, so the rest gives the same token.
 """
@@ -12,14 +12,14 @@ from armillary.kernels.core.philox import philox
 from armillary.kernels.sampling.sampling import LOG2E, ONE, Draws, Penalties, drawn, filtered, likely, score, weigh
 
 _REACH = (ONE + 4) / LOG2E
-"""natural units below the largest score, at temperature 1, beyond which nothing weighs anything"""
+"""natural units below the largest score, at temperature 1, beyond which every weight is 0"""
 _CANDIDATES = 2048
 
 
 def sample(
     logits_BV: Tensor, draws: Draws, penalties: Penalties | None = None, allowed_BW: Tensor | None = None
 ) -> Tensor:
-    """See `armillary.kernels.sampling.sampling.sample`; this one looks at values on the host."""
+    """See `armillary.kernels.sampling.sampling.sample`; this version reads values on the CPU."""
     if not logits_BV.shape[0]:
         return torch.empty(0, dtype=torch.int64, device=logits_BV.device)
     scores = score(logits_BV, penalties, allowed_BW)
@@ -39,7 +39,7 @@ def sample(
 
 
 def _kept(weights_1V: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Integer weights of one row after its filters, which look at the likeliest only where those suffice."""
+    """Integer weights of one row after its filters, which consider the likeliest only where those suffice."""
     masses = likely(weights_1V, min_p)
     k, p = int(top_k), float(top_p)
     if k <= 0 and p >= 1:

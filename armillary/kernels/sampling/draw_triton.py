@@ -1,7 +1,7 @@
 """The last step of sampling: thresholds of a row's filters by bisection, then the draw.
 
-Bits of positive floats are ordered like the floats, so a threshold is an integer and is found in at most thirty
-looks at the candidates, or at all weights of the row where the candidates do not suffice.
+Bits of positive floats are ordered like the floats, so a threshold is an integer and is found in at most thirty passes
+over the candidates, or over all weights of the row where the candidates do not suffice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BELOW_ALL: tl.constexpr = tl.constexpr(0x2A000000)
 
 @triton.jit
 def _kept(values, start, size, least, bits, BLOCK: tl.constexpr):
-    """Masses of a stretch of weights that reach both thresholds, 0 elsewhere, and which do."""
+    """Masses of a block of weights that reach both thresholds, 0 elsewhere, and which do."""
     at = start + tl.arange(0, BLOCK)
     weights = tl.load(values + at, mask=at < size, other=-1.0)
     mass = mass_of(weights)
@@ -42,7 +42,7 @@ def _sums(values, size, least, bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kth(values, size, k, BLOCK: tl.constexpr):
-    """Bits that the k likeliest reach, and their equals, and no others."""
+    """Bits that the k likeliest reach, and tokens as likely as the last of them, and no others."""
     low, high = tl.zeros([], tl.int32) + _BELOW_ALL, tl.zeros([], tl.int32) + _ABOVE_ALL
     count = tl.zeros([], tl.int32) + size
     while (high - low > 1) & (count != k):
@@ -90,7 +90,7 @@ def _first_beyond(values, size, least, bits, target, BLOCK: tl.constexpr):
 
 @triton.jit
 def _token_beyond(values, tokens, size, least, bits, target, V: tl.constexpr, CAPACITY: tl.constexpr):
-    """The same in the order of token numbers for candidates, which are in none: by bisection of the numbers."""
+    """The same in the order of token ids for candidates, which are unordered: by bisection of the ids."""
     mass, _ = _kept(values, 0, size, least, bits, CAPACITY)
     at = tl.arange(0, CAPACITY)
     token = tl.load(tokens + at, mask=at < size, other=V)
@@ -165,13 +165,13 @@ def draw(
     CAPACITY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (row). `found` has CAPACITY candidates of each row, then room for all its weights."""
+    """Program (row). `found` has CAPACITY candidates of each row, then space for all its weights."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     b = tl.program_id(0)
     top = tl.load(row_tops + b)
-    if (tl.load(temperature + b) <= 0) | (top != top):  # answered already
+    if (tl.load(temperature + b) <= 0) | (top != top):  # already decided
         return
     source = (logits, repetition, presence, frequency, counts, prompt, rows, allowed)
     factor = factor_of(temperature, b)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, out of raw logits: before penalties and filters."""
+"""Log-probabilities of chosen tokens and of the likeliest ones, from raw logits: before penalties and filters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 # B rows, V vocabulary, n likeliest
 
 MOST = 128
-"""likeliest tokens that the kernels can give"""
+"""most top logprobs that the kernels can return"""
 
 
 def logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """(of the tokens [B], of the likeliest [B, n], their ids [B, n]), natural logarithms, at least fp32; of equals the
-    lower id comes first. A token below 0 gives NaN, and so does a row with a NaN."""
+    lower id comes first. A negative token gives NaN, and so does a row with a NaN."""
     all_BV = widen(logits_BV).log_softmax(dim=-1)
     chosen_B = all_BV.gather(1, tokens_B.clamp_min(0)[:, None])[:, 0]
     ids = widen(logits_BV).sort(dim=-1, descending=True, stable=True).indices[:, :num_top].contiguous()
@@ -27,7 +27,7 @@ def logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> tuple[Tensor,
 
 
 def by_topk(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without sorting all tokens; of equals any may come first."""
+    """logprobs without sorting all tokens; of equals any may come first."""
     all_BV = widen(logits_BV).log_softmax(dim=-1)
     chosen_B = all_BV.gather(1, tokens_B.clamp_min(0)[:, None])[:, 0]
     values, ids = all_BV.topk(min(num_top, all_BV.shape[1]), dim=-1)
@@ -39,11 +39,9 @@ class LogprobCase(Case):
     """Rows of a step."""
 
     batch: int
-    """rows"""
     vocab: int = 151_936
-    """tokens"""
     num_top: int = 20
-    """likeliest"""
+    """number of top logprobs"""
 
 
 def _inputs(case: LogprobCase, generator: torch.Generator) -> tuple[Any, ...]:
@@ -53,13 +51,13 @@ def _inputs(case: LogprobCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def _work(case: LogprobCase) -> OpWork:
-    """Logits read once."""
+    """Logits are read once."""
     count = case.batch * case.vocab
     return OpWork(flops=4.0 * count, bytes=float(count * case.torch_dtype.itemsize), ceiling="read")
 
 
 def refuses(case: LogprobCase) -> str | None:
-    """What the Triton version cannot do."""
+    """Why the Triton version cannot do a case."""
     return f"more than {MOST} likeliest tokens" if case.num_top > MOST else None
 
 
@@ -83,4 +81,3 @@ LOGPROBS = Op(
         "2048 rows of a prompt": LogprobCase(batch=2048, num_top=1),
     },
 )
-"""for `choose()` and the bench"""

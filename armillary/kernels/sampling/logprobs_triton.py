@@ -2,8 +2,8 @@
 token alone takes two.
 
 As in sampling, the n-th largest of many group maxima bounds the n likeliest tokens from below, and few others reach it.
-A token is ranked by an integer that holds its logit's bits and, below them, its number counted from the end, so that
-equals have an order. Rows where too many reach the bound (masked or all alike) are gone over as a whole.
+A token is ranked by an integer that holds its logit's bits and, below them, its id counted from the end, so that equals
+have an order. Rows where too many tokens reach the bound (masked or all equal) are searched as a whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _pieces(
     IN_BLOCK: tl.constexpr,
 ):
     """Program (row, piece): its largest logit, the sum of exponentials, and what the likeliest are found by: the
-    largest logit of each group, or the largest rank where one is asked for."""
+    largest logit of each group, or the largest rank where one is requested."""
     b, piece, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = piece * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * V + token, mask=token < V, other=float("-inf")).to(tl.float32)

@@ -1,8 +1,8 @@
-"""Choosing the next token of every row: penalties, temperature, min-p, top-k, top-p, and a draw by the row's seed.
+"""Sampling of the next token of every row: penalties, temperature, min-p, top-k, top-p, and a draw by the row's seed.
 
-Everything is a tensor on the device, a value a row, so rows of any kind share a batch and nothing waits for the host.
-Weights are integers made by a fixed sequence of exactly rounded operations, and sums of integers do not depend on
-their order: a request gets the same tokens in any batch, on a CPU, on a GPU, fast or slow.
+Everything is a tensor on the device, one value per row, so rows of any kind share a batch and nothing waits for the
+CPU. Weights are integers computed by a fixed sequence of exactly rounded operations, and sums of integers do not depend
+on their order: a request gets the same tokens in any batch, on a CPU, on a GPU, fast or slow.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ EXP2 = (
     0.0013390866806730628,
     0.00015461447765119374,
 )
-"""(2^f - 1) / f on [-1/2, 1/2] as a polynomial, good to 1e-7; fitted at Chebyshev nodes"""
+"""(2^f - 1) / f on [-1/2, 1/2] as a polynomial, accurate to 1e-7; fitted at Chebyshev nodes"""
 ONE = 40
-"""the most likely token weighs 2^ONE; what weighs less than 1 cannot be drawn"""
+"""the likeliest token weighs 2^ONE; a weight below 1 cannot be drawn"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Draws:
-    """How each row's token is drawn, in this order: temperature, min-p, top-k, top-p."""
+    """Sampling parameters per row, applied in this order: temperature, min-p, top-k, top-p."""
 
     temperature_B: Tensor
     """0: the largest logit, the first of equals"""
     min_p_B: Tensor
-    """tokens at least so likely beside the likeliest are kept; 0: all"""
+    """keep tokens at least this likely relative to the likeliest; 0: all"""
     top_k_B: Tensor
-    """the likeliest that are kept, and those as likely as the last of them; 0: all"""
+    """keep the k likeliest, and those as likely as the last of them; 0: all"""
     top_p_B: Tensor
-    """share of what is left that the likeliest which are kept make up, and those as likely as the last; 1: all"""
+    """keep the likeliest tokens that make up this share of the remaining mass, and those as likely as the last; 1:
+    all"""
     seeds_B: Tensor
-    """int64, a request's own"""
+    """int64, the request's own"""
     steps_B: Tensor
-    """int64, position of the token that is drawn: the seed's place in its random numbers"""
+    """int64, position of the token that is drawn: the counter of the random number generator"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Penalties:
-    """What makes tokens that were there before less likely; before all else but what is ruled out."""
+    """Penalties for tokens that occurred before; applied before everything else but the allowed mask."""
 
     repetition_B: Tensor
     """divides positive logits and multiplies others, for tokens of prompt or output"""
     presence_B: Tensor
-    """off the logits of tokens of the output"""
+    """subtracted from the logits of tokens of the output"""
     frequency_B: Tensor
-    """off, for each time a token was put out"""
+    """subtracted per occurrence in the output"""
     counts_SV: Tensor
-    """how often a token was put out, int32"""
+    """how often a token occurs in the output, int32"""
     prompt_SV: Tensor
-    """whether it is in the prompt, bool"""
+    """whether a token is in the prompt, bool"""
     rows_B: Tensor | None = None
     """row of both tables that a row of the batch uses; its own number unless given"""
 
@@ -72,7 +73,7 @@ def sample(
     logits_BV: Tensor, draws: Draws, penalties: Penalties | None = None, allowed_BW: Tensor | None = None
 ) -> Tensor:
     """Token ids [B], int64; -1 for a row with a NaN or without a possible token. Tokens whose bit in `allowed_BW`
-    (int32, token v is bit v % 32 of word v // 32) is 0 are ruled out. The order of everything is vLLM's."""
+    (int32, token v is bit v % 32 of word v // 32) is 0 are excluded. The order of all steps is vLLM's."""
     scores = score(logits_BV, penalties, allowed_BW)
     top_B, best_B = scores.max(dim=1)
     weights = weigh(scores, top_B, draws.temperature_B)
@@ -84,7 +85,7 @@ def sample(
 
 
 def score(logits_BV: Tensor, penalties: Penalties | None, allowed_BW: Tensor | None) -> Tensor:
-    """Logits less penalties; -inf where a token is ruled out."""
+    """Logits after penalties; -inf where a token is excluded."""
     x = logits_BV.float()
     if penalties is not None:
         rows = slice(0, x.shape[0]) if penalties.rows_B is None else penalties.rows_B
@@ -127,7 +128,7 @@ def likely(weights: Tensor, min_p_B: Tensor) -> Tensor:
 def filtered(
     weights: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor, total_B: Tensor | None = None
 ) -> Tensor:
-    """Integer weights, 0 for what the filters drop; `total_B` where top-p is of more than these weights."""
+    """Integer weights, 0 for tokens that the filters drop; `total_B` where top-p refers to more than these weights."""
     masses = likely(weights, min_p_B)
     down, order = weights.nan_to_num().sort(dim=1, descending=True)
     place = torch.where(top_k_B > 0, top_k_B, weights.shape[1]).long().clamp_max(weights.shape[1]) - 1
@@ -147,7 +148,7 @@ def share(total: Tensor, fraction: Tensor, bits: int) -> Tensor:
 
 
 def drawn(masses: Tensor, random_B: Tensor) -> Tensor:
-    """The first token at which the running sum passes a random share (31 bits) of the whole."""
+    """The first token at which the running sum passes a random share (31 bits) of the total."""
     sums = masses.cumsum(dim=1)
     target = share(sums[:, -1], random_B, 31)
     return (sums <= target[:, None]).sum(dim=1)
@@ -155,20 +156,18 @@ def drawn(masses: Tensor, random_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCase(Case):
-    """A batch of rows, alike."""
+    """A batch of equal rows."""
 
     batch: int
-    """rows"""
     vocab: int = 151_936
-    """tokens"""
     temperature: float = 0.7
-    """0 for greedy"""
+    """0: greedy"""
     top_k: int = 0
-    """0 for off"""
+    """0: off"""
     top_p: float = 1.0
-    """1 for off"""
+    """1: off"""
     min_p: float = 0.0
-    """0 for off"""
+    """0: off"""
     penalties: bool = False
     """repetition, presence and frequency"""
 
@@ -202,7 +201,7 @@ def _inputs(case: SampleCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def _work(case: SampleCase) -> OpWork:
-    """Logits and penalty tables read once."""
+    """Logits and penalty tables are read once."""
     a_token = case.torch_dtype.itemsize + (5 if case.penalties else 0)
     return OpWork(flops=20.0 * case.batch * case.vocab, bytes=float(case.batch * case.vocab * a_token), ceiling="read")
 
@@ -227,4 +226,3 @@ SAMPLE = Op(
         "penalties and top-k, 64 rows, 262k tokens": SampleCase(batch=64, vocab=262_144, top_k=50, penalties=True),
     },
 )
-"""for `choose()` and the bench"""

@@ -1,8 +1,8 @@
 """Sampling without sorting, in four launches: maxima of pieces, of rows, weights and candidates, the draw.
 
-The largest values of a few hundred small groups of tokens bound the few hundred likeliest tokens from below. Those
-are collected, and the thresholds of top-k and top-p are found among them; a row whose filters reach further down
-(large k, flat distributions) is searched as a whole.
+The largest values of a few hundred small groups of tokens bound the few hundred likeliest tokens from below. Those are
+collected, and the thresholds of top-k and top-p are found among them; a row whose filters reach further down (large k,
+flat distributions) is searched as a whole.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from armillary.kernels.sampling.weights_triton import factor_of, least_of, mass_
 
 _BLOCK, _WARPS = 2048, 4
 _GROUPS = 4096
-"""groups of a row whose maxima are kept"""
+"""groups per row whose maxima are kept"""
 _LARGEST = 1024
-"""as many tokens at least are collected, where groups are as many"""
+"""fewest tokens that are collected, where there are as many groups"""
 _CAPACITY = 4096
-"""candidates that fit"""
+"""capacity for candidates"""
 _BISECTIONS = 12
 _REACH: tl.constexpr = tl.constexpr(40.0)
-"""candidates lie at most so far below the largest score: what is further down weighs nothing"""
+"""candidates are at most this far below the largest score: weights further down are 0"""
 
 
 @triton.jit
@@ -92,8 +92,8 @@ def _rows(
     BISECTIONS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (row): its largest score, the answer where that is all it takes, and, for a row that has filters, a score
-    that LARGEST groups reach or that is close below it: so many tokens reach it too."""
+    """Program (row): its largest score, the token where that decides it, and, for a row that has filters, a score that
+    LARGEST groups reach or that is close below it: at least that many tokens reach it too."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -179,7 +179,7 @@ def _collect(
 def sample(
     logits_BV: Tensor, draws: Draws, penalties: Penalties | None = None, allowed_BW: Tensor | None = None
 ) -> Tensor:
-    """See `armillary.kernels.sampling.sampling.sample`; it needs room for fp32 weights of all logits."""
+    """See `armillary.kernels.sampling.sampling.sample`; it needs memory for fp32 weights of all logits."""
     d, p = draws, penalties
     against: tuple[Tensor | None, ...] = (None,) * 6
     if p is not None:

@@ -1,4 +1,4 @@
-"""Scores and integer weights of tokens, as `armillary.kernels.sampling.sampling` defines them, bit for bit.
+"""Scores and integer weights of tokens, bit-equal to `armillary.kernels.sampling.sampling`.
 
 Kernels that use these are launched with `enable_fp_fusion=False`: a fused multiply-add would round once, not twice.
 """
@@ -27,8 +27,8 @@ def scores_of(
     ROWS: tl.constexpr,
     ALLOWED: tl.constexpr,
 ):
-    """Scores of some tokens of row b; -inf where there are none. `source` is (logits, repetition, presence,
-    frequency, counts, prompt, rows, allowed)."""
+    """Scores of some tokens of row b; -inf where there are none. `source` is (logits, repetition, presence, frequency,
+    counts, prompt, rows, allowed)."""
     logits, repetition, presence, frequency, counts, prompt, rows, allowed = source
     there = token < V
     x = tl.load(logits + b.to(tl.int64) * V + token, mask=there, other=float("-inf")).to(tl.float32)
@@ -56,7 +56,7 @@ def factor_of(temperature, b):
 @triton.jit
 def weights_of(scores, top, factor):
     """2^((score - top) · factor) in fp32, at most 1."""
-    below = tl.where(scores == top, 0.0, scores) - tl.where(scores == top, 0.0, top)  # inf less inf is no number
+    below = tl.where(scores == top, 0.0, scores) - tl.where(scores == top, 0.0, top)  # inf - inf is NaN
     power = tl.where(scores == top, 0.0, tl.maximum(below * factor, -_ONE - 2.0))
     whole = tl.floor(power + 0.5)
     part = power - whole
@@ -77,7 +77,7 @@ def mass_of(weights):
 
 @triton.jit
 def least_of(min_p, b):
-    """The mass that min-p asks for; the likeliest token always has it."""
+    """The mass that min-p requires; the likeliest token always has it."""
     least = tl.load(min_p + b).to(tl.float32)
     return mass_of(tl.where(least > 1.0, 1.0, least))
 

@@ -11,23 +11,23 @@ PLACES = {"rows_T": 0, "positions_T": 5, "angles_T": 10, "rows_B": 15}
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("sequences", "groups", "pages", "turn"), [(1, 1, 3, 16), (5, 2, 300, 24)])
-def test_rows_are_looked_up(sequences: int, groups: int, pages: int, turn: int) -> None:
+@pytest.mark.parametrize(("sequences", "groups", "pages", "half_dim"), [(1, 1, 3, 16), (5, 2, 300, 24)])
+def test_rows_are_looked_up(sequences: int, groups: int, pages: int, half_dim: int) -> None:
     from armillary.kernels.paged.decode_inputs_triton import look_up
 
     torch.manual_seed(0)
     rows, longest, angles = 7, 50, 40
     packed = torch.randint(0, rows, (23,), dtype=torch.int32)
     tokens, tables = torch.randint(0, 99, (rows, longest)).int(), torch.randint(0, 99, (groups, rows, pages)).int()
-    turns = torch.randn(angles, turn), torch.randn(angles, turn)
+    cos_sin = torch.randn(angles, half_dim), torch.randn(angles, half_dim)
     floats, ints = torch.randn(6, rows), torch.randint(0, 99, (3, rows))
-    found = look_up(packed, PLACES, sequences, tokens, tables, turns, floats, ints)
+    found = look_up(packed, PLACES, sequences, tokens, tables, cos_sin, floats, ints)
     part = {name: packed[at : at + sequences].long() for name, at in PLACES.items()}
     assert torch.equal(found.wide, packed.long())
     assert torch.equal(found.tokens_B, tokens[part["rows_T"], part["positions_T"]].long())
     assert torch.equal(found.tables_GBP, tables[:, part["rows_B"]])
-    assert torch.equal(found.cos_BA, turns[0][part["angles_T"]])
-    assert torch.equal(found.sin_BA, turns[1][part["angles_T"]])
+    assert torch.equal(found.cos_BA, cos_sin[0][part["angles_T"]])
+    assert torch.equal(found.sin_BA, cos_sin[1][part["angles_T"]])
     assert torch.equal(found.floats_FB, floats[:, part["rows_B"]])
     assert torch.equal(found.ints_IB, ints[:, part["rows_B"]])
     assert torch.equal(found.top_k_B, ints[1, part["rows_B"]].int())
