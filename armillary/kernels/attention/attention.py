@@ -92,8 +92,8 @@ def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
         seen = seen & (distance_TS < options.window)
     if options.blocks_XY is not None:
         T, S = distance_TS.shape
-        whole = options.blocks_XY.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        seen = seen & whole[:T, :S]
+        dense_mask = options.blocks_XY.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        seen = seen & dense_mask[:T, :S]
     documents_BT = options.documents_BT
     if documents_BT is not None:
         return seen & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])

@@ -190,10 +190,10 @@ def key_kernel(
     if DOCS:
         key_doc = tl.load(doc_ptr + key, mask=key < S, other=-1)
     first_key, last_key = block * BLOCK_N, tl.minimum(block * BLOCK_N + BLOCK_N, S) - 1
-    begin, whole, end, part = 0, 0, T, T
+    begin, full_begin, end, part = 0, 0, T, T
     if CAUSAL:
         begin = tl.maximum(0, first_key - shift)
-        whole = tl.maximum(0, last_key - shift)
+        full_begin = tl.maximum(0, last_key - shift)
     if WINDOW:
         end = tl.maximum(0, tl.minimum(T, last_key + window - shift))
         part = tl.maximum(0, tl.minimum(T, first_key + window - shift))
@@ -201,10 +201,10 @@ def key_kernel(
         end = tl.minimum(end, tl.load(end_ptr + batch_row * S + last_key))
         part = tl.minimum(part, tl.load(run_end_ptr + batch_row * S + first_key))
         if not CAUSAL:  # documents also begin earlier: all blocks need the mask
-            whole = T
+            full_begin = T
     last = tl.cdiv(end, BLOCK_M)
     first = tl.minimum(begin // BLOCK_M, last)
-    full_first = tl.maximum(first, tl.minimum(tl.cdiv(whole, BLOCK_M), last))
+    full_first = tl.maximum(first, tl.minimum(tl.cdiv(full_begin, BLOCK_M), last))
     full_last = tl.maximum(full_first, part // BLOCK_M)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)

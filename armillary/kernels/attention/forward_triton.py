@@ -108,22 +108,22 @@ def key_range(
     """Key blocks of a query block: from the first to the last that is at least partly visible, and the range between
     that is fully visible."""
     first_query, last_query = block * BLOCK_M, tl.minimum(block * BLOCK_M + BLOCK_M, T) - 1
-    begin, whole = 0, 0
+    begin, full_begin = 0, 0
     if WINDOW:
         begin = tl.maximum(0, first_query + shift - window + 1)
-        whole = tl.maximum(0, last_query + shift - window + 1)
+        full_begin = tl.maximum(0, last_query + shift - window + 1)
     if DOCS:
         begin = tl.maximum(begin, tl.load(begin_ptr + row + first_query))
-        whole = tl.maximum(whole, tl.load(run_ptr + row + last_query))
+        full_begin = tl.maximum(full_begin, tl.load(run_ptr + row + last_query))
         if not CAUSAL:  # documents also end later: all blocks need the mask
-            whole = S
+            full_begin = S
     end, diagonal = S, S
     if CAUSAL:
         end = tl.maximum(0, tl.minimum(S, last_query + shift + 1))
         diagonal = tl.maximum(0, tl.minimum(S, first_query + shift + 1))
     last = tl.cdiv(end, BLOCK_N)
     first = tl.minimum(begin // BLOCK_N, last)
-    full_first = tl.maximum(first, tl.minimum(tl.cdiv(whole, BLOCK_N), last))
+    full_first = tl.maximum(first, tl.minimum(tl.cdiv(full_begin, BLOCK_N), last))
     full_last = tl.maximum(full_first, diagonal // BLOCK_N)
     return first, full_first, full_last, last
 

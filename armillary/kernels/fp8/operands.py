@@ -198,7 +198,7 @@ def _transpose(rows: ScaledTensor, top: Tensor) -> ScaledTensor:
     """The rows transposed: with their one scale, or with the largest of their scales, `top`."""
     from armillary.kernels.fp8.cast_rows_triton import transpose_kernel
 
-    (M, K), dtype, one = rows.values.shape, rows.values.dtype, rows.scale.dim() == 0
+    (M, K), dtype, is_scalar = rows.values.shape, rows.values.dtype, rows.scale.dim() == 0
     padded = ceil_div(M, _ALIGN) * _ALIGN
     transposed = torch.empty(K, padded, dtype=dtype, device=rows.values.device)
     block_m, block_k, warps = _TRANSPOSE
@@ -212,13 +212,13 @@ def _transpose(rows: ScaledTensor, top: Tensor) -> ScaledTensor:
                 M,
                 K,
                 padded,
-                ONE_SCALE=one,
+                ONE_SCALE=is_scalar,
                 LARGEST=torch.finfo(dtype).max,
                 BLOCK_M=block_m,
                 BLOCK_K=block_k,
                 num_warps=warps,
             )
-    return ScaledTensor(transposed, rows.scale if one else top)
+    return ScaledTensor(transposed, rows.scale if is_scalar else top)
 
 
 # --- by columns

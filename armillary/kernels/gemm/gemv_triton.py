@@ -38,9 +38,9 @@ def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> VectorTiles | N
     """Sizes measured on an H200 (benchmarks/) in a chain of layers: whole rows at once where they are short."""
     if outputs < _LEAST_ROWS:
         return None
-    whole = max(64, power_of_two(inputs))
-    if whole * itemsize <= _WHOLE_BYTES:
-        return VectorTiles(rows=2, depth=whole, warps=max(1, whole * itemsize // 1024))
+    padded = max(64, power_of_two(inputs))
+    if padded * itemsize <= _WHOLE_BYTES:
+        return VectorTiles(rows=2, depth=padded, warps=max(1, padded * itemsize // 1024))
     return VectorTiles(rows=4, depth=2048 // itemsize, warps=4)
 
 

@@ -55,8 +55,8 @@ def product_kernel(
     lasts = tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0)  # tiles up to and including each group
     expert = tl.sum((lasts <= tile).to(tl.int32), 0)
     if expert <= E:
-        is_mine = slot == expert
-        start, end = tl.sum(tl.where(is_mine, starts, 0), 0), tl.sum(tl.where(is_mine, ends, 0), 0)
+        is_expert = slot == expert
+        start, end = tl.sum(tl.where(is_expert, starts, 0), 0), tl.sum(tl.where(is_expert, ends, 0), 0)
         before = tl.sum(tl.where(slot == expert - 1, lasts, 0), 0)
         row = start + (tile - before) * ROWS
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -108,15 +108,15 @@ def row_sums_kernel(
     start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     if TMA:
-        whole = (end - start) // STEP
-        for step in tl.range(0, whole):
+        full_steps = (end - start) // STEP
+        for step in tl.range(0, full_steps):
             dy = dy_src.load([start + step * STEP, n0])
             acc = tl.dot(tl.trans(dy), x_src.load([start + step * STEP, k0]), acc, input_precision=EXACT)
-        row = start + whole * STEP
+        row = start + full_steps * STEP
         if row < end:
-            mine = row + tl.arange(0, STEP) < end
+            owned = row + tl.arange(0, STEP) < end
             dy, x = dy_src.load([row, n0]), x_src.load([row, k0])
-            dy, x = tl.where(mine[:, None], dy, 0.0), tl.where(mine[:, None], x, 0.0)
+            dy, x = tl.where(owned[:, None], dy, 0.0), tl.where(owned[:, None], x, 0.0)
             acc = tl.dot(tl.trans(dy), x.to(dy.dtype), acc, input_precision=EXACT)
     else:
         for row in tl.range(start, end, STEP):

@@ -99,9 +99,9 @@ def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
         return replace(narrow, stages=4, early=False)
     if tiles > _PROGRAMS:
         return replace(wide, early=False)
-    programs, others = tiles * narrow.splits, ceil_div(outputs, 128) * wide.splits
-    whole = narrow.splits == 1 and programs < 0.9 * _PROGRAMS  # then parts, which start early, are faster
-    return wide if others > programs or (others == programs and whole) else narrow
+    programs, wide_programs = tiles * narrow.splits, ceil_div(outputs, 128) * wide.splits
+    unsplit = narrow.splits == 1 and programs < 0.9 * _PROGRAMS  # then parts, which start early, are faster
+    return wide if wide_programs > programs or (wide_programs == programs and unsplit) else narrow
 
 
 def _splits(rows: int, outputs: int, inputs: int) -> int:

@@ -54,7 +54,7 @@ def look_up(
 
     groups, num_rows, pages = tables_GRP.shape
     begins = (places[name] for name in ("rows_T", "positions_T", "angles_T", "rows_B"))
-    found = DecodeInputs(
+    inputs = DecodeInputs(
         wide=new(len(packed), dtype=torch.int64),
         tokens_B=new(rows, dtype=torch.int64),
         tables_GBP=new(groups, rows, pages, dtype=torch.int32),
@@ -65,7 +65,7 @@ def look_up(
         top_k_B=new(rows, dtype=torch.int32),
     )
     with on(packed):
-        _look[(rows,)](
+        _look_up_kernel[(rows,)](
             packed,
             tokens_RT,
             tables_GRP,
@@ -73,14 +73,14 @@ def look_up(
             sin,
             floats_FR,
             ints_IR,
-            found.wide,
-            found.tokens_B,
-            found.tables_GBP,
-            found.cos_BA,
-            found.sin_BA,
-            found.floats_FB,
-            found.ints_IB,
-            found.top_k_B,
+            inputs.wide,
+            inputs.tokens_B,
+            inputs.tables_GBP,
+            inputs.cos_BA,
+            inputs.sin_BA,
+            inputs.floats_FB,
+            inputs.ints_IB,
+            inputs.top_k_B,
             len(packed),
             rows,
             num_rows,
@@ -91,11 +91,11 @@ def look_up(
             cos.shape[1],
             FLOATS=len(floats_FR),
             INTS=len(ints_IR),
-            TURN=power_of_two(cos.shape[1]),
+            HALF_DIM=power_of_two(cos.shape[1]),
             BLOCK=256,
             num_warps=4,
         )
-    return found
+    return inputs
 
 
 def put(tokens_B: Tensor, wide: Tensor, rows_at: int, positions_at: int, tokens_RT: Tensor) -> None:
@@ -106,7 +106,7 @@ def put(tokens_B: Tensor, wide: Tensor, rows_at: int, positions_at: int, tokens_
 
 
 @triton.jit(do_not_specialize=["size", "rows", "num_rows", "longest", "rows_T", "positions_T", "angles_T", "rows_B"])
-def _look(
+def _look_up_kernel(
     packed,
     tokens,
     tables,
@@ -135,7 +135,7 @@ def _look(
     half_dim,
     FLOATS: tl.constexpr,
     INTS: tl.constexpr,
-    TURN: tl.constexpr,
+    HALF_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program (sequence)."""
@@ -143,7 +143,7 @@ def _look(
     row, place = tl.load(packed + rows_T + b).to(tl.int64), tl.load(packed + positions_T + b)
     angle, own = tl.load(packed + angles_T + b).to(tl.int64), tl.load(packed + rows_B + b).to(tl.int64)
     tl.store(token_out + b, tl.load(tokens + row * longest + place).to(tl.int64))
-    dim = tl.arange(0, TURN)
+    dim = tl.arange(0, HALF_DIM)
     tl.store(
         cos_out + b * half_dim + dim, tl.load(cos + angle * half_dim + dim, mask=dim < half_dim), mask=dim < half_dim
     )

@@ -27,8 +27,8 @@ def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr, CACHE: tl.constexp
     begin = tl.load(starts + b, mask=there, other=0, cache_modifier=CACHE)
     count = tl.load(starts + b + 1, mask=there, other=0, cache_modifier=CACHE) - begin
     length = tl.load(lengths + b, mask=there, other=0, cache_modifier=CACHE)
-    mine = (count > 0) & (count <= QUERIES)
-    return begin, tl.where(mine, count, 0), tl.where(mine, length, 0)
+    is_split = (count > 0) & (count <= QUERIES)
+    return begin, tl.where(is_split, count, 0), tl.where(is_split, length, 0)
 
 
 @triton.jit
@@ -83,8 +83,8 @@ def _start(
     begin, b, inside = worker * per, 0, 0
     if total == most * num_rows * HEADS:  # all rows alike: they need no search
         # nor are rows split where that leaves few workers idle: adding up costs some 10 µs
-        whole = (per + most - 1) // most * most
-        per = tl.where((per < 512) & (whole - per <= per // 28), whole, per)
+        rounded = (per + most - 1) // most * most
+        per = tl.where((per < 512) & (rounded - per <= per // 28), rounded, per)
         begin = worker * per
         b = begin // (most * HEADS)
         inside = begin % (most * HEADS)
@@ -318,9 +318,9 @@ def decode(
             row_first, total, values = at_tile - (tile - first_tile), tl.sum(totals, 1), whole_of(sums, PAIRS)
             if last & (row_first >= at_first):
                 v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
-                whole = finished(top, total, values, sinks, q_head, used, v_scale, HAS_SINKS)
+                result = finished(top, total, values, sinks, q_head, used, v_scale, HAS_SINKS)
                 o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
-                tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
+                tl.store(out + o_at, result.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
             else:
                 slot = 2 * worker + (row_first > at_first).to(tl.int32)
                 tl.store(peaks + slot * (2 * M) + m_row, top)

@@ -121,11 +121,11 @@ def _by_sequence(
         if b not in batch.pages:
             batch.pages[b] = pages_of(batch.tables_BP[b], length, cache.shape[3])
         k_SKD, v_SKD = gather(cache, batch.pages[b], length, options.scales_2K, q_TND.dtype)
-        found = attend(q_TND[begin:end], k_SKD, v_SKD, options)
+        result = attend(q_TND[begin:end], k_SKD, v_SKD, options)
         if end - begin == len(q_TND):
-            return found
+            return result
         out = torch.zeros_like(q_TND) if out is None else out
-        out[begin:end] = found
+        out[begin:end] = result
     return torch.zeros_like(q_TND) if out is None else out
 
 
@@ -144,8 +144,8 @@ def gather(
     """Keys and values [S, K, D] of a sequence, from its pages. Nothing is copied where pages are consecutive and all
     pages of a head are adjacent (`by_heads`)."""
     heads_first = cache.permute(1, 2, 0, 3, 4)
-    found = heads_first[:, :, pages] if isinstance(pages, slice) else heads_first.index_select(2, pages)
-    both = found.flatten(2, 3)[:, :, :length].to(dtype)
+    gathered = heads_first[:, :, pages] if isinstance(pages, slice) else heads_first.index_select(2, pages)
+    both = gathered.flatten(2, 3)[:, :, :length].to(dtype)
     if scales_2K is not None:
         both = both * scales_2K.to(dtype)[:, :, None, None]
     k_KSD, v_KSD = both
@@ -175,12 +175,12 @@ def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) ->
         k_SKD, v_SKD = k_SKD[1 - queries - window :], v_SKD[1 - queries - window :]  # keys that no query sees any more
     keys = k_SKD.shape[0]
     limited = window is not None and window < keys
-    whole, mask = queries == keys and not limited, None
-    if not whole and (queries > 1 or limited):
+    is_causal, mask = queries == keys and not limited, None
+    if not is_causal and (queries > 1 or limited):
         mask = _seen(_distance(queries, keys, q_TND.device), window)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=whole and queries > 1, scale=options.scale, enable_gqa=True
+        q, k, v, attn_mask=mask, is_causal=is_causal and queries > 1, scale=options.scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
 

@@ -310,11 +310,11 @@ def _one(
     if WINDOW > 0:  # tiles that begin where the last query no longer sees are masked too
         clear_start = tl.maximum(tl.minimum((upto - WINDOW + N - 1) // N, stop), start)
     clear_stop = tl.maximum(tl.minimum((length - count + first_query + 1) // N, stop), clear_start)
-    mine, end = start, stop
+    begin, end = start, stop
     if SPLITS > 1:
-        mine, end = start + (stop - start) * split // parts, start + (stop - start) * (split + 1) // parts
-        clear_start = tl.minimum(tl.maximum(clear_start, mine), end)
-        clear_stop = tl.minimum(tl.maximum(clear_stop, mine), end)
+        begin, end = start + (stop - start) * split // parts, start + (stop - start) * (split + 1) // parts
+        clear_start = tl.minimum(tl.maximum(clear_start, begin), end)
+        clear_stop = tl.minimum(tl.maximum(clear_stop, begin), end)
     if WINDOW > 0:
         top, total, sums = _tiles(
             q_MD,
@@ -326,7 +326,7 @@ def _one(
             page_stride,
             slot_stride,
             table,
-            mine,
+            begin,
             clear_start,
             length,
             lowest,
@@ -406,9 +406,9 @@ def _one(
         tl.store(peaks + slot * (2 * M) + M + m_row, total)
         tl.store(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :], sums)
     else:
-        whole = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
+        result = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
         o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
-        tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
+        tl.store(out + o_at, result.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -469,6 +469,6 @@ def combine_prefill(
                 sums = sums * keep[:, None] + new_sums * add[:, None]
                 top = high
             v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
-            whole = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
+            result = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
             o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
-            tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
+            tl.store(out + o_at, result.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])

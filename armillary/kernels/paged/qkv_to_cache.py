@@ -101,8 +101,8 @@ def _normed_together(qk_TKGD: Tensor, options: QkvOptions) -> Tensor:
 def _normed(x_TND: Tensor, weight: Tensor | None, options: QkvOptions) -> Tensor:
     if options.norm == "none":
         return x_TND
-    whole = weight is not None and weight.numel() != x_TND.shape[-1]
-    x = x_TND.flatten(1) if whole else x_TND
+    all_heads = weight is not None and weight.numel() != x_TND.shape[-1]
+    x = x_TND.flatten(1) if all_heads else x_TND
     if options.norm == "rms":
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + options.eps)
     else:
@@ -117,8 +117,8 @@ def _rotated(x_TND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     part, rest = x_TND[..., :size], x_TND[..., size:]
     first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
     rotated = first * cos - second * sin, second * cos + first * sin
-    whole = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
-    return torch.cat((whole, rest), dim=-1) if rest.shape[-1] else whole
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return torch.cat((joined, rest), dim=-1) if rest.shape[-1] else joined
 
 
 def _write(cache: Tensor, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor, scales_2K: Tensor | None) -> None:
@@ -144,7 +144,7 @@ class QkvCase(Case):
     """rotated dims; 0: none"""
     norm: str = "rms"
     """none, rms or layer"""
-    whole: bool = False
+    all_heads: bool = False
     """whether the norm spans all heads"""
     interleaved: bool = False
     """whether rotated pairs are neighbours"""
@@ -163,7 +163,7 @@ def _inputs(case: QkvCase, generator: torch.Generator) -> tuple[Any, ...]:
     slots[3::101] = -1
     weights: list[Tensor | None] = [None, None]
     if case.norm != "none":
-        sizes = [count * case.head_dim if case.whole else case.head_dim for count in (case.heads, case.kv_heads)]
+        sizes = [count * case.head_dim if case.all_heads else case.head_dim for count in (case.heads, case.kv_heads)]
         weights = [(1 + normal(size) / 4).to(dtype) for size in sizes]
     angles = normal(case.tokens, case.rotary // 2) if case.rotary else None
     return (
@@ -185,7 +185,7 @@ def _work(case: QkvCase) -> OpWork:
 
 def refuses(case: QkvCase) -> str | None:
     """Why the Triton version cannot do a case."""
-    return "a norm over all heads needs every head in one program" if case.whole and case.norm != "none" else None
+    return "a norm over all heads needs every head in one program" if case.all_heads and case.norm != "none" else None
 
 
 QKV_CACHE = Op(

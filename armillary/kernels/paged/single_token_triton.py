@@ -275,5 +275,5 @@ def join(
     top = tl.max(tops, 0)
     weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weights * totals, 0)
-    whole = tl.sum(weights[:, None] * sums, 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + number * D + dim, whole.to(out.dtype.element_ty))
+    result = tl.sum(weights[:, None] * sums, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + number * D + dim, result.to(out.dtype.element_ty))

@@ -168,9 +168,9 @@ def _halves_share_sectors(rotated: int, element_size: int) -> bool:
 
 def pieces(count: int) -> tuple[int, int]:
     """Two powers of two whose sum holds `count`, the second 0 where one alone is as good: 48 -> (32, 16)."""
-    whole = power_of_two(count) if count else 0
-    rest = power_of_two(count - whole // 2)
-    return (whole // 2, rest) if _SMALLEST <= rest < whole // 2 else (whole, 0)
+    power = power_of_two(count) if count else 0
+    rest = power_of_two(count - power // 2)
+    return (power // 2, rest) if _SMALLEST <= rest < power // 2 else (power, 0)
 
 
 def _per_token(table: Tensor, shape: torch.Size) -> Tensor:

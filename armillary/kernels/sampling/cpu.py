@@ -30,11 +30,11 @@ def sample(
         if top != top or top == float("-inf"):
             tokens[b] = -1
         elif heat > 0 and random_B is not None:
-            one = slice(b, b + 1)
+            row = slice(b, b + 1)
             left = (scores[b] >= top - _REACH * heat).nonzero()[:, 0]
-            weights = weigh(scores[b, left][None], top_B[one], draws.temperature_B[one])
-            kept = _kept(weights, draws.top_k_B[one], draws.top_p_B[one], draws.min_p_B[one])
-            tokens[b] = left[drawn(kept, random_B[one])[0]]
+            weights = weigh(scores[b, left][None], top_B[row], draws.temperature_B[row])
+            kept = _kept(weights, draws.top_k_B[row], draws.top_p_B[row], draws.min_p_B[row])
+            tokens[b] = left[drawn(kept, random_B[row])[0]]
     return tokens
 
 

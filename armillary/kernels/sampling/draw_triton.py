@@ -75,17 +75,17 @@ def _nucleus(values, size, least, low, total, wanted, BLOCK: tl.constexpr):
 @triton.jit
 def _first_beyond(values, size, least, bits, target, BLOCK: tl.constexpr):
     """Where the running sum of kept masses passes `target`."""
-    found = tl.zeros([], tl.int32) - 1
+    place = tl.zeros([], tl.int32) - 1
     before = tl.zeros([], tl.int64)
     start = 0
-    while (found < 0) & (start < size):
+    while (place < 0) & (start < size):
         mass, _ = _kept(values, start, size, least, bits, BLOCK)
         after = before + tl.sum(mass, 0)
         inside = start + tl.sum((before + tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
-        found = tl.where(after > target, inside, found)
+        place = tl.where(after > target, inside, place)
         before = after
         start += BLOCK
-    return found
+    return place
 
 
 @triton.jit
@@ -151,8 +151,8 @@ def draw(
     row_tops,
     masses,
     arrived,
-    found,
-    found_at,
+    candidates,
+    candidate_ids,
     out,
     V: tl.constexpr,
     WORDS: tl.constexpr,
@@ -165,7 +165,7 @@ def draw(
     CAPACITY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (row). `found` has CAPACITY candidates of each row, then space for all its weights."""
+    """Program (row). `candidates` has CAPACITY candidates of each row, then space for all its weights."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -211,7 +211,7 @@ def draw(
         tl.store(out + b, token.to(tl.int64))
         return
 
-    values = found + b.to(tl.int64) * (CAPACITY + V)
+    values = candidates + b.to(tl.int64) * (CAPACITY + V)
     total = tl.sum(piece_masses, 0)
     fraction = (tl.minimum(tl.maximum(p, 0.0), 1.0) * 1073741824.0).to(tl.int64)
     size = tl.load(arrived + b)
@@ -239,7 +239,7 @@ def draw(
         bits, total = _nucleus(values, size, least, bits, total, wanted, CAPACITY)
     target = share_of(total, random, 31)
     if suffices:
-        token = _token_beyond(values, found_at + b * CAPACITY, size, least, bits, target, V, CAPACITY)
+        token = _token_beyond(values, candidate_ids + b * CAPACITY, size, least, bits, target, V, CAPACITY)
         tl.store(out + b, token.to(tl.int64))
     else:
         token = _first_beyond(values, size, least, bits, target, CAPACITY)

@@ -113,22 +113,22 @@ def _rows(
 
 
 @triton.jit
-def _collect(logits, bounds, arrived, found, V: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+def _collect(logits, bounds, arrived, candidates, V: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
     """Program (row, piece): ranks of the tokens that reach the bound."""
     b, piece = tl.program_id(0), tl.program_id(1)
     token = piece * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * V + token, mask=token < V, other=float("-inf")).to(tl.float32)
     likely = (token < V) & ((x >= tl.load(bounds + b)) | (x != x))
     place = tl.atomic_add(arrived + b + tl.zeros_like(token), 1, mask=likely, sem="relaxed")
-    tl.store(found + b * CAPACITY + place, _ranks(x, token), mask=likely & (place < CAPACITY))
+    tl.store(candidates + b * CAPACITY + place, _ranks(x, token), mask=likely & (place < CAPACITY))
 
 
 @triton.jit
-def _next(logits, found, b, size, last, V: tl.constexpr, CAPACITY: tl.constexpr):
+def _next(logits, candidates, b, size, last, V: tl.constexpr, CAPACITY: tl.constexpr):
     """The largest rank below `last`, among the candidates or all tokens of the row."""
     at = tl.arange(0, CAPACITY)
     if size <= CAPACITY:
-        rank = tl.load(found + b * CAPACITY + at, mask=at < size, other=_LEAST)
+        rank = tl.load(candidates + b * CAPACITY + at, mask=at < size, other=_LEAST)
         best = tl.max(tl.where(rank < last, rank, _LEAST), 0)
     else:
         most = tl.full([CAPACITY], _LEAST, tl.int64)
@@ -142,13 +142,15 @@ def _next(logits, found, b, size, last, V: tl.constexpr, CAPACITY: tl.constexpr)
 
 
 @triton.jit
-def _order(logits, normalizers, arrived, found, values, ids, V: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr):
+def _order(
+    logits, normalizers, arrived, candidates, values, ids, V: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr
+):
     """Program (row): the likeliest, one after the other."""
     b = tl.program_id(0)
     size, normalizer = tl.load(arrived + b), tl.load(normalizers + b)
     last = tl.full([], 2**63 - 1, tl.int64)
     for i in range(N):
-        last = _next(logits, found, b, size, last, V, CAPACITY)
+        last = _next(logits, candidates, b, size, last, V, CAPACITY)
         tl.store(values + b * N + i, _value(last) - normalizer)
         tl.store(ids + b * N + i, 0x7FFFFFFF - (last & 0x7FFFFFFF))
 
@@ -174,7 +176,7 @@ def _launched(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Ten
     tops, sums, group_tops = (new(torch.float32, batch, count) for count in (pieces, pieces, groups))
     bests = new(torch.int64, batch, pieces)
     normalizers, bounds, arrived = new(torch.float32, batch), new(torch.float32, batch), new(torch.int32, batch)
-    found = new(torch.int64, batch, _CAPACITY)
+    candidates = new(torch.int64, batch, _CAPACITY)
     with on(logits):
         _pieces[(batch, pieces)](
             logits, tops, sums, group_tops, bests, V=vocab, N=num_top, BLOCK=_BLOCK, IN_BLOCK=in_block
@@ -199,9 +201,9 @@ def _launched(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Ten
             BISECTIONS=_BISECTIONS,
         )
         if num_top > 1:
-            _collect[(batch, pieces)](logits, bounds, arrived, found, V=vocab, BLOCK=_BLOCK, CAPACITY=_CAPACITY)
+            _collect[(batch, pieces)](logits, bounds, arrived, candidates, V=vocab, BLOCK=_BLOCK, CAPACITY=_CAPACITY)
             _order[(batch,)](
-                logits, normalizers, arrived, found, *out[1:], V=vocab, N=num_top, CAPACITY=_CAPACITY, num_warps=1
+                logits, normalizers, arrived, candidates, *out[1:], V=vocab, N=num_top, CAPACITY=_CAPACITY, num_warps=1
             )
     return out
 

@@ -106,13 +106,13 @@ def weigh(scores: Tensor, top_B: Tensor, temperature_B: Tensor) -> Tensor:
     factor_B = LOG2E / torch.where(temperature_B > 0, temperature_B.float(), 1.0)
     power = ((scores - top_B[:, None]) * factor_B[:, None]).clamp_min(-ONE - 2.0)
     power = torch.where(scores == top_B[:, None], 0.0, power)
-    whole = torch.floor(power + 0.5)
-    part = power - whole
+    exponent = torch.floor(power + 0.5)
+    part = power - exponent
     value = torch.full_like(part, EXP2[-1])
     for coefficient in EXP2[-2::-1]:
         value = value * part + coefficient
     value = value * part + 1.0
-    return value * ((whole.nan_to_num().int() + 127) << 23).view(torch.float32)
+    return value * ((exponent.nan_to_num().int() + 127) << 23).view(torch.float32)
 
 
 def _integer(weights: Tensor) -> Tensor:

@@ -140,8 +140,8 @@ def _collect(
     bounds,
     masses,
     arrived,
-    found,
-    found_at,
+    candidates,
+    candidate_ids,
     V: tl.constexpr,
     WORDS: tl.constexpr,
     PENALTIES: tl.constexpr,
@@ -172,8 +172,8 @@ def _collect(
         likely = (weights >= bound) & (mass > 0)
         place = tl.atomic_add(arrived + b + tl.zeros_like(token), 1, mask=likely, sem="relaxed")
         fits = likely & (place < CAPACITY)
-        tl.store(found + b.to(tl.int64) * (CAPACITY + V) + place, weights, mask=fits)
-        tl.store(found_at + b * CAPACITY + place, token, mask=fits)
+        tl.store(candidates + b.to(tl.int64) * (CAPACITY + V) + place, weights, mask=fits)
+        tl.store(candidate_ids + b * CAPACITY + place, token, mask=fits)
 
 
 def sample(
@@ -218,11 +218,11 @@ def _launched(
     tops, bests = new(torch.float32, batch, pieces), new(torch.int32, batch, pieces)
     group_tops, masses = new(torch.float32, batch, groups), new(torch.int64, batch, pieces)
     row_tops, bounds, arrived = new(torch.float32, batch), new(torch.float32, batch), new(torch.int32, batch)
-    found, found_at = new(torch.float32, batch, _CAPACITY + vocab), new(torch.int32, batch, _CAPACITY)
+    candidates, candidate_ids = new(torch.float32, batch, _CAPACITY + vocab), new(torch.int32, batch, _CAPACITY)
     in_prompt = None if prompt is None else prompt.contiguous().view(torch.uint8)
     optional = (repetition, presence, frequency, counts, in_prompt, rows, allowed)
     source = [logits, *(logits if x is None else x.contiguous() for x in optional)]
-    how = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seeds, steps)]
+    draw_parameters = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seeds, steps)]
     early = can_start_early(logits.device)
     shape = {
         "V": vocab,
@@ -241,7 +241,7 @@ def _launched(
     with on(logits):
         _maxima[(batch, pieces)](*source, tops, bests, group_tops, IN_BLOCK=in_block, **shape)
         _rows[(batch,)](
-            *how[:3],
+            *draw_parameters[:3],
             tops,
             bests,
             group_tops,
@@ -259,16 +259,25 @@ def _launched(
             **early_launch(early),
         )
         _collect[(batch, pieces)](
-            *source, *how[:4], row_tops, bounds, masses, arrived, found, found_at, CAPACITY=_CAPACITY, **shape
+            *source,
+            *draw_parameters[:4],
+            row_tops,
+            bounds,
+            masses,
+            arrived,
+            candidates,
+            candidate_ids,
+            CAPACITY=_CAPACITY,
+            **shape,
         )
         draw[(batch,)](
             *source,
-            *how,
+            *draw_parameters,
             row_tops,
             masses,
             arrived,
-            found,
-            found_at,
+            candidates,
+            candidate_ids,
             out,
             CAPACITY=_CAPACITY,
             **padded,

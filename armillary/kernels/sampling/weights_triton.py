@@ -58,8 +58,8 @@ def weights_of(scores, top, factor):
     """2^((score - top) · factor) in fp32, at most 1."""
     below = tl.where(scores == top, 0.0, scores) - tl.where(scores == top, 0.0, top)  # inf - inf is NaN
     power = tl.where(scores == top, 0.0, tl.maximum(below * factor, -_ONE - 2.0))
-    whole = tl.floor(power + 0.5)
-    part = power - whole
+    exponent = tl.floor(power + 0.5)
+    part = power - exponent
     value = tl.full(part.shape, _E[5], tl.float32)
     value = value * part + _E[4]
     value = value * part + _E[3]
@@ -67,7 +67,7 @@ def weights_of(scores, top, factor):
     value = value * part + _E[1]
     value = value * part + _E[0]
     value = value * part + 1.0
-    return value * ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return value * ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -125,7 +125,7 @@ def test_it_is_what_the_model_does() -> None:
 
 def test_a_norm_over_all_heads_is_left_to_torch() -> None:
     triton = QKV_CACHE.version("triton")
-    assert triton is not None and "all heads" in str(triton.refuses(QkvCase(tokens=1, whole=True)))
+    assert triton is not None and "all heads" in str(triton.refuses(QkvCase(tokens=1, all_heads=True)))
     options = QkvOptions(norm="rms", q_weight=torch.ones(2 * 2 * 16), k_weight=torch.ones(2 * 16), eps=0.0)
     qkv, cache = torch.randn(3, 2 * 4 * 16), torch.zeros(1, 2, 2, 4, 16)
     q, _ = qkv_cache(qkv, cache, torch.arange(3), None, None, options)
