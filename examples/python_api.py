@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import armillary
-from armillary.model.reference_generate import Sampling
+from armillary.model.sampling import Sampling
 from armillary.spec.arithmetic.params import kv_bytes_per_token, parameters
 from armillary.units import bytes_text, count_text
 

@@ -19,7 +19,7 @@ from armillary.store.home import Home
 
 if TYPE_CHECKING:
     from armillary.engine.engine import Completion
-    from armillary.model.reference_generate import Sampling
+    from armillary.model.sampling import Sampling
     from armillary.model.text.tokenizer import Tokenizer
     from armillary.model.transformer import Transformer
 
@@ -56,7 +56,7 @@ def generate(
     MODEL is a Hugging Face folder, a Hub id or a run; a shape without a tokenizer takes token ids: "1 15 7".
     """
     from armillary.model.generation_config import sampling_defaults
-    from armillary.model.reference_generate import MODELS_OWN, Sampling
+    from armillary.model.sampling import MODEL_FIELDS, Sampling
 
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -67,7 +67,7 @@ def generate(
     phases = {"weights": time.monotonic() - begin}
     own = sampling_defaults(source.files)
     sampling = replace(
-        sampling, **{name: value for name, value in own.given.items() if name in MODELS_OWN and name not in given}
+        sampling, **{name: value for name, value in own.given.items() if name in MODEL_FIELDS and name not in given}
     )
     if source.files is None or not (source.files / "tokenizer.json").is_file():
         return generate_ids(out, loaded, source.name, text, sampling)
@@ -111,7 +111,7 @@ def stream_completion(
     there is something to follow it. Seconds to the first token go to `phases`."""
     from armillary.engine.engine import Completion
     from armillary.engine.generate import answer
-    from armillary.model.reference_generate import check_tokenizer
+    from armillary.model.sampling import check_tokenizer
 
     check_tokenizer(model, tokenizer)
     completion: Completion | None = None

@@ -14,7 +14,7 @@ from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadModel
 from armillary.model.device import pick_device
-from armillary.model.reference_generate import Sampling, check_prompts, check_tokenizer, default_sampling
+from armillary.model.sampling import Sampling, check_prompts, check_tokenizer, default_sampling
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_weights import load_model

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from armillary.model.layers.attention_forms import plain
-from armillary.model.reference_generate import Sampling, generate_tokens
+from armillary.model.sampling import Sampling
 from armillary.model.transformer import build
 from tests.model.layers.test_attention_forms import SHAPES, small
+from tests.model.plain_generation import generate_tokens
 from tests.model.test_agreement import full_logits
 from tests.model.test_transformer import PARTS
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
-from armillary.model.reference_generate import Sampling, generate_tokens
+from armillary.model.sampling import Sampling
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import load_model, save_model
 from tests.model.families import FAMILIES, random_model
 from tests.model.layers.test_attention_forms import small
-from tests.model.plain_generation import plain_completions
+from tests.model.plain_generation import generate_tokens, plain_completions
 
 GREEDY = Sampling(max_tokens=12, temperature=0)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from armillary.model.low_precision.fp8_linear import Fp8Linear
+from armillary.model.low_precision.fp8 import Fp8Linear
 from armillary.parallel.world import join_world
 from armillary.spec.fp8 import fp8_rule, stays_in_bf16
 from armillary.spec.layout import Layout

@@ -1,8 +1,9 @@
-"""A pre-norm block as two hand-written passes around attention, forward and backward, that keep only what they need.
+"""A pre-norm block as two hand-written autograd functions around attention, which save only what they need.
 
-`project` is norm, fused QKV and rotary positions; `finish` is the output projection, residual, norm, MLP and residual.
-The residual's gradient is added inside the norms' backward kernels, products are handed weights in the format they
-multiply in, and with `again` the outputs of norms and activations are made again in the backward pass instead of kept.
+`QkvFunction` is norm, fused QKV and rotary positions; `OutMlpFunction` is the output projection, residual, norm, MLP and
+residual. The residual's gradient is added inside the norms' backward kernels, GEMMs take weights in the dtype they
+multiply in, and with `recompute` the outputs of norms and activations are recomputed in the backward pass instead of
+saved. `tests/model/fused/test_passes.py` and `test_passes_fp8.py` hold these functions to `transformer.Block`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from armillary.kernels.gemm.gemm import Gemms
-from armillary.model.fused.passes_fp8 import Fp8Gemms
 from armillary.model.layers.norm import Norm
+from armillary.model.low_precision.fp8 import Fp8Gemms
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 
 # M tokens (batch and time flattened), H hidden, B batch, T tokens
@@ -23,31 +24,30 @@ from armillary.model.low_precision.weights_16bit import Weights16Bit
 
 @dataclass(frozen=True, kw_only=True)
 class FusedOptions:
-    """How the passes of a model's blocks compute; one for all blocks."""
+    """How fused blocks compute; blocks of a model share one or two of these."""
 
     weights_16bit: Weights16Bit | None = None
-    """copies of the weights to multiply with; None: the weights themselves"""
+    """16-bit copies of the weights for GEMMs; None: the weights themselves"""
     recompute: bool = False
-    """make the outputs of norms and activations again in the backward pass"""
+    """recompute the outputs of norms and activations in the backward pass"""
     accumulate: bool = False
-    """add weights' gradients straight into .grad, in fp32: for one device, where nothing listens to gradients"""
+    """add weight gradients directly into .grad, in fp32: for one device, where no hook needs gradients"""
     norm_pairs: bool = False
-    """launch shape of the norms"""
+    """second launch shape of the norm kernels (`norm_pairs`)"""
     gemms: Gemms = field(default_factory=Gemms)
-    """how matrices are multiplied"""
     fp8: Fp8Gemms | None = None
-    """how blocks of Fp8Linear layers multiply (fused_fp8.py)"""
+    """GEMMs of blocks whose layers are Fp8Linear (passes_fp8.py)"""
 
     @property
     def residual_dtype(self) -> torch.dtype | None:
-        """What blocks hand on; None: what the weights are in."""
+        """Dtype of the residual stream; None: that of the weights."""
         return None if self.weights_16bit is None else self.weights_16bit.dtype
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach() if self.weights_16bit is None else self.weights_16bit.of(parameter)
 
     def gradient(self, parameter: Tensor, dy_MN: Tensor, x_MK: Tensor) -> Tensor | None:
-        """dyᵀ·x, returned, or added into the parameter's .grad."""
+        """dyᵀ·x, returned, or accumulated into the parameter's .grad."""
         if not parameter.requires_grad:
             return None
         if not self.accumulate:
@@ -65,7 +65,7 @@ def norm_arguments(norm: Norm) -> tuple[Tensor | None, Tensor | None, float, boo
 
 
 class QkvFunction(torch.autograd.Function):
-    """x -> q, k, v and x again, so that the residual's gradient comes back through here."""
+    """x -> q, k, v and x itself, so that the residual's gradient comes back through here."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,17 @@ class QkvFunction(torch.autograd.Function):
         dx, dweight, dbias = ops.norm_backward(
             dnormed, dx, x, norm_weight, mean, rstd, plus_one, has_bias, fused.norm_pairs
         )
-        return dx, _or_none(dweight, norm_weight), _or_none(dbias, norm_bias), dqkv, None, None, None, None, None
+        return (
+            dx,
+            grad_or_none(dweight, norm_weight),
+            grad_or_none(dbias, norm_bias),
+            dqkv,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class OutMlpFunction(torch.autograd.Function):
@@ -132,8 +142,8 @@ class OutMlpFunction(torch.autograd.Function):
         inner = fused.gemms.forward(normed, weights[1])
         active = ops.activate(inner, *activation)
         ctx.fused, ctx.norm, ctx.activation, ctx.parameters = fused, norm, activation, (out, up, down)
-        kept = (None, None) if fused.recompute else (normed, active)
-        ctx.save_for_backward(mixed, summed, norm_weight, norm_bias, mean, rstd, inner, *weights, *kept)
+        saved = (None, None) if fused.recompute else (normed, active)
+        ctx.save_for_backward(mixed, summed, norm_weight, norm_bias, mean, rstd, inner, *weights, *saved)
         return fused.gemms.forward(active, weights[2], summed)
 
     @staticmethod
@@ -161,7 +171,7 @@ class OutMlpFunction(torch.autograd.Function):
         )
         dmixed = fused.gemms.back(dx, out_weight)
         dout = fused.gradient(out, dx.flatten(0, 1), mixed.flatten(0, 1))
-        dweight, dbias = _or_none(dweight, norm_weight), _or_none(dbias, norm_bias)
+        dweight, dbias = grad_or_none(dweight, norm_weight), grad_or_none(dbias, norm_bias)
         return dmixed, dx, dout, dweight, dbias, dup, ddown, None, None, None
 
 
@@ -174,7 +184,7 @@ def _sum_and_norm(
     norm_bias: Tensor | None,
     norm: tuple[float, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(sum of the residual and the projection, its norm, mean, 1 / deviation): added by the product or by the norm."""
+    """(sum of residual and projection, its norm, mean, 1 / deviation): added inside the GEMM or the norm kernel."""
     norm_of, (eps, rms, plus_one) = torch.ops.armillary.norm, norm
     arguments = (norm_weight, norm_bias, eps, rms, plus_one, fused.norm_pairs)
     if fused.gemms.fused_add:
@@ -185,5 +195,5 @@ def _sum_and_norm(
     return summed, normed, mean, rstd
 
 
-def _or_none(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+def grad_or_none(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
     return gradient if parameter is not None and parameter.requires_grad else None

@@ -19,12 +19,11 @@ from armillary.kernels.fp8.linear import FP8_LINEAR
 from armillary.kernels.gemm.grouped import grouped_linear
 from armillary.model.fused.dispatch import fits
 from armillary.model.fused.passes import FusedOptions
-from armillary.model.fused.passes_fp8 import Fp8Gemms
 from armillary.model.layers.attention import Attention
 from armillary.model.layers.attention_forms import Attend, AttentionFunction, chosen
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
-from armillary.model.low_precision.fp8_linear import Fp8Weights, use_fp8
+from armillary.model.low_precision.fp8 import Fp8Gemms, Fp8Weights, use_fp8
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.experts import Experts, MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch

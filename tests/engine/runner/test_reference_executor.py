@@ -22,13 +22,14 @@ from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import settings_for
-from armillary.model.reference_generate import Sampling, generate_tokens
+from armillary.model.sampling import Sampling
 from armillary.model.transformer import Transformer, build
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
 from tests.engine.fake import ask
 from tests.engine.output.test_output_text import Letters
 from tests.model.layers.test_attention_forms import SHAPES, small
+from tests.model.plain_generation import generate_tokens
 
 MODELS = SHAPES | {
     "hybrid": small(num_layers=5, attention_pattern=["sliding", "sliding", "full"], window=6),

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from armillary.model.fused import dispatch as fused_block
 from armillary.model.fused.passes import FusedOptions
-from armillary.model.fused.passes_fp8 import Fp8Gemms
 from armillary.model.layers.attention_forms import plain
-from armillary.model.low_precision.fp8_linear import Fp8Linear, Fp8Weights, Multiply, use_fp8
+from armillary.model.low_precision.fp8 import Fp8Gemms, Fp8Linear, Fp8Weights, Multiply, use_fp8
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.transformer import Transformer
 from armillary.spec.model import ModelConfig
