@@ -1,6 +1,6 @@
-"""Which shapes the torch module can build, answered without torch.
+"""Which model shapes the torch module can build; does not import torch.
 
-Counting and planning work for every shape; the module raises on the rest.
+Counting and planning work for every shape; the module raises for the others.
 """
 
 from __future__ import annotations

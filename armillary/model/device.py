@@ -1,4 +1,4 @@
-"""Which device to run on, from what a person asked for and what is there."""
+"""The device to run on, its threads, and its free memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from armillary.units import bytes_text
 
 
 def pick_device(asked: str | None = None) -> torch.device:
-    """The device asked for, or the best there is."""
+    """The requested device, or the best that is available."""
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -26,23 +26,24 @@ def pick_device(asked: str | None = None) -> torch.device:
 
 
 def fit_threads(ranks: int = 1) -> None:
-    """Let torch compute with no more threads than one of `ranks` processes on this machine has cores for.
+    """Let torch use at most as many threads as one of `ranks` processes on this machine has cores.
 
-    torch counts the cores of the machine and not a container's quota. Fewer, as OMP_NUM_THREADS asks for, stay."""
+    torch counts the cores of the machine and not a container's quota. A lower number, as from OMP_NUM_THREADS, is kept.
+    """
     wanted = compute_threads(ranks)
     if torch.get_num_threads() > wanted:
         torch.set_num_threads(wanted)
 
 
 def free_bytes(device: torch.device) -> float | None:
-    """Memory that can still be taken on `device`; None where nobody says."""
+    """Memory that can still be allocated on `device`; None where unknown."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return available_bytes()
 
 
 def refuse_too_big(name: str, num_bytes: float, device: torch.device) -> None:
-    """One line instead of the machine running out of memory."""
+    """Refuse in one line what would run the machine out of memory."""
     free = free_bytes(device)
     if free is not None and num_bytes > free:
         need = f"{name} needs {bytes_text(num_bytes)} for its weights and {device} has {bytes_text(free)} free"

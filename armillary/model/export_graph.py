@@ -1,6 +1,6 @@
-"""A model as one file that needs no Python of ours: torch.export (.pt2) or ONNX (.onnx), with a free number of rows.
+"""Export of a model as one file that needs none of our Python: torch.export (.pt2) or ONNX (.onnx), with dynamic rows.
 
-What was written is read again and held against the module it came from, on batches it was not traced with.
+The file is read back and compared with the module it came from, on batches it was not traced with.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _INPUT = re.compile(r"^(?:(?P<dtype>[a-z]+\d*):)?(?P<sizes>[\d*]+(?:x[\d*]+)*)$"
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One input of a module, without the dim of rows."""
+    """One input of a module, without the row dim."""
 
     sizes: tuple[int | None, ...]
     """None: any size"""
     dtype: torch.dtype = torch.float32
     longest: int | None = None
-    """of free dims; none: no limit"""
+    """of dynamic dims; None: no limit"""
     below: int = 2
-    """whole numbers are tried from 0 to this"""
+    """integers are tried from 0 to this"""
 
     def example(self, rows: int, *, free: int = _FREE, seed: int = 0) -> Tensor:
         shape = [rows, *(free if size is None else size for size in self.sizes)]
@@ -56,7 +56,7 @@ class Exported:
     bytes: int
     inputs: tuple[Input, ...]
     rows: int | None
-    """that it takes; none: any number"""
+    """fixed number of rows; None: any"""
     error: float
     """largest difference from the module over the largest value"""
 
@@ -72,7 +72,7 @@ def parse_input(text: str) -> Input:
 
 
 def like(examples: Sequence[Tensor]) -> tuple[Input, ...]:
-    """Inputs of the shapes of tensors that have rows first."""
+    """Inputs with the shapes of tensors that have rows first."""
     return tuple(Input(sizes=tuple(one.shape[1:]), dtype=one.dtype) for one in examples)
 
 
@@ -89,7 +89,7 @@ class Logits(nn.Module):
 
 
 def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """The plain form without its question of how long the sequence is, which a trace would settle for ever."""
+    """Plain attention without a branch on the sequence length, which a trace would fix."""
     if options.is_plain and not options.window:
         return plain(layer, q, k, v, options)
     index = torch.arange(q.shape[1], device=q.device)[None]
@@ -103,7 +103,7 @@ def of_transformer(model: Transformer) -> tuple[nn.Module, tuple[Input, ...]]:
 
 
 def export(module: nn.Module, inputs: Sequence[Input], path: Path, form: Form, *, rows: int | None = None) -> Exported:
-    """Write `module` to `path`; `rows` fixes their number, which is free else."""
+    """Write `module` to `path`; `rows` fixes their number, which is dynamic otherwise."""
     module = module.eval().requires_grad_(False)
     examples = tuple(one.example(rows or _TRACED_ROWS) for one in inputs)
     shapes = None if rows else tuple(_dims(one) for one in inputs)
@@ -150,7 +150,7 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporters warn of their own deprecations and of packages that are not needed."""
+    """Silence the exporters' warnings about their own deprecations and about packages that are not needed."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -162,7 +162,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-# --- what was written, read again
+# --- check of the written file
 
 
 def _check(module: nn.Module, inputs: Sequence[Input], path: Path, form: Form, rows: int | None) -> float:
@@ -192,7 +192,7 @@ def _error(want: Tensor, got: Tensor) -> float:
 
 
 def load_program(path: Path) -> torch.export.ExportedProgram:
-    """An exported program from its file; torch 2.11 warns of its own read-only buffers, which nobody writes to."""
+    """An exported program from its file; torch 2.11 warns about read-only buffers, which are never written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.export.load(str(path))

@@ -1,4 +1,4 @@
-"""A model's own sampling defaults: what its generation_config.json says, for fields that a request leaves out."""
+"""A model's own sampling defaults from its generation_config.json, for fields that a request leaves out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ABOVE_ZERO = ("top_p", "repetition_penalty")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:
-    """Sampling parameters that a model was published with; none: it says nothing."""
+    """Sampling parameters that a model was published with; None: not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -32,11 +32,11 @@ class SamplingDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
-    """tokens of an answer where the request names no limit"""
+    """most tokens of a response whose request names no limit"""
 
     @property
     def given(self) -> dict[str, Any]:
-        """What it says."""
+        """The fields that are given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class SamplingDefaults:
 
 
 def sampling_defaults(folder: Path | None) -> SamplingDefaults:
-    """Of a Hugging Face folder; BadModel where a value is of no use."""
+    """Of a Hugging Face folder; BadModel where a value is unusable."""
     path = folder / "generation_config.json" if folder is not None else None
     if path is None or not path.is_file():
         return SamplingDefaults()

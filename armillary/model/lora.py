@@ -1,7 +1,7 @@
-"""A frozen projection with trained adapters beside it: y = W·x + scale·B·A·x.
+"""LoRA: a frozen projection with trained adapters: y = W·x + scale·B·A·x.
 
-Projections that are fused into one matrix here keep an A and a B of their own, so that adapters are those of a Hugging
-Face model; B's rows lie in the fused order, so a contiguous cut of the outputs holds whole heads and gate-up pairs.
+Projections that are fused into one matrix here keep their own A and B, so that adapters are those of a Hugging Face
+model; B's rows are in the fused order, so a contiguous shard of the outputs holds whole heads and gate-up pairs.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class LoraLinear(nn.Linear):
 
 
 def _added(base: Tensor, inner: Tensor, b_OA: Tensor) -> Tensor:
-    """base + inner·Bᵀ as one product: what B makes never stands beside the base and their sum, which would be the
-    fullest moment of a layer that is made again."""
+    """base + inner·Bᵀ as one GEMM: the output of B is never held beside the base and their sum, which would be the
+    memory peak of a recomputed layer."""
     total = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b_OA.to(base.dtype).t())
     return total.view(base.shape)
 
 
 def spread(b_Pr: Tensor, target: Target) -> Tensor:
-    """B as [O, A·r]: each row in the columns of its own A, zero in others' and where a row is not adapted. Works on a
-    part of the rows, as long as it holds whole periods."""
+    """B as [O, A·r]: each row in the columns of its own A, zero in the other columns and where a row is not adapted.
+    Works on a part of the rows, as long as it holds whole periods."""
     if target.one_a and all(target.chosen):
         return b_Pr
     rank, widths = b_Pr.shape[1], [w for w, on in zip(target.widths, target.chosen, strict=True) if on]
@@ -70,17 +70,17 @@ def spread(b_Pr: Tensor, target: Target) -> Tensor:
 
 
 def change(a_AI: Tensor, b_Pr: Tensor, target: Target, *, scale: float) -> Tensor:
-    """What the adapters add to the matrix, [O, I]."""
+    """The change of the matrix, [O, I]."""
     return scale * spread(b_Pr, target) @ a_AI
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """Every projection with adapters, by its name."""
+    """Every projection with adapters, by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
 
 
 def attach(model: Transformer, wanted: dict[str, Target], *, rank: int, scale: float, dropout: float = 0.0) -> None:
-    """Freeze the model and put adapters, not yet drawn, on the modules named."""
+    """Freeze the model and put uninitialised adapters on the named modules."""
     model.requires_grad_(False)
     for name, target in wanted.items():
         parent, _, last = name.rpartition(".")
@@ -91,8 +91,8 @@ def attach(model: Transformer, wanted: dict[str, Target], *, rank: int, scale: f
 
 @torch.no_grad()
 def draw(model: nn.Module, *, seed: int, put: Put = Tensor.copy_) -> None:
-    """A uniform within 1/√inputs (as peft draws it), each by its name so that every layout starts alike; B zero, so
-    that the model begins as it was."""
+    """Initialise adapters: A uniform within 1/√inputs (as in peft), seeded by name so that every layout starts alike; B
+    zero, so that the model starts unchanged."""
     for name, module in adapters(model):
         digest = blake2b(f"{seed}/{name}.lora_a".encode(), digest_size=7).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))

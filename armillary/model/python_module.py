@@ -1,4 +1,4 @@
-"""A module that a person wrote: `FILE.py:NAME`, where NAME is a torch module or gives one when it is called."""
+"""A user's module: `FILE.py:NAME`, where NAME is a torch module or a callable that returns one."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def load_python_module(text: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def _run(path: Path) -> dict[str, Any]:
-    """The file's names after it ran, with its own folder to import from."""
+    """The names in the file after it ran, with its own folder on the import path."""
     if not path.is_file():
         raise NotFound(f"no file {path}; give the path of a Python file, like net.py:Net")
     spec = spec_from_file_location(f"armillary_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[spec.name] = module  # dataclasses and pickles look a class's module up
+    sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module
     try:
         spec.loader.exec_module(module)
     finally:

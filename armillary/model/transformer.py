@@ -1,7 +1,13 @@
-"""The only transformer definition: dense and mixture-of-experts decoders, whole or as one pipeline stage.
+"""The reference definition of the transformer: dense and mixture-of-experts decoders, complete or as one pipeline
+stage.
 
-`model(tokens_BT, positions_BT, attend) -> hidden_BTH`; later stages take hidden for tokens; `model.head(hidden)` is
-separate, for chunked losses and last-token logits. The module knows nothing of caches, packing or parallelism.
+`model(tokens_BT, positions_BT, attend) -> hidden_BTH`; later stages take hidden states instead of tokens;
+`model.head(hidden)` is separate, for chunked losses and last-token logits. The module knows nothing of caches, packing
+or parallelism.
+
+Two faster wirings of the same layers are tested against `Block.forward`: `model/fused` (training; tests/model/fused)
+and `engine/runner/forward.py` (serving; tests/engine/runner/test_reference_executor.py, test_families.py and
+test_executor.py).
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from armillary.spec.model import LayerKind, ModelConfig
 # B batch, T tokens, H hidden, V vocabulary
 Progress = Callable[[int, int], None]
 Put = Callable[[Tensor, Tensor], object]
-"""put(parameter, whole tensor): how a weight is filled"""
+"""put(parameter, unsharded tensor): how a weight is filled"""
 
 
 class Block(nn.Module):
@@ -65,7 +71,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder, or the stage of one that holds `layers` and, at the ends, the embedding and the head."""
+    """A decoder, or the pipeline stage that holds `layers` and, at the ends, the embedding and the head."""
 
     def __init__(
         self,
@@ -76,7 +82,7 @@ class Transformer(nn.Module):
         last: bool = True,
         rope_length: int | None = None,
     ) -> None:
-        """`rope_length` settles rotary rules that depend on the sequence length (dynamic, longrope) beforehand."""
+        """`rope_length` fixes the sequence length for rotary scaling rules that depend on it (dynamic, longrope)."""
         super().__init__()
         refuse_unbuildable(config)
         self.config = config
@@ -92,7 +98,7 @@ class Transformer(nn.Module):
         self.output = nn.Linear(config.hidden, config.vocab, bias=config.head_bias) if own_head else None
 
     def forward(self, x: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
-        """Token ids [B, T] (or hidden [B, T, H] on a later stage) to hidden [B, T, H], normed on the last stage."""
+        """Token ids [B, T] (or hidden [B, T, H] on a later stage) to hidden [B, T, H], normalised on the last stage."""
         x_BTH = self.embed(x, positions_BT) if self.embedding is not None else x
         if self.residual_dtype is not None:
             x_BTH = x_BTH.to(self.residual_dtype)
@@ -126,8 +132,8 @@ class Transformer(nn.Module):
     ) -> None:
         """Random weights: normal(std), projections back into the residual stream divided by sqrt(2·layers).
 
-        Each tensor has a generator of its own, seeded by (seed, name), so a pipeline stage draws what the whole would.
-        A tensor is drawn whole; `put` may keep a shard of it.
+        Each tensor has its own generator, seeded by (seed, name), so a pipeline stage draws the same weights as the
+        complete model. A tensor is drawn unsharded; `put` may keep a shard of it.
         """
         into_residual = std / (2 * self.config.num_layers) ** 0.5
         for module in self.modules():
@@ -143,7 +149,7 @@ class Transformer(nn.Module):
                 parameter.zero_()
                 continue
             if name == "output.weight" and self.config.tied:
-                name = "embedding.weight"  # a last stage of its own holds a copy
+                name = "embedding.weight"  # a last stage without the embedding holds a copy
             generator = torch.Generator(device="cpu").manual_seed(_seed_of(seed, name))
             width = into_residual if name.endswith(("out.weight", "down.weight", "down_EHF")) else std
             drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, width, generator=generator)
@@ -174,7 +180,7 @@ def build(
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """`value` as the dtype has it: Gemma was trained with a rounded scale."""
+    """`value` rounded to the dtype: Gemma was trained with a rounded scale."""
     return torch.tensor(value, dtype=dtype, device="cpu").item()
 
 
@@ -193,5 +199,5 @@ def _is_norm(name: str) -> bool:
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """A seed from (seed, name) that is the same in every process and release of Python."""
+    """A seed from (seed, name) that is the same in every process and version of Python."""
     return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "little")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from armillary.model.transformer import Transformer
-from armillary.model.weights.hf_weights import whole_names
+from armillary.model.weights.hf_weights import full_names
 from armillary.parallel import fsdp as data
 from armillary.parallel import vocabulary
 from armillary.parallel.collectives import Clock, Group
@@ -212,7 +212,7 @@ class Sharded:
 
     def whole(self, name: str) -> Tensor:
         """The whole of a parameter of the whole model, on every rank; all ask for the same ones in the same order."""
-        return whole(whole_names(self.model)[name]) if self.pipeline is None else self.pipeline.whole(name)
+        return whole(full_names(self.model)[name]) if self.pipeline is None else self.pipeline.whole(name)
 
     @cached_property
     def num_parameters(self) -> int:

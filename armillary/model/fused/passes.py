@@ -1,7 +1,7 @@
 """A pre-norm block as two hand-written autograd functions around attention, which save only what they need.
 
-`QkvFunction` is norm, fused QKV and rotary positions; `OutMlpFunction` is the output projection, residual, norm, MLP and
-residual. The residual's gradient is added inside the norms' backward kernels, GEMMs take weights in the dtype they
+`QkvFunction` is norm, fused QKV and rotary positions; `OutMlpFunction` is the output projection, residual, norm, MLP
+and residual. The residual's gradient is added inside the norms' backward kernels, GEMMs take weights in the dtype they
 multiply in, and with `recompute` the outputs of norms and activations are recomputed in the backward pass instead of
 saved. `tests/model/fused/test_passes.py` and `test_passes_fp8.py` hold these functions to `transformer.Block`.
 """

@@ -1,7 +1,7 @@
-"""The attention layer: fused QKV, optional QK norm and rotary positions, then whatever `attend` does, then out.
+"""The attention layer: fused QKV, optional QK norm and rotary positions, then the `attend` function, then the output.
 
-Rows of the fused weight are grouped per KV head as [q…, k, v], so a contiguous shard of the output dim holds
-whole heads.
+Rows of the fused weight are grouped per KV head as [q…, k, v], so a contiguous shard of the output dim holds whole
+heads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        if self.alibi:  # made anew in fp32: neither a cast nor an empty copy may touch it
+        if self.alibi:  # recomputed in fp32: neither a cast nor an empty copy may touch it
             self.slopes_N = alibi_slopes(*self.alibi).to(self.qkv.weight.device)
         return self
 
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         return self.out(mixed_BTND.flatten(2))
 
     def _heads(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normed and turned, and values; turned in one kernel where one was chosen."""
+        """Normalised and rotated queries and keys, and values; rotated by one kernel where one was chosen."""
         if self.rotates and self.chosen is not None:
             assert cos_sin is not None
             as_it_is = self.q_norm is None and self.clip is None
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         return self._normed(q, self.q_norm), self._normed(k, self.k_norm), v
 
     def _packed(self, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
-        """Heads in the order of the fused projection again."""
+        """Heads in the order of the fused projection."""
         grouped = (q_BTND.unflatten(2, (-1, self.group)), k_BTKD[:, :, :, None], v_BTKD[:, :, :, None])
         return torch.cat(grouped, dim=3).flatten(2)
 
@@ -88,7 +88,7 @@ class Attention(nn.Module):
     def _normed(self, x_BTND: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
             return x_BTND
-        if torch.is_grad_enabled():  # a view would keep the whole projection for the backward pass
+        if torch.is_grad_enabled():  # a view would keep the full projection for the backward pass
             x_BTND = x_BTND.contiguous()
         return norm(x_BTND.flatten(2)).view_as(x_BTND) if self.norm_whole else norm(x_BTND)
 

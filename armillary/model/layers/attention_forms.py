@@ -1,7 +1,7 @@
-"""The forms of attention that are handed to the model: plain causal, packed documents, and a contiguous cache.
+"""The attention functions that are passed to the model: plain causal, packed documents, and a contiguous cache.
 
-An `attend(layer, q, k, v, options)` alone owns caches and masks, so one model trains, prefills and decodes. These are
-the reference forms in plain torch; faster ones keep the same signature.
+`attend(layer, q, k, v, options)` alone owns caches and masks, so one model trains, prefills and decodes. These are the
+reference functions in plain torch; faster ones have the same signature.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: A
 
 
 def packed(documents_BT: Tensor) -> Attend:
-    """Causal attention that stays inside documents: rows hold several, numbered by `documents_BT`."""
+    """Causal attention inside documents: rows hold several, numbered by `documents_BT`."""
     same_BTS = documents_BT[:, :, None] == documents_BT[:, None, :]
     index_1T = torch.arange(documents_BT.shape[1], device=documents_BT.device)[None]
 
     @cache
     def added(window: int, dtype: torch.dtype) -> Tensor:
-        """What is added to scores, made once: torch would make, and keep, one of a boolean mask in every layer."""
+        """The additive mask, computed once: torch would convert, and keep, a boolean mask in every layer."""
         hidden_BTS = ~_visible(index_1T[:, :, None] - index_1T[:, None, :], window, same_BTS)
         return torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device).masked_fill_(hidden_BTS, -torch.inf)
 
@@ -56,7 +56,7 @@ def packed(documents_BT: Tensor) -> Attend:
 
 def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], documents_BT: Tensor | None) -> Attend:
     """Plain or packed attention by the functions that were chosen for a layer's window and for rows with or without
-    documents, by `kernels.attention.reference`'s signature; the reference forms where none was."""
+    documents, with the signature of `kernels.attention.attention.reference`; the reference functions where none was."""
 
     @cache
     def otherwise() -> Attend:  # a mask that most models never need
@@ -66,7 +66,7 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
         run = functions.get((options.window or None, documents_BT is not None))
         if run is None:
             return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, options)
-        with_documents = AttentionOptions(  # not dataclasses.replace, which torch.compile cannot trace
+        with_documents = AttentionOptions(  # field by field: this runs inside compiled blocks
             documents_BT=documents_BT,
             sinks_N=options.sinks_N,
             slopes_N=options.slopes_N,
@@ -80,10 +80,10 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
 
 
 class ContiguousCache:
-    """Keys and values of `batch` sequences of up to `length` tokens, each layer one tensor.
+    """Keys and values of `batch` sequences of up to `length` tokens, one tensor for all layers.
 
-    Rows may be at different positions: a key is visible from its own position on, so what lies beyond a row's
-    position (padding of a shorter prompt) is never seen before it is overwritten.
+    Rows may be at different positions: a key is visible from its own position on, so keys beyond a row's position
+    (padding of a shorter prompt) are never seen before they are overwritten.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ContiguousCache:
         self.values_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
 
     def at(self, positions_BT: Tensor, upto: int) -> Attend:
-        """The attend of one step: `positions_BT` of its tokens, all below `upto`."""
+        """The `attend` of one step: `positions_BT` of its tokens, all below `upto`."""
         if upto > self.length:
             raise BadInput(f"{upto} tokens do not fit a cache of {self.length}; ask for fewer tokens")
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
@@ -153,7 +153,7 @@ def _sdpa(
 def _explicit(
     q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions, mask_BTS: Tensor, distance_BTS: Tensor
 ) -> Tensor:
-    """Scores written out, for soft caps, sinks and ALiBi; softmax in fp32."""
+    """Materialised scores, for soft caps, sinks and ALiBi; softmax in fp32."""
     group = q_BTND.shape[2] // k_BSKD.shape[2]
     k_BSND, v_BSND = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
     scores_BNTS = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * options.scale_for(q_BTND.shape[-1])
@@ -174,7 +174,8 @@ def _softmax(scores_BNTS: Tensor, sinks_N: Tensor | None) -> Tensor:
 
 
 def alibi_slopes(num_heads: int, alibi_max: float) -> Tensor:
-    """Slopes of Press et al. 2021; a count that is no power of two takes every other slope of the next power."""
+    """Slopes of Press et al. 2021; a number of heads that is no power of two takes every other slope of the next
+    power."""
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = 2.0 ** (-torch.arange(1, power + 1, dtype=torch.float32) * alibi_max / power)
     if power != num_heads:

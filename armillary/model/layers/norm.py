@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm, with or without weight and bias, and Gemma's 1 + w.
 
-Statistics are taken in fp32 whatever the input dtype.
+Statistics are computed in fp32 for every input dtype.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Norm(nn.Module):
         return F.layer_norm(wide, (self.size,), weight, bias, self.eps).to(x.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(the norm of the sum, the sum), in one kernel where one was chosen and nothing is hooked to this norm."""
+        """(the norm of the sum, the sum), in one kernel where one was chosen and this norm has no hooks."""
         if self.chosen_add is None or self._forward_hooks or self._forward_pre_hooks:
             summed = residual + x
             return self(summed), summed
@@ -59,7 +59,7 @@ class Norm(nn.Module):
 
 
 def hidden_norm(config: ModelConfig) -> Norm:
-    """The norm a model uses on its residual stream."""
+    """The norm of a model's residual stream."""
     bias = config.norm == "layer" and config.norm_bias
     return Norm(
         config.hidden,

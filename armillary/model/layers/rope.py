@@ -1,7 +1,7 @@
 """Rotary positions: inverse frequencies under every scaling rule, and their application to queries and keys.
 
-Frequencies follow Su et al. 2021; linear (Chen et al. 2023), dynamic NTK, llama3 (Llama 3.1), yarn (Peng et al.
-2023) and longrope (Ding et al. 2024) stretch them. Cos and sin are computed once a forward, in fp32.
+Frequencies follow Su et al. 2021; linear (Chen et al. 2023), dynamic NTK, llama3 (Llama 3.1), yarn (Peng et al. 2023)
+and longrope (Ding et al. 2024) stretch them. Cos and sin are computed once per forward pass, in fp32.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from armillary.spec.model import ModelConfig, Rope
 class RotaryTable(nn.Module):
     """cos and sin for given positions, one pair for full layers and one for sliding layers where they differ.
 
-    Frequencies are buffers made anew in fp32 whenever the module changes device or dtype, so a forward copies nothing
-    from the host. Rules that depend on the length of the sequence look at the largest position, which waits for the
-    device; `fixed_length` settles them beforehand, as CUDA graphs and servers need.
+    Frequencies are buffers that are recomputed in fp32 whenever the module changes device or dtype, so a forward pass
+    copies nothing from the CPU. Rules that depend on the sequence length read the largest position, which waits for the
+    device; `fixed_length` fixes the length, as CUDA graphs and servers need.
     """
 
     full_R: Tensor
@@ -39,7 +39,7 @@ class RotaryTable(nn.Module):
             self.register_buffer(name, frequencies_R, persistent=False)
 
     def _frequencies(self, length: int) -> dict[str, Tensor]:
-        """Of full layers, and of sliding layers where they have a base of their own."""
+        """Frequencies of full layers, and of sliding layers where they have their own base."""
         made = {"full_R": inverse_frequencies(self.rope, self.rope.theta, self.dim, self.context, length)}
         if self.rope.local_theta is not None:
             made["local_R"] = inverse_frequencies(Rope(), self.rope.local_theta, self.dim, self.context, length)
@@ -105,7 +105,7 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, theta: float, plain: Tensor, dim: int) -> Tensor:
-    """Dims that turn often keep their frequency, those that turn rarely are interpolated, with a ramp between."""
+    """Dims with short wavelengths keep their frequency, those with long ones are interpolated, with a ramp between."""
     context = rope.original_context
     assert context is not None
 
@@ -121,7 +121,7 @@ def _yarn(rope: Rope, theta: float, plain: Tensor, dim: int) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """What multiplies cos and sin: 1 but for yarn and longrope."""
+    """The factor of cos and sin: 1 except for yarn and longrope."""
     if rope.scaling not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -139,7 +139,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def rotate(x_BTND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the first 2·R dims of each head; the rest pass through."""
+    """Rotate the first 2·R dims of each head; the others are unchanged."""
     size = 2 * cos.shape[-1]
     part = widen(x_BTND[..., :size])
     first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""Copies of fp32 parameters in a half format, for matrix products: made once a step instead of once a micro-batch.
+"""16-bit copies of fp32 parameters for GEMMs, made once per step instead of once per micro-batch.
 
-The parameters stay the truth. A copy remembers the version of the parameter it was made from and is made anew when the
-parameter was written since (a load, another optimiser); AdamW of our own writes both at once.
+The parameters are the master weights. A copy remembers the version of the parameter it was made from and is refreshed
+when the parameter has been written since (a load, another optimizer); our AdamW writes both at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Weights16Bit:
-    """Copies of the parameters that were asked for, by parameter."""
+    """Copies of the parameters that were requested, by parameter."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -21,7 +21,7 @@ class Weights16Bit:
         self._versions: dict[Tensor, int] = {}
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """The copy, without a gradient; the parameter itself where it is in that format already."""
+        """The copy, without a gradient; the parameter itself where it has that dtype already."""
         if parameter.dtype == self.dtype:
             return parameter.detach()
         if self._versions.get(parameter) != parameter._version:
@@ -43,7 +43,7 @@ class Weights16Bit:
 
 
 class _Standing(torch.autograd.Function):
-    """The copy for the parameter: nothing is computed, the gradient goes through as it is."""
+    """The copy in place of the parameter: nothing is computed, the gradient passes through."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Mixture of experts: a router that scores, a choice of top-k, and stacked experts [E, 2F, H], [E, H, F].
+"""Mixture of experts: a router, a top-k choice, and stacked experts [E, 2F, H], [E, H, F].
 
-`plain_dispatch` gathers tokens expert by expert: the slow twin that sorted and exchanged dispatches are held against.
+`plain_dispatch` gathers tokens expert by expert: the slow twin of the sorted and the all-to-all dispatch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from armillary.kernels.core.dtype import widen
 from armillary.model.layers.mlp import MLP, activate
 from armillary.model.low_precision.weights_16bit import Weights16Bit
-from armillary.model.moe.router_losses import Balance, watched
+from armillary.model.moe.router_losses import RouterBalance, with_router_losses
 from armillary.spec.model import ModelConfig, MoE
 
-# M tokens (batch and time flattened), E experts, F expert inner size, H hidden, k experts a token
+# M tokens (batch and time flattened), E experts, F expert inner size, H hidden, k experts per token
 Grouped = Callable[..., Tensor]
-"""grouped(x_PK, weight_ENK, ends_E, full) -> y_PN: a version of `kernels.grouped_linear`"""
-Beside = Callable[[], Tensor | None]
-"""what does not depend on the routed experts, computed while they are waited for"""
-Dispatch = Callable[["Experts", Tensor, Tensor, Tensor, Beside], tuple[Tensor, Tensor | None]]
-"""dispatch(experts, x_MH, weights_Mk, experts_Mk, beside) -> (sum of the chosen experts_MH, what beside() gave)"""
+"""grouped(x_PK, weight_ENK, ends_E, full) -> y_PN: a version of `kernels.gemm.grouped.grouped_linear`"""
+Overlapped = Callable[[], Tensor | None]
+"""work that does not depend on the routed experts, done while they are waited for"""
+Dispatch = Callable[["Experts", Tensor, Tensor, Tensor, Overlapped], tuple[Tensor, Tensor | None]]
+"""dispatch(experts, x_MH, weights_Mk, experts_Mk, overlapped) -> (sum of the chosen experts_MH, overlapped())"""
 
 
 class Router(nn.Module):
@@ -83,7 +83,7 @@ class Router(nn.Module):
         return choice_ME.topk(self.moe.top_k, dim=-1).indices
 
     def _limit_groups(self, choice_ME: Tensor) -> Tensor:
-        """Only the experts of the best groups stay; a group is as good as its best (or two best) experts."""
+        """Keep only the experts of the best groups; a group's score is that of its best (or two best) experts."""
         grouped_MGe = choice_ME.unflatten(-1, (self.moe.groups, -1))
         best = 2 if self.moe.selection_bias else 1
         group_scores_MG = grouped_MGe.topk(best, dim=-1).values.sum(dim=-1)
@@ -101,7 +101,7 @@ class Experts(nn.Module):
         self.chosen: Callable[..., Tensor] | None = None
         self.weights_16bit: Weights16Bit | None = None
         self.parts = 1
-        """into which the sums over F are cut: each adds its part of the bias"""
+        """shards of the sums over F: each adds its part of the bias"""
         self.up_E2FH = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn, hidden))
         self.down_EHF = nn.Parameter(torch.empty(moe.num_experts, hidden, moe.ffn))
         self.up_bias_E2F = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn)) if moe.expert_bias else None
@@ -109,25 +109,25 @@ class Experts(nn.Module):
 
     def forward(self, rows_PH: Tensor, experts_P: Tensor, ends_E: Tensor, grouped: Grouped, full: bool) -> Tensor:
         """Rows sorted by expert, each through its own; `ends_E` is where the rows of each expert end, and `full` says
-        that all rows have one."""
+        that all rows have an expert."""
         up_E2FH, down_EHF = self.weights(rows_PH.dtype)
         inner_P2F = grouped(rows_PH, up_E2FH, ends_E, full)
         if self.up_bias_E2F is not None:
-            inner_P2F = inner_P2F + _of_row(self.up_bias_E2F, experts_P, inner_P2F.dtype)
+            inner_P2F = inner_P2F + _bias_of_row(self.up_bias_E2F, experts_P, inner_P2F.dtype)
         out_PH = grouped(self.activate(inner_P2F), down_EHF, ends_E, full)
         if self.down_bias_EH is not None:
-            out_PH = out_PH + _of_row(self.down_bias_EH / self.parts, experts_P, out_PH.dtype)
+            out_PH = out_PH + _bias_of_row(self.down_bias_EH / self.parts, experts_P, out_PH.dtype)
         return out_PH
 
-    def one(self, x_MH: Tensor, expert: int) -> Tensor:
-        """One expert on the tokens it was given."""
+    def single(self, x_MH: Tensor, expert: int) -> Tensor:
+        """One expert on its tokens."""
         up_bias = None if self.up_bias_E2F is None else self.up_bias_E2F[expert]
         down_bias = None if self.down_bias_EH is None else self.down_bias_EH[expert]
         inner = self.activate(F.linear(x_MH, self.up_E2FH[expert], up_bias))
         return F.linear(inner, self.down_EHF[expert], down_bias)
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(up_E2FH, down_EHF) as they are multiplied: cast, or the copies kept for it."""
+        """(up_E2FH, down_EHF) in the dtype of the GEMM: cast, or the 16-bit copies."""
         up, down = self.up_E2FH, self.down_EHF
         if self.weights_16bit is not None and self.weights_16bit.dtype == dtype and isinstance(up, nn.Parameter):
             return self.weights_16bit(up), self.weights_16bit(down)
@@ -155,8 +155,8 @@ class MixtureOfExperts(nn.Module):
         if moe.shared_gate:
             self.shared_gate = nn.Linear(config.hidden, 1, bias=False)
         self.dispatch: Dispatch = plain_dispatch
-        self.balance: Balance | None = None
-        """what training adds and counts; it takes no part where there are no gradients"""
+        self.balance: RouterBalance | None = None
+        """router losses and counts of training; inactive without gradients"""
         self.copies = 1
         """ranks that route the same tokens"""
 
@@ -172,7 +172,9 @@ class MixtureOfExperts(nn.Module):
         mixed_BTH = (mixed_MH if shared_MH is None else mixed_MH + shared_MH).view_as(x_BTH)
         if balance is None:
             return mixed_BTH
-        return watched(mixed_BTH, logits_ME, self.router.probabilities(logits_ME), chosen_Mk, experts_Mk, balance)
+        return with_router_losses(
+            mixed_BTH, logits_ME, self.router.probabilities(logits_ME), chosen_Mk, experts_Mk, balance
+        )
 
     def _shared(self, x_MH: Tensor) -> Tensor | None:
         """The shared expert's part, which every token has."""
@@ -182,14 +184,14 @@ class MixtureOfExperts(nn.Module):
         return shared_MH if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_MH)) * shared_MH
 
 
-def _of_row(bias_EN: Tensor, experts_P: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias of each row's expert; rows of nobody have the last one's, and are thrown away."""
-    rows_PN: Tensor = _OfRow.apply(bias_EN.to(dtype), experts_P)
+def _bias_of_row(bias_EN: Tensor, experts_P: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias of each row's expert; rows of no expert get the last one's, and are discarded."""
+    rows_PN: Tensor = _BiasOfRow.apply(bias_EN.to(dtype), experts_P)
     return rows_PN
 
 
-class _OfRow(torch.autograd.Function):
-    """Gradients are summed by a product, in fp32: adding rows up one by one in a half format loses digits."""
+class _BiasOfRow(torch.autograd.Function):
+    """Gradients are summed by a GEMM, in fp32: adding rows one by one in a 16-bit dtype loses digits."""
 
     @staticmethod
     def forward(ctx: Any, bias_EN: Tensor, experts_P: Tensor) -> Tensor:
@@ -205,16 +207,16 @@ class _OfRow(torch.autograd.Function):
 
 
 def plain_dispatch(
-    experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
+    experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, overlapped: Overlapped
 ) -> tuple[Tensor, Tensor | None]:
-    """Expert by expert; a choice that names no expert (a dropped one) is passed over."""
+    """Expert by expert; a dropped choice (which names no expert) is skipped."""
     mixed_MH = torch.zeros_like(x_MH)
     for expert in range(experts.moe.num_experts):
         tokens, slots = torch.where(experts_Mk == expert)
         weights_m1 = weights_Mk[tokens, slots, None]
         if experts.moe.scale_input:
-            out = experts.one(x_MH[tokens] * weights_m1, expert)
+            out = experts.single(x_MH[tokens] * weights_m1, expert)
         else:
-            out = experts.one(x_MH[tokens], expert) * weights_m1
+            out = experts.single(x_MH[tokens], expert) * weights_m1
         mixed_MH = mixed_MH.index_add(0, tokens, out.to(mixed_MH.dtype))
-    return mixed_MH, beside()
+    return mixed_MH, overlapped()

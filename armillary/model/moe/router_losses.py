@@ -1,8 +1,13 @@
-"""What training adds to a layer of experts: the balance and z losses of its router, and a count of what it did.
+"""What training adds to an expert layer: the balance and z losses of its router, counts of its choices, and capacity.
 
-The losses are sums over tokens and sequences divided by the step's totals, so they do not depend on how a step is cut
-into micro-batches and ranks. They enter where the layer's gradient comes in: a layer's output stays the only thing that
-leaves it, and what is counted is counted once, in the backward pass, however often a forward pass is made again.
+The losses are sums over tokens and sequences divided by the step's totals, so they do not depend on how a step is split
+into micro-batches and ranks. They are added to the gradient of the layer's output: the output stays the layer's only
+result, and choices are counted once, in the backward pass, however often a forward pass is recomputed.
+
+Capacity follows GShard (Lepikhin et al. 2020), within each sequence by itself: all first choices before all second
+ones, and among equals the earlier position first. So what is dropped does not depend on how sequences are batched or
+sharded; where ranks share a sequence, its choices are gathered first. A dropped choice adds nothing; the weights of the
+others stay as they are.
 """
 
 from __future__ import annotations
@@ -19,21 +24,21 @@ from armillary.kernels.core.compile import uncompiled
 from armillary.spec.model import MoE
 
 Rule = Callable[[Tensor], Tensor]
-# B sequences, T tokens of each, M = B·T, E experts, k choices a token
+# B sequences, T tokens of each, M = B·T, E experts, k choices per token
 
 
 @dataclass(kw_only=True)
-class Balance:
-    """How one layer's router is held in balance, and where its counts go."""
+class RouterBalance:
+    """Losses and capacity of one layer's router, and where its counts go."""
 
     aux_weight: float
     """of the balance loss, over layers and tokens of a step"""
     z_weight: float
     """of the z-loss, over layers and tokens of a step"""
     capacity: float | None
-    """places of an expert in each sequence, times the fair share; None: as many as are wanted"""
+    """capacity of an expert per sequence, as a multiple of the fair share; None: unlimited"""
     scale: Tensor
-    """what the loss is multiplied by before the backward pass"""
+    """factor of the loss before the backward pass"""
     tally: Tensor
     """[2E + 3]: see `Counts`"""
     copies: int = 1
@@ -41,7 +46,8 @@ class Balance:
     over_ranks: Callable[[Tensor], Tensor] | None = None
     """sums counts over ranks that hold other parts of the same sequences"""
     over_rows: Callable[[Rule, Tensor], Tensor] | None = None
-    """applies a rule to the choices [B, T, k] of whole sequences, of which this rank has a part, and gives that part"""
+    """applies a rule to the choices [B, T, k] of complete sequences, of which this rank has a part, and returns that
+    part"""
 
     def kept(self, chosen_Mk: Tensor, sequences: int, moe: MoE) -> Tensor:
         """The choices, where those beyond the capacity name no expert."""
@@ -68,13 +74,18 @@ class Counts:
         self.size = 2 * num_experts + 3
 
 
-@uncompiled  # counts are kept beside the graph
-def watched(
-    out_BTH: Tensor, logits_ME: Tensor, probability_ME: Tensor, chosen_Mk: Tensor, kept_Mk: Tensor, balance: Balance
+@uncompiled  # counts are kept outside the graph
+def with_router_losses(
+    out_BTH: Tensor,
+    logits_ME: Tensor,
+    probability_ME: Tensor,
+    chosen_Mk: Tensor,
+    kept_Mk: Tensor,
+    balance: RouterBalance,
 ) -> Tensor:
-    """The layer's output as it is; its backward pass adds the gradients of the router's losses, and counts.
+    """The layer's output unchanged; its backward pass adds the gradients of the router's losses, and counts.
 
-    Balance loss of a sequence (Fedus et al. 2021, by sequence as in DeepSeek-V3): E/k · Σ_e f_e · P_e, f_e the choices
+    Balance loss of a sequence (Fedus et al. 2021, per sequence as in DeepSeek-V3): E/k · Σ_e f_e · P_e, f_e the choices
     of expert e and P_e its mean probability, both over the sequence's tokens; 1 where the load is even. z-loss (Zoph et
     al. 2022): the squared log-sum-exp of a token's logits.
     """
@@ -82,21 +93,21 @@ def watched(
     tokens = len(logits_ME) // sequences
     chosen_ME = (chosen_Mk[..., None] == torch.arange(num_experts, device=chosen_Mk.device)).sum(dim=1)
     load_BE = chosen_ME.view(sequences, tokens, num_experts).sum(dim=1).to(logits_ME.dtype)
-    whole_BE = load_BE if balance.over_ranks is None else balance.over_ranks(load_BE)
-    share_BE = whole_BE / whole_BE.sum(dim=-1, keepdim=True)  # of the k·T choices of a whole sequence
+    total_BE = load_BE if balance.over_ranks is None else balance.over_ranks(load_BE)
+    share_BE = total_BE / total_BE.sum(dim=-1, keepdim=True)  # of the k·T choices of a complete sequence
     aux = num_experts * (share_BE * probability_ME.view(sequences, tokens, num_experts).sum(dim=1)).sum()
     z = logits_ME.logsumexp(dim=-1).square().sum()
     added = (balance.aux_weight * aux + balance.z_weight * z) / balance.copies
     dropped = (kept_Mk == num_experts).sum()
     sums = (load_BE.sum(dim=0), probability_ME.sum(dim=0), torch.stack((aux, z)), dropped[None])
     counted = torch.cat([part.detach().to(balance.tally.dtype) for part in sums])
-    result: Tensor = _Watched.apply(out_BTH, added, counted, balance)
+    result: Tensor = _WithRouterLosses.apply(out_BTH, added, counted, balance)
     return result
 
 
-class _Watched(torch.autograd.Function):
+class _WithRouterLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, added: Tensor, counted: Tensor, balance: Balance) -> Tensor:
+    def forward(ctx: Any, out: Tensor, added: Tensor, counted: Tensor, balance: RouterBalance) -> Tensor:
         ctx.balance, ctx.dtype = balance, added.dtype
         ctx.save_for_backward(counted)
         return out.view_as(out)
@@ -108,29 +119,29 @@ class _Watched(torch.autograd.Function):
         return grad, balance.scale.to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
-# B sequences, T tokens of each, M = B·T, E experts, k choices a token
+# B sequences, T tokens of each, M = B·T, E experts, k choices per token
 
 
-def places(tokens: int, moe: MoE, capacity: float) -> int:
+def capacity_per_sequence(tokens: int, moe: MoE, capacity: float) -> int:
     """⌈capacity · T · k / E⌉: the fair share of a sequence of T tokens, times `capacity`."""
-    return ceil(capacity * tokens * moe.top_k / moe.num_experts - 1e-9)  # 1.1 · 10 is a hair above 11
+    return ceil(capacity * tokens * moe.top_k / moe.num_experts - 1e-9)  # 1.1 · 10 is slightly above 11
 
 
 def drop_beyond(experts_Mk: Tensor, sequences: int, moe: MoE, capacity: float) -> Tensor:
-    """The choices (the likeliest first) of whole sequences, where those without a place name no expert (E)."""
+    """The choices (the likeliest first) of complete sequences, where those beyond the capacity name no expert (E)."""
     tokens = len(experts_Mk) // sequences
-    taken_Mk = _turns(experts_Mk, sequences, moe.num_experts)
-    return experts_Mk.masked_fill(taken_Mk >= places(tokens, moe, capacity), moe.num_experts)
+    taken_Mk = _queue_positions(experts_Mk, sequences, moe.num_experts)
+    return experts_Mk.masked_fill(taken_Mk >= capacity_per_sequence(tokens, moe, capacity), moe.num_experts)
 
 
-def _turns(experts_Mk: Tensor, sequences: int, num_experts: int) -> Tensor:
-    """How many choices of the same sequence stand before each one at its expert."""
+def _queue_positions(experts_Mk: Tensor, sequences: int, num_experts: int) -> Tensor:
+    """How many earlier choices of the same sequence each choice has at its expert."""
     tokens, k = len(experts_Mk) // sequences, experts_Mk.shape[1]
     by_rank_BkT = experts_Mk.view(sequences, tokens, k).transpose(1, 2)
     row_B11 = torch.arange(sequences, device=experts_Mk.device)[:, None, None]
     queues = (by_rank_BkT + row_B11 * num_experts).flatten()
     ordered, order = queues.sort(stable=True)
-    first = torch.searchsorted(ordered, ordered)  # where each one's queue begins
-    turns = torch.empty_like(order)
-    turns[order] = torch.arange(len(order), device=order.device) - first
-    return turns.view(sequences, k, tokens).transpose(1, 2).reshape(-1, k)
+    first = torch.searchsorted(ordered, ordered)  # where each queue begins
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=order.device) - first
+    return positions.view(sequences, k, tokens).transpose(1, 2).reshape(-1, k)

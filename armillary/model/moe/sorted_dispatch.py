@@ -1,7 +1,7 @@
-"""Dropless dispatch: copies of tokens sorted by expert, all experts in one grouped product, results put back, summed.
+"""Dropless dispatch: copies of tokens sorted by expert, one grouped GEMM for all experts, results unsorted and summed.
 
-Moving rows is a permutation and its inverse, forward and backward, so nothing is added atomically and nothing waits for
-the device. A token's experts are summed in the order of their numbers, as the plain dispatch does.
+Moving rows is a permutation and its inverse, forward and backward, so there are no atomics and nothing waits for the
+device. A token's experts are summed in the order of their numbers, as in the plain dispatch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import uncompiled
 from armillary.kernels.gemm.grouped import grouped_linear
-from armillary.model.moe.experts import Beside, Experts, Grouped
+from armillary.model.moe.experts import Experts, Grouped, Overlapped
 
 # M tokens, k choices of each, P = M·k copies, E experts, H hidden
 
 
-class Sorted(NamedTuple):
+class SortedCopies(NamedTuple):
     """The copies of tokens in the order of their experts."""
 
     source_P: Tensor
@@ -33,7 +33,7 @@ class Sorted(NamedTuple):
     """where the rows of each expert end"""
 
 
-def sort_copies(weights_Mk: Tensor, experts_Mk: Tensor, num_experts: int) -> Sorted:
+def sort_copies(weights_Mk: Tensor, experts_Mk: Tensor, num_experts: int) -> SortedCopies:
     """Stable: copies of one expert stay in the order of their tokens."""
     experts_Mk, slots_Mk = experts_Mk.sort(dim=-1)
     experts_P, order_P = experts_Mk.flatten().sort(stable=True)
@@ -42,18 +42,18 @@ def sort_copies(weights_Mk: Tensor, experts_Mk: Tensor, num_experts: int) -> Sor
     source_P = order_P // k
     from_P = source_P * k + slots_Mk.flatten()[order_P]  # the choice each row is for
     weights_P = permuted(weights_Mk.flatten(), from_P, inverted(from_P))
-    return Sorted(source_P, inverted(order_P).view(-1, k), weights_P, experts_P, ends_E.to(torch.int32))
+    return SortedCopies(source_P, inverted(order_P).view(-1, k), weights_P, experts_P, ends_E.to(torch.int32))
 
 
 def inverted(order_R: Tensor) -> Tensor:
-    """Where each one went."""
+    """The inverse permutation."""
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
     return inverse_R
 
 
 def permuted(rows_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Rows in another order; gradients are put back rather than added up."""
+    """Rows in another order; gradients are permuted back rather than added up."""
     result: Tensor = _Permuted.apply(rows_RH, order_R, inverse_R)
     return result
 
@@ -70,62 +70,62 @@ class _Permuted(torch.autograd.Function):
 
 
 class SortedDispatch:
-    """`MixtureOfExperts.dispatch` by one grouped product for all experts of a layer."""
+    """`MixtureOfExperts.dispatch` by one grouped GEMM for all experts of a layer."""
 
     def __init__(self, grouped: Grouped = grouped_linear, *, drops: bool = False) -> None:
         """`drops` where choices may name no expert."""
         self.grouped, self.drops = grouped, drops
 
-    @uncompiled  # kernels of its own, which no compiler makes better
+    @uncompiled  # its own kernels, which a compiler does not improve
     def __call__(
-        self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
+        self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, overlapped: Overlapped
     ) -> tuple[Tensor, Tensor | None]:
-        found, rows_PH = sorted_rows(experts, x_MH, weights_Mk, experts_Mk)
-        out_PH = experts(rows_PH, found.experts_P, found.ends_E, self.grouped, not self.drops)
-        return collect(experts, out_PH, found).to(x_MH.dtype), beside()
+        copies, rows_PH = sorted_rows(experts, x_MH, weights_Mk, experts_Mk)
+        out_PH = experts(rows_PH, copies.experts_P, copies.ends_E, self.grouped, not self.drops)
+        return sum_copies(experts, out_PH, copies).to(x_MH.dtype), overlapped()
 
 
-def sorted_rows(experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor) -> tuple[Sorted, Tensor]:
+def sorted_rows(experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor) -> tuple[SortedCopies, Tensor]:
     """The copies of all tokens in the order of their experts, ready to be multiplied."""
-    found = sort_copies(weights_Mk, experts_Mk, experts.moe.num_experts)
-    rows_PH = spread(multiplied_as(x_MH), found)
+    copies = sort_copies(weights_Mk, experts_Mk, experts.moe.num_experts)
+    rows_PH = copy_tokens(to_autocast(x_MH), copies)
     if experts.moe.scale_input:
-        rows_PH = rows_PH * found.weights_P[:, None].to(rows_PH.dtype)
-    return found, rows_PH
+        rows_PH = rows_PH * copies.weights_P[:, None].to(rows_PH.dtype)
+    return copies, rows_PH
 
 
-def multiplied_as(x: Tensor) -> Tensor:
-    """In the format that autocast multiplies in."""
+def to_autocast(x: Tensor) -> Tensor:
+    """In the dtype that autocast multiplies in."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def spread(x_MH: Tensor, found: Sorted) -> Tensor:
+def copy_tokens(x_MH: Tensor, copies: SortedCopies) -> Tensor:
     """Every token's copies, in the order of their experts."""
-    rows_PH: Tensor = _Spread.apply(x_MH, found.source_P, found.inverse_Mk)
+    rows_PH: Tensor = _CopyTokens.apply(x_MH, copies.source_P, copies.inverse_Mk)
     return rows_PH
 
 
-def collect(experts: Experts, out_PH: Tensor, found: Sorted) -> Tensor:
-    """The weighted sum of each token's copies; those of nobody count as zero."""
+def sum_copies(experts: Experts, out_PH: Tensor, copies: SortedCopies) -> Tensor:
+    """The weighted sum of each token's copies; those of no expert count as zero."""
     if not experts.moe.scale_input:
-        out_PH = out_PH * found.weights_P[:, None].to(out_PH.dtype)
+        out_PH = out_PH * copies.weights_P[:, None].to(out_PH.dtype)
     if experts.down_bias_EH is not None:
-        out_PH = out_PH.where(found.experts_P[:, None] < experts.moe.num_experts, 0.0)
-    mixed_MH: Tensor = _Collect.apply(out_PH, found.source_P, found.inverse_Mk)
+        out_PH = out_PH.where(copies.experts_P[:, None] < experts.moe.num_experts, 0.0)
+    mixed_MH: Tensor = _SumCopies.apply(out_PH, copies.source_P, copies.inverse_Mk)
     return mixed_MH
 
 
 def _gathered_sums(rows_PH: Tensor, inverse_Mk: Tensor) -> Tensor:
-    first, *others = inverse_Mk.unbind(1)
+    first, *rest = inverse_Mk.unbind(1)
     total = rows_PH.index_select(0, first)
-    for at_M in others:
+    for at_M in rest:
         total = total + rows_PH.index_select(0, at_M)
     return total
 
 
-class _Spread(torch.autograd.Function):
-    """Its gradient is what `_Collect` does, and the other way round."""
+class _CopyTokens(torch.autograd.Function):
+    """Its gradient is the forward of `_SumCopies`, and the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x_MH: Tensor, source_P: Tensor, inverse_Mk: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class _Spread(torch.autograd.Function):
         return _gathered_sums(grad_PH, ctx.saved_tensors[0]), None, None
 
 
-class _Collect(torch.autograd.Function):
+class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_PH: Tensor, source_P: Tensor, inverse_Mk: Tensor) -> Tensor:
         ctx.save_for_backward(source_P)

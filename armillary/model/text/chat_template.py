@@ -25,7 +25,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> template source; files beside the tokenizer win over the entry in tokenizer_config.json."""
+    """Name -> template source; files beside the tokenizer take precedence over the entry in tokenizer_config.json."""
     found: dict[str, str] = {}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = _read(folder / "chat_template.jinja")
@@ -78,7 +78,7 @@ def render(
     continue_final: bool = False,
 ) -> str:
     """The prompt as text; `variables` are the special tokens and whatever else the template reads; `marks` are put
-    around what the template says the assistant wrote; `continue_final` leaves the last message open."""
+    around the parts that the template marks as the assistant's; `continue_final` leaves the last message open."""
     if not messages:
         raise BadInput("a chat needs at least one message; add one like {'role': 'user', 'content': '…'}")
     template = _compiled(source)
@@ -97,7 +97,7 @@ def render(
 
 
 def _tagged(message: Message) -> Message:
-    """A message whose end can be found in what a template makes of it."""
+    """A message with a tag by which its end can be found in the rendered text."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str):
         raise BadInput("the last message has no text that could be continued; give its content as text")
@@ -105,8 +105,8 @@ def _tagged(message: Message) -> Message:
 
 
 def _open(text: str) -> str:
-    """All before the end of the last message (as transformers: a template that trims messages has trimmed the tag's
-    space too)."""
+    """Everything before the end of the last message (as in transformers: a template that trims messages has trimmed the
+    tag's space too)."""
     at = text.rfind(_END.strip())
     if at < 0:
         raise BadInput(
@@ -117,7 +117,7 @@ def _open(text: str) -> str:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message whose reasoning, under whichever name it came, has the names templates read."""
+    """A message whose reasoning, under any of its names, has the names that templates read."""
     if not isinstance(message, Mapping):
         raise BadInput(f"a chat message is a table with role and content, not {message!r}")
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
     raise BadInput(f"chat messages hold text, numbers, lists and tables, not {type(value).__name__}; convert it first")
 
 
-# --- Jinja, imported late: most verbs never render a chat
+# --- Jinja, imported lazily: most verbs never render a chat
 
 
 @lru_cache(maxsize=32)
@@ -161,7 +161,7 @@ def _template_error() -> type[Exception]:
 
 
 def _environment() -> jinja2.Environment:
-    """The environment Hugging Face templates are written for: block trimming, loop controls, and its globals."""
+    """The environment that Hugging Face templates are written for: block trimming, loop controls, and its globals."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -178,8 +178,8 @@ def _environment() -> jinja2.Environment:
 
 
 def _generation_block() -> type[jinja2.ext.Extension]:
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; rendering leaves it as it is, unless it is
-    asked to put marks around it (a variable that is not given renders as nothing)."""
+    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; it renders as its content, with marks
+    around it where they are requested (a variable that is not given renders as nothing)."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -191,7 +191,7 @@ def _generation_block() -> type[jinja2.ext.Extension]:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             begin, end = (nodes.Output([nodes.Name(name, "load")]).set_lineno(line) for name in _MARKS)
-            # a scope of its own: what is set inside is not seen outside, as in transformers
+            # its own scope: variables set inside are not visible outside, as in transformers
             return nodes.Scope([begin, *body, end]).set_lineno(line)
 
     return Generation

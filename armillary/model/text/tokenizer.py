@@ -1,6 +1,6 @@
 """Text to token ids and back, from the tokenizer files of a Hugging Face folder.
 
-`Tokenizer` does what tokenizer.json says, as transformers does; `Detokenizer` streams text one token at a time.
+`Tokenizer` follows tokenizer.json as transformers does; `Detokenizer` streams text one token at a time.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Tokenizer:
     named: Mapping[str, str]
     """bos_token, eos_token, pad_token … as text"""
     eos_ids: tuple[int, ...] = ()
-    """ids that end a generation; the tokenizer's own end of text first"""
+    """ids that end a generation; the tokenizer's own end of text comes first"""
     templates: Mapping[str, str] = field(default_factory=dict)
     """chat templates by name"""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """tokenizer_config.json as it was read; saved again"""
+    """tokenizer_config.json as it was read; `save` writes it back"""
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer in a Hugging Face folder.
 
-        transformers 5 rebuilds a few old classes (LlamaTokenizer) in code instead: where their tokenizer.json
-        prepends ▁ in a normalizer, texts that begin with a space get one token less there.
+        transformers 5 rebuilds a few old classes (LlamaTokenizer) in code instead: where their tokenizer.json prepends
+        ▁ in a normalizer, texts that begin with a space get one token fewer there.
         """
         folder = Path(folder)
         backend = _backend(folder)
@@ -78,11 +78,12 @@ class Tokenizer:
             _write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of `text`; `special` adds what the tokenizer puts around a text (bos). A rendered chat has it already."""
+        """Ids of `text`; `special` adds the tokenizer's special tokens around a text (bos). A rendered chat has them
+        already."""
         return self._encode_batch(self.backend, [text], special)[0]
 
     def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a rendered chat, and the characters (from, to) each of them stands for."""
+        """Ids of a rendered chat, and the characters (from, to) of each."""
         try:
             found = self.backend.encode(text, add_special_tokens=False)
         except TypeError:
@@ -90,7 +91,7 @@ class Tokenizer:
         return found.ids, found.offsets
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of whole documents on all cores, each closed by the end of text.
+        """Ids of complete documents on all cores, each closed by the end of text.
 
         The text of a special token inside a document is plain text here: data cannot forge a document end.
         """
@@ -121,8 +122,8 @@ class Tokenizer:
         **extra: Any,
     ) -> str:
         """The prompt for a conversation; encode it with `special=False`, the template writes its own bos. `marks` are
-        put around what the template says the assistant wrote; `continue_final` leaves the last message open;
-        `template` stands in for the tokenizer's own."""
+        put around the parts that the template marks as the assistant's; `continue_final` leaves the last message open;
+        `template` replaces the tokenizer's own."""
         source = chat.pick(self.templates, tools=tools) if template is None else template
         variables = dict(self.named) | extra
         return chat.render(
@@ -137,7 +138,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the highest id, added tokens included: the rows an embedding needs at least."""
+        """One more than the highest id, added tokens included: the fewest rows of an embedding."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -147,7 +148,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the tokenizer.json that `save` writes: equal tokenizers have equal ones."""
+        """sha256 of the tokenizer.json that `save` writes: equal tokenizers have equal fingerprints."""
         return hashlib.sha256(self._serialised.encode()).hexdigest()
 
     @property
@@ -156,7 +157,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The end of a document; `eos_ids` may hold more that end a generation."""
+        """The end of a document; `eos_ids` may hold more ids that end a generation."""
         return self.eos_ids[0] if self.eos_ids else None
 
     @property
@@ -178,14 +179,14 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Streams text: `push` an id, get the text that is now certain; never half a character.
+    """Streaming detokenizer: `push` an id, get the text that is now final; never half a character.
 
-    Each piece is decoded together with the one before it, because a decoder may treat the first token differently
-    (a leading space). All pieces joined, with `finish()`, equal one decode of all ids.
+    Each piece is decoded together with the one before it, because a decoder may treat the first token differently (a
+    leading space). All pieces joined, with `finish()`, equal one decode of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, keep: frozenset[int] = frozenset()) -> None:
-        """Special tokens are left out, but for those in `keep`."""
+        """Special tokens are left out, except those in `keep`."""
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()
         self._before: list[int] = []
@@ -203,7 +204,7 @@ class Detokenizer:
         return "" if not text or text.endswith("\ufffd") else self._take(text)
 
     def finish(self) -> str:
-        """What was held back, broken characters included."""
+        """The text that was held back, broken characters included."""
         return self._take(self._new_text())
 
     def _new_text(self) -> str:
@@ -220,7 +221,7 @@ class Detokenizer:
 
 
 def eos_ids_of(folder: Path) -> tuple[int, ...]:
-    """End tokens of a model without a tokenizer, as its generation_config.json or config.json gives them."""
+    """End tokens of a model without a tokenizer, from its generation_config.json or config.json."""
     ends = _json(folder / "generation_config.json").get("eos_token_id")
     return _eos_ids(None, _json(folder / "config.json").get("eos_token_id") if ends is None else ends)
 
@@ -278,7 +279,8 @@ def _add_lacking(
     named: Mapping[str, str],
     tokens: Mapping[str, Any],
 ) -> None:
-    """Tokens the configuration names and tokenizer.json lacks get the next free ids, in transformers' order."""
+    """Add tokens that the configuration names and tokenizer.json lacks, with the next free ids, in transformers'
+    order."""
     extra = tokens.get("extra_special_tokens") or tokens.get("additional_special_tokens") or ()
     extra = extra.values() if isinstance(extra, Mapping) else extra
     first = [named[name] for name in _NAMED if name in named]

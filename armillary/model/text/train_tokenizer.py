@@ -1,6 +1,7 @@
-"""Trains a byte-level BPE tokenizer: any text encodes, and decodes to itself.
+"""Training of a byte-level BPE tokenizer: any text encodes, and decodes to itself.
 
-The result carries an end of text, chat tokens and a small chat template, so a model trained on it can be tuned later.
+The result has an end of text, chat tokens and a small chat template, so that a model trained with it can be tuned
+later.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ SPECIAL = (END_OF_TEXT, PAD, TURN_START, TURN_END)
 SMALLEST = 256 + len(SPECIAL)
 LARGEST = 2**20
 
-# How GPT-4's cl100k_base cuts text into words (the pattern is published in OpenAI's tiktoken), except that numbers are
-# cut after two digits rather than three: in a small vocabulary a thousand triples would crowd out words.
+# How GPT-4's cl100k_base splits text into words (the pattern is published in OpenAI's tiktoken), except that numbers
+# are split after two digits rather than three: in a small vocabulary a thousand triples would crowd out words.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

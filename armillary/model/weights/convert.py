@@ -1,4 +1,4 @@
-"""Any model that can be named, rewritten as a Hugging Face folder in the dtype and shard size asked for."""
+"""Conversion of any named model to a Hugging Face folder with a given dtype and shard size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def convert(
 
 
 def refuse_unwritable(source: ModelSource) -> None:
-    """Said before weights are made or read: what cannot be written need not be loaded."""
+    """Checked before weights are created or read: what cannot be written need not be loaded."""
     refuse_unbuildable(source.config)
     to_hf(source.config)
     rules(source.config)
@@ -49,7 +49,7 @@ def open_weights(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Transformer:
-    """The model of a source on its device: its own weights, or random ones."""
+    """The model of a source on its device, with its own weights or random ones."""
     where = pick_device(device)
     if random_weights:
         return build(source.config, dtype=parse_dtype(dtype or "fp32"), device=where, seed=seed, progress=progress)

@@ -1,37 +1,37 @@
-"""How our fused tensors are made of Hugging Face's and taken apart again, family by family.
+"""How our fused tensors are built from Hugging Face's and split again, by model family.
 
-A `Rule` names one of our tensors, the tensors it is made of, and the pair of functions between them; the list of
-rules of a config is the whole mapping, used in both directions.
+A `Rule` names one of our tensors, the Hugging Face tensors it is built from, and the functions in both directions; the
+list of rules of a config is the complete mapping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.spec.model import ModelConfig, MoE
+from armillary.spec.model import ModelConfig
 
 SELECTION_BIAS = "selection_bias"
-"""of a router: a buffer, in fp32 whatever the weights are in"""
+"""a router's buffer, in fp32 for every dtype of the weights"""
 Join = Callable[[Sequence[Tensor]], Tensor]
 Split = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One of our tensors, and what it is in a Hugging Face folder."""
+    """One of our tensors, and its tensors in a Hugging Face folder."""
 
-    ours: str
-    theirs: tuple[str, ...]
+    name: str
+    hf_names: tuple[str, ...]
     join: Join
     split: Split
 
-    def made_shape(self, shapes: Sequence[torch.Size]) -> torch.Size | None:
-        """What `join` would make of tensors of these shapes; None where they do not fit together."""
+    def joined_shape(self, shapes: Sequence[torch.Size]) -> torch.Size | None:
+        """The shape that `join` would give for tensors of these shapes; None where they do not fit together."""
         try:
             return self.join([torch.empty(shape, device="meta") for shape in shapes]).shape
         except (RuntimeError, ValueError):
@@ -40,7 +40,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What a family calls its parts inside `model.layers.N.`."""
+    """Names of a family's tensors inside `model.layers.N.`."""
 
     norms: dict[str, str]
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -95,79 +95,66 @@ def rules(config: ModelConfig) -> list[Rule]:
     if config.family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise BadModel(f"{config.name}: weights of model_type '{config.family}' are not supported; these are: {known}")
-    names = FAMILIES[config.family]
-    found = [_same("embedding.weight", "model.embed_tokens.weight")]
-    for i in range(config.num_layers):
-        found += _layer_rules(config, names, i)
+    return list(_rules(config, FAMILIES[config.family]))
+
+
+def _rules(config: ModelConfig, names: Names) -> Iterator[Rule]:
+    yield _same("embedding.weight", "model.embed_tokens.weight")
+    for i, layer in enumerate(config.layers):
+        prefix, hf_prefix = f"blocks.{i}.", f"model.layers.{i}."
+        for norm, name in names.norms.items():
+            yield _same(f"{prefix}{norm}.weight", f"{hf_prefix}{name}.weight")
+        yield from _attention_rules(config, names, prefix, hf_prefix)
+        yield from (_moe_rules if layer.mlp == "moe" else _mlp_rules)(config, names, prefix, hf_prefix)
     if config.final_norm:
-        found.append(_same("norm.weight", "model.norm.weight"))
+        yield _same("norm.weight", "model.norm.weight")
     if not config.tied:
-        found.append(_same("output.weight", "lm_head.weight"))
-    return found
+        yield _same("output.weight", "lm_head.weight")
 
 
-def _layer_rules(config: ModelConfig, names: Names, i: int) -> list[Rule]:
-    ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-    found = [_same(f"{ours}{norm}.weight", f"{theirs}{name}.weight") for norm, name in names.norms.items()]
-    found += _attention_rules(config, names, ours, theirs)
-    if config.layers[i].mlp == "moe":
-        return found + _moe_rules(config, names, ours, theirs)
-    return found + _mlp_rules(config, names, ours, theirs)
-
-
-def _attention_rules(config: ModelConfig, names: Names, ours: str, theirs: str) -> list[Rule]:
-    found = []
+def _attention_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     for part in ["weight", "bias"] if config.qkv_bias else ["weight"]:
-        sources = tuple(f"{theirs}{name}.{part}" for name in names.qkv)
+        sources = tuple(f"{hf_prefix}{name}.{part}" for name in names.qkv)
         join, split = _qkv_pair(config, stacked=len(sources) == 1)
-        found.append(Rule(ours=f"{ours}attention.qkv.{part}", theirs=sources, join=join, split=split))
+        yield Rule(name=f"{prefix}attention.qkv.{part}", hf_names=sources, join=join, split=split)
     for part in ["weight", "bias"] if config.out_bias else ["weight"]:
-        found.append(_same(f"{ours}attention.out.{part}", f"{theirs}{names.out}.{part}"))
-    if config.qk_norm != "none":
-        for norm in ("q_norm", "k_norm"):
-            found.append(_same(f"{ours}attention.{norm}.weight", f"{theirs}self_attn.{norm}.weight"))
-    return found
+        yield _same(f"{prefix}attention.out.{part}", f"{hf_prefix}{names.out}.{part}")
+    for norm in ("q_norm", "k_norm") if config.qk_norm != "none" else ():
+        yield _same(f"{prefix}attention.{norm}.weight", f"{hf_prefix}self_attn.{norm}.weight")
 
 
-def _mlp_rules(config: ModelConfig, names: Names, ours: str, theirs: str) -> list[Rule]:
-    found = []
+def _mlp_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     for part in ["weight", "bias"] if config.mlp_bias else ["weight"]:
-        sources = tuple(f"{theirs}{name}.{part}" for name in names.gate_up)
+        sources = tuple(f"{hf_prefix}{name}.{part}" for name in names.gate_up)
         join, split = _gate_up_pair(stacked=len(sources) == 1)
-        found.append(Rule(ours=f"{ours}mlp.up.{part}", theirs=sources, join=join, split=split))
-        found.append(_same(f"{ours}mlp.down.{part}", f"{theirs}{names.down}.{part}"))
-    return found
+        yield Rule(name=f"{prefix}mlp.up.{part}", hf_names=sources, join=join, split=split)
+        yield _same(f"{prefix}mlp.down.{part}", f"{hf_prefix}{names.down}.{part}")
 
 
-def _moe_rules(config: ModelConfig, names: Names, ours: str, theirs: str) -> list[Rule]:
-    assert config.moe is not None
-    gate, up, down = names.experts
-    span = range(config.moe.num_experts)
-    pairs = tuple(f"{theirs}{name.format(e=e)}.weight" for e in span for name in (gate, up))
-    downs = tuple(f"{theirs}{down.format(e=e)}.weight" for e in span)
-    return [
-        _same(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight"),
-        *_shared_rules(config.moe, names, f"{ours}mlp.", theirs),
-        Rule(ours=f"{ours}mlp.experts.up_E2FH", theirs=pairs, join=_join_expert_pairs, split=_split_expert_pairs),
-        Rule(ours=f"{ours}mlp.experts.down_EHF", theirs=downs, join=torch.stack, split=lambda x: list(x.unbind(0))),
-    ]
-
-
-def _shared_rules(moe: MoE, names: Names, ours: str, theirs: str) -> list[Rule]:
-    """The shared expert, and the bias that only chooses."""
-    found = []
+def _moe_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+    """Router with its selection bias, shared expert, routed experts."""
+    moe = config.moe
+    assert moe is not None
+    yield _same(f"{prefix}mlp.router.weight", f"{hf_prefix}{names.router}.weight")
     if moe.selection_bias:
-        found.append(_same(f"{ours}router.{SELECTION_BIAS}", f"{theirs}{names.selection_bias}"))
+        yield _same(f"{prefix}mlp.router.{SELECTION_BIAS}", f"{hf_prefix}{names.selection_bias}")
     if moe.shared_ffn:
-        gate, up, down = (f"{theirs}{name}.weight" for name in names.shared)
+        gate, up, down = (f"{hf_prefix}{name}.weight" for name in names.shared)
         join, split = _gate_up_pair(stacked=False)
-        found.append(Rule(ours=f"{ours}shared.up.weight", theirs=(gate, up), join=join, split=split))
-        found.append(_same(f"{ours}shared.down.weight", down))
-    return found
+        yield Rule(name=f"{prefix}mlp.shared.up.weight", hf_names=(gate, up), join=join, split=split)
+        yield _same(f"{prefix}mlp.shared.down.weight", down)
+    gate, up, down = names.experts
+    experts = range(moe.num_experts)
+    pairs = tuple(f"{hf_prefix}{name.format(e=e)}.weight" for e in experts for name in (gate, up))
+    downs = tuple(f"{hf_prefix}{down.format(e=e)}.weight" for e in experts)
+    yield Rule(name=f"{prefix}mlp.experts.up_E2FH", hf_names=pairs, join=_join_expert_pairs, split=_split_expert_pairs)
+    yield Rule(
+        name=f"{prefix}mlp.experts.down_EHF", hf_names=downs, join=torch.stack, split=lambda x: list(x.unbind(0))
+    )
 
 
-def _same(ours: str, theirs: str) -> Rule:
-    return Rule(ours=ours, theirs=(theirs,), join=lambda parts: parts[0], split=lambda x: [x])
+def _same(name: str, hf_name: str) -> Rule:
+    return Rule(name=name, hf_names=(hf_name,), join=lambda parts: parts[0], split=lambda x: [x])
 
 
 # --- queries, keys and values: grouped per KV head as [q…, k, v]

@@ -1,7 +1,7 @@
-"""Hugging Face folders in and out: config.json, safetensors (one file or many with an index), tokenizer files.
+"""Hugging Face folders in and out: config.json, safetensors (one file or several with an index), tokenizer files.
 
-Fusing happens at load and is undone at save; no pickle is ever read. A folder is written beside its place and
-moved there whole.
+Tensors are fused at load and split at save; no pickle is ever read. A folder is written to a temporary place and moved
+when it is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from armillary.model.lora import NAMES as ADAPTERS
 from armillary.model.transformer import Progress, Put, Transformer, build
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
 from armillary.model.weights.host_to_device import Sender
-from armillary.model.weights.safetensors_folder import Stored, TensorFolder
+from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
 from armillary.spec.hf.config import from_hf, to_hf
 from armillary.spec.model import ModelConfig
 from armillary.store.atomic import staged_folder
@@ -40,7 +40,7 @@ _ALONGSIDE = (
     "generation_config.json",
 )
 Read = Callable[[str], Tensor]
-"""a whole parameter by our name"""
+"""an unsharded parameter by our name"""
 
 
 def load_model(
@@ -69,66 +69,70 @@ def _named_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def check_head(config: ModelConfig, stored: TensorFolder) -> None:
-    """Vocabulary rows, and tied against untied, said before anything is built."""
+    """Check vocabulary rows and tied embeddings before anything is built."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if embedding in stored:
         shape = stored.read(embedding).shape
         rows = shape[0] if shape else 0
         if rows != config.vocab:
-            said = f"config.json says vocab_size {config.vocab}"
-            raise BadModel(f"{config.name}: the embedding has {rows} rows but {said}; set it to {rows}")
+            raise BadModel(
+                f"{config.name}: the embedding has {rows} rows but config.json says vocab_size {config.vocab}; "
+                f"set it to {rows}"
+            )
     if not config.tied and embedding in stored and head not in stored:
-        found = "config.json says untied but lm_head.weight is missing"
-        raise BadModel(f"{config.name}: {found}; set tie_word_embeddings to true")
-    if config.tied and embedding in stored and head in stored:
-        ours, theirs = stored.read(embedding), stored.read(head)
-        if ours.shape != theirs.shape or not torch.equal(ours, theirs):
-            found = "config.json says tied but lm_head.weight differs from the embedding"
-            raise BadModel(f"{config.name}: {found}; set tie_word_embeddings to false")
+        raise BadModel(
+            f"{config.name}: config.json says untied but lm_head.weight is missing; set tie_word_embeddings to true"
+        )
+    both = config.tied and embedding in stored and head in stored
+    if both and not torch.equal(stored.read(embedding), stored.read(head)):
+        raise BadModel(
+            f"{config.name}: config.json says tied but lm_head.weight differs from the embedding; set "
+            "tie_word_embeddings to false"
+        )
 
 
 @torch.no_grad()
 def fill(
     model: Transformer, stored: TensorFolder, progress: Progress | None = None, *, put: Put = Tensor.copy_
 ) -> None:
-    """Copy every tensor of the stored into the model, fused; `put` may keep a shard of it. On a GPU that takes whole
+    """Copy every stored tensor into the model, fused; `put` may keep a shard of it. On a GPU that takes unsharded
     tensors they are fused there."""
-    found = [_as_stored(rule, stored) for rule in rules(model.config)]
-    _check_complete(model, found, stored)
-    parameters = whole_names(model)
-    found = [rule for rule in found if rule.ours in parameters]  # a pipeline stage holds some
+    all_rules = [_as_stored(rule, stored) for rule in rules(model.config)]
+    _check_complete(model, all_rules, stored)
+    parameters = full_names(model)
+    loaded = [rule for rule in all_rules if rule.name in parameters]  # a pipeline stage holds some
     device = next(iter(parameters.values())).device
     with Sender(device) if device.type == "cuda" and put is Tensor.copy_ else nullcontext() as sender:
-        places = (_checked(rule, stored, parameters[rule.ours].shape, model.config.name) for rule in found)
-        read = ([stored.read(name) for name in rule.theirs] for rule, _ in zip(found, places, strict=True))
+        places = (_checked(rule, stored, parameters[rule.name].shape, model.config.name) for rule in loaded)
+        read = ([stored.read(name) for name in rule.hf_names] for rule, _ in zip(loaded, places, strict=True))
         for i, parts in enumerate(read if sender is None else sender.send(places)):
-            put(parameters[found[i].ours], found[i].join(parts))
+            put(parameters[loaded[i].name], loaded[i].join(parts))
             if progress:
-                progress(i + 1, len(found))
+                progress(i + 1, len(loaded))
 
 
-def whole_names(model: Transformer) -> dict[str, Tensor]:
-    """All that is stored of a model, by its names in the whole one: where a last stage holds a copy of the tied
-    embedding, that is the embedding."""
-    found: dict[str, Tensor] = dict(model.named_parameters()) | selection_biases(model)
+def full_names(model: Transformer) -> dict[str, Tensor]:
+    """Everything that is stored of a model, by its names in the complete model: where a last stage holds a copy of the
+    tied embedding, that is the embedding."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) | selection_biases(model)
     if model.config.tied and model.embedding is None and model.output is not None:
-        found["embedding.weight"] = found.pop("output.weight")
-    return found
+        tensors["embedding.weight"] = tensors.pop("output.weight")
+    return tensors
 
 
 def selection_biases(model: Transformer) -> dict[str, Tensor]:
-    """What routers add to scores to choose by: buffers, because no gradient reaches them."""
+    """The biases that routers add to scores for the choice: buffers, because no gradient reaches them."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(SELECTION_BIAS)}
 
 
-def _checked(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) -> list[Stored]:
-    """Where the parts of one of our tensors lie; BadModel where they do not make its shape."""
-    parts = [stored.where(theirs) for theirs in rule.theirs]
-    made = rule.made_shape([part.shape for part in parts])
-    if made != wanted:
-        found = list(made) if made is not None else [list(part.shape) for part in parts[:3]]
+def _checked(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) -> list[StoredTensor]:
+    """Where the parts of one of our tensors are stored; BadModel where they do not give its shape."""
+    parts = [stored.where(hf_name) for hf_name in rule.hf_names]
+    shape = rule.joined_shape([part.shape for part in parts])
+    if shape != wanted:
+        actual = list(shape) if shape is not None else [list(part.shape) for part in parts[:3]]
         raise BadModel(
-            f"{name}: {rule.theirs[0]} makes {found} where config.json says {list(wanted)}; config.json and "
+            f"{name}: {rule.hf_names[0]} makes {actual} where config.json says {list(wanted)}; config.json and "
             "weights are not of one model"
         )
     return parts
@@ -136,14 +140,14 @@ def _checked(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) ->
 
 def _as_stored(rule: Rule, stored: TensorFolder) -> Rule:
     """Experts may be stored stacked ([E, 2F, H] gates then ups; [E, H, F]) rather than one by one."""
-    if len(rule.theirs) < 2 or rule.theirs[0] in stored or ".experts.0." not in rule.theirs[0]:
+    if len(rule.hf_names) < 2 or rule.hf_names[0] in stored or ".experts.0." not in rule.hf_names[0]:
         return rule
-    prefix = rule.theirs[0].split(".experts.0.")[0].replace("block_sparse_moe", "mlp")
-    if rule.ours.endswith("up_E2FH"):
+    prefix = rule.hf_names[0].split(".experts.0.")[0].replace("block_sparse_moe", "mlp")
+    if rule.name.endswith("up_E2FH"):
         name, join = f"{prefix}.experts.gate_up_proj", _join_stacked_experts
     else:
         name, join = f"{prefix}.experts.down_proj", lambda parts: parts[0]
-    return Rule(ours=rule.ours, theirs=(name,), join=join, split=rule.split) if name in stored else rule
+    return Rule(name=rule.name, hf_names=(name,), join=join, split=rule.split) if name in stored else rule
 
 
 def _join_stacked_experts(parts: Any) -> Tensor:
@@ -151,12 +155,12 @@ def _join_stacked_experts(parts: Any) -> Tensor:
     return torch.stack((gate, up), dim=2).flatten(1, 2)
 
 
-def _check_complete(model: Transformer, found: list[Rule], stored: TensorFolder) -> None:
+def _check_complete(model: Transformer, all_rules: list[Rule], stored: TensorFolder) -> None:
     name = model.config.name
-    made = {rule.ours for rule in found}
-    lacking = [ours for ours in whole_names(model) if ours not in made and not ours.endswith(ADAPTERS)]
-    assert not lacking, f"no rule makes {lacking[:3]}"
-    wanted = {theirs for rule in found for theirs in rule.theirs}
+    filled = {rule.name for rule in all_rules}
+    lacking = [each for each in full_names(model) if each not in filled and not each.endswith(ADAPTERS)]
+    assert not lacking, f"no rule fills {lacking[:3]}"
+    wanted = {hf_name for rule in all_rules for hf_name in rule.hf_names}
     missing = sorted(wanted - set(stored.names()))
     if missing:
         first = f"{len(missing)} tensors are missing, the first {missing[0]}"
@@ -185,7 +189,7 @@ def save_model(
     read: Read | None = None,
 ) -> Path:
     """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `like`. `read` gives
-    a whole parameter by name where the model holds only a part; it is asked in the order of `fusing.rules`."""
+    an unsharded parameter by name where the model holds only a part; it is called in the order of `hf_layout.rules`."""
     if shard_bytes < 1:
         raise BadInput(f"a weight file of at most {shard_bytes} bytes holds nothing; try --shard-size 5GB")
     raw = to_hf(model.config) | _token_ids(like)
@@ -202,17 +206,19 @@ def save_model(
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Only a model folder, or an empty one, may be replaced: `--overwrite` never takes anything else with it."""
+    """Only a model folder, or an empty one, may be replaced: `--overwrite` never deletes anything else."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    ours = re.compile(r"config\.json|model[\w.-]*\.safetensors(\.index\.json)?|" + "|".join(map(re.escape, _ALONGSIDE)))
-    others = sorted(path.name for path in folder.iterdir() if not ours.fullmatch(path.name))
-    if others:
-        raise BadInput(f"{folder} holds {others[0]}, which is no part of a model we write; choose another folder")
+    written = re.compile(
+        r"config\.json|model[\w.-]*\.safetensors(\.index\.json)?|" + "|".join(map(re.escape, _ALONGSIDE))
+    )
+    foreign = sorted(path.name for path in folder.iterdir() if not written.fullmatch(path.name))
+    if foreign:
+        raise BadInput(f"{folder} holds {foreign[0]}, which is no part of a model we write; choose another folder")
 
 
 def _token_ids(like: Path | None) -> dict[str, Any]:
-    """Always written: where they are left out, families fill in ids that may lie outside the vocabulary."""
+    """Always written: where they are missing, families fill in ids that may be outside the vocabulary."""
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     for name in ("config.json", "generation_config.json"):
         if like is not None and (like / name).exists():
@@ -222,12 +228,12 @@ def _token_ids(like: Path | None) -> dict[str, Any]:
 
 
 def hf_tensors(model: Transformer, dtype: torch.dtype, read: Read | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of every weight, unfused."""
+    """(Hugging Face name, tensor) of every weight, split."""
     read = read or (dict(model.named_parameters()) | selection_biases(model)).__getitem__
     for rule in rules(model.config):
-        kept = torch.float32 if rule.ours.endswith(SELECTION_BIAS) else dtype
-        fused = read(rule.ours).detach().to("cpu", kept)
-        for name, part in zip(rule.theirs, rule.split(fused), strict=True):
+        kept = torch.float32 if rule.name.endswith(SELECTION_BIAS) else dtype
+        fused = read(rule.name).detach().to("cpu", kept)
+        for name, part in zip(rule.hf_names, rule.split(fused), strict=True):
             yield name, part.contiguous()
 
 
@@ -235,7 +241,7 @@ def _write_shards(
     model: Transformer, folder: Path, dtype: torch.dtype, limit: int, progress: Progress | None, read: Read | None
 ) -> None:
     """One file where it fits, else several and an index; each shard is written as soon as it is full."""
-    total = sum(len(rule.theirs) for rule in rules(model.config))
+    total = sum(len(rule.hf_names) for rule in rules(model.config))
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     size = total_size = written = 0
@@ -261,11 +267,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        said = re.search(r"os error (\d+)", str(error))
-        if said is None:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
             raise
-        raise OSError(int(said.group(1)), os.strerror(int(said.group(1))), str(path)) from error
-    path.chmod(0o666 & ~_umask())  # the library writes files only their owner can read
+        raise OSError(int(code.group(1)), os.strerror(int(code.group(1))), str(path)) from error
+    path.chmod(0o666 & ~_umask())  # the library writes files that only their owner can read
 
 
 def _umask() -> int:

@@ -1,6 +1,6 @@
-"""Tensors of files to a GPU: several threads read pieces into page-locked memory while other pieces are on their way.
+"""Tensors from files to a GPU: several threads read pieces into page-locked memory while other pieces are being copied.
 
-A plain copy of a mapped file reads its pages one by one in one thread; from page-locked memory the GPU fetches by
+A plain copy of a mapped file reads its pages one by one in one thread; from page-locked memory the GPU copies by
 itself.
 """
 
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.model.weights.safetensors_folder import Stored
+from armillary.model.weights.safetensors_folder import StoredTensor
 
 _THREADS, _PIECE_BYTES, _BUFFERS = 8, 16 << 20, 2
 _AHEAD_BYTES = 2 << 30
-"""of tensors that are on their way at once: they are twice on the device until they are joined"""
+"""of tensors in flight: they are on the device twice until they are joined"""
 
 
 class Sender:
-    """Sends tensors of files to `device`, in the order they are given."""
+    """Sends tensors of files to `device`, in the given order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -43,31 +43,31 @@ class Sender:
         for file in self._files.values():
             os.close(file)
 
-    def send(self, groups: Iterable[list[Stored]]) -> Iterator[list[Tensor]]:
-        """Each list of tensors on the device, ready to be used; the next ones are on their way meanwhile."""
-        waiting: deque[tuple[list[Future[Tensor]], int]] = deque()
-        under_way = 0
+    def send(self, groups: Iterable[list[StoredTensor]]) -> Iterator[list[Tensor]]:
+        """Each list of tensors on the device, ready for use, while the next ones are in flight."""
+        queued: deque[tuple[list[Future[Tensor]], int]] = deque()
+        in_flight = 0
         for group in groups:
             size = sum(part.nbytes for part in group)
-            while waiting and under_way + size > _AHEAD_BYTES:
-                futures, done = waiting.popleft()
+            while queued and in_flight + size > _AHEAD_BYTES:
+                futures, done = queued.popleft()
                 yield [future.result() for future in futures]
-                under_way -= done
-            waiting.append(([self._begun(part) for part in group], size))
-            under_way += size
-        for futures, _ in waiting:
+                in_flight -= done
+            queued.append(([self._start(part) for part in group], size))
+            in_flight += size
+        for futures, _ in queued:
             yield [future.result() for future in futures]
 
-    def _begun(self, source: Stored) -> Future[Tensor]:
+    def _start(self, source: StoredTensor) -> Future[Tensor]:
         if source.path not in self._files:
             self._files[source.path] = os.open(source.path, os.O_RDONLY)
         target, free = torch.empty(source.shape, dtype=source.dtype, device=self.device), None
-        if self.device.type == "cuda":  # its memory may still be in use by what was asked of the device before
+        if self.device.type == "cuda":  # its memory may still be in use by earlier work of the device
             free = torch.cuda.Event()
             free.record(torch.cuda.current_stream(self.device))
-        return self._pool.submit(self._sent, source, target, free)
+        return self._pool.submit(self._copy, source, target, free)
 
-    def _sent(self, source: Stored, target: Tensor, free: Any) -> Tensor:
+    def _copy(self, source: StoredTensor, target: Tensor, free: Any) -> Tensor:
         """In a thread of the pool: piece by piece through its own buffers."""
         put = target.view(-1).view(torch.uint8) if target.numel() else target
         buffers, events, stream = self._buffers()
@@ -86,7 +86,7 @@ class Sender:
                 stream.synchronize()
         return target
 
-    def _read(self, source: Stored, begin: int, into: Tensor) -> None:
+    def _read(self, source: StoredTensor, begin: int, into: Tensor) -> None:
         view, done = memoryview(into.numpy()), 0
         while done < len(view):
             count = os.preadv(self._files[source.path], [view[done:]], source.offset + begin + done)
@@ -95,11 +95,11 @@ class Sender:
             done += count
 
     def _buffers(self) -> tuple[list[Tensor], list[Any], Any]:
-        """This thread's own."""
-        if not hasattr(self._own, "made"):
+        """This thread's buffers, events and stream."""
+        if not hasattr(self._own, "buffers"):
             cuda = self.device.type == "cuda"
             buffers = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=cuda) for _ in range(_BUFFERS)]
             events = [torch.cuda.Event() for _ in range(_BUFFERS)] if cuda else []
-            self._own.made = (buffers, events, torch.cuda.Stream(self.device) if cuda else None)
-        made: tuple[list[Tensor], list[Any], Any] = self._own.made
-        return made
+            self._own.buffers = (buffers, events, torch.cuda.Stream(self.device) if cuda else None)
+        own: tuple[list[Tensor], list[Any], Any] = self._own.buffers
+        return own

@@ -1,6 +1,6 @@
-"""The safetensors files of a model folder, read by tensor name; everything wrong with them is said in one line.
+"""The safetensors files of a model folder, read by tensor name; errors are one line each.
 
-Nothing pickled is ever opened, and only plain floats are accepted: quantised weights have loaders of their own.
+Nothing pickled is ever opened, and only plain floats are accepted: quantised weights have their own loaders.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from armillary.store.hf_folder import weight_files
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Stored(NamedTuple):
-    """Where a tensor lies on disk."""
+class StoredTensor(NamedTuple):
+    """Where a tensor is on disk."""
 
     path: Path
     offset: int
@@ -54,8 +54,8 @@ class TensorFolder:
 
     def _index(self) -> dict[str, str]:
         """Tensor name -> file name."""
-        found = [path.name for path in weight_files(self.folder)]
-        return {name: file for file in found for name in self._file(file).keys()}  # noqa: SIM118
+        files = [path.name for path in weight_files(self.folder)]
+        return {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -75,7 +75,7 @@ class TensorFolder:
         return iter(self.files)
 
     def dtype(self) -> torch.dtype:
-        """Of the first tensor: what a folder without a dtype in config.json is in."""
+        """Of the first tensor: the dtype of a folder whose config.json names none."""
         return self.read(next(iter(self.files))).dtype
 
     def read(self, name: str) -> Tensor:
@@ -88,8 +88,8 @@ class TensorFolder:
             raise BadModel(f"{self.folder}: {name} is {kind}, not a plain float; use the unquantised weights")
         return tensor
 
-    def where(self, name: str) -> Stored:
-        """The place of a tensor, for those who read it by themselves."""
+    def where(self, name: str) -> StoredTensor:
+        """The location of a tensor, for callers that read it themselves."""
         file = self.files[name]
         if file not in self._headers:
             with open(self.folder / file, "rb") as opened:
@@ -98,7 +98,7 @@ class TensorFolder:
         begin, header = self._headers[file]
         entry = header[name]
         if entry["dtype"] not in _FLOATS:
-            self.read(name)  # which says what is wrong with it
-        return Stored(
+            self.read(name)  # raises with the reason
+        return StoredTensor(
             self.folder / file, begin + entry["data_offsets"][0], torch.Size(entry["shape"]), _FLOATS[entry["dtype"]]
         )

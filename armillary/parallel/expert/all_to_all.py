@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.compile import uncompiled
-from armillary.model.moe.experts import Beside, Experts, Grouped
-from armillary.model.moe.sorted_dispatch import collect, inverted, permuted, sorted_rows
+from armillary.model.moe.experts import Experts, Grouped, Overlapped
+from armillary.model.moe.sorted_dispatch import inverted, permuted, sorted_rows, sum_copies
 from armillary.parallel.collectives import Group, timed
 
 # M tokens, k choices of each, P = M·k copies, R rows that arrive, E experts, e of them here, H hidden
@@ -28,18 +28,18 @@ class ExchangedDispatch:
 
     @uncompiled  # how many rows arrive differs from step to step: a compiler would begin anew
     def __call__(
-        self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
+        self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, overlapped: Overlapped
     ) -> tuple[Tensor, Tensor | None]:
         found, rows_PH = sorted_rows(experts, x_MH, weights_Mk, experts_Mk)
         arriving_re, sent, received = self._counts(found.ends_E)
         there, back = Trip(sent, received, self.group), Trip(received, sent, self.group)
         travelling = there.start(rows_PH[: sum(sent)])  # dropped ones stay
-        beside_MH = beside()
+        overlapped_MH = overlapped()
         out_RH = self._run(experts, there.arrive(travelling), arriving_re)
         out_PH = back.arrive(back.start(out_RH))
         if len(out_PH) < len(rows_PH):
             out_PH = torch.cat((out_PH, out_PH.new_zeros(len(rows_PH) - len(out_PH), out_PH.shape[1])))
-        return collect(experts, out_PH, found).to(x_MH.dtype), beside_MH
+        return sum_copies(experts, out_PH, found).to(x_MH.dtype), overlapped_MH
 
     def _counts(self, ends_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """(rows that arrive from each rank for each expert here, rows sent to each rank, rows received from each)."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from armillary.kernels.gemm.grouped import grouped_linear
 from armillary.model.moe.experts import MixtureOfExperts
-from armillary.model.moe.sorted_dispatch import SortedDispatch, multiplied_as
+from armillary.model.moe.sorted_dispatch import SortedDispatch, to_autocast
 from armillary.parallel.collectives import Group, gather, scatter, share, summed
 from armillary.parallel.expert.all_to_all import ExchangedDispatch
 from armillary.parallel.local_tensors import COLUMNS, ROWS, SHARED, Cut, become, localise
@@ -76,7 +76,7 @@ def cut_routing(mixture: MixtureOfExperts, mesh: DeviceMesh, group: Group, *, to
 @cache
 def _of_all_tokens(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(module: Any, x_BTH: Tensor) -> Tensor:
-        x_BTH, group = multiplied_as(x_BTH), module.tp
+        x_BTH, group = to_autocast(x_BTH), module.tp
         if not module.cut_tokens:
             return summed(kind.forward(module, share(x_BTH, group)), group)
         return scatter(kind.forward(module, gather(x_BTH, group, dim=1)), group, dim=1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from armillary.model.weights.hf_weights import whole_names
+from armillary.model.weights.hf_weights import full_names
 from armillary.parallel.ddp import local_of
 from armillary.parallel.fsdp import HALF
 from armillary.parallel.mesh import Mesh
@@ -175,7 +175,7 @@ class Pipeline:
         """The embedding and its copy at the other end get the sum of both gradients, so they stay equal."""
         if not self.held.config.tied or self.rank not in (0, self.size - 1):
             return
-        parameter = whole_names(self.held)[TIED]
+        parameter = full_names(self.held)[TIED]
         if parameter.grad is None:
             return
         ours = local_of(parameter.grad).contiguous()
@@ -194,7 +194,7 @@ class Pipeline:
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
         """The whole of a parameter that any stage holds, on every rank; all ranks ask for the same ones in order."""
-        parameters = whole_names(self.held)
+        parameters = full_names(self.held)
         mine = whole(parameters[name]).contiguous() if name in parameters else None
         about = [None if mine is None else (tuple(mine.shape), mine.dtype)] * self.size
         dist.all_gather_object(about, about[0], group=self.group)

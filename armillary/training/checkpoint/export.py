@@ -46,7 +46,7 @@ class Whole:
         config, self._gathered = sharded.model.config, sharded.whole
         self._adapted = targets(config, job.lora_on) if job.lora_rank else {}
         self._scale = job.lora_scale
-        self._names = [rule.ours for rule in rules(config)]
+        self._names = [rule.name for rule in rules(config)]
         self._next = 0
 
     def __call__(self, name: str) -> Tensor:

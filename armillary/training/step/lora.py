@@ -98,7 +98,7 @@ def save_adapter(
 
 def peft_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: TrainJob) -> dict[str, Tensor]:
     """lora_A and lora_B of every projection that a Hugging Face model has."""
-    by_name = {rule.ours: rule for rule in rules(config)}
+    by_name = {rule.name: rule for rule in rules(config)}
     found: dict[str, Tensor] = {}
     for module, target in _targets(config, job).items():
         a, b = (tensors[f"{module}.{name}"].detach().to("cpu", torch.float32) for name in NAMES)
@@ -112,9 +112,9 @@ def _unfused(rule: Rule, target: Target, a: Tensor, b: Tensor, rank: int) -> dic
     """Hugging Face's name -> its own A and B."""
     outputs = rule.split(spread(b, target))
     if target.one_a:
-        return {rule.theirs[0]: (a.contiguous(), outputs[0].contiguous())}
+        return {rule.hf_names[0]: (a.contiguous(), outputs[0].contiguous())}
     found, number = {}, 0
-    for name, output, on in zip(rule.theirs, outputs, target.chosen, strict=True):
+    for name, output, on in zip(rule.hf_names, outputs, target.chosen, strict=True):
         if on:
             own = slice(number * rank, (number + 1) * rank)
             found[name] = (a[own].contiguous(), output[:, own].contiguous())

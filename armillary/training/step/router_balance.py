@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.model.moe.experts import MixtureOfExperts
-from armillary.model.moe.router_losses import Balance, Counts, Rule
+from armillary.model.moe.router_losses import Counts, RouterBalance, Rule
 from armillary.parallel.apply import Sharded
 from armillary.parallel.context.shard_sequence import Context
 from armillary.parallel.mesh import Mesh
@@ -45,7 +45,7 @@ class Routers:
         over = config.num_moe_layers * job.batch_tokens
         self._aux_weight, self._z_weight = weight / over, job.router_z_loss / over
         for index, mixture in self._layers.items():
-            mixture.balance = Balance(
+            mixture.balance = RouterBalance(
                 aux_weight=self._aux_weight,
                 z_weight=self._z_weight,
                 capacity=job.expert_capacity,

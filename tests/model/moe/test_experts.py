@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR
 from armillary.model.moe.experts import MixtureOfExperts, plain_dispatch
-from armillary.model.moe.router_losses import Balance, Counts, drop_beyond, places
+from armillary.model.moe.router_losses import Counts, RouterBalance, capacity_per_sequence, drop_beyond
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.spec.model import LayerKind, ModelConfig, MoE
 from tests.kernels.agreeing import loaded
@@ -48,10 +48,10 @@ def inputs(sequences: int = 3, tokens: int = 7, dtype: torch.dtype = torch.float
     return torch.randn(sequences, tokens, 8, generator=generator, dtype=dtype).requires_grad_()
 
 
-def balance(made: MixtureOfExperts, **changes: Any) -> Balance:
+def balance(made: MixtureOfExperts, **changes: Any) -> RouterBalance:
     size = Counts(made.moe.num_experts).size
     given = {"aux_weight": 0.0, "z_weight": 0.0, "capacity": None} | changes
-    return Balance(scale=torch.ones(()), tally=torch.zeros(size, dtype=torch.float64), **given)
+    return RouterBalance(scale=torch.ones(()), tally=torch.zeros(size, dtype=torch.float64), **given)
 
 
 def gradients(made: MixtureOfExperts, x: Tensor) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def dense_dispatch(made: MixtureOfExperts, x_MH: Tensor) -> Tensor:
     by_expert_ME = torch.zeros(len(x_MH), made.moe.num_experts, dtype=x_MH.dtype).scatter(1, chosen, weights)
     total = torch.zeros_like(x_MH)
     for expert in range(made.moe.num_experts):
-        total = total + made.experts.one(x_MH, expert) * by_expert_ME[:, expert, None]
+        total = total + made.experts.single(x_MH, expert) * by_expert_ME[:, expert, None]
     return total
 
 
@@ -132,9 +132,11 @@ def test_sorted_dispatch_under_autocast() -> None:
 
 def test_places_are_the_fair_share_times_the_factor() -> None:
     moe = MoE(num_experts=4, top_k=2, ffn=1)
-    assert [places(8, moe, capacity) for capacity in (1.0, 1.25, 1.3)] == [4, 5, 6]
-    assert places(10, replace(moe, num_experts=2, top_k=1), 2.2) == 11  # not 12: 2.2 · 5 is no more than 11
-    assert places(1, replace(moe, num_experts=64), 1.0) == 1
+    assert [capacity_per_sequence(8, moe, capacity) for capacity in (1.0, 1.25, 1.3)] == [4, 5, 6]
+    assert (
+        capacity_per_sequence(10, replace(moe, num_experts=2, top_k=1), 2.2) == 11
+    )  # not 12: 2.2 · 5 is no more than 11
+    assert capacity_per_sequence(1, replace(moe, num_experts=64), 1.0) == 1
 
 
 def test_first_choices_come_before_second_ones_and_earlier_tokens_before_later() -> None:
@@ -156,7 +158,7 @@ def test_the_rule_written_out(sequences: int, tokens: int, experts: int, capacit
     choices = torch.rand(sequences * tokens, experts, generator=draw).topk(k).indices
     kept = drop_beyond(choices, sequences, moe, capacity)
     for row in range(sequences):
-        left = dict.fromkeys(range(experts), places(tokens, moe, capacity))
+        left = dict.fromkeys(range(experts), capacity_per_sequence(tokens, moe, capacity))
         for rank in range(k):
             for token in range(row * tokens, (row + 1) * tokens):
                 expert = int(choices[token, rank])
@@ -173,7 +175,7 @@ def test_a_dropped_token_adds_nothing_and_the_others_keep_their_weights() -> Non
     for token, (experts, scores) in enumerate(zip(kept.tolist(), weights, strict=True)):
         for expert, score in zip(experts, scores, strict=True):
             if expert < 4:
-                by_hand[token] += made.experts.one(x[0, token : token + 1], expert)[0] * score
+                by_hand[token] += made.experts.single(x[0, token : token + 1], expert)[0] * score
     assert (kept == 4).any()
     torch.testing.assert_close(made(x)[0], by_hand)
 

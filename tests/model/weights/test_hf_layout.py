@@ -22,11 +22,11 @@ def test_split_undoes_join(family: str, seed: int) -> None:
         model = Transformer(config)
     shapes = {name: p.shape for name, p in (dict(model.named_parameters()) | selection_biases(model)).items()}
     found = rules(config)
-    assert {rule.ours for rule in found} == set(shapes)
+    assert {rule.name for rule in found} == set(shapes)
     for rule in found:
-        fused = torch.randn(shapes[rule.ours])
+        fused = torch.randn(shapes[rule.name])
         parts = rule.split(fused)
-        assert len(parts) == len(rule.theirs)
+        assert len(parts) == len(rule.hf_names)
         assert torch.equal(rule.join(parts), fused)
 
 

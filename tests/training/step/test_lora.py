@@ -223,7 +223,7 @@ def test_peft_loads_the_folder_and_computes_the_same(tmp_path: Path, family: str
 
 def test_every_rule_that_an_adapter_needs_is_there(tmp_path: Path) -> None:
     model, _ = adapted(tmp_path)
-    known = {rule.ours for rule in rules(model.config)}
+    known = {rule.name for rule in rules(model.config)}
     assert all(f"{name}.weight" in known and isinstance(module, LoraLinear) for name, module in adapters(model))
 
 
