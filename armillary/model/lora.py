@@ -31,11 +31,6 @@ class LoraLinear(nn.Linear):
         self.lora_a = nn.Parameter(torch.empty(target.num_a * rank, target.inputs, device=device))
         self.lora_b = nn.Parameter(torch.empty(rows, rank, device=device))
 
-    @property
-    def lora_column(self) -> bool:
-        """Tensor parallelism cuts the outputs, so B's rows; else the inputs, so A's columns."""
-        return self.target.column
-
     def forward(self, x: Tensor) -> Tensor:
         kept = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
         inner = F.linear(kept, self.lora_a.to(x.dtype))

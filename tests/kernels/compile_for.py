@@ -92,7 +92,8 @@ def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: to
 
 
 def one_token(head_dim: int) -> None:
-    from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+    from armillary.kernels.attention.attention import AttentionOptions
+    from armillary.kernels.paged.paged_attention import PagedBatch
     from armillary.kernels.paged.qkv_to_cache import QkvOptions
     from armillary.kernels.paged.single_token_triton import attend_tokens
 
@@ -104,7 +105,7 @@ def one_token(head_dim: int) -> None:
         lengths_B=zero + 9,
         max_query=1,
     )
-    attend_tokens(qkv, cache, zero.long(), turns, turns, QkvOptions(), batch, PagedOptions(scale=0.1))
+    attend_tokens(qkv, cache, zero.long(), turns, turns, QkvOptions(), batch, AttentionOptions(scale=0.1))
 
 
 def one_stream(both: Callable[..., None]) -> Callable[..., None]:

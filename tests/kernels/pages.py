@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.paged.paged_attention import PagedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Shape:
 
 def batch(
     shape: Shape, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **options: Any
-) -> tuple[Tensor, Tensor, PagedBatch, PagedOptions]:
+) -> tuple[Tensor, Tensor, PagedBatch, AttentionOptions]:
     """Arguments of `paged_attention`, with these options."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(shape.queries)
@@ -46,7 +47,7 @@ def batch(
         lengths_B=lengths.to(device),
         max_query=max([*shape.queries, 1]),
     )
-    return q, cache, places, PagedOptions(**({"scale": shape.head_dim**-0.5} | options))
+    return q, cache, places, AttentionOptions(**({"scale": shape.head_dim**-0.5} | options))
 
 
 def _owned(tables: Tensor, shape: Shape, num_pages: int) -> Tensor:

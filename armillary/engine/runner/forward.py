@@ -22,7 +22,7 @@ from armillary.engine.runner.layer import Dense, Layer, Product, make_layer
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.paged.paged_attention import PagedBatch
-from armillary.kernels.paged.single_token import plain
+from armillary.kernels.paged.single_token import can_attend
 from armillary.model.layers.norm import Norm
 from armillary.model.layers.rope import RotaryTable, inverse_frequencies
 from armillary.model.moe.sorted_dispatch import SortedDispatch
@@ -196,7 +196,7 @@ class Forward:
     ) -> Tensor:
         blocks = self.rows.blocks[layer.slot]
         cos, sin = turn if layer.rotates else (None, None)
-        if self.kernels.tokens is not None and plain(qkv, blocks, cos, layer.heads, batch, layer.options):
+        if self.kernels.tokens is not None and can_attend(qkv, blocks, cos, layer.heads, batch, layer.options):
             return self.kernels.tokens(qkv, blocks, slots_T, cos, sin, layer.heads, batch, layer.options)  # type: ignore[no-any-return]
         q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
         return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.kernels.paged.paged_attention import PagedOptions, paged_options
+from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
@@ -57,7 +57,7 @@ class Layer:
     scale: float
     """of what is added to the residual"""
     heads: QkvOptions
-    options: PagedOptions
+    options: AttentionOptions
 
 
 def make_layer(block: Block, group: int, slot: int) -> Layer:
@@ -81,7 +81,7 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
         parallel=block.parallel,
         scale=block.residual_scale,
         heads=_head_options(block),
-        options=paged_options(attention.options()),
+        options=attention.options(),
     )
 
 

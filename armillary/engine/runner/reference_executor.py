@@ -14,7 +14,7 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.runner.reference_sampler import draw
 from armillary.engine.scheduler.decision import Decision
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention, paged_options
+from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.transformer import Transformer
 
@@ -113,6 +113,6 @@ class PlainExecutor:
             blocks = self.blocks[slot]
             for index, x_1TKD in enumerate((k_1TKD, v_1TKD)):
                 blocks[:, index].transpose(1, 2)[pages_GT[group], places_T] = x_1TKD[0].to(blocks.dtype)
-            return paged_attention(q_1TND[0], blocks, batches[group], paged_options(options))[None]
+            return paged_attention(q_1TND[0], blocks, batches[group], options)[None]
 
         return attend

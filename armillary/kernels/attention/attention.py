@@ -45,6 +45,8 @@ class AttentionOptions:
     """c·tanh(x/c) on the scores; 0: none"""
     causal: bool = True
     """whether keys after a query are hidden from it"""
+    scales_2K: Tensor | None = None
+    """factors of the keys and values of a quantised paged cache"""
 
     @property
     def is_plain(self) -> bool:

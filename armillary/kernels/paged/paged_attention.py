@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.attention.attention import AttentionOptions, distances, reference, seen_keys
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, Ceiling, LazyFunction, Op, OpWork, Version
 
@@ -53,36 +53,6 @@ class PagedBatch:
         return {}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PagedOptions:
-    """What a layer asks of paged attention, the same in every step."""
-
-    scale: float
-    """of the scores"""
-    window: int | None = None
-    """keys that a query sees, itself included; None: all before it"""
-    softcap: float | None = None
-    """soft cap of the scores"""
-    sinks_N: Tensor | None = None
-    """one logit per head that contributes no value"""
-    slopes_N: Tensor | None = None
-    """ALiBi"""
-    scales_2K: Tensor | None = None
-    """factors of keys and values of a quantised cache"""
-
-
-def paged_options(options: AttentionOptions) -> PagedOptions:
-    """A layer's attention options as paged attention takes them."""
-    assert options.scale is not None
-    return PagedOptions(
-        scale=options.scale,
-        window=options.window or None,
-        softcap=options.softcap or None,
-        sinks_N=options.sinks_N,
-        slopes_N=options.slopes_N,
-    )
-
-
 def by_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A cache [..., pages, 2, KV heads, page size, head dim] of zeros for CPUs: in memory all pages of a head are
     adjacent, so that consecutive pages are one list of keys."""
@@ -98,21 +68,20 @@ def _untouched_zeros(num_bytes: int) -> Tensor:
     return flat[begin : begin + num_bytes]
 
 
-def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
+def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:
     """out [T, N, D]: each query sees the keys of its sequence up to its own. Tokens after the last sequence give
     zeros."""
     fresh = replace(batch)  # rows may have changed in place since they were last read
     return _by_sequence(q_TND, cache, fresh, options, _explicit)
 
 
-def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
+def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:
     """One sequence at a time through torch's attention: the faster version on a CPU."""
-    fancy = options.softcap is not None or options.sinks_N is not None or options.slopes_N is not None
-    return _by_sequence(q_TND, cache, batch, options, _explicit if fancy else _sdpa)
+    return _by_sequence(q_TND, cache, batch, options, _sdpa if options.is_plain else _explicit)
 
 
 def _by_sequence(
-    q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions, attend: Callable[..., Tensor]
+    q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, attend: Callable[..., Tensor]
 ) -> Tensor:
     out = None
     for b, (begin, end, length) in enumerate(batch.spans):
@@ -152,47 +121,25 @@ def gather(
     return k_KSD.transpose(0, 1), v_KSD.transpose(0, 1)
 
 
-def _explicit(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
-    group = q_TND.shape[1] // k_SKD.shape[1]
-    k_SND, v_SND = k_SKD.repeat_interleave(group, dim=1), v_SKD.repeat_interleave(group, dim=1)
-    scores = torch.einsum("tnd,snd->nts", widen(q_TND), widen(k_SND)) * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    distance_TS = _distance(q_TND.shape[0], k_SKD.shape[0], q_TND.device)
-    if options.slopes_N is not None:
-        scores = scores - widen(options.slopes_N)[:, None, None] * distance_TS
-    scores = scores.masked_fill(~_seen(distance_TS, options.window), -torch.inf)
-    if options.sinks_N is not None:
-        sink = options.sinks_N.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
-        scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(dim=-1)[..., : k_SKD.shape[0]]
-    return torch.einsum("nts,snd->tnd", weights, widen(v_SND)).to(q_TND.dtype)
+def _explicit(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: AttentionOptions) -> Tensor:
+    q_1TND, k_1SKD, v_1SKD = (widen(x)[None] for x in (q_TND, k_SKD, v_SKD))
+    return reference(q_1TND, k_1SKD, v_1SKD, options)[0].to(q_TND.dtype)
 
 
-def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
+def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: AttentionOptions) -> Tensor:
     queries, window = q_TND.shape[0], options.window
-    if window is not None and queries + window <= k_SKD.shape[0]:
+    if window and queries + window <= k_SKD.shape[0]:
         k_SKD, v_SKD = k_SKD[1 - queries - window :], v_SKD[1 - queries - window :]  # keys that no query sees any more
     keys = k_SKD.shape[0]
-    limited = window is not None and window < keys
+    limited = 0 < window < keys
     is_causal, mask = queries == keys and not limited, None
     if not is_causal and (queries > 1 or limited):
-        mask = _seen(_distance(queries, keys, q_TND.device), window)
+        mask = seen_keys(distances(queries, keys, q_TND.device), options)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal and queries > 1, scale=options.scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
-
-
-def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Query position minus key position [T, S]."""
-    position_T = torch.arange(keys - queries, keys, device=device)
-    return position_T[:, None] - torch.arange(keys, device=device)[None]
-
-
-def _seen(distance_TS: Tensor, window: int | None) -> Tensor:
-    return distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
 
 
 _MOST_ONE_BY_ONE = 8
@@ -237,11 +184,7 @@ class PagedCase(Case):
 
 
 def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
-    device = generator.device
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
-
+    device, normal = generator.device, partial(case.normal, generator)
     per_row = -(-case.context // case.page)
     order = torch.randperm(case.batch * per_row, generator=generator, device=device, dtype=torch.int32)
     shape = (case.batch * per_row, 2, case.kv_heads, case.page, case.head_dim)
@@ -254,10 +197,10 @@ def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
         lengths_B=torch.tensor(case.lengths(), dtype=torch.int32, device=device),
         max_query=case.queries,
     )
-    options = PagedOptions(
+    options = AttentionOptions(
         scale=case.head_dim**-0.5,
-        window=case.window or None,
-        softcap=case.softcap or None,
+        window=case.window,
+        softcap=case.softcap,
         sinks_N=normal(case.heads).float() if case.sinks else None,
         slopes_N=2.0 ** -torch.arange(1, case.heads + 1, device=device) if case.slopes else None,
         scales_2K=normal(2, case.kv_heads).float().abs() + 0.5 if case.cache else None,

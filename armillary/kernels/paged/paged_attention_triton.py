@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.launch import (
     can_start_early,
     ceil_div,
@@ -27,7 +28,7 @@ from armillary.kernels.core.launch import (
 from armillary.kernels.core.requirements import interpreted
 from armillary.kernels.paged.combine_triton import combine
 from armillary.kernels.paged.decode_triton import decode
-from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.prefill_triton import combine_prefill, prefill
 from armillary.machine.accelerator import accelerator_of
 
@@ -73,7 +74,7 @@ _PROMPT_REGISTERS, _DECODE_REGISTERS = 192, 128
 """per thread: eight warps of one kernel and four of the other use all of a multiprocessor's 65,536"""
 
 
-def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
+def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:
     """See `armillary.kernels.paged.paged_attention.paged_attention`."""
     return (_launched if is_bare(q_TND) else _paged_attention)(
         q_TND,
@@ -84,10 +85,10 @@ def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: Pa
         options.sinks_N,
         options.slopes_N,
         options.scales_2K,
-        options.scale,
+        options.scale_for(q_TND.shape[-1]),
         batch.max_query,
-        options.window or 0,
-        options.softcap or 0.0,
+        options.window,
+        options.softcap,
     )
 
 

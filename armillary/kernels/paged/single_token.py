@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.launch import power_of_two
-from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions, paged_attention
+from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
 from armillary.kernels.paged.qkv_to_cache import QkvOptions, qkv_cache
 
 MOST_SEQUENCES, MAX_TOKENS = 4, 65536
@@ -25,15 +26,15 @@ def attend_tokens(
     sin_TR: Tensor | None,
     heads: QkvOptions,
     batch: PagedBatch,
-    options: PagedOptions,
+    options: AttentionOptions,
 ) -> Tensor:
     """[T, N·D]: attention of token t, the newest of sequence t, after its key and value are written to the cache."""
     q_TND, cache = qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, heads)
     return paged_attention(q_TND, cache, batch, options).flatten(1)
 
 
-def plain(
-    qkv: Tensor, cache: Tensor, cos_TR: Tensor | None, heads: QkvOptions, batch: PagedBatch, options: PagedOptions
+def can_attend(
+    qkv: Tensor, cache: Tensor, cos_TR: Tensor | None, heads: QkvOptions, batch: PagedBatch, options: AttentionOptions
 ) -> bool:
     """Whether the kernel can take these: few sequences, whole heads rotated, no mask but the causal one."""
     size = cache.shape[4]
@@ -42,14 +43,7 @@ def plain(
     rotates = cos_TR is not None and 2 * cos_TR.shape[-1] == size and not heads.interleaved
     sizes = {None if weight is None else weight.numel() for weight in (heads.q_weight, heads.k_weight)}
     normed = heads.norm == "none" or (heads.norm == "rms" and sizes == {size})
-    more = (
-        heads.clip,
-        heads.scales_2K,
-        options.scales_2K,
-        options.window,
-        options.softcap,
-        options.sinks_N,
-        options.slopes_N,
-    )
+    unscaled = heads.clip is None and heads.scales_2K is None and options.scales_2K is None
     numbers = cache.dtype == qkv.dtype != torch.float64 and power_of_two(size) == size and 32 <= size <= 256
-    return few and rotates and normed and numbers and options.scale > 0 and all(x is None for x in more)
+    plain = options.is_plain and not options.window and options.scale_for(size) > 0
+    return few and rotates and normed and numbers and unscaled and plain

@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.launch import can_start_early, early_launch, on, power_of_two
-from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.kernels.paged.single_token import attend_tokens as reference
-from armillary.kernels.paged.single_token import plain
+from armillary.kernels.paged.single_token import can_attend
 
 # M query heads of a KV head, padded; N keys of a tile; D head dim, whose first half is rotated with the second
 
@@ -36,10 +37,10 @@ def attend_tokens(
     sin_TR: Tensor | None,
     heads: QkvOptions,
     batch: PagedBatch,
-    options: PagedOptions,
+    options: AttentionOptions,
 ) -> Tensor:
     """See `armillary.kernels.paged.single_token.attend_tokens`; unsupported options go to the reference."""
-    if not plain(qkv, cache, cos_TR, heads, batch, options):
+    if not can_attend(qkv, cache, cos_TR, heads, batch, options):
         return reference(qkv, cache, slots_T, cos_TR, sin_TR, heads, batch, options)
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     rows, kv_heads, size = len(qkv), cache.shape[2], cache.shape[4]
@@ -68,7 +69,7 @@ def attend_tokens(
             cache,
             partial,
             peaks,
-            options.scale,
+            options.scale_for(cache.shape[4]),
             heads.eps,
             qkv.stride(0),
             *cache.stride()[:4],

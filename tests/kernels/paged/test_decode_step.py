@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.catalogue import find_op
-from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.kernels.sampling.sampling import Draws
 from tests.kernels.interpreter import needs_interpreter
@@ -39,7 +40,7 @@ class Step:
         w, linear = self.weights, ops["small_linear"]
         qkv = linear(self.x, w["qkv"], w["norm1"])
         q, cache = ops["qkv_cache"](qkv, self.cache, self.slots, self.cos, self.sin, QkvOptions(norm="rms"))
-        out = ops["paged_attention"](q, cache, self.batch, PagedOptions(scale=DIM**-0.5))
+        out = ops["paged_attention"](q, cache, self.batch, AttentionOptions(scale=DIM**-0.5))
         x = linear(out.flatten(1), w["out"], None, self.x)
         x = linear(linear(x, w["gate_up"], w["norm2"], None, 1e-6, True), w["down"], None, x)
         logits = linear(x, w["head"], w["norm3"])

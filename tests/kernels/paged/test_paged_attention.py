@@ -45,8 +45,8 @@ def shapes(draw: st.DrawFn, longest_query: int = 1) -> Shape:
 @st.composite
 def hows(draw: st.DrawFn) -> dict[str, object]:
     return {
-        "window": draw(st.sampled_from([None, None, 1, 7, 40])),
-        "softcap": draw(st.sampled_from([None, 3.0])),
+        "window": draw(st.sampled_from([0, 0, 1, 7, 40])),
+        "softcap": draw(st.sampled_from([0.0, 3.0])),
         "sinks": draw(st.booleans()),
         "slopes": draw(st.booleans()),
     }
@@ -79,17 +79,17 @@ def test_chunks_of_prompts_and_decoding_in_one_batch_agree(shape: Shape, how: di
 
 
 @needs_interpreter
-@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("window", [0, 600])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("slots", [3, 40])
 def test_keys_of_a_short_chunk_of_a_long_text_are_split(
-    window: int | None, sinks: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+    window: int, sinks: bool, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from armillary.kernels.paged import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "num_programs", lambda x, count: slots)
     shape = Shape(queries=[1, 20, 9], lengths=[40, 900, 300], kv_heads=1, group=3, head_dim=16, page=24, padding=2)
-    how: dict[str, object] = {"window": window, "softcap": None, "sinks": sinks, "slopes": False}
+    how: dict[str, object] = {"window": window, "softcap": 0.0, "sinks": sinks, "slopes": False}
     inputs = batch(shape, **extras(how, shape))
     assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
@@ -212,13 +212,11 @@ def test_pages_hold_a_sequence_in_order() -> None:
 @settings(max_examples=18, deadline=None)
 @given(
     shape=shapes(longest_query=33),
-    window=st.sampled_from([None, 1, 20]),
+    window=st.sampled_from([0, 1, 20]),
     together=st.booleans(),
     in_order=st.booleans(),
 )
-def test_one_sequence_at_a_time_through_torch_agrees(
-    shape: Shape, window: int | None, together: bool, in_order: bool
-) -> None:
+def test_one_sequence_at_a_time_through_torch_agrees(shape: Shape, window: int, together: bool, in_order: bool) -> None:
     q, cache, places, options = batch(shape, window=window)
     if in_order:
         places.tables_BP.copy_(places.tables_BP.sort().values)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
-from armillary.kernels.paged.single_token import attend_tokens, plain
+from armillary.kernels.paged.single_token import attend_tokens, can_attend
 from tests.kernels.interpreter import needs_interpreter
 
 PAGE = 16
@@ -55,7 +56,7 @@ def case(
         angles.sin(),
         heads,
         batch,
-        PagedOptions(scale=size**-0.5),
+        AttentionOptions(scale=size**-0.5),
     )
 
 
@@ -93,13 +94,13 @@ def test_padding_writes_nothing_and_is_no_nan() -> None:
 
 def test_what_is_not_plain_is_left_to_others() -> None:
     qkv, cache, _, cos, _, heads, batch, options = case([20])
-    assert plain(qkv, cache, cos, heads, batch, options)
-    assert not plain(qkv, cache, cos[:, :8], heads, batch, options)
-    assert not plain(qkv, cache, None, heads, batch, options)
-    assert not plain(qkv, cache.half(), cos, heads, batch, options)
-    assert not plain(qkv, cache, cos, replace(heads, interleaved=True), batch, options)
-    assert not plain(qkv, cache, cos, heads, replace(batch, max_query=2), options)
-    assert not plain(qkv, cache, cos, heads, batch, replace(options, window=16))
+    assert can_attend(qkv, cache, cos, heads, batch, options)
+    assert not can_attend(qkv, cache, cos[:, :8], heads, batch, options)
+    assert not can_attend(qkv, cache, None, heads, batch, options)
+    assert not can_attend(qkv, cache.half(), cos, heads, batch, options)
+    assert not can_attend(qkv, cache, cos, replace(heads, interleaved=True), batch, options)
+    assert not can_attend(qkv, cache, cos, heads, replace(batch, max_query=2), options)
+    assert not can_attend(qkv, cache, cos, heads, batch, replace(options, window=16))
 
 
 @pytest.mark.gpu
