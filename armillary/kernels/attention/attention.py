@@ -7,6 +7,7 @@ the keys up to t + S - T; a query that sees no key gives zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,9 +167,7 @@ def sparse_blocks(length: int, device: torch.device | str) -> Tensor:
 
 
 def inputs(case: AttentionCase, generator: torch.Generator) -> tuple[object, ...]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
-
+    normal = partial(case.normal, generator)
     shape, kv_shape = ((case.batch, case.length, heads, case.head_dim) for heads in (case.heads, case.kv_heads))
     documents = None
     if case.documents:

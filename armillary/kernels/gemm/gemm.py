@@ -55,16 +55,21 @@ class Gemms:
         return dy_MN.t() @ x_MK
 
     def sum(self, total_NK: Tensor, dy_MN: Tensor, x_MK: Tensor, *, first: bool) -> None:
-        """total ← dyᵀ·x, or, where it is not the first, total + dyᵀ·x: accumulated in total's dtype inside the GEMM
-        where a library can."""
-        a, b = dy_MN.t(), x_MK
-        if total_NK.dtype == a.dtype:
-            torch.mm(a, b, out=total_NK) if first else total_NK.addmm_(a, b)
-        elif a.is_cuda:
-            wide: Any = {"out_dtype": total_NK.dtype, "out": total_NK}
-            torch.mm(a, b, **wide) if first else torch.addmm(total_NK, a, b, **wide)
-        else:
-            total_NK.copy_(a @ b) if first else total_NK.add_(a @ b)
+        """total ← dyᵀ·x, or, where it is not the first, total + dyᵀ·x."""
+        accumulate_(total_NK, dy_MN.t(), x_MK, first=first)
+
+
+def accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total ← a @ b, or, where it is not the first, total + a @ b: accumulated in total's dtype, inside the GEMM where
+    a library can."""
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
+    elif a.is_cuda:
+        wide: Any = {"out_dtype": total.dtype, "out": total}
+        torch.mm(a, b, **wide) if first else torch.addmm(total, a, b, **wide)
+    else:
+        product = torch.mm(a.to(total.dtype), b.to(total.dtype)) if a.dtype == torch.float16 else torch.mm(a, b)
+        total.copy_(product) if first else total.add_(product)
 
 
 class TunedGemms(Gemms):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.core.requirements import has_triton, interpreted
+from armillary.kernels.gemm.gemm import accumulate_
 
 # M tokens, H hidden, V vocabulary, m tokens of a chunk
 
@@ -89,9 +90,9 @@ def _loss(
         _to_gradient_(z, targets[chunk], losses_M[chunk], ignore_index, softcap, scale, write=grad_x or grad_w)
         for part in parts:
             if grad_x:
-                _add_product_(dx[chunk], z[:, part], weight[part], first=part.start == 0)
+                accumulate_(dx[chunk], z[:, part], weight[part], first=part.start == 0)
             if grad_w:
-                _add_product_(dw[part], z[:, part].t(), x[chunk], first=begin == 0)
+                accumulate_(dw[part], z[:, part].t(), x[chunk], first=begin == 0)
     return losses_M.sum(), dx, dw
 
 
@@ -163,19 +164,6 @@ def _aligned_parts(vocab: int) -> list[slice]:
     fast GEMMs for aligned sizes only."""
     most = vocab if vocab % 8 == 0 else vocab // 64 * 64
     return [part for part in (slice(0, most), slice(most, vocab)) if part.stop > part.start]
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total (+)= a @ b, summed in total's dtype."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
-    elif not a.is_cuda:
-        product = torch.mm(a.to(total.dtype), b.to(total.dtype)) if a.dtype == torch.float16 else torch.mm(a, b)
-        total.copy_(product) if first else total.add_(product)
-    elif first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 # --- a chunk of logits becomes its gradient

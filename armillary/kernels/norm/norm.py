@@ -6,7 +6,9 @@ al., arXiv 1607.06450); `plus_one` is Gemma's 1 + w. Statistics are at least fp3
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,20 +89,6 @@ def row_norm(
     return y.to(x.dtype).view_as(x)
 
 
-def row_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str = "rms",
-    plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`add_norm` by `row_norm`."""
-    summed = x + residual
-    return row_norm(summed, weight, bias, eps, kind, plus_one), summed
-
-
 # --- by torch's fused kernels
 
 
@@ -114,26 +102,24 @@ def torch_norm(
     return y if bias is None else y + bias
 
 
-def torch_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str = "rms",
-    plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:
-    summed = x + residual
-    return torch_norm(summed, weight, bias, eps, kind, plus_one), summed
+def _adding(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`add_norm` by this norm."""
+
+    def add(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        summed = x + residual
+        return norm(summed, *arguments), summed
+
+    return add
+
+
+row_add_norm, torch_add_norm = _adding(row_norm), _adding(torch_norm)
 
 
 # --- the ops
 
 
 def _inputs(case: NormCase, generator: torch.Generator) -> tuple[Any, ...]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=case.device).to(case.torch_dtype)
-
+    randn = partial(case.normal, generator)
     weight = randn(case.columns) * 0.1 + (0.0 if case.plus_one else 1.0) if case.weight else None
     bias = randn(case.columns) if case.bias else None
     return randn(case.rows, case.columns), weight, bias, 1e-6, case.kind, case.plus_one

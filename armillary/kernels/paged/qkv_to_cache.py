@@ -7,6 +7,7 @@ heads, page size, head dim].
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from armillary.kernels.core.dtype import DTYPES, widen
 from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.pointwise.rope import rotate
 
 # T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2
 
@@ -55,7 +57,7 @@ def qkv_cache(
     q, k, v = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
     q, k = (_normed(widen(x), w, options) for x, w in ((q, options.q_weight), (k, options.k_weight)))
     if cos_TR is not None and sin_TR is not None:
-        q, k = (_rotated(x, cos_TR[:, None], sin_TR[:, None], options.interleaved) for x in (q, k))
+        q, k = (rotate(x, cos_TR[:, None], sin_TR[:, None], interleaved=options.interleaved) for x in (q, k))
     _write(cache, slots_T, k, widen(v), options.scales_2K)
     return q.to(qkv.dtype), cache
 
@@ -72,7 +74,7 @@ def unpadded(
     grouped = qkv.unflatten(-1, (heads, -1, size))
     qk = _normed_together(widen(grouped[:, :, :-1]), options)
     if cos_TR is not None and sin_TR is not None:
-        qk = _rotated(qk, cos_TR[:, None, None], sin_TR[:, None, None], options.interleaved)
+        qk = rotate(qk, cos_TR[:, None, None], sin_TR[:, None, None], interleaved=options.interleaved)
     qk = qk.to(qkv.dtype)
     kv_T2KD = torch.stack((qk[:, :, -1], grouped[:, :, -1]), dim=1).to(cache.dtype)
     heads_first = cache.permute(1, 2, 0, 3, 4)
@@ -112,15 +114,6 @@ def _normed(x_TND: Tensor, weight: Tensor | None, options: QkvOptions) -> Tensor
     return x.view_as(x_TND)
 
 
-def _rotated(x_TND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    size = 2 * cos.shape[-1]
-    part, rest = x_TND[..., :size], x_TND[..., size:]
-    first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
-    rotated = first * cos - second * sin, second * cos + first * sin
-    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
-    return torch.cat((joined, rest), dim=-1) if rest.shape[-1] else joined
-
-
 def _write(cache: Tensor, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor, scales_2K: Tensor | None) -> None:
     kept = slots_T >= 0
     slots = slots_T[kept].long()
@@ -153,10 +146,7 @@ class QkvCase(Case):
 
 def _inputs(case: QkvCase, generator: torch.Generator) -> tuple[Any, ...]:
     device, dtype = generator.device, DTYPES[case.dtype]
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
+    normal = partial(torch.randn, generator=generator, device=device)
     pages = -(-case.tokens // case.page) + 1
     order = torch.randperm(pages, generator=generator, device=device)
     slots = (order[:, None] * case.page + torch.arange(case.page, device=device)).flatten()[: case.tokens]

@@ -41,10 +41,12 @@ def rope(
     """The reference: qkv [B, T, K·(group + 2)·D], cos and sin [B, T, 1, R] -> q [B, T, N, D], k and v [B, T, K, D]."""
     grouped = qkv.unflatten(-1, (-1, group + 2, head_dim))
     q, k, v = grouped[..., :group, :].flatten(-3, -2), grouped[..., group, :], grouped[..., group + 1, :]
-    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved), v.contiguous()
+    q, k = (rotate(x, cos, sin, interleaved=interleaved) for x in (q, k))
+    return q, k, v.contiguous()
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first 2·R dims of each head [..., D]; the others are unchanged. The arithmetic is at least fp32."""
     size = 2 * cos.shape[-1]
     part = widen(x[..., :size])
     first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
@@ -64,10 +66,10 @@ def _inputs(case: RopeCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 def _work(case: RopeCase) -> OpWork:
     """Every element is read and written once, v too, because attention needs it contiguous; cos and sin are fp32."""
-    turning = case.tokens * (case.heads + case.kv_heads) * case.rotary_dim
+    rotated = case.tokens * (case.heads + case.kv_heads) * case.rotary_dim
     packed = case.tokens * (case.heads + 2 * case.kv_heads) * case.head_dim
     moved = 2 * packed * size_of(case.dtype) + case.tokens * case.rotary_dim * FP32_BYTES
-    return OpWork(flops=3 * turning, bytes=moved, backward_flops=3 * turning, backward_bytes=moved)
+    return OpWork(flops=3 * rotated, bytes=moved, backward_flops=3 * rotated, backward_bytes=moved)
 
 
 def _not_liger(case: RopeCase) -> str | None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.pointwise.rope import rotate
 from armillary.model.layers.attention_forms import Attend, alibi_slopes
 from armillary.model.layers.norm import Norm
-from armillary.model.layers.rope import rotate
 from armillary.spec.model import LayerKind, ModelConfig
 
 CosSin = dict[bool, tuple[Tensor, Tensor]]

@@ -8,17 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
-_CLAMP_LIMIT, _CLAMP_ALPHA = 7.0, 1.702  # GPT-OSS
+from armillary.kernels.pointwise.activation import ACTIVATIONS, CLAMP_ALPHA, CLAMP_LIMIT
 
 
 def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:
@@ -28,8 +20,8 @@ def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:
     # copies, because element-wise kernels on every other element are several times slower than the copy
     gate, up = (half.contiguous() for half in x.unflatten(-1, (-1, 2)).unbind(-1))
     if activation == "swiglu_clamped":
-        gate, up = gate.clamp(max=_CLAMP_LIMIT), up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT)
-        return (up + 1) * gate * torch.sigmoid(_CLAMP_ALPHA * gate)
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)
     return ACTIVATIONS[activation](gate) * up
 
 

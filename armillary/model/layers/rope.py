@@ -1,4 +1,4 @@
-"""Rotary positions: inverse frequencies under every scaling rule, and their application to queries and keys.
+"""Rotary positions: inverse frequencies under every scaling rule, and their cos and sin tables.
 
 Frequencies follow Su et al. 2021; linear (Chen et al. 2023), dynamic NTK, llama3 (Llama 3.1), yarn (Peng et al. 2023)
 and longrope (Ding et al. 2024) stretch them. Cos and sin are computed once per forward pass, in fp32.
@@ -13,7 +13,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from armillary.kernels.core.dtype import widen
 from armillary.spec.model import ModelConfig, Rope
 
 # B batch, T tokens, N heads, D head dim, R rotated dims / 2
@@ -136,17 +135,3 @@ def attention_factor(rope: Rope) -> float:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def rotate(x_BTND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the first 2·R dims of each head; the others are unchanged."""
-    size = 2 * cos.shape[-1]
-    part = widen(x_BTND[..., :size])
-    first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
-    rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
-    if interleaved:
-        rotated = torch.stack((rotated_first, rotated_second), dim=-1).flatten(-2)
-    else:
-        rotated = torch.cat((rotated_first, rotated_second), dim=-1)
-    rotated = rotated.to(x_BTND.dtype)
-    return rotated if size == x_BTND.shape[-1] else torch.cat((rotated, x_BTND[..., size:]), dim=-1)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.pointwise.rope import ROPE, RopeCase, rope
-from armillary.model.layers.rope import rotate
+from armillary.kernels.pointwise.rope import ROPE, RopeCase, rope, rotate
 from tests.kernels.agreeing import assert_agrees, loaded
 from tests.kernels.interpreter import needs_interpreter
 
