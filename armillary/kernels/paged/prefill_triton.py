@@ -310,11 +310,11 @@ def _one(
     if WINDOW > 0:  # tiles that begin where the last query no longer sees are masked too
         clear_start = tl.maximum(tl.minimum((upto - WINDOW + N - 1) // N, stop), start)
     clear_stop = tl.maximum(tl.minimum((length - count + first_query + 1) // N, stop), clear_start)
-    begin, end = start, stop
+    part_start, end = start, stop
     if SPLITS > 1:
-        begin, end = start + (stop - start) * split // parts, start + (stop - start) * (split + 1) // parts
-        clear_start = tl.minimum(tl.maximum(clear_start, begin), end)
-        clear_stop = tl.minimum(tl.maximum(clear_stop, begin), end)
+        part_start, end = start + (stop - start) * split // parts, start + (stop - start) * (split + 1) // parts
+        clear_start = tl.minimum(tl.maximum(clear_start, part_start), end)
+        clear_stop = tl.minimum(tl.maximum(clear_stop, part_start), end)
     if WINDOW > 0:
         top, total, sums = _tiles(
             q_MD,
@@ -326,7 +326,7 @@ def _one(
             page_stride,
             slot_stride,
             table,
-            begin,
+            part_start,
             clear_start,
             length,
             lowest,
