@@ -10,18 +10,18 @@ from armillary.machine.memory import available_bytes
 from armillary.units import bytes_text
 
 
-def pick_device(asked: str | None = None) -> torch.device:
+def pick_device(requested: str | None = None) -> torch.device:
     """The requested device, or the best that is available."""
-    if asked is None:
+    if requested is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except RuntimeError:
-        raise BadInput(f"device '{asked}' is not known; try cpu, cuda or cuda:1") from None
+        raise BadInput(f"device '{requested}' is not known; try cpu, cuda or cuda:1") from None
     if device.type not in ("cpu", "cuda"):
-        raise BadInput(f"device '{asked}' is not one we run on; try cpu, cuda or cuda:1")
+        raise BadInput(f"device '{requested}' is not one we run on; try cpu, cuda or cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadInput(f"there is no {asked} on this machine; armillary doctor says why, or use --device cpu")
+        raise BadInput(f"there is no {requested} on this machine; armillary doctor says why, or use --device cpu")
     return device
 
 

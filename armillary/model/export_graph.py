@@ -23,7 +23,7 @@ from armillary.kernels.attention.attention import AttentionOptions
 from armillary.model.layers.attention_forms import masked, plain
 from armillary.model.transformer import Transformer
 
-Form = Literal["pt2", "onnx"]
+ExportFormat = Literal["pt2", "onnx"]
 _TRACED_ROWS, _FREE = 2, 8
 _INPUT = re.compile(r"^(?:(?P<dtype>[a-z]+\d*):)?(?P<sizes>[\d*]+(?:x[\d*]+)*)$")
 
@@ -63,17 +63,17 @@ class Exported:
 
 def parse_input(text: str) -> Input:
     """'3x32x32', 'int64:128', 'float32:*x80' (a star is any size)."""
-    found = _INPUT.match(text.strip())
-    dtype = getattr(torch, found["dtype"] or "float32", None) if found else None
-    if found is None or not isinstance(dtype, torch.dtype):
+    parsed = _INPUT.match(text.strip())
+    dtype = getattr(torch, parsed["dtype"] or "float32", None) if parsed else None
+    if parsed is None or not isinstance(dtype, torch.dtype):
         raise BadInput(f"cannot read --input {text!r}; write a row's shape like 3x32x32, int64:128 or float32:*x80")
-    sizes = tuple(None if part == "*" else int(part) for part in found["sizes"].split("x") if part)
+    sizes = tuple(None if part == "*" else int(part) for part in parsed["sizes"].split("x") if part)
     return Input(sizes=sizes, dtype=dtype)
 
 
 def like(examples: Sequence[Tensor]) -> tuple[Input, ...]:
     """Inputs with the shapes of tensors that have rows first."""
-    return tuple(Input(sizes=tuple(one.shape[1:]), dtype=one.dtype) for one in examples)
+    return tuple(Input(sizes=tuple(example.shape[1:]), dtype=example.dtype) for example in examples)
 
 
 class Logits(nn.Module):
@@ -102,11 +102,13 @@ def of_transformer(model: Transformer) -> tuple[nn.Module, tuple[Input, ...]]:
     return Logits(model), (Input(sizes=(None,), dtype=torch.int64, longest=config.context, below=config.vocab),)
 
 
-def export(module: nn.Module, inputs: Sequence[Input], path: Path, form: Form, *, rows: int | None = None) -> Exported:
+def export(
+    module: nn.Module, inputs: Sequence[Input], path: Path, form: ExportFormat, *, rows: int | None = None
+) -> Exported:
     """Write `module` to `path`; `rows` fixes their number, which is dynamic otherwise."""
     module = module.eval().requires_grad_(False)
-    examples = tuple(one.example(rows or _TRACED_ROWS) for one in inputs)
-    shapes = None if rows else tuple(_dims(one) for one in inputs)
+    examples = tuple(each.example(rows or _TRACED_ROWS) for each in inputs)
+    shapes = None if rows else tuple(_dims(each) for each in inputs)
     program = _traced(module, examples, shapes)
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "pt2":
@@ -117,11 +119,11 @@ def export(module: nn.Module, inputs: Sequence[Input], path: Path, form: Form, *
     return Exported(path=path, bytes=path.stat().st_size, inputs=tuple(inputs), rows=rows, error=error)
 
 
-def _dims(one: Input) -> dict[int, Any]:
+def _dims(each: Input) -> dict[int, Any]:
     free: dict[int, Any] = {0: torch.export.Dim("rows")}
-    for place, size in enumerate(one.sizes, start=1):
+    for place, size in enumerate(each.sizes, start=1):
         if size is None:
-            free[place] = torch.export.Dim.DYNAMIC(max=one.longest)  # the trace finds out which are equal
+            free[place] = torch.export.Dim.DYNAMIC(max=each.longest)  # the trace finds out which are equal
     return free
 
 
@@ -130,9 +132,9 @@ def _traced(module: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> tor
         with torch.no_grad(), _quiet():
             return torch.export.export(module, examples, dynamic_shapes=shapes)
     except Exception as error:  # the tracer and the module raise anything
-        said = " ".join(str(error).split())[:240]
+        reason = " ".join(str(error).split())[:240]
         raise BadModel(
-            f"it cannot be exported ({type(error).__name__}: {said}); check --input, or fix the number of "
+            f"it cannot be exported ({type(error).__name__}: {reason}); check --input, or fix the number of "
             "rows with --rows"
         ) from None
 
@@ -143,9 +145,9 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
     except ModuleNotFoundError:
         raise missing("onnxscript", "writing ONNX", "onnx") from None
     with _quiet():
-        made = torch.onnx.export(program, dynamo=True, verbose=False)
-        assert made is not None
-        made.save(str(path), external_data=False)
+        onnx_program = torch.onnx.export(program, dynamo=True, verbose=False)
+        assert onnx_program is not None
+        onnx_program.save(str(path), external_data=False)
 
 
 @contextmanager
@@ -165,13 +167,13 @@ def _quiet() -> Iterator[None]:
 # --- check of the written file
 
 
-def _check(module: nn.Module, inputs: Sequence[Input], path: Path, form: Form, rows: int | None) -> float:
+def _check(module: nn.Module, inputs: Sequence[Input], path: Path, form: ExportFormat, rows: int | None) -> float:
     """The largest relative difference over batches that were not traced."""
     run = _reader(path, form)
     worst = 0.0
     for seed, count in enumerate([rows] if rows else [1, 3]):
         free = _FREE + 3 * seed
-        batch = [one.example(count, free=min(free, one.longest or free), seed=seed + 1) for one in inputs]
+        batch = [each.example(count, free=min(free, each.longest or free), seed=seed + 1) for each in inputs]
         with torch.no_grad():
             expected = [leaf for leaf in pytree.tree_leaves(module(*batch)) if isinstance(leaf, Tensor)]
         for want, got in zip(expected, run(batch), strict=True):
@@ -198,7 +200,7 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
         return torch.export.load(str(path))
 
 
-def _reader(path: Path, form: Form) -> Any:
+def _reader(path: Path, form: ExportFormat) -> Any:
     if form == "pt2":
         module = load_program(path).module()
         return lambda batch: [leaf for leaf in pytree.tree_leaves(module(*batch)) if isinstance(leaf, Tensor)]
@@ -210,7 +212,7 @@ def _reader(path: Path, form: Form) -> Any:
     names = [value.name for value in session.get_inputs()]
 
     def run(batch: list[Tensor]) -> list[Tensor]:
-        found = session.run(None, {name: one.numpy() for name, one in zip(names, batch, strict=True)})
-        return [torch.from_numpy(output) for output in found]
+        outputs = session.run(None, {name: each.numpy() for name, each in zip(names, batch, strict=True)})
+        return [torch.from_numpy(output) for output in outputs]
 
     return run

@@ -34,7 +34,7 @@ class LoraLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         kept = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
         inner = F.linear(kept, self.lora_a.to(x.dtype))
-        b_OA = spread(self.lora_b, self.target) * self.scale
+        b_OA = expand_b(self.lora_b, self.target) * self.scale
         return _added(F.linear(x, self.weight, self.bias), inner, b_OA)
 
     def extra_repr(self) -> str:
@@ -48,7 +48,7 @@ def _added(base: Tensor, inner: Tensor, b_OA: Tensor) -> Tensor:
     return total.view(base.shape)
 
 
-def spread(b_Pr: Tensor, target: Target) -> Tensor:
+def expand_b(b_Pr: Tensor, target: Target) -> Tensor:
     """B as [O, A·r]: each row in the columns of its own A, zero in the other columns and where a row is not adapted.
     Works on a part of the rows, as long as it holds whole periods."""
     if target.one_a and all(target.chosen):
@@ -66,7 +66,7 @@ def spread(b_Pr: Tensor, target: Target) -> Tensor:
 
 def change(a_AI: Tensor, b_Pr: Tensor, target: Target, *, scale: float) -> Tensor:
     """The change of the matrix, [O, I]."""
-    return scale * spread(b_Pr, target) @ a_AI
+    return scale * expand_b(b_Pr, target) @ a_AI
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:

@@ -29,12 +29,12 @@ def load_python_module(text: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
         guess = get_close_matches(name, own, n=1)
         hint = f"did you mean {guess[0]}?" if guess else f"it has {', '.join(own)}"
         raise NotFound(f"no '{name}' in {file}; {hint}")
-    module = _made(values[name], text)
-    found = getattr(module, "example_inputs", None)
-    examples = found if found is not None else values.get("example_inputs", ())
+    module = _as_module(values[name], text)
+    given = getattr(module, "example_inputs", None)
+    examples = given if given is not None else values.get("example_inputs", ())
     examples = examples() if callable(examples) else examples
     examples = (examples,) if isinstance(examples, Tensor) else tuple(examples)
-    if not all(isinstance(one, Tensor) and one.ndim for one in examples):
+    if not all(isinstance(tensor, Tensor) and tensor.ndim for tensor in examples):
         raise BadInput(f"example_inputs of {text} must be tensors with rows first; or give --input")
     return module, examples
 
@@ -55,7 +55,7 @@ def _run(path: Path) -> dict[str, Any]:
     return vars(module)
 
 
-def _made(value: Any, text: str) -> nn.Module:
+def _as_module(value: Any, text: str) -> nn.Module:
     if not isinstance(value, nn.Module) and callable(value):
         try:
             value = value()

@@ -279,7 +279,7 @@ def angle_tables(rotary: RotaryTable, length: int) -> dict[bool, tuple[Tensor, T
     positions_1A = torch.arange(length, device=device)[None]
 
     def table(kinds: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
-        pairs = [RotaryTable._cos_sin(positions_1A, kind, factor) for kind in kinds]
+        pairs = [RotaryTable.cos_sin_of(positions_1A, kind, factor) for kind in kinds]
         cos, sin = (torch.cat([pair[i][0, :, 0] for pair in pairs]) for i in (0, 1))
         return cos.contiguous(), sin.contiguous()
 

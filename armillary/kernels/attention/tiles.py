@@ -84,8 +84,8 @@ def query_tiles(q: Tensor) -> Tiles:
     return _fitting(q, _of(q, _QUERY, _QUERY_FP32))
 
 
-def _of(q: Tensor, half: Table, wide: Table) -> tuple[Tiles, ...]:
-    table = wide if q.dtype == torch.float32 else half
+def _of(q: Tensor, table_16bit: Table, table_fp32: Table) -> tuple[Tiles, ...]:
+    table = table_fp32 if q.dtype == torch.float32 else table_16bit
     return next(tiles for most, tiles in table.items() if q.shape[-1] <= most)
 
 

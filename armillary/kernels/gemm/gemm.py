@@ -68,8 +68,8 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         wide: Any = {"out_dtype": total.dtype, "out": total}
         torch.mm(a, b, **wide) if first else torch.addmm(total, a, b, **wide)
     else:
-        product = torch.mm(a.to(total.dtype), b.to(total.dtype)) if a.dtype == torch.float16 else torch.mm(a, b)
-        total.copy_(product) if first else total.add_(product)
+        result = torch.mm(a.to(total.dtype), b.to(total.dtype)) if a.dtype == torch.float16 else torch.mm(a, b)
+        total.copy_(result) if first else total.add_(result)
 
 
 class TunedGemms(Gemms):

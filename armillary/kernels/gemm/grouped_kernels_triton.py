@@ -22,7 +22,7 @@ def _matrix_tile(ptr, row, column, row_end, column_end, stride, HEIGHT: tl.const
 
 
 @triton.jit
-def product_kernel(
+def grouped_gemm_kernel(
     a_src,
     weight_src,
     out_ptr,

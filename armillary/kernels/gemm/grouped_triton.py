@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from armillary.kernels.core.launch import ceil_div, first_fitting, on, power_of_two
-from armillary.kernels.gemm.grouped_kernels_triton import product_kernel, row_sums_kernel
+from armillary.kernels.gemm.grouped_kernels_triton import grouped_gemm_kernel, row_sums_kernel
 from armillary.machine.accelerator import accelerator_of
 
 # P rows (copies of tokens), E experts, K inputs, N outputs
@@ -69,7 +69,7 @@ def grouped_linear_pointers(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, fu
     "armillary::grouped_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor ends, bool tma) -> Tensor"
 )
 def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, tma: bool) -> Tensor:
-    return _product(x, weight, ends, transposed=True, tma=tma)
+    return _grouped_gemm(x, weight, ends, transposed=True, tma=tma)
 
 
 @_grouped_linear.register_fake
@@ -87,7 +87,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """A gradient that is not needed is returned empty."""
     dy = dy.contiguous()
-    back = _product(dy, weight, ends, transposed=False, tma=tma) if dx else x.new_empty(0)
+    back = _grouped_gemm(dy, weight, ends, transposed=False, tma=tma) if dx else x.new_empty(0)
     return back, _row_sums(dy, x, ends, len(weight), tma=tma) if dweight else weight.new_empty(0)
 
 
@@ -115,7 +115,7 @@ _grouped_linear.register_autograd(_gradients, setup_context=_keep)
 # --- launches
 
 
-def _product(a: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, tma: bool) -> Tensor:
+def _grouped_gemm(a: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, tma: bool) -> Tensor:
     """a @ weight[e]ᵀ ([E, columns, R]) or a @ weight[e] ([E, R, columns]) for the rows of each e."""
     a, weight = a.contiguous(), weight.contiguous()
     (P, R), experts = a.shape, len(weight)
@@ -132,7 +132,7 @@ def _product(a: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, tma: 
         weight_src = TensorDescriptor.from_tensor(weight.flatten(0, 1), shape)
     down = ceil_div(P, tile.rows) + experts  # every group but the first may begin one more tile
     with on(a):
-        product_kernel[(down * ceil_div(columns, tile.columns),)](
+        grouped_gemm_kernel[(down * ceil_div(columns, tile.columns),)](
             a_src,
             weight_src,
             out,

@@ -192,7 +192,7 @@ def prefill(
         lowest, upto, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
         parts = _parts(start, stop, most, LEAST)
         if split < parts:
-            _one(
+            _tile(
                 q,
                 cache,
                 tables + b.to(tl.int64) * table_stride,
@@ -239,7 +239,7 @@ def prefill(
 
 
 @triton.jit
-def _one(
+def _tile(
     q,
     cache,
     table,

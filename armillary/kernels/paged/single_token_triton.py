@@ -146,7 +146,7 @@ def _weights(weight, dim, other, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, rotated, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+def _rotated(x, rotated, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     """Rows [., D], given each dim's rotation partner, after norm and rotation."""
     wide, rotated = x.to(tl.float32), rotated.to(tl.float32)
     if NORM:
@@ -230,8 +230,8 @@ def attend(
     q_turned = tl.load(rows + other[None, :], mask=used, other=0.0)
     key, key_turned = tl.load(own + dim[None, :]), tl.load(own + other[None, :])
     value = tl.load(own + D + dim)
-    q = _turned(q, q_turned, q_weights, c, s, eps, D, NORM)
-    key = _turned(key, key_turned, k_weights, c, s, eps, D, NORM)
+    q = _rotated(q, q_turned, q_weights, c, s, eps, D, NORM)
+    key = _rotated(key, key_turned, k_weights, c, s, eps, D, NORM)
     if (split == SPLITS - 1) & (slot >= 0):
         place = of_head + slot // PAGE * page_stride + slot % PAGE * slot_stride
         tl.store(place + dim[None, :], key)

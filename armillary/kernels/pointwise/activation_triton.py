@@ -150,7 +150,7 @@ def gated_act_back(dy, gate, up, ACT: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _halves(x_ptr, start, count, BLOCK: tl.constexpr):
+def _split_pairs(x_ptr, start, count, BLOCK: tl.constexpr):
     """BLOCK gates and BLOCK ups from 2 · BLOCK alternating elements."""
     at = 2 * start + tl.arange(0, 2 * BLOCK)
     both = tl.load(x_ptr + at, mask=at < 2 * count, other=0.0).to(tl.float32)
@@ -164,7 +164,7 @@ def _forward_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, GATED: tl.constexpr,
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
     if GATED:
-        gate, up = _halves(x_ptr, start, count, BLOCK)
+        gate, up = _split_pairs(x_ptr, start, count, BLOCK)
         y = gated_act(gate, up, ACT, FAST)
     else:
         y = act(tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32), ACT, FAST)
@@ -188,7 +188,7 @@ def _backward_kernel(
     at = start + tl.arange(0, BLOCK)
     dy = tl.load(dy_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     if GATED:
-        gate, up = _halves(x_ptr, start, count, BLOCK)
+        gate, up = _split_pairs(x_ptr, start, count, BLOCK)
         y, dgate, dup = gated_act_back(dy, gate, up, ACT, FAST)
         both = tl.reshape(tl.join(dgate, dup), [2 * BLOCK])
         to = 2 * start + tl.arange(0, 2 * BLOCK)

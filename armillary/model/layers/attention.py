@@ -106,8 +106,8 @@ class Attention(nn.Module):
 def _qk_norms(config: ModelConfig) -> tuple[Norm | None, Norm | None]:
     if config.qk_norm == "none":
         return None, None
-    whole = config.qk_norm == "all"
-    sizes = [heads * config.head_dim if whole else config.head_dim for heads in (config.heads, config.kv_heads)]
+    all_heads = config.qk_norm == "all"
+    sizes = [heads * config.head_dim if all_heads else config.head_dim for heads in (config.heads, config.kv_heads)]
     q_norm, k_norm = (
         Norm(
             size,

@@ -39,10 +39,10 @@ class RotaryTable(nn.Module):
 
     def _frequencies(self, length: int) -> dict[str, Tensor]:
         """Frequencies of full layers, and of sliding layers where they have their own base."""
-        made = {"full_R": inverse_frequencies(self.rope, self.rope.theta, self.dim, self.context, length)}
+        frequencies = {"full_R": inverse_frequencies(self.rope, self.rope.theta, self.dim, self.context, length)}
         if self.rope.local_theta is not None:
-            made["local_R"] = inverse_frequencies(Rope(), self.rope.local_theta, self.dim, self.context, length)
-        return made
+            frequencies["local_R"] = inverse_frequencies(Rope(), self.rope.local_theta, self.dim, self.context, length)
+        return frequencies
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -52,20 +52,19 @@ class RotaryTable(nn.Module):
 
     def forward(self, positions_BT: Tensor) -> dict[bool, tuple[Tensor, Tensor]]:
         """{False: (cos, sin) of full layers, True: of sliding layers}, each [B, T, 1, R]."""
-        full = self._cos_sin(positions_BT, self._full(positions_BT), self.factor)
+        full = self.cos_sin_of(positions_BT, self._full(positions_BT), self.factor)
         if self.rope.local_theta is None:
             return {False: full, True: full}
-        return {False: full, True: self._cos_sin(positions_BT, self.local_R, 1.0)}
+        return {False: full, True: self.cos_sin_of(positions_BT, self.local_R, 1.0)}
 
     def _full(self, positions_BT: Tensor) -> Tensor:
         if self.rope.scaling not in ("dynamic", "longrope") or self.fixed_length is not None:
             return self.full_R
         length = int(positions_BT.max()) + 1
-        made_R = inverse_frequencies(self.rope, self.rope.theta, self.dim, self.context, length)
-        return made_R.to(positions_BT.device)
+        return inverse_frequencies(self.rope, self.rope.theta, self.dim, self.context, length).to(positions_BT.device)
 
     @staticmethod
-    def _cos_sin(positions_BT: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    def cos_sin_of(positions_BT: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         angles = positions_BT[..., None].float() * frequencies_R
         return angles.cos()[:, :, None] * factor, angles.sin()[:, :, None] * factor
 

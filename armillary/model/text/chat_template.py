@@ -26,12 +26,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> template source; files beside the tokenizer take precedence over the entry in tokenizer_config.json."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = _read(folder / "chat_template.jinja")
+        templates["default"] = _read(folder / "chat_template.jinja")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = _read(path)
-    return found or _configured(config.get("chat_template"), folder)
+        templates[path.stem] = _read(path)
+    return templates or _configured(config.get("chat_template"), folder)
 
 
 def _read(path: Path) -> str:

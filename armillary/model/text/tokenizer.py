@@ -85,10 +85,10 @@ class Tokenizer:
     def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a rendered chat, and the characters (from, to) of each."""
         try:
-            found = self.backend.encode(text, add_special_tokens=False)
+            encoding = self.backend.encode(text, add_special_tokens=False)
         except TypeError:
             raise BadInput("only valid Unicode text has tokens; remove lone surrogates (U+D800 to U+DFFF)") from None
-        return found.ids, found.offsets
+        return encoding.ids, encoding.offsets
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of complete documents on all cores, each closed by the end of text.

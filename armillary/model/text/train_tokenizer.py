@@ -50,9 +50,9 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     if vocab > LARGEST:
         raise BadInput(f"a vocabulary of {vocab:,} is more than the {LARGEST:,} we train; try 131072")
     backend = tokenizers.Tokenizer(models.BPE())
-    cut = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+    splitter = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
+    backend.pre_tokenizer = pre_tokenizers.Sequence([splitter, to_bytes])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,

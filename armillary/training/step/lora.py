@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from armillary.model.lora import NAMES, adapters, attach, change, draw, spread
+from armillary.model.lora import NAMES, adapters, attach, change, draw, expand_b
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_layout import Rule, rules
 from armillary.model.weights.hf_weights import write_tensors
@@ -110,7 +110,7 @@ def peft_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: TrainJ
 
 def _unfused(rule: Rule, target: Target, a: Tensor, b: Tensor, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Hugging Face's name -> its own A and B."""
-    outputs = rule.split(spread(b, target))
+    outputs = rule.split(expand_b(b, target))
     if target.one_a:
         return {rule.hf_names[0]: (a.contiguous(), outputs[0].contiguous())}
     found, number = {}, 0

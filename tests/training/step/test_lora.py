@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from armillary.errors import ArmillaryError
 from armillary.model.layers.attention_forms import plain
-from armillary.model.lora import LoraLinear, adapters, change, spread
+from armillary.model.lora import LoraLinear, adapters, change, expand_b
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights import hf_weights as weights
 from armillary.model.weights.hf_layout import FAMILIES as NAMED
@@ -129,8 +129,8 @@ def test_a_cut_of_the_outputs_is_a_cut_of_the_adapters(pieces: int) -> None:
     for name, target in targets(config, ("q", "v", "up", "out")).items():
         rows = target.periods * target.adapted
         b = torch.randn(rows, 2)
-        whole = spread(b, target)
-        parts = [spread(piece, target) for piece in b.chunk(pieces)]
+        whole = expand_b(b, target)
+        parts = [expand_b(piece, target) for piece in b.chunk(pieces)]
         assert torch.equal(torch.cat(parts), whole), name
 
 
