@@ -45,18 +45,26 @@ class SamplingDefaults:
 
 def sampling_defaults(folder: Path | None) -> SamplingDefaults:
     """Of a Hugging Face folder; BadModel where a value is unusable."""
-    path = folder / "generation_config.json" if folder is not None else None
-    if path is None or not path.is_file():
+    if folder is None:
         return SamplingDefaults()
+    path = folder / "generation_config.json"
+    table = read_json(path)
+    return SamplingDefaults(
+        **{name: _checked(name, table[name], path) for name in _RANGES if table.get(name) is not None}
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} where the file does not exist."""
+    if not path.is_file():
+        return {}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BadModel(f"{path} is not JSON ({error}); fetch the folder again") from None
     if not isinstance(table, dict):
         raise BadModel(f"{path} does not hold a JSON object; fetch the folder again")
-    return SamplingDefaults(
-        **{name: _checked(name, table[name], path) for name in _RANGES if table.get(name) is not None}
-    )
+    return table
 
 
 def _checked(name: str, value: Any, path: Path) -> Any:

@@ -204,7 +204,7 @@ def _not_plain(case: AttentionCase) -> str | None:
     if case.documents or case.window or case.sparse or case.softcap or case.sinks:
         return "it has no documents, windows, block masks, caps or sinks"
     if case.dtype not in ("bf16", "fp16"):
-        return "it is for half formats"
+        return "it is for 16-bit dtypes"
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from armillary.errors import BadInput, BadModel, NotFound
+from armillary.model.generation_config import read_json
 from armillary.model.text import chat_template as chat
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -47,12 +48,12 @@ class Tokenizer:
         """
         folder = Path(folder)
         backend = _backend(folder)
-        config = _json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         # newer folders keep everything in tokenizer_config.json; a special_tokens_map.json there is a leftover
-        tokens = config if "added_tokens_decoder" in config else config | _json(folder / "special_tokens_map.json")
+        tokens = config if "added_tokens_decoder" in config else config | read_json(folder / "special_tokens_map.json")
         named = {key: text for key, value in tokens.items() if key.endswith("_token") and (text := _text(value))}
         _add_lacking(backend, _listed(config, folder), named, tokens)
-        ends = _json(folder / "generation_config.json").get("eos_token_id")
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
         return cls(
             backend=backend,
             named=named,
@@ -222,8 +223,8 @@ class Detokenizer:
 
 def eos_ids_of(folder: Path) -> tuple[int, ...]:
     """End tokens of a model without a tokenizer, from its generation_config.json or config.json."""
-    ends = _json(folder / "generation_config.json").get("eos_token_id")
-    return _eos_ids(None, _json(folder / "config.json").get("eos_token_id") if ends is None else ends)
+    ends = read_json(folder / "generation_config.json").get("eos_token_id")
+    return _eos_ids(None, read_json(folder / "config.json").get("eos_token_id") if ends is None else ends)
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:
@@ -238,19 +239,6 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} where the file is not there."""
-    if not path.is_file():
-        return {}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadModel(f"{path} is not JSON ({error}); fetch the folder again") from None
-    if not isinstance(table, dict):
-        raise BadModel(f"{path} does not hold a JSON object; fetch the folder again")
-    return table
 
 
 def _write_json(path: Path, table: Mapping[str, Any]) -> None:
