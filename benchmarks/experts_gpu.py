@@ -181,7 +181,7 @@ def with_rest(case: GroupedCase, generator: torch.Generator) -> tuple[Any, ...]:
 def tiled(tile: tuple[int, int, int, int, int], rows: int) -> dict[str, int]:
     """Speeds of our kernel with other tiles."""
     old = grouped_linear_triton._tile
-    grouped_linear_triton._tile = lambda a, rows, **how: grouped_linear_triton.Tile(*tile)
+    grouped_linear_triton._tile = lambda a, rows, **how: grouped_linear_triton.GroupedTile(*tile)
     try:
         return speeds(grouped_linear_triton.grouped_linear, rows)
     finally:

@@ -29,8 +29,8 @@ from armillary.kernels.core.trial import input_sets
 from armillary.kernels.fp8 import gemm_triton as fp8_gemm_triton
 from armillary.kernels.fp8.linear import E4M3
 from armillary.kernels.fp8.quantize_triton import quantise
-from armillary.kernels.gemm.gemv_triton import VectorTiles, run_vector
-from armillary.kernels.gemm.skinny_triton import Tiles, plan, run_tiles, small_linear
+from armillary.kernels.gemm.gemv_triton import GemvTiles, run_vector
+from armillary.kernels.gemm.skinny_triton import SkinnyTiles, plan, run_tiles, small_linear
 from armillary.kernels.norm import norm_triton
 from armillary.kernels.norm import rows_triton as norm_rows_triton
 from armillary.kernels.norm.launch_config import LaunchShape, backward_shape
@@ -111,7 +111,7 @@ def paged(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
 def small(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Rows, depth, splits and stages of small matmuls."""
 
-    def way(tiles: Tiles) -> Callable[..., Any]:
+    def way(tiles: SkinnyTiles) -> Callable[..., Any]:
         return lambda x, weight: run_tiles(x, weight, None, None, 1e-6, False, tiles)
 
     for outputs, inputs in ((4096, 14336), (14336, 4096), (6144, 4096), (5120, 13824), (1024, 8192)):
@@ -256,7 +256,7 @@ def rope(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
 def vector(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """One token: programs of a few rows against tiles for tensor cores."""
 
-    def way(tiles: VectorTiles) -> Callable[..., Any]:
+    def way(tiles: GemvTiles) -> Callable[..., Any]:
         return lambda x, weight: run_vector(x, weight, None, None, 1e-6, False, tiles)
 
     for outputs, inputs in ((4096, 14336), (14336, 4096), (6144, 4096), (4096, 4096), (1024, 8192)):
@@ -276,7 +276,7 @@ def vector(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
             (1, 2048, 4),
         ):
             for early in (True, False):
-                ways[f"{sizes}{' early' if early else ''}"] = way(VectorTiles(*sizes, early))
+                ways[f"{sizes}{' early' if early else ''}"] = way(GemvTiles(*sizes, early))
         moved = 2.0 * (outputs * inputs + inputs + outputs)
         yield f"{outputs} × {inputs}", shares(ways, [(x, w) for w in weights], moved, ceilings["read"])
 

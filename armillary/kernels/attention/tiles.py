@@ -16,7 +16,7 @@ from armillary.machine.accelerator import accelerator_of
 
 
 @dataclass(frozen=True)
-class Tiles:
+class AttentionTiles:
     """Block sizes and launch options of a kernel."""
 
     queries: int
@@ -33,41 +33,41 @@ class Tiles:
     """the same for 10.x, where that is more than a block has"""
 
 
-Table = dict[int, tuple[Tiles, ...]]
+Table = dict[int, tuple[AttentionTiles, ...]]
 # largest head dim -> tiles, best first; the later ones are for less shared memory and were not timed
 _FORWARD = {
-    64: (Tiles(128, 128, 8, 3, 81),),
-    128: (Tiles(64, 64, 4, 3, 89), Tiles(64, 64, 4, 2, 57)),
-    256: (Tiles(128, 64, 8, 2, 145), Tiles(64, 32, 4, 2, 69)),
+    64: (AttentionTiles(128, 128, 8, 3, 81),),
+    128: (AttentionTiles(64, 64, 4, 3, 89), AttentionTiles(64, 64, 4, 2, 57)),
+    256: (AttentionTiles(128, 64, 8, 2, 145), AttentionTiles(64, 32, 4, 2, 69)),
 }
 _FORWARD_FP32 = {
-    64: (Tiles(64, 32, 4, 2, 49),),
-    128: (Tiles(64, 32, 4, 2, 113), Tiles(64, 32, 4, 1, 81)),
-    256: (Tiles(64, 32, 4, 1, 161), Tiles(32, 16, 4, 1, 81)),
+    64: (AttentionTiles(64, 32, 4, 2, 49),),
+    128: (AttentionTiles(64, 32, 4, 2, 113), AttentionTiles(64, 32, 4, 1, 81)),
+    256: (AttentionTiles(64, 32, 4, 1, 161), AttentionTiles(32, 16, 4, 1, 81)),
 }
 _KEY = {
-    64: (Tiles(64, 128, 8, 2, 49),),
-    128: (Tiles(64, 64, 4, 2, 73),),
-    256: (Tiles(64, 64, 8, 2, 137, sm_100_kb=258), Tiles(32, 32, 4, 2, 67)),
+    64: (AttentionTiles(64, 128, 8, 2, 49),),
+    128: (AttentionTiles(64, 64, 4, 2, 73),),
+    256: (AttentionTiles(64, 64, 8, 2, 137, sm_100_kb=258), AttentionTiles(32, 32, 4, 2, 67)),
 }
 _KEY_FP32 = {
-    64: (Tiles(16, 32, 4, 1, 41),),
-    128: (Tiles(16, 32, 4, 1, 81),),
-    256: (Tiles(16, 32, 4, 1, 161), Tiles(16, 16, 4, 1, 97)),
+    64: (AttentionTiles(16, 32, 4, 1, 41),),
+    128: (AttentionTiles(16, 32, 4, 1, 81),),
+    256: (AttentionTiles(16, 32, 4, 1, 161), AttentionTiles(16, 16, 4, 1, 97)),
 }
 _QUERY = {
-    64: (Tiles(128, 64, 8, 3, 65),),
-    128: (Tiles(128, 64, 8, 3, 129), Tiles(128, 64, 8, 2, 97)),
-    256: (Tiles(128, 32, 8, 2, 169), Tiles(64, 32, 4, 1, 97)),
+    64: (AttentionTiles(128, 64, 8, 3, 65),),
+    128: (AttentionTiles(128, 64, 8, 3, 129), AttentionTiles(128, 64, 8, 2, 97)),
+    256: (AttentionTiles(128, 32, 8, 2, 169), AttentionTiles(64, 32, 4, 1, 97)),
 }
 _QUERY_FP32 = {
-    64: (Tiles(32, 16, 4, 1, 37),),
-    128: (Tiles(32, 16, 4, 1, 73),),
-    256: (Tiles(32, 16, 4, 1, 145), Tiles(16, 16, 4, 1, 81)),
+    64: (AttentionTiles(32, 16, 4, 1, 37),),
+    128: (AttentionTiles(32, 16, 4, 1, 73),),
+    256: (AttentionTiles(32, 16, 4, 1, 145), AttentionTiles(16, 16, 4, 1, 81)),
 }
 
 
-def forward_tiles(q: Tensor, packed: bool) -> Tiles:
+def forward_tiles(q: Tensor, packed: bool) -> AttentionTiles:
     """For head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two
     do."""
     tiles = _of(q, _FORWARD, _FORWARD_FP32)
@@ -76,20 +76,20 @@ def forward_tiles(q: Tensor, packed: bool) -> Tiles:
     return _fitting(q, tiles)
 
 
-def key_tiles(q: Tensor) -> Tiles:
+def key_tiles(q: Tensor) -> AttentionTiles:
     return _fitting(q, _of(q, _KEY, _KEY_FP32))
 
 
-def query_tiles(q: Tensor) -> Tiles:
+def query_tiles(q: Tensor) -> AttentionTiles:
     return _fitting(q, _of(q, _QUERY, _QUERY_FP32))
 
 
-def _of(q: Tensor, table_16bit: Table, table_fp32: Table) -> tuple[Tiles, ...]:
+def _of(q: Tensor, table_16bit: Table, table_fp32: Table) -> tuple[AttentionTiles, ...]:
     table = table_fp32 if q.dtype == torch.float32 else table_16bit
     return next(tiles for most, tiles in table.items() if q.shape[-1] <= most)
 
 
-def _fitting(q: Tensor, tiles: tuple[Tiles, ...]) -> Tiles:
+def _fitting(q: Tensor, tiles: tuple[AttentionTiles, ...]) -> AttentionTiles:
     chip = accelerator_of(q.device)
     blackwell = chip is not None and chip.capability[0] == 10
     return first_fitting(q.device, tiles, lambda each: ((blackwell and each.sm_100_kb) or each.shared_kb) << 10)

@@ -30,7 +30,7 @@ _REST_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class VersionTrial:
     """The result of trying one version."""
 
     version: str
@@ -60,7 +60,7 @@ class KernelChoice:
     version: str
     run: Callable[..., Any]
     """the function, loaded"""
-    trials: tuple[Trial, ...]
+    trials: tuple[VersionTrial, ...]
     """one per version"""
     remembered: bool = False
     """whether an earlier run made the choice"""
@@ -106,7 +106,7 @@ def explain(choice: KernelChoice) -> list[str]:
     return [head, *(f"  {_reason(trial)}" for trial in order)]
 
 
-def try_versions(op: Op, case: Case, *, budget_s: float = BUDGET_S, timed: bool = True) -> Iterator[Trial]:
+def try_versions(op: Op, case: Case, *, budget_s: float = BUDGET_S, timed: bool = True) -> Iterator[VersionTrial]:
     """Check each version on a small case, and time those that agree; the reference comes last."""
     generator = torch.Generator(torch.device(case.device)).manual_seed(1)
     expected = expect(op, op.inputs(op.small(case), generator), generator)
@@ -118,7 +118,7 @@ def try_versions(op: Op, case: Case, *, budget_s: float = BUDGET_S, timed: bool 
         yield trial
 
 
-def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[Trial]:
+def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[VersionTrial]:
     """The op's rivals, timed and not checked."""
     sets = input_sets(op, case) if op.rivals else []
     for version in op.rivals:
@@ -134,9 +134,11 @@ def _trial(
     *,
     budget_s: float,
     hopeless_s: float = inf,
-) -> Trial:
+) -> VersionTrial:
     """Check a version where results are expected, and time it on `sets` unless it disagrees."""
-    trial = Trial(version=version.name, refused=lacking(version.needs, case.device) or version.refuses(case) or "")
+    trial = VersionTrial(
+        version=version.name, refused=lacking(version.needs, case.device) or version.refuses(case) or ""
+    )
     if trial.refused:
         return trial
     try:
@@ -155,7 +157,7 @@ def _trial(
         # may itself be too large for the memory.
         if version.run is op.reference and not is_out_of_memory(error):
             raise
-        return Trial(version=version.name, refused=_failure(error))
+        return VersionTrial(version=version.name, refused=_failure(error))
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -170,9 +172,9 @@ def _rest_s(op: Op, case: Case) -> float:
     return _REST_S if op.work(case).ceiling in ("gemm", "fp8") and torch.device(case.device).type == "cuda" else 0.0
 
 
-def _without_timing(op: Op, case: Case) -> tuple[Trial, ...]:
+def _without_timing(op: Op, case: Case) -> tuple[VersionTrial, ...]:
     """In the op's own order, up to the first deterministic version that agrees."""
-    trials: list[Trial] = []
+    trials: list[VersionTrial] = []
     only = replace(op, versions=tuple(version for version in op.versions if version.deterministic))
     for trial in try_versions(only, case, timed=False):
         trials.append(trial)
@@ -181,7 +183,7 @@ def _without_timing(op: Op, case: Case) -> tuple[Trial, ...]:
     return tuple(trials)
 
 
-def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> KernelChoice:
+def _chosen(op: Op, case: Case, trials: tuple[VersionTrial, ...]) -> KernelChoice:
     agreed = [trial for trial in trials if trial.agreed]
     best = min(agreed, key=lambda t: t.seconds or 0.0).version if agreed else "eager"
     used = {_family(trial.version) for trial in agreed}
@@ -193,7 +195,9 @@ def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> KernelChoice:
     return _choice(op, case, best, trials)
 
 
-def _choice(op: Op, case: Case, name: str, trials: tuple[Trial, ...], *, remembered: bool = False) -> KernelChoice:
+def _choice(
+    op: Op, case: Case, name: str, trials: tuple[VersionTrial, ...], *, remembered: bool = False
+) -> KernelChoice:
     version = op.version(name)
     assert version is not None
     run = version.load()
@@ -205,7 +209,7 @@ def _remembered(op: Op, case: Case, home: Home | None, device: str) -> KernelCho
     try:
         record: Any = load_choice(home, device, _key(op, case)) if home else None
         version = op.version(str(record["version"])) if record else None
-        trials = tuple(Trial(**trial) for trial in record["trials"]) if record else ()
+        trials = tuple(VersionTrial(**trial) for trial in record["trials"]) if record else ()
     except (ArmillaryError, KeyError, TypeError) as error:
         note_once(f"the stored choices of kernels cannot be used, versions are tried again: {error}")
         return None
@@ -230,7 +234,7 @@ def _family(version: str) -> str:
     return version.partition(",")[0]
 
 
-def _is_plain_absence(op: Op, trial: Trial, case: Case) -> bool:
+def _is_plain_absence(op: Op, trial: VersionTrial, case: Case) -> bool:
     """A requirement that is absent for every shape (no GPU, no Liger) is not reported; triton missing on a GPU is."""
     version = op.version(trial.version)
     if version is None or not lacking(version.needs, case.device):
@@ -242,7 +246,7 @@ def _key(op: Op, case: Case) -> str:
     return f"{op.name} {case.key} {revision()}"
 
 
-def _reason(trial: Trial) -> str:
+def _reason(trial: VersionTrial) -> str:
     if trial.refused:
         return f"{trial.version}: {trial.refused}"
     times = "not timed" if trial.forward_s is None else f"forward {trial.forward_s * 1e6:.1f} µs"

@@ -22,7 +22,7 @@ _WHOLE_BYTES = 8192
 """largest row that is loaded at once"""
 
 
-class VectorTiles(NamedTuple):
+class GemvTiles(NamedTuple):
     """Tile sizes for one token."""
 
     rows: int
@@ -34,18 +34,18 @@ class VectorTiles(NamedTuple):
     """start before the previous kernel has ended, where the GPU can"""
 
 
-def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> VectorTiles | None:
+def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> GemvTiles | None:
     """Sizes measured on an H200 (benchmarks/) in a chain of layers: whole rows at once where they are short."""
     if outputs < _LEAST_ROWS:
         return None
     padded = max(64, power_of_two(inputs))
     if padded * itemsize <= _WHOLE_BYTES:
-        return VectorTiles(rows=2, depth=padded, warps=max(1, padded * itemsize // 1024))
-    return VectorTiles(rows=4, depth=2048 // itemsize, warps=4)
+        return GemvTiles(rows=2, depth=padded, warps=max(1, padded * itemsize // 1024))
+    return GemvTiles(rows=4, depth=2048 // itemsize, warps=4)
 
 
 def run_vector(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: VectorTiles
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: GemvTiles
 ) -> Tensor:
     """One token, with the given tile sizes."""
     flat, weight = x.reshape(-1).contiguous(), weight.contiguous()

@@ -22,7 +22,7 @@ _MANY = 2048
 """rows per expert from which a partly empty last tile hardly matters"""
 
 
-class Tile(NamedTuple):
+class GroupedTile(NamedTuple):
     """Tile sizes and launch options of a grouped GEMM."""
 
     rows: int
@@ -38,16 +38,24 @@ class Tile(NamedTuple):
         return self.stages * (self.rows + self.columns) * self.step * itemsize
 
 
-_INTERPRETED = Tile(32, 32, 32, warps=4, stages=1)
-_WIDE = (Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3))
+_INTERPRETED = GroupedTile(32, 32, 32, warps=4, stages=1)
+_WIDE = (
+    GroupedTile(128, 256, 64, 8, 4),
+    GroupedTile(128, 256, 64, 8, 3),
+    GroupedTile(128, 128, 64, 8, 3),
+    GroupedTile(128, 128, 32, 8, 3),
+)
 """best first, as timed on an H200 (benchmarks/experts_h200.md); the others are for less shared memory and were not
 timed
 """
-_TALL = (Tile(256, 128, 64, 8, 3), *_WIDE[2:])
+_TALL = (GroupedTile(256, 128, 64, 8, 3), *_WIDE[2:])
 """for forward GEMMs with many rows per expert"""
-_FP32 = (Tile(64, 64, 32, 8, 3),)
+_FP32 = (GroupedTile(64, 64, 32, 8, 3),)
 """twice the shared memory, and no tensor cores to feed"""
-_FEW = {16: (Tile(16, 128, 64, 4, 4), Tile(16, 128, 64, 4, 3)), 64: (Tile(64, 128, 64, 4, 3), Tile(64, 128, 32, 4, 3))}
+_FEW = {
+    16: (GroupedTile(16, 128, 64, 4, 4), GroupedTile(16, 128, 64, 4, 3)),
+    64: (GroupedTile(64, 128, 64, 4, 3), GroupedTile(64, 128, 32, 4, 3)),
+}
 """largest number of rows per expert -> tiles: the time is that of reading the weights. By pointers only, so that TMA's
 tiles stay as they were timed.
 """
@@ -168,7 +176,7 @@ def _row_sums(dy: Tensor, x: Tensor, ends: Tensor, experts: int, *, tma: bool) -
     return out
 
 
-def _tile(a: Tensor, rows: int, *, forward: bool, tma: bool) -> Tile:
+def _tile(a: Tensor, rows: int, *, forward: bool, tma: bool) -> GroupedTile:
     """The tile for `rows` per expert that fits the GPU's shared memory."""
     if accelerator_of(a.device) is None:
         return _INTERPRETED
@@ -177,7 +185,7 @@ def _tile(a: Tensor, rows: int, *, forward: bool, tma: bool) -> Tile:
     return first_fitting(a.device, tiles, lambda tile: tile.shared_bytes(a.element_size()))
 
 
-def _options(tile: Tile, a: Tensor, tma: bool) -> dict[str, Any]:
+def _options(tile: GroupedTile, a: Tensor, tma: bool) -> dict[str, Any]:
     """Compile-time options of both kernels; fp32 inputs are multiplied as fp32, not as tf32."""
     return {
         "EXACT": "ieee" if a.dtype == torch.float32 else "tf32",

@@ -37,7 +37,7 @@ _PROGRAMS = 132
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
+class SkinnyTiles:
     """Tile sizes of a skinny GEMM."""
 
     rows: int
@@ -86,14 +86,14 @@ def _(x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, e
     return x.new_empty(*x.shape[:-1], len(weight) // 2 if gated else len(weight))
 
 
-def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
+def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> SkinnyTiles:
     """Tiles measured to be the fastest on an H200 (benchmarks/). Each multiprocessor gets one program with its shared
     memory full of loads in flight, and the inner dim is split until there are as many programs; an early start then
     hides the second kernel. Only where there are more rows than that, programs share a multiprocessor or follow each
     other."""
     depth, most = 256 // itemsize, 8 if tokens <= 16 else 6
-    narrow = Tiles(rows=64, depth=depth, splits=_splits(64, outputs, inputs), stages=most)
-    wide = Tiles(rows=128, depth=depth, splits=_splits(128, outputs, inputs), stages=4)
+    narrow = SkinnyTiles(rows=64, depth=depth, splits=_splits(64, outputs, inputs), stages=most)
+    wide = SkinnyTiles(rows=128, depth=depth, splits=_splits(128, outputs, inputs), stages=4)
     tiles = ceil_div(outputs, 64)
     if tiles > 2 * _PROGRAMS and tokens <= 16:
         return replace(narrow, stages=4, early=False)
@@ -110,7 +110,7 @@ def _splits(rows: int, outputs: int, inputs: int) -> int:
 
 
 def run_tiles(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: Tiles
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: SkinnyTiles
 ) -> Tensor:
     """The kernels, with the given tile sizes."""
     flat, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()

@@ -184,7 +184,7 @@ def _generation_block() -> type[jinja2.ext.Extension]:
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
-    class Generation(Extension):
+    class GenerationExtension(Extension):
         tags = {"generation"}  # noqa: RUF012 - jinja2 reads a class attribute
 
         def parse(self, parser: Parser) -> nodes.Node:
@@ -194,7 +194,7 @@ def _generation_block() -> type[jinja2.ext.Extension]:
             # its own scope: variables set inside are not visible outside, as in transformers
             return nodes.Scope([begin, *body, end]).set_lineno(line)
 
-    return Generation
+    return GenerationExtension
 
 
 def _tojson(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from armillary.kernels.core.catalogue import OPS, find_op
-from armillary.kernels.core.choose import Trial, choose, is_out_of_memory, time_rivals
+from armillary.kernels.core.choose import VersionTrial, choose, is_out_of_memory, time_rivals
 from armillary.kernels.core.op import Case, Op, OpWork
 from armillary.kernels.core.trial import run_once
 from armillary.profiling.ceilings import bandwidth, gemm
@@ -180,7 +180,7 @@ def extra_bytes(op: Op, case: Case, name: str) -> float:
     return float(torch.cuda.max_memory_allocated(device) - before - known)
 
 
-def _measured(trial: Trial, work: OpWork, ceilings: dict[str, float]) -> Measured:
+def _measured(trial: VersionTrial, work: OpWork, ceilings: dict[str, float]) -> Measured:
     in_bytes = work.ceiling in ("copy", "read")
     if work.together:
         work = OpWork(

@@ -48,12 +48,12 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtyp
 
 @needs_interpreter
 def test_an_h200_has_what_was_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from armillary.kernels.attention.tiles import Tiles, forward_tiles, key_tiles, query_tiles
+    from armillary.kernels.attention.tiles import AttentionTiles, forward_tiles, key_tiles, query_tiles
     from armillary.kernels.paged.paged_attention_triton import prefill_tiling, split_tiling
 
     on(monkeypatch, "H200")
 
-    def sizes(tiles: Tiles) -> tuple[int, ...]:
+    def sizes(tiles: AttentionTiles) -> tuple[int, ...]:
         return tiles.queries, tiles.keys, tiles.warps, tiles.stages
 
     q, wide, device = torch.empty(1, 1, 1, 128, dtype=HALF), torch.empty(1, 1, 1, 256, dtype=HALF), torch.device("cpu")

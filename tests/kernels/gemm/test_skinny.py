@@ -50,12 +50,12 @@ def assert_agrees(run, inputs) -> None:
     st.integers(1, 4),
 )
 def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bool, splits: int) -> None:
-    from armillary.kernels.gemm.skinny_triton import Tiles, run_tiles, small_linear
+    from armillary.kernels.gemm.skinny_triton import SkinnyTiles, run_tiles, small_linear
 
     inputs = random(m, n, k, norm=norm, gated=gated, residual=residual)
     assert_agrees(small_linear, inputs)
     if 0 < m <= 64:  # the inner dim split further than the plan would
-        tiles = Tiles(rows=64, depth=32, splits=splits, stages=2)
+        tiles = SkinnyTiles(rows=64, depth=32, splits=splits, stages=2)
         assert_agrees(lambda *arguments: run_tiles(*arguments, tiles), inputs)
 
 
@@ -63,11 +63,11 @@ def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bo
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 300), (40, 1024), (6, 1500)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_token(n: int, k: int, fused: bool) -> None:
-    from armillary.kernels.gemm.gemv_triton import VectorTiles, run_vector
+    from armillary.kernels.gemm.gemv_triton import GemvTiles, run_vector
 
     inputs = random(1, n, k, norm=fused, gated=fused, residual=fused)
     for rows, depth in ((4, 256), (2, 64), (2, 2048)):
-        tiles = VectorTiles(rows=rows, depth=depth, warps=2, early=True)
+        tiles = GemvTiles(rows=rows, depth=depth, warps=2, early=True)
         assert_agrees(lambda *arguments, tiles=tiles: run_vector(*arguments, tiles), inputs)
 
 
@@ -177,14 +177,14 @@ def test_it_can_be_captured() -> None:
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_an_early_start_never_reads_what_is_not_there_yet(tokens: int) -> None:
     """A chain of layers in a graph, each waiting for the one ahead, against the same without early starts."""
-    from armillary.kernels.gemm.gemv_triton import VectorTiles, run_vector
+    from armillary.kernels.gemm.gemv_triton import GemvTiles, run_vector
     from armillary.kernels.gemm.skinny_triton import plan, run_tiles
 
     weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(16)]
     first, norm = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16), torch.ones(2048, device="cuda")
     ends = []
     for early in (False, True):
-        tiles, vector = replace(plan(8, 2048, 2048), early=early), VectorTiles(rows=2, depth=1024, warps=4, early=early)
+        tiles, vector = replace(plan(8, 2048, 2048), early=early), GemvTiles(rows=2, depth=1024, warps=4, early=early)
         assert tiles.splits > 1
 
         def run(*inputs, tiles=tiles, vector=vector) -> torch.Tensor:  # type: ignore[no-untyped-def]
