@@ -19,7 +19,7 @@ from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
 from armillary.kernels.core.timing import Call, Timing
 from armillary.machine.accelerator import accelerator_of
 from armillary.profiling.ceilings.settings import Settings
-from armillary.profiling.dtypes import onednn
+from armillary.profiling.dtypes.probe import onednn_kept
 from armillary.spec.precision import EMULATED
 
 _TORCH = {
@@ -93,7 +93,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 
 def _point(case: dict[str, Any], settings: Settings, **more: Any) -> dict[str, Any]:
     flops, dtype = 2.0 * _multiplications((case["m"], case["n"], case["k"])), case["dtype"]
-    with precision("tf32" if dtype == "tf32" else "ieee", settings.device), onednn.kept():
+    with precision("tf32" if dtype == "tf32" else "ieee", settings.device), onednn_kept():
         calls = make_calls(case, settings)
         timing = settings.time(*calls, rest_s=_REST_S)
         sustained = _sustained(calls, case, settings)
@@ -105,7 +105,7 @@ def is_emulated(dtype: str, settings: Settings) -> bool:
     """Whether a small GEMM in a narrower dtype takes far longer than in fp32: the CPU has no units for it."""
     if dtype == "fp32":
         return False
-    with onednn.kept():
+    with onednn_kept():
         once_s = _once_s(dtype, settings)
     wide = _once_s("fp32", settings)
     return once_s * EMULATED > wide

@@ -7,7 +7,9 @@ shows it to be emulated (one call at full size would take seconds there).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ import torch.nn.functional as F
 from armillary.kernels.core.dtype import DTYPES as TORCH_DTYPES
 from armillary.machine.device_name import device_name
 from armillary.machine.features import has_native
-from armillary.profiling.dtypes import onednn
 from armillary.profiling.dtypes.rates import DTYPES, PROBE, RunShape
 from armillary.spec.precision import EMULATED
 from armillary.store.peaks import Peaks, new_peaks
@@ -37,7 +38,7 @@ def probe(device: str, shape: RunShape) -> Peaks:
     wide: dict[str, Any] = {}
     points = []
     for dtype in DTYPES:
-        with onednn.kept():
+        with onednn_kept():
             point = _look(dtype, where, shape, wide)
         wide = wide or point
         points.append({key: value for key, value in point.items() if key != "small"})
@@ -99,3 +100,20 @@ def _timed(call: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return max(time.perf_counter() - begin, 1e-9)
+
+
+@contextmanager
+def onednn_kept() -> Iterator[None]:
+    """Around GEMMs in a dtype that the CPU may have no units for: torch's warning is dropped, oneDNN stays on.
+
+    On ARM without bf16 units one bf16 GEMM makes torch switch oneDNN off for good, and everything measured later in
+    that process, fp32 too, would be several times too slow (torch 2.13, ATen/native/LinearAlgebra.cpp).
+    """
+    onednn = torch.backends.mkldnn
+    before = onednn.enabled
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*mkldnn.*")
+            yield
+    finally:
+        onednn.enabled = before

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from armillary.profiling.record import torchrun
+
 NO_TORCH = 3
 """exit code when the script's interpreter has no torch"""
 
@@ -53,12 +55,10 @@ def main() -> None:
     """The beginning of a script, or of torchrun."""
     request, target = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2:]
     _need_torch()
-    from armillary.profiling.record import torchrun as ranks
-
-    if not ranks.launches(target):
+    if not torchrun.launches(target):
         sys.exit(_recorded(request, target))
     path = sys.argv[1]
-    launcher = ranks.follow_launcher(lambda words: inside(path, *split(words), "rank"))
+    launcher = torchrun.follow_launcher(lambda words: inside(path, *split(words), "rank"))
     sys.exit(run(target, launcher.main if target[:2] == ["-m", launcher.__name__] else None))
 
 
@@ -66,9 +66,7 @@ def rank() -> None:
     """The beginning of a rank of torchrun."""
     request, target = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2:]
     _need_torch()
-    from armillary.profiling.record import torchrun as ranks
-
-    if not ranks.is_recorded():
+    if not torchrun.is_recorded():
         sys.exit(run(target))
     code = _recorded(request, target)
     _leave_in_order()
@@ -156,8 +154,6 @@ def leave(window: Any, request: dict[str, Any]) -> None:
     """Write the trace and what was seen."""
     import torch
 
-    from armillary.profiling.record import torchrun as ranks
-
     recorder = window.close()
     recorder.save(Path(request["trace"]))
     seen = {
@@ -167,7 +163,7 @@ def leave(window: Any, request: dict[str, Any]) -> None:
         "compiled": window.script.compiled,
         "their_profiler": window.theirs.met,
         "children": window.children.count,
-        "rank": ranks.note(),
+        "rank": torchrun.note(),
         "warm": recorder is window.recorder,
         "plain_s": window.plain_s,
         "threads": torch.get_num_threads(),
