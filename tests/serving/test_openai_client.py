@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from tests.serving.tiny import CONTEXT, Server
@@ -42,6 +41,8 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Any]:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
         yield found
 
@@ -243,6 +244,8 @@ def test_echo_gives_the_prompts_log_probabilities(client: Any, server: Server) -
 
 
 def test_models_are_listed(client: Any) -> None:
+    import openai
+
     (card,) = client.models.list().data
     assert card.id == "tiny" and card.max_model_len == CONTEXT and client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-4' on this server; use 'tiny'") as error:
@@ -273,6 +276,8 @@ def test_models_are_listed(client: Any) -> None:
     ],
 )
 def test_what_is_wrong_is_said_as_openai_does(client: Any, fields: dict[str, Any], param: str, said: str) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="tiny", messages=HELLO, extra_body=fields)
     found = error.value.body
@@ -281,6 +286,8 @@ def test_what_is_wrong_is_said_as_openai_does(client: Any, fields: dict[str, Any
 
 
 def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(client: Any) -> None:
+    import openai
+
     for prompt in ([5] * 3000, "def " * 3000, "x" * 200_000):
         with pytest.raises(openai.BadRequestError) as error:
             client.completions.create(model="tiny", prompt=prompt)
@@ -291,6 +298,8 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(client: An
 
 
 def test_ids_beyond_the_vocabulary_are_refused(client: Any) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
         client.completions.create(model="tiny", prompt=[1, 99_999], max_tokens=2)
 
@@ -298,6 +307,8 @@ def test_ids_beyond_the_vocabulary_are_refused(client: Any) -> None:
 @pytest.mark.anyio
 async def test_many_clients_at_once_get_what_they_would_get_alone(server: Server) -> None:
     import asyncio
+
+    import openai
 
     prompts = [f"def main{i}" for i in range(40)]
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=60) as client:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from tests.serving.tiny import CONTEXT, Server
@@ -24,6 +23,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Any]:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
         yield found
 
@@ -91,6 +92,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("extra", "name"), REFUSED.values(), ids=REFUSED)
 def test_constraints_that_cannot_be_kept_are_refused_by_name(client: Any, extra: dict[str, Any], name: str) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError) as problem:
         chat(client, **extra)
     assert name in problem.value.message and "; " in problem.value.message
@@ -126,6 +129,8 @@ def test_only_allowed_tokens_come(server: Server, client: Any) -> None:
 
 
 def test_constraints_that_leave_nothing_are_said(client: Any) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="leaves no token"):
         chat(client, allowed_token_ids=[5], guided_regex="zzz")
 

@@ -1,7 +1,7 @@
 """Fused causal attention, forward and backward: far from the rate of plain GEMMs, so it has a ceiling of its own.
 
-Pairs that the mask leaves out are not counted. It is timed without rests, as training runs it. A CPU is measured
-at several lengths: short sequences reach a tenth of what long ones do, which no other ceiling tells.
+Pairs that the mask leaves out are not counted. It is timed without pauses, as training runs it. A CPU is measured
+at several lengths: short sequences reach a tenth of what long ones do, which no other ceiling shows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from armillary.spec.precision import SIXTEEN_BIT, WIDE
 
 _KEYS, _HEADS, _HEAD_DIM, _ROWS = 4096, 16, 128, 8
 _ON_CPU = ((128, 8, 64), (512, 2, 64), (2048, 1, 64), (128, 8, 32), (128, 8, 128))
-"""(keys, rows, head dim): a thousand tokens or two"""
+"""(keys, rows, head dim): one or two thousand tokens"""
 _CPU_HEADS = 4
 _SECONDS = 0.5
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
-    """Both passes, at one length on a GPU; on a CPU in every dtype that it has units for."""
+    """Forward and backward, at one length on a GPU; on a CPU in every dtype that it has units for."""
     if settings.on_cuda:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         shapes = [{"keys": _KEYS, "heads": _HEADS, "head_dim": _HEAD_DIM, "dtype": half}]

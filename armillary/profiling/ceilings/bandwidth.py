@@ -1,6 +1,6 @@
 """Memory bandwidth over working sets: copy, read, write and triad, from memory and from the caches.
 
-`bytes` of a point is everything one pass touches, read and written together; a copy of n bytes counts 2n. Points of
+`bytes` of a point is all traffic of one operation, read and written together; a copy of n bytes counts 2n. Points of
 kind copy, read, write and triad come from memory: buffers rotate through a pool several times the last-level cache.
 Points of kind cache use the same buffers repeatedly.
 """
@@ -46,7 +46,7 @@ OPS: dict[str, tuple[int, Callable[..., Call]]] = {
     "write": (1, _write),
     "triad": (3, _triad),
 }
-"""name -> buffers it touches, and what makes a call of them; triad is a = b + s·c"""
+"""name -> (number of buffers, function that makes the call); triad is a = b + s·c"""
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A point for each case; the buffers an operation reads and writes come from rows of their own."""
+    """A point per case; each buffer of an operation comes from a row of its own."""
     wanted = max(_TIMES_CACHE * settings.cache_bytes, _memory_sizes(settings)[-1])
     elements = int(min(settings.free_bytes / 3, wanted)) // _DTYPE.itemsize
     rows = [random_row(elements // share + _SLACK, _DTYPE, settings.device, seed=share) for share in (1, 2, 3)]
@@ -75,7 +75,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 
 
 def _memory_sizes(settings: Settings) -> list[int]:
-    """From a few MiB to well past the last cache, in steps of four, as far as a third of memory allows."""
+    """From a few MiB to well past the last-level cache, in steps of four, up to a third of memory."""
     limit = settings.free_bytes / 3
     largest = (8192 if settings.on_cuda else 256 if settings.quick else 1024) * _MIB
     while largest < 3 * settings.cache_bytes:
@@ -87,7 +87,7 @@ def _memory_sizes(settings: Settings) -> list[int]:
 
 
 def _cache_sizes(settings: Settings) -> list[int]:
-    """Below half of the last cache, in steps of eight; on a GPU one, as smaller ones show the launch only."""
+    """Below half of the last-level cache, in steps of eight; on a GPU one size: smaller ones measure the launch."""
     sizes: list[int] = []
     size = settings.cache_bytes // 2 // 4096 * 4096
     while size >= _MIB // 4 and len(sizes) < (1 if settings.quick or settings.on_cuda else 3):

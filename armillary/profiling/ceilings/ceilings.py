@@ -1,7 +1,7 @@
 """Ceilings: what this device, its memory, its host link and its disk reach, measured section by section.
 
-Every section lists its cases first, so that a bar knows how far it is; when the time is over, the cases that are left
-are counted and said, not guessed.
+Every section lists its cases first, so that progress can be shown; when the time is over, the remaining cases are
+counted and reported, not guessed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from armillary.store.peaks import Peaks, Point, new_peaks
 
 Case = dict[str, Any]
 Watch = Callable[[int, int, str], None]
-"""called with cases done, cases in all, and what comes next"""
+"""called with cases done, all cases, and the next case"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Section:
     """One kind of ceiling."""
 
     cases: Callable[[Settings], list[Case]]
-    """what will be tried"""
+    """cases to measure"""
     measure: Callable[[Iterable[Case], Settings], Iterator[tuple[str, Point]]]
     """(kind, point) of each case"""
 
@@ -56,14 +56,14 @@ QUICK_LIMIT_S = 18.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What was measured, and what was not."""
+    """Ceilings that were measured, and the number of cases that were not."""
 
     peaks: Peaks
     """points, ready to be stored"""
     skipped: int
     """cases left when the time was over"""
     seconds: float
-    """time it all took"""
+    """time of the whole measurement"""
     other_cores: float | None
     """cores that other work kept busy meanwhile; None: not known"""
 
@@ -104,7 +104,7 @@ def name_of(device: torch.device) -> str:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """Versions that may explain a difference."""
+    """Versions of software that may explain a difference."""
     known: dict[str, Any] = {"torch": str(torch.__version__), "python": platform.python_version()}
     if device.type == "cuda":
         return known | {"cuda": str(torch.version.cuda or torch.version.hip)}
@@ -112,7 +112,7 @@ def about(device: torch.device) -> dict[str, Any]:
 
 
 class _Work:
-    """Hands out cases, keeps count, and stops when time is over."""
+    """Hands out cases, counts them, and stops when the time is over."""
 
     def __init__(self, *, total: int, end: float, watch: Watch) -> None:
         self.total, self.end, self.watch = total, end, watch
@@ -143,6 +143,6 @@ def _chosen(only: Sequence[str]) -> list[str]:
 
 
 def _forget(device: torch.device) -> None:
-    """Give a section's buffers back before the next one counts free memory."""
+    """Free a section's buffers before the next one looks at free memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""The ranks of the collective benchmark: processes of this machine that run each operation together and time it.
+"""Ranks of the collective benchmark: processes of this machine that run each collective together and time it.
 
-Rank 0 says how often an operation is repeated, all ranks time it, and the slowest counts. What they find comes back
-through a pipe, one size at a time, so that a bar can move.
+Rank 0 says how often an operation is repeated, all ranks time it, and the slowest counts. Results come back
+through a pipe, one size at a time, so that progress can be shown.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from armillary.kernels.core.timing import Call, calls_per_sample, num_samples, s
 
 _SPAWN = get_context("spawn")
 _SILENCE_S = 120.0
-"""ranks that say nothing for so long hang"""
+"""ranks that are silent for this long hang"""
 _MAX_SAMPLES = 100
 
 
 class RanksFailed(ArmillaryError):
-    """Processes that could not talk to each other."""
+    """The ranks could not reach each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Plan:
     sizes: tuple[int, ...]
     """bytes"""
     budget_s: float
-    """how long each size is looked at"""
+    """how long each size is timed"""
 
     @property
     def backend(self) -> str:
@@ -56,17 +56,17 @@ class Sample:
     op: str
     """a key of OPS"""
     bytes: int
-    """the whole array, as it was rounded to divide among the ranks"""
+    """the full array, rounded so that the ranks divide it"""
     seconds: float
     """median of one operation, the slowest rank's"""
     spread: float
     """interquartile range over the median"""
     samples: int
-    """how many the median is of"""
+    """number of samples"""
 
 
 def run_ranks(plan: Plan) -> Iterator[Sample]:
-    """Start the ranks, give what they measure as it comes, and end them."""
+    """Start the ranks, yield their measurements as they come, and stop them."""
     with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
         ours, theirs = _SPAWN.Pipe(duplex=False)
         args = [(rank, plan, str(Path(folder) / "store"), theirs) for rank in range(plan.world)]
@@ -251,4 +251,4 @@ OPS: dict[str, Callable[[int, int, int, Any], Call]] = {
     "broadcast": _broadcast,
     "send": _send,
 }
-"""operation -> what makes a call of it"""
+"""operation -> function that makes the call"""

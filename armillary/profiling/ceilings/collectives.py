@@ -1,6 +1,6 @@
 """Collectives between processes of this machine: time over sizes, bandwidths, and the alpha-beta model planners use.
 
-Ranks are started here, gloo on a CPU and NCCL on GPUs. `bytes` is what nccl-tests calls the size: the whole array,
+Ranks are started here, gloo on a CPU and NCCL on GPUs. `bytes` is what nccl-tests calls the size: the full array,
 gathered for all-gather and reduce-scatter, one rank's row for all-to-all. Algorithm bandwidth is bytes over time; bus
 bandwidth is what each link carries (`spec.layer_ops.wire_factor`). The model is t = alpha + bytes / beta (Hockney
 1994). Times span orders of magnitude, so relative errors are fitted; outliers, frequent on a shared machine, are
@@ -35,7 +35,7 @@ class Collectives:
     peaks: Peaks
     """points of kind collective (the model) and collective_time (each size), ready to be stored"""
     seconds: float
-    """time it all took"""
+    """time of the whole measurement"""
 
 
 def default_worlds(device: torch.device, cores: int) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def _time_point(sample: Sample, plan: Plan) -> dict[str, Any]:
 
 
 def _models(samples: Sequence[Sample], plan: Plan) -> Iterator[dict[str, Any]]:
-    """One alpha-beta line an operation; beta is algorithm bandwidth."""
+    """One alpha-beta model per operation; beta is algorithm bandwidth."""
     for op in plan.ops:
         of_op = [sample for sample in samples if sample.op == op]
         model = fit([sample.bytes for sample in of_op], [sample.seconds for sample in of_op])
@@ -144,7 +144,7 @@ def fit(num_bytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
 
 
 def _solve(size: np.ndarray, time: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
-    """Least squares of relative errors; where the line would start below zero, or fall, the nearest that does not."""
+    """Least squares of relative errors; where alpha or the slope would be negative, the nearest line without that."""
     scale = np.sqrt(weight) / time
     columns = np.stack([scale, size * scale], axis=1)
     norm = np.linalg.norm(columns, axis=0)

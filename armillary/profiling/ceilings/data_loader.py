@@ -1,4 +1,4 @@
-"""Loader: how fast a data path hands out batches, read plainly, by workers, ahead of time, and onto the device.
+"""Speed of a data loader: batches read in process, by workers, prefetched, and copied to the device.
 
 A factory makes the batches; it is called in every worker with the worker's number and their count, so that each reads
 its own share. Start-up is left out: the clock runs from the first batch on.
@@ -30,12 +30,12 @@ Feed = Callable[[Any, "Way", torch.device], Iterator[Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way of feeding."""
+    """One configuration of the loader."""
 
     workers: int = 0
     """processes that read; 0: the training process itself"""
     prefetch: int = 2
-    """batches each worker is ahead"""
+    """batches that each worker prefetches"""
     pinned: bool = False
     """batches pass through pinned memory"""
     to_device: bool = False
@@ -49,12 +49,12 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Fed:
-    """How fast one way was."""
+    """Speed of one configuration."""
 
     way: Way
-    """how"""
+    """the configuration"""
     batches: int
-    """how many were timed"""
+    """batches that were timed"""
     seconds: float
     """median of one batch"""
     tokens_per_s: float
@@ -72,7 +72,7 @@ def measure_loader(
     watch: Watch = lambda done, total, what: None,
     feed: Feed | None = None,
 ) -> list[Fed]:
-    """Feed in each way for about `budget_s`, through torch's DataLoader or a `feed` of one's own."""
+    """Time each configuration for about `budget_s`, with torch's DataLoader or another `feed`."""
     points = []
     for number, way in enumerate(ways):
         watch(number, len(ways), way.text())

@@ -1,4 +1,4 @@
-"""Disk: sequential and random reads and writes of a file of random bytes, past the page cache where that can be done.
+"""Disk: sequential and random reads and writes of a file of random bytes, past the page cache where possible.
 
 Files are opened with O_DIRECT; a file system that refuses it is written through fsync and read after its pages were
 dropped, and the point says so. Threads keep several requests in flight, as a loader's workers do.
@@ -27,7 +27,7 @@ _SLICES = 8
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
-    """Nothing where less than ten times the file is free."""
+    """No cases where less than ten times the file is free."""
     size = (64 if settings.quick else 512) * _MIB
     if shutil.disk_usage(settings.folder).free < 10 * size:
         return []
@@ -37,7 +37,7 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All cases on one file, which is gone afterwards."""
+    """All cases on one file, which is deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix=".armillary-disk-", dir=settings.folder) as folder:
         file = Path(folder) / "random.bin"
         written = False
@@ -51,7 +51,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 
 
 def _timed(file: Path, case: dict[str, Any], settings: Settings) -> tuple[Timing, str]:
-    """Seconds a block, and how the page cache was kept out."""
+    """Seconds per block, and how the page cache was bypassed."""
     writing = case["op"].endswith("write")
     handle, direct = _open(file, writing)
     try:
@@ -67,7 +67,7 @@ def _timed(file: Path, case: dict[str, Any], settings: Settings) -> tuple[Timing
 
 
 def _slice(handle: int, case: dict[str, Any], offsets: Iterator[int], budget_s: float, *, direct: bool) -> float:
-    """Seconds a block over all threads together, for about `budget_s`."""
+    """Seconds per block over all threads together, for about `budget_s`."""
     block, writing = case["block_bytes"], case["op"].endswith("write")
     done, lock, end = [0], threading.Lock(), time.perf_counter() + budget_s
 
@@ -95,7 +95,7 @@ def _slice(handle: int, case: dict[str, Any], offsets: Iterator[int], budget_s: 
 
 
 def _offsets(case: dict[str, Any]) -> Iterator[int]:
-    """Block after block, round and round, or anywhere."""
+    """Block after block, cyclically, or at random."""
     blocks, block = case["bytes"] // case["block_bytes"], case["block_bytes"]
     draw = random.Random(0)
     number = 0
@@ -120,7 +120,7 @@ def _open(file: Path, writing: bool) -> tuple[int, bool]:
 
 
 def _drop(handle: int) -> bool:
-    """Ask for the file's pages to be forgotten; False where the system cannot."""
+    """Drop the file's pages from the page cache; False where the system cannot."""
     if not hasattr(os, "posix_fadvise"):
         return False
     os.fsync(handle)

@@ -1,8 +1,8 @@
-"""What plain operators reach: norm, gated activation and loss as torch runs them one by one, with their gradients.
+"""Bandwidth of memory-bound operators: norm, gated activation and loss as eager torch runs them, with gradients.
 
-A copy is the best case. Exponentials, every other element and fresh memory make real passes slower, by as much as only
-a measurement can tell; a CPU spends much of a step in them. Bytes are those that operators move
-(spec.plain_passes).
+A copy is the best case. Exponentials, strided access and fresh memory make real operators slower, and only a
+measurement can tell by how much; a CPU spends much of a step in them. Bytes are those that operators move
+(spec.arithmetic.eager_ops).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 
 
 def moved_bytes(dtype: str, tokens: int) -> float:
-    """Forward and backward, of the three together."""
+    """Bytes of forward and backward of the three together."""
     ops: tuple[Op, ...] = (
         norm("norm", tokens, _HIDDEN, dtype=dtype),
         activation("mlp.act", tokens, _FFN, dtype=dtype),

@@ -1,8 +1,8 @@
 """Matrix multiplication per dtype, over squares and over the shapes that language models have.
 
 fp32 runs on the plain multiply-add units (tf32 is switched off), the rest on the matrix units where the device has
-them. A point counts 2·m·n·k operations: [m, k] times [k, n]. It is what short bursts reach; what a GPU keeps up when it
-never rests stands beside one square.
+them. A point counts 2·m·n·k operations: [m, k] times [k, n]. It is what short bursts reach; what a GPU sustains
+is measured for one square.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TRIES = 4
 _REST_S = 0.1
 _SUSTAINED, _SUSTAINED_S, _PLANNED = 8192, 0.6, "bf16"
 _TOO_SLOW = 10
-"""a shape that would need this many budgets for one call is left out"""
+"""a shape whose single call takes this many time budgets is left out"""
 _SMALL = (64, 256, 256)
 """(m, n, k) on which a dtype without units of its own is timed, and nothing larger: 33 ms at the slowest rate seen"""
 _DECODE = (1, 2048, 2048)
@@ -72,8 +72,8 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A point for each case, but shapes that one call would take minutes for; of a dtype that is emulated here, one on
-    a small shape, marked so."""
+    """A point per case, without shapes whose single call would take minutes; an emulated dtype gets one point
+    on a small shape, marked so."""
     emulated: dict[str, bool] = {}
     rates: dict[str, float] = {}
     for case in chosen:
@@ -125,7 +125,7 @@ def _once_s(dtype: str, settings: Settings) -> float:
 
 
 def _sustained(calls: list[Call], case: dict[str, Any], settings: Settings) -> Timing | None:
-    """The same without rests, once a dtype: matrix units at full load run into the power limit of many GPUs. A quick
+    """The same without pauses, once per dtype: matrix units at full load run into the power limit of many GPUs. A quick
     look takes it for one, which plans cannot do without."""
     if not settings.on_cuda or {case["m"], case["n"], case["k"]} != {_SUSTAINED}:
         return None
@@ -183,7 +183,7 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
 
 
 def _units(dtype: str, settings: Settings) -> str:
-    """Which units do it: on a GPU fp32 alone is left to the plain ones; a CPU's library decides by itself."""
+    """The units that run it: on a GPU only fp32 runs on the plain units; a CPU's library decides by itself."""
     return "plain" if dtype == "fp32" else "matrix" if settings.on_cuda else "as the library chooses"
 
 

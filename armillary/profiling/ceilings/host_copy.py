@@ -1,6 +1,6 @@
 """Copies between host and device, from pageable and from pinned memory, over sizes; and AdamW on the host.
 
-Pageable memory goes through the driver's own buffer and holds the host up; pinned memory is read by the device itself.
+Pageable memory goes through the driver's staging buffer and blocks the host; pinned memory is read by the device.
 What offloading costs depends on both.
 """
 
@@ -20,7 +20,7 @@ _KIB = 1 << 10
 _SIZES = (64 * _KIB, 1024 * _KIB, 16 * 1024 * _KIB, 256 * 1024 * _KIB)
 DIRECTIONS = ("to_device", "to_host")
 ADAMW, _ADAMW_BYTES = "adamw", 28
-"""of a parameter that is stepped on the host: weight, gradient and two moments read, all but the gradient written"""
+"""bytes per parameter of AdamW on the host: weight, gradient and two moments read, all but the gradient written"""
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 
 
 def time_adamw(count: int, samples: int = 3) -> Timing:
-    """torch's fused step of `count` parameters on the host, by all its threads but the two that a trainer needs."""
+    """torch's fused step of `count` parameters on the host, by all threads but the two that a trainer needs."""
     before, began = torch.get_num_threads(), time.monotonic()
     torch.set_num_threads(max(1, before - 2))
     try:

@@ -1,6 +1,6 @@
-"""What it costs to start an operation: eager, in a CUDA graph, and waiting for its end.
+"""Launch overhead of an operation: eager, in a CUDA graph, and as a round trip.
 
-A step of thousands of small operations is bound by this, whatever the device could compute.
+A step of thousands of small operations is bound by it, however fast the device computes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 
 
 def _eager(row: Any, settings: Settings) -> Timing:
-    """A thousand negations in a row, the device waited for once: how fast the host can start them."""
+    """A thousand negations and one synchronisation: how fast the host can launch them."""
     return _host_clocked(row, settings, _LAUNCHES, "host clock")
 
 
 def _round_trip(row: Any, settings: Settings) -> Timing:
-    """One negation and the wait for it: what a `.item()` costs at least."""
+    """One negation and a synchronisation: the least that `.item()` costs."""
     return _host_clocked(row, settings, 1, "host clock, device waited for")
 
 

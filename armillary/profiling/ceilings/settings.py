@@ -1,4 +1,4 @@
-"""Settings of a measurement: the device, how long to look, and what a result is kept with.
+"""Settings of a measurement: the device, the time per point, and what is stored with a result.
 
 The sections of `bench ceilings` take one of these and give points in the form `store.peaks` keeps.
 """
@@ -28,13 +28,13 @@ class Settings:
     device: torch.device
     """what is measured"""
     quick: bool = False
-    """fewer sizes, shorter looks"""
+    """fewer sizes, less time per point"""
     budget_s: float = 0.2
-    """how long each point is looked at, warm-up not counted"""
+    """time per point, without warm-up"""
     folder: Path = Path(".")
     """whose disk is measured"""
     cache_bytes: int = _UNKNOWN_CACHE
-    """the last cache before memory"""
+    """the last-level cache"""
     free_bytes: float = _UNKNOWN_FREE
     """device memory that may be taken"""
     clocks: Clocks | None = None
@@ -48,7 +48,7 @@ class Settings:
         return time_calls(calls, self.device, budget_s=budget_s or self.budget_s, rest_s=rest_s)
 
     def beside(self, timing: Timing, **more: Any) -> dict[str, Any]:
-        """What was seen along with a result."""
+        """What is stored beside a result."""
         clocks = self.clocks.between(timing.began, timing.ended) if self.clocks else {}
         seen = {"spread": timing.spread, "samples": timing.samples, "method": timing.method}
         return {**seen, **clocks, **more, "date": time.strftime("%Y-%m-%d")}
@@ -61,7 +61,7 @@ class Settings:
 
 
 def settings_for(device: torch.device, *, quick: bool = False, folder: Path = Path(".")) -> Settings:
-    """What the device itself says of its cache and memory."""
+    """Settings from the device's own cache and memory sizes."""
     return Settings(
         device=device,
         quick=quick,

@@ -14,19 +14,19 @@ from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 
 PREFILL_ROWS = 512
-"""tokens of a pass over prompts at which dtypes are compared, where the step budget allows as many"""
+"""prefill tokens at which dtypes are compared, where the step budget allows as many"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A dtype without "auto", and what is to be said of it."""
+    """A resolved dtype, why, and a warning."""
 
     dtype: Precision
-    """what is computed in"""
+    """dtype of the computation"""
     reason: str = ""
     """why auto came to it; empty where it was asked for"""
     warning: str = ""
-    """what to mind: it is slow here, or auto would now differ from what a run keeps"""
+    """it is slow here, or auto would now differ from what a resumed run keeps"""
 
 
 def resolve_training(

@@ -33,7 +33,7 @@ DECODE_BYTES = 48 << 20
 
 
 def probe(device: str, shape: RunShape) -> Peaks:
-    """Points of kind PROBE, one a dtype, under the device's name."""
+    """Points of kind PROBE, one per dtype, under the device's name."""
     where = torch.device(device)
     wide: dict[str, Any] = {}
     points = []
@@ -84,7 +84,7 @@ def _attention_rate(shape: RunShape, dtype: str, device: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The quickest of a few calls; the first warms up, and is all there is where it alone took long."""
+    """The quickest of a few calls; the first one warms up, and is the only one where it took long."""
     best, end = _timed(call, device), time.perf_counter() + LOOK_S
     if best > LOOK_S:
         return best

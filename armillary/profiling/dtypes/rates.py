@@ -25,9 +25,9 @@ from armillary.store.peaks import Peaks, Point, load_peaks, save_peaks
 
 DTYPES: tuple[str, ...] = (WIDE, *SIXTEEN_BIT)
 PROBE = "probe"
-"""kind of the points that a probe leaves in peaks/DEVICE.json: too short a look for ceilings"""
+"""kind of the points that a probe leaves in peaks/DEVICE.json: too short a measurement for ceilings"""
 FEW_ROWS = 16
-"""a GEMM of at most so many rows reads its weights for little else: a decode step"""
+"""rows up to which a GEMM is bound by reading its weights: a decode step"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,13 @@ class RunShape:
     ffn: int
     """width of its MLPs"""
     keys: int
-    """tokens a query sees"""
+    """keys per query"""
     head_dim: int
     """size of a head"""
 
 
 def run_shape(config: ModelConfig, *, rows: int, keys: int) -> RunShape:
-    """Of a model with so many tokens in a pass and in a sequence."""
+    """The shape of a model's run with `rows` tokens per forward pass and `keys` per sequence."""
     ffn = config.ffn or (config.moe.ffn if config.moe else 0) or 4 * config.hidden
     return RunShape(rows=max(1, rows), hidden=config.hidden, ffn=ffn, keys=max(1, keys), head_dim=config.head_dim)
 
@@ -63,7 +63,7 @@ def cluster_rates(home: Home, cluster: Cluster, shape: RunShape, *, device: str 
 
 
 def device_rates(home: Home, device: str, shape: RunShape) -> DtypeRates:
-    """Of a device of this machine as torch names it: cpu, cuda, cuda:1."""
+    """Rates of a device of this machine, as torch names it: cpu, cuda, cuda:1."""
     if device.startswith("cpu"):
         return cpu_rates(home, shape)
     name = device_name(device)
@@ -71,12 +71,12 @@ def device_rates(home: Home, device: str, shape: RunShape) -> DtypeRates:
 
 
 def cpu_rates(home: Home, shape: RunShape) -> DtypeRates:
-    """Of this machine's CPU: measured, else probed, else by its flags."""
+    """Rates of this machine's CPU: measured, else probed, else by its feature flags."""
     return _measured(home, device_name("cpu"), shape) or _probed(home, "cpu", shape) or flag_rates()
 
 
 def gpu_rates(home: Home, chip: Chip, name: str, shape: RunShape, device: str) -> DtypeRates:
-    """Of a GPU of this machine, `name` as its driver has it: measured, else the catalogue's, else probed."""
+    """Rates of a GPU of this machine, `name` as its driver has it: measured, else the catalogue's, else probed."""
     rates = _measured(home, name, shape) or (catalogue_rates(chip) if chip.flops else _probed(home, device, shape))
     return rates or DtypeRates(by_dtype={WIDE: DtypeRate(gemm=1.0), "fp16": DtypeRate(gemm=2.0)}, source="every GPU")
 
@@ -142,7 +142,7 @@ def _nearest(points: Iterable[Point], dtype: str, sizes: Mapping[str, int]) -> P
 
 
 def probe_rates(points: Iterable[Point]) -> DtypeRates | None:
-    """From what a probe kept."""
+    """Rates from the points of a probe."""
     rows = {str(point["dtype"]): point for point in points}
     if WIDE not in rows:
         return None
@@ -159,7 +159,7 @@ def probe_rates(points: Iterable[Point]) -> DtypeRates | None:
 
 
 def catalogue_rates(chip: Chip) -> DtypeRates:
-    """Published dense peaks; attention is taken to gain what GEMM gains, decoding by the bytes of a weight."""
+    """Published dense peaks; attention is assumed to gain as GEMM does, decoding by the bytes per weight."""
     wide = chip.flops.get(WIDE) or min(chip.flops.values(), default=1.0)
     by_dtype = {
         dtype: DtypeRate(gemm=flops, decode=2 * wide) for dtype in DTYPES[1:] if (flops := chip.flops.get(dtype))

@@ -14,7 +14,7 @@ _HELPED = ("/torch/_inductor/", "/torch/utils/data/", "/triton/runtime/", "/trit
 """parts of torch that start helpers of their own: to compile, and to load"""
 
 
-class Children:
+class ChildProcesses:
     """Counts, between `watch` and `release`, the Python processes that are started, torch's own helpers left out."""
 
     def __init__(self) -> None:

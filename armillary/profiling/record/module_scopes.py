@@ -20,7 +20,7 @@ PREFIX = "nn.Module: "
 """what such an annotation begins with, as in torch's own stacks"""
 
 
-class ModuleNames:
+class ModuleScopes:
     """While entered, forward passes of modules are annotated with their path in the outermost module."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from armillary.profiling.record.module_scopes import ModuleNames
+from armillary.profiling.record.module_scopes import ModuleScopes
 from armillary.profiling.record.optimizer_sizes import OptimizerSizes
 from armillary.profiling.record.python_sampler import Sampler
 from armillary.profiling.record.sample_events import sample_events
@@ -40,7 +40,7 @@ class TraceRecorder:
         self._profiler = torch.profiler.profile(activities=activities(), record_shapes=True, profile_memory=memory)
         self._sampler = Sampler() if stacks else None
         self._hooks = hooks
-        self._modules = ModuleNames()
+        self._modules = ModuleScopes()
         self._optimizers = OptimizerSizes()
         self._step: Any = None
         self.steps = 0

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from armillary.profiling.record.child_processes import Children
+from armillary.profiling.record.child_processes import ChildProcesses
 from armillary.profiling.record.recorder import TraceRecorder, finish
-from armillary.profiling.record.step_detector import ScriptSteps
-from armillary.profiling.record.user_profiler import TheirProfiler
+from armillary.profiling.record.step_detector import StepDetector
+from armillary.profiling.record.user_profiler import UserProfiler
 
 SKIP, PLAIN = 2, 3
 """steps that do not count, then steps that are timed without the profiler"""
@@ -26,7 +26,7 @@ WHOLE_RUN_S = 30.0
 """longest recording of a script without steps"""
 
 
-class Window:
+class RecordingWindow:
     """Follows the script's steps: skips, times, records, and tells `done` when it has what it needs."""
 
     def __init__(self, steps: int, done: Callable[[], None]) -> None:
@@ -37,9 +37,9 @@ class Window:
         self.finished = False
         self.lost = False
         """whether torch still records a thread that is gone, or not ours to end"""
-        self.script = ScriptSteps(ended=self._end_of_step, anew=self._anew, compiling=self._compiling)
-        self.theirs = TheirProfiler(self._give_way)
-        self.children = Children()
+        self.script = StepDetector(ended=self._end_of_step, restart=self._restart, compiling=self._compiling)
+        self.theirs = UserProfiler(self._yield_to_user)
+        self.children = ChildProcesses()
         self._cold = TraceRecorder()
         self._in_cold = False
         self._done = done
@@ -88,7 +88,7 @@ class Window:
     # --- the script's own steps
 
     def _end_of_step(self, optimizer: Any) -> None:
-        if self.finished or self._elsewhere():
+        if self.finished or self._on_another_thread():
             return
         self.seen += 1
         self._end_cold()
@@ -103,7 +103,7 @@ class Window:
             if len(self.plain) >= PLAIN and not self._cold.running:
                 self._start()
 
-    def _elsewhere(self) -> bool:
+    def _on_another_thread(self) -> bool:
         return self.recorder is not None and self.recorder.thread != threading.get_ident()
 
     def _time_plain(self) -> None:
@@ -132,14 +132,14 @@ class Window:
         """End the recording; one of another thread cannot be ended, and is lost."""
         assert self.recorder is not None
         self.finished = True
-        if self._elsewhere():
+        if self._on_another_thread():
             self.recorder.abandon()
             self.recorder, self.lost = None, True
             return
         with self.theirs.ours():
             self.recorder.stop()
 
-    def _anew(self) -> None:
+    def _restart(self) -> None:
         """What was taken for steps was something else."""
         if self.finished:
             return
@@ -153,9 +153,9 @@ class Window:
         for recorder in (self._cold, self.recorder):
             if recorder is not None:
                 recorder.drop_hooks()
-        self._anew()
+        self._restart()
 
-    def _give_way(self) -> None:
+    def _yield_to_user(self) -> None:
         """The script begins to record: ours ends with what it has, or waits for another chance."""
         self._end_cold()
         if self.recorder is not None and self.recorder.running:

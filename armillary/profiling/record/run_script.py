@@ -91,7 +91,7 @@ def _need_torch() -> None:
 
 
 def _recorded(request: dict[str, Any], target: list[str]) -> int:
-    from armillary.profiling.record.recording_window import Window
+    from armillary.profiling.record.recording_window import RecordingWindow
 
     left: list[bool] = []
 
@@ -101,7 +101,7 @@ def _recorded(request: dict[str, Any], target: list[str]) -> int:
         if request["stop"]:
             raise EnoughRecorded(0)
 
-    window = Window(request["steps"], done)
+    window = RecordingWindow(request["steps"], done)
     window.open()
     atexit.register(lambda: _end_at_once(code) if window.lost else None)  # the first one in is the last one out
     code = run(target)
@@ -161,7 +161,7 @@ def leave(window: Any, request: dict[str, Any]) -> None:
         "seen": window.seen,
         "what": window.script.what,
         "compiled": window.script.compiled,
-        "their_profiler": window.theirs.met,
+        "their_profiler": window.user_profiler.met,
         "children": window.children.count,
         "rank": torchrun.note(),
         "warm": recorder is window.recorder,

@@ -32,7 +32,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 Event = dict[str, Any]
 Stretch = tuple[float, float]
-Stay = tuple[float, float, tuple[Frame, ...]]
+SampledSpan = tuple[float, float, tuple[Frame, ...]]
 """start and end in µs, and the stack"""
 
 
@@ -50,7 +50,7 @@ def sample_events(samples: Iterable[Sample], exact: list[Event], base_ns: int, p
     return events
 
 
-def placed(samples: list[Sample], free: list[Stretch] | None, base_ns: int) -> Iterator[Stay]:
+def placed(samples: list[Sample], free: list[Stretch] | None, base_ns: int) -> Iterator[SampledSpan]:
     """(start, end, stack) in µs; between two samples of one stretch the middle is the border."""
     times = [(sample.time_ns - base_ns) / 1e3 for sample in samples]
     starts = [start for start, _ in free] if free is not None else []
@@ -69,9 +69,9 @@ def placed(samples: list[Sample], free: list[Stretch] | None, base_ns: int) -> I
             yield before, after, sample.stack
 
 
-def merged(stays: Iterable[Stay]) -> Iterator[Stay]:
+def merged(stays: Iterable[SampledSpan]) -> Iterator[SampledSpan]:
     """Stays at one place that follow one another as one."""
-    last: Stay | None = None
+    last: SampledSpan | None = None
     for stay in stays:
         if last is not None and last[1] == stay[0] and last[2] == stay[2]:
             last = (last[0], stay[1], stay[2])

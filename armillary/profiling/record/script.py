@@ -23,7 +23,7 @@ from armillary.profiling.record.torchrun import LAUNCHERS, launches
 from armillary.profiling.trace.read_trace import read_trace
 from armillary.store.home import Home
 
-_WHOSE = {
+_STEP_KINDS = {
     "optimizer": "optimiser steps",
     "forward": "forward passes",
     "compiled": "calls of what torch.compile made",
@@ -154,7 +154,7 @@ def _notes(seen: dict[str, Any]) -> list[str]:
 
 
 def _steps_note(seen: dict[str, Any]) -> str:
-    what = _WHOSE.get(seen["what"])
+    what = _STEP_KINDS.get(seen["what"])
     if what is None:
         return "no optimiser step or repeated forward pass was seen: the whole run is one step, imports included"
     if not seen["warm"] and seen["their_profiler"]:

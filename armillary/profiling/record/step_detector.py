@@ -25,18 +25,18 @@ from torch.optim import optimizer as optimizers
 What = Literal["run", "forward", "compiled", "optimizer"]
 
 
-class ScriptSteps:
-    """Calls `ended(optimizer or None)` after each step, `anew()` when steps turn out to be others than those before,
+class StepDetector:
+    """Calls `ended(optimizer or None)` after each step, `restart()` when steps turn out to be others than those before,
     and `compiling()` before the first thing is compiled."""
 
     def __init__(
-        self, *, ended: Callable[[Any], None], anew: Callable[[], None], compiling: Callable[[], None]
+        self, *, ended: Callable[[Any], None], restart: Callable[[], None], compiling: Callable[[], None]
     ) -> None:
         self.what: What = "run"
         """whose end is a step: an optimiser's step, a forward pass, a compiled call, or none but the run's"""
         self.compiled = False
         """whether the script compiles anything"""
-        self._ended, self._anew, self._compiling = ended, anew, compiling
+        self._ended, self._restart, self._compiling = ended, restart, compiling
         self._owner: Any = None
         self._called_once: WeakSet[Any] = WeakSet()
         self._local = threading.local()
@@ -76,7 +76,7 @@ class ScriptSteps:
             return
         if self.what != "optimizer":
             if self._owner is not None:
-                self._anew()
+                self._restart()
             self._owner, self.what = optimizer, "optimizer"
         if optimizer is self._owner:
             self._ended(optimizer)

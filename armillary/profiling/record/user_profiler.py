@@ -18,7 +18,7 @@ _BEGIN = ("_prepare_profiler", "_enable_profiler")
 _END = "_disable_profiler"
 
 
-class TheirProfiler:
+class UserProfiler:
     """Calls `begins()` before a recording begins that is not made within `ours()`."""
 
     def __init__(self, begins: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""Chrome trace JSON read as a stream: an event at a time, whatever the size of the file.
+"""Chrome trace JSON read as a stream: one event at a time, for files of any size.
 
-Only a window of the text is held. A file that breaks off or is no trace is refused with how far it could be read,
+Only a window of the text is held. A truncated file, or one that is no trace, is refused with how far it could be read,
 because the budget of half a step would look like a result.
 """
 
@@ -35,12 +35,12 @@ class _BreaksOff(Exception):
 
 @dataclass
 class ChromeTrace:
-    """A file's events as an iterator; what stands beside them is in `about` once it is exhausted."""
+    """A file's events as an iterator; the other fields are in `about` once it is exhausted."""
 
     path: Path
     """the file"""
     gzipped: bool
-    """whether to unpack it on the way"""
+    """whether it is compressed"""
     about: dict[str, Any] = field(default_factory=dict)
     """deviceProperties, distributedInfo …"""
     count: int = 0
@@ -143,8 +143,8 @@ class _Text:
             return value
 
     def many(self) -> list[Any]:
-        """All objects of a list that end in the window, read in one go; none where that does not work out: then the
-        one by one reading tells why."""
+        """All objects of a list that end in the window, parsed at once; none where that fails: parsing one by one then
+        tells why."""
         if self.one_by_one:
             return []
         cuts = _BETWEEN.finditer(self.buffer, max(self.at, len(self.buffer) - _LAST))

@@ -136,7 +136,7 @@ _TELLING = (
     re.compile(r"\w+(?:gemm|Gemm|conv|fprop|dgrad|wgrad)\w*"),
     re.compile(r"\w+(?:Functor|Ops?)\b"),
 )
-"""what a template is filled with, the most telling first"""
+"""template arguments of a kernel, the most specific first"""
 
 
 def short_name(name: str, longest: int = 70) -> str:

@@ -1,6 +1,6 @@
-"""The host's side of a trace as a tree: who called whom, and what each thread was at, moment by moment.
+"""The host events of a trace as a call tree, and the state of each thread over time.
 
-A segment is a stretch in which one event was the innermost on its thread. Segments of a thread do not overlap, so
+A segment is an interval in which one event was the innermost on its thread. Segments of a thread do not overlap, so
 sums over them count every moment once.
 """
 
@@ -18,16 +18,16 @@ from armillary.profiling.trace.trace import ANNOTATION, HOST_KINDS, KINDS, OP, P
 
 STATES = ("annotation", "python", "op", "view", "code", "launch", "slow", "copy", "sync", "comm", "loader")
 QUIET = 2
-"""states below this number say nothing of torch or the driver: Python runs"""
+"""states below this index are neither torch nor the driver: Python runs"""
 _HELD = ("sync", "comm", "loader")
-"""states that everything called inside shares"""
+"""states that nested events inherit"""
 MODULE = "nn.Module: "
 STEP = "ProfilerStep#"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Stretches of one thread, in order."""
+    """Segments of one thread, in order."""
 
     start: Array
     end: Array
@@ -56,7 +56,7 @@ class Host:
     self_s: Array
     """time without children"""
     threads: dict[int, Segments]
-    """thread -> what it was at"""
+    """thread -> its segments"""
 
     @cached_property
     def main_thread(self) -> int | None:
@@ -140,7 +140,7 @@ def read_host(trace: Trace, has_work: Array) -> Host:
 
 
 def state_codes(trace: Trace) -> Array:
-    """State of each event by itself; each (kind, name) is looked at once."""
+    """State of each event by itself; each (kind, name) is classified once."""
     codes: Array = np.full(len(trace), -1, dtype=np.int8)
     pairs, inverse = np.unique(trace.kind.astype(np.int64) << 32 | trace.name, return_inverse=True)
     table = [

@@ -1,4 +1,4 @@
-"""Stretches of time as numpy arrays: unions, what covers what, and lengths in which overlap counts once."""
+"""Time intervals as numpy arrays: unions, coverage, and lengths in which overlap counts once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from armillary.profiling.trace.trace import Array
 
 
 def union(start: Array, end: Array) -> tuple[Array, Array]:
-    """Stretches that are covered at all, in order and apart from each other."""
+    """The union as disjoint intervals, in order."""
     keep = end > start
     start, end = start[keep], end[keep]
     if not len(start):
@@ -31,7 +31,7 @@ def clip(start: Array, end: Array, low: float, high: float) -> tuple[Array, Arra
 
 
 def gaps_between(start: Array, end: Array, low: float, high: float) -> tuple[Array, Array]:
-    """Stretches of [low, high] that nothing covers."""
+    """Parts of [low, high] that no interval covers."""
     first, last = union(*clip(start, end, low, high))
     begins, ends = np.concatenate(([low], last)), np.concatenate((first, [high]))
     keep = ends > begins
@@ -39,13 +39,13 @@ def gaps_between(start: Array, end: Array, low: float, high: float) -> tuple[Arr
 
 
 def covered_within(start: Array, end: Array, low: Array, high: Array) -> Array:
-    """How much of each [low, high] the stretches cover; they are made a union first."""
+    """How much of each [low, high] the intervals cover, overlap counted once."""
     first, last = union(start, end)
     return covered_before(first, last, high) - covered_before(first, last, low)
 
 
 def covered_before(first: Array, last: Array, at: Array) -> Array:
-    """How much time before `at` the stretches of a union cover."""
+    """How much time before `at` the intervals of a union cover."""
     if not len(first):
         return np.zeros(len(at))
     total = np.concatenate(([0.0], np.cumsum(last - first)))

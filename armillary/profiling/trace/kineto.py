@@ -68,7 +68,7 @@ _WITH_NUMBERS = (
     "aiter::fmha",
     "armillary::",
 )
-"""operators whose numbers (stride, causal, dims …) a model of their work needs"""
+"""operators whose scalar arguments (stride, causal, dims …) a model of their work needs"""
 _DETAILS = {
     "grid": "grid",
     "block": "block",
@@ -223,7 +223,7 @@ def _integer(args: dict[str, Any], key: str, default: int = -1) -> int:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    """A number of microseconds: neither text nor NaN nor beyond any clock."""
+    """A number of microseconds: neither text, NaN nor beyond any clock."""
     return isinstance(value, (int, float)) and -_LATEST_US < value < _LATEST_US
 
 

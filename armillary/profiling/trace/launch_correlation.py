@@ -1,4 +1,4 @@
-"""From what ran on the device back to the call that launched it and the operator that asked for it."""
+"""Correlation of device events with the call that launched them and the operator they belong to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from armillary.profiling.trace.host_calls import STATES, Host
 from armillary.profiling.trace.trace import MEMCPY, OP, RUNTIME, Array, Trace
 
 _CLOCKS_S = 1e-5
-"""how far the clocks of host and device may be apart"""
+"""largest offset between the clocks of host and device"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Links:
     launch: Array
     """the host's call"""
     op: Array
-    """the operator whose work it does: the nearest one with a known model, else the nearest"""
+    """its operator: the nearest one with a known model, else the nearest"""
     graph: Array
     """whether a CUDA graph launched it: then its operator was recorded elsewhere"""
 
@@ -80,7 +80,7 @@ def _by_external_id(trace: Trace, host: Host, lost: Array) -> Array:
 
 
 def mark_blocking_copies(trace: Trace, host: Host, links: Links) -> None:
-    """A copy from or to pageable memory holds its caller until the data is staged: its call is a copy, not a launch."""
+    """A copy from or to pageable memory blocks its caller until the data is staged: its call counts as a copy."""
     pageable = np.array(["Pageable" in name for name in trace.names], dtype=bool)
     copies = np.flatnonzero((trace.kind == MEMCPY) & pageable[trace.name] & (links.launch >= 0))
     calls = links.launch[copies]

@@ -1,7 +1,7 @@
 """Nsight Systems traces as columns: the SQLite file that `nsys export --type sqlite` writes.
 
-It knows launches, kernels, copies and NVTX ranges; torch's `emit_nvtx` makes operators of the ranges, without it the
-host is known by its CUDA calls alone.
+It holds launches, kernels, copies and NVTX ranges. torch's `emit_nvtx` writes operators as ranges; without it only the
+CUDA calls of the host are known.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _rows(database: sqlite3.Connection, tables: set[str], table: str) -> Iterato
 
 
 def _correlation(row: sqlite3.Row, processes: dict[int, int] | None) -> int:
-    """Every process counts its calls from one: its number goes above the count. Old exports do not tell processes."""
+    """Every process counts its calls from one: its index goes into the upper bits. Old exports name no process."""
     if not row["correlationId"] or processes is None:
         return row["correlationId"] or -1
     process = int(_get(row, "globalPid") or _get(row, "globalTid") or 0) >> 24 & 0xFFFFFF

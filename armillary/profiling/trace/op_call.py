@@ -1,4 +1,4 @@
-"""One call of an operator as a trace has it: the tensors it was given, their dtypes, and its numbers as text."""
+"""One operator call of a trace: its tensor arguments, their dtypes, and its scalar arguments as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TYPES = {
 LIST = "TensorList"
 """type of a list of tensors: torch does not tell theirs; our recordings do ('TensorList float')"""
 _LARGEST = 1 << 48
-"""no tensor has as many elements along a dim"""
+"""more elements along a dim than any tensor has"""
 Shape = tuple[int, ...]
 
 
@@ -49,18 +49,18 @@ class Tensor:
 
     @property
     def bytes(self) -> float:
-        """What reading it moves."""
+        """Bytes read."""
         return (self.count if self.stored is None else self.stored) * self.size
 
     @property
     def full_bytes(self) -> float:
-        """What writing one as large moves."""
+        """Bytes written by an output of this size."""
         return self.count * self.size
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operator's arguments, sorted out."""
+    """An operator's arguments."""
 
     name: str
     args: tuple[Tensor | tuple[Tensor, ...] | None, ...]
@@ -78,7 +78,7 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, lists opened."""
+        """All tensors, lists flattened."""
         flat: list[Tensor] = []
         for value in self.args:
             flat.extend(value if isinstance(value, tuple) else () if value is None else (value,))
@@ -114,7 +114,7 @@ class NoModel(Exception):
 
 
 def call_of(name: str, signature: Signature, list_type: str = "float") -> Call:
-    """`list_type` is what lists of tensors are taken to hold where the trace does not say."""
+    """`list_type` is the assumed element type of tensor lists where the trace does not say."""
     args = tuple(_argument(signature, i, list_type) for i in range(len(signature.dims)))
     return Call(name, args, signature.concrete)
 

@@ -12,7 +12,7 @@ _SQLITE, _GZIP = b"SQLite format 3\x00", b"\x1f\x8b"
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A trace from a file, whatever wrote it."""
+    """The trace in a file; the format is detected."""
     path = Path(path)
     try:
         with path.open("rb") as file:

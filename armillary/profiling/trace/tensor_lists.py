@@ -18,7 +18,7 @@ _FUSED_LISTS = {"adam": 4, "adamw": 4, "sgd": 3, "adagrad": 3, "lamb": 4}
 def fill_lists(
     name: str, dims: list[Any], types: list[Any], numbers: list[Any], about: Mapping[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """`dims` and `types` with the lists filled in, or as they were."""
+    """`dims` and `types` with the lists filled in, or unchanged."""
     base, lists = name.removeprefix("aten::"), about.get(KEY)
     if not lists or not base.startswith(("_foreach_", "_fused_")) or "TensorList" not in types:
         return dims, types

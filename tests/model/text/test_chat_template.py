@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import models
-from transformers import AutoTokenizer
 
 from armillary.errors import BadInput, BadModel
 from armillary.model.text.tokenizer import Tokenizer
@@ -152,6 +151,8 @@ CASES = [
 def test_equals_transformers(
     tmp_path: Path, template: str, messages: list[dict[str, Any]], extra: dict[str, Any], prompt: bool
 ) -> None:
+    from transformers import AutoTokenizer
+
     folder = folder_with(tmp_path, template)
     theirs = AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **extra)
@@ -161,6 +162,8 @@ def test_equals_transformers(
 @pytest.mark.parametrize("content", ["one, two,", " one, two, ", ""], ids=["plain", "spaces", "empty"])
 @pytest.mark.parametrize("template", [LLAMA_3, CHATML_TOOLS, GEMMA], ids=["llama 3", "chatml", "gemma"])
 def test_a_message_is_continued_as_by_transformers(tmp_path: Path, template: str, content: str) -> None:
+    from transformers import AutoTokenizer
+
     folder, talk = folder_with(tmp_path, template), [TALK[0], {"role": "assistant", "content": content}]
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         talk, tokenize=False, continue_final_message=True
@@ -177,6 +180,8 @@ def test_a_message_that_the_template_leaves_out_cannot_be_continued(tmp_path: Pa
 
 
 def test_several_templates_the_tools_choose(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     entries = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
     tokenizer = Tokenizer.load(folder_with(tmp_path, entries))
     assert tokenizer.chat(TALK) == "plain"

@@ -8,7 +8,6 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer
 
 from armillary.errors import BadInput, BadModel, NotFound
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
@@ -75,6 +74,8 @@ CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos
 
 def agree(folder: Path) -> Tokenizer:
     """Our tokenizer of a folder, after checking that transformers gives the same ids and texts."""
+    from transformers import AutoTokenizer
+
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         ids = theirs(text)["input_ids"]

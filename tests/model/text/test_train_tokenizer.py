@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from armillary.errors import BadInput
 from armillary.model.text.tokenizer import Tokenizer
@@ -52,6 +51,8 @@ def test_words_are_cut_as_in_gpt_4_with_two_digits(trained: Tokenizer) -> None:
 
 
 def test_transformers_loads_the_folder_with_equal_ids(trained: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     trained.save(tmp_path)
     theirs, again = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
     for text in [*TEXTS[:3], "été 東京 🙂", "<|im_start|>user"]:
@@ -63,6 +64,8 @@ def test_transformers_loads_the_folder_with_equal_ids(trained: Tokenizer, tmp_pa
 
 
 def test_the_chat_template_marks_turns_and_what_the_assistant_wrote(trained: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     assert trained.chat(talk) == (
         "<|endoftext|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n<|im_start|>assistant\n"

@@ -16,7 +16,7 @@ from torch import nn
 
 from armillary.errors import BadInput
 from armillary.profiling.record.capture import profile, record
-from armillary.profiling.record.module_scopes import PREFIX, ModuleNames
+from armillary.profiling.record.module_scopes import PREFIX, ModuleScopes
 from armillary.profiling.record.python_sampler import Sample, Sampler
 from armillary.profiling.record.recorder import TraceRecorder
 from armillary.profiling.record.sample_events import free_stretches, merged, placed
@@ -103,7 +103,7 @@ def test_a_forward_that_raises_leaves_no_open_module() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError
 
-    names, net = ModuleNames(), nn.Sequential(Breaks())
+    names, net = ModuleScopes(), nn.Sequential(Breaks())
     with names:
         for _ in range(2):
             with pytest.raises(ValueError):

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from armillary.profiling.record.child_processes import Children
+from armillary.profiling.record.child_processes import ChildProcesses
 
 
 @pytest.fixture
-def children() -> Iterator[Children]:
-    made, plain = Children(), subprocess.Popen.__init__
+def children() -> Iterator[ChildProcesses]:
+    made, plain = ChildProcesses(), subprocess.Popen.__init__
     made.watch()
     yield made
     made.release()
@@ -25,14 +25,14 @@ def work() -> None:
     pass
 
 
-def test_processes(children: Children) -> None:
+def test_processes(children: ChildProcesses) -> None:
     process = multiprocessing.get_context("spawn").Process(target=work)
     process.start()
     process.join()
     assert (process.exitcode, children.count) == (0, 1)
 
 
-def test_programs(children: Children) -> None:
+def test_programs(children: ChildProcesses) -> None:
     assert subprocess.run([sys.executable, "-S", "-c", "print(3)"], capture_output=True, check=True).stdout == b"3\n"
     subprocess.run(["true"], check=True)
     subprocess.run("true", shell=True, check=True)
@@ -43,7 +43,7 @@ def test_programs(children: Children) -> None:
     ("file", "counted"),
     [("torch/_inductor/cpp.py", 0), ("torch/utils/data/dataloader.py", 0), ("mine/torch/train.py", 1)],
 )
-def test_helpers_of_torch_do_not_count(children: Children, file: str, counted: int) -> None:
+def test_helpers_of_torch_do_not_count(children: ChildProcesses, file: str, counted: int) -> None:
     code = compile("subprocess.run([sys.executable, '-S', '-c', ''], check=True)", f"/packages/{file}", "exec")
     exec(code, {"subprocess": subprocess, "sys": sys})
     assert children.count == counted

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.modules import module as modules
 
-from armillary.profiling.record.step_detector import ScriptSteps
+from armillary.profiling.record.step_detector import StepDetector
 
 Train = Callable[[Callable[..., Any]], None]
 
@@ -30,12 +30,12 @@ class Followed:
 
     def __init__(self) -> None:
         self.ends, self.anews, self.compiles = 0, 0, 0
-        self.steps = ScriptSteps(ended=self.ended, anew=self.anew, compiling=self.compiling)
+        self.steps = StepDetector(ended=self.ended, restart=self.restart, compiling=self.compiling)
 
     def ended(self, optimizer: object) -> None:
         self.ends += 1
 
-    def anew(self) -> None:
+    def restart(self) -> None:
         self.anews, self.ends = self.anews + 1, 0
 
     def compiling(self) -> None:

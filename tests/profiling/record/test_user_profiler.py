@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.autograd import profiler
 
-from armillary.profiling.record.user_profiler import TheirProfiler
+from armillary.profiling.record.user_profiler import UserProfiler
 
 
 class Seen:
     def __init__(self) -> None:
         self.begins = 0
-        self.theirs = TheirProfiler(self.began)
+        self.theirs = UserProfiler(self.began)
 
     def began(self) -> None:
         assert not torch.autograd._profiler_enabled()
