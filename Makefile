@@ -33,7 +33,7 @@ test: $(READY) lint ## lint, types and the tests that any machine can run
 
 test-all: $(READY) lint ## also the slow tests
 	@$(BIN)/pytest -q $(WORKERS) -m 'not gpu and not peers and not services and not slow'
-	@$(BIN)/pytest -q -m slow  # one after the other: some look at where time goes
+	@$(BIN)/pytest -q -m 'slow and not gpu and not peers and not services'  # one after the other: some judge the clock
 
 test-gpu: $(READY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu

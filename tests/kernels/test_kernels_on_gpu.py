@@ -19,7 +19,6 @@ from tests.kernels.agreeing import assert_agrees, loaded
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("default"),  # torch's compiler warns about its own code
 ]
 DTYPES = st.sampled_from(["fp32", "bf16", "fp16"])

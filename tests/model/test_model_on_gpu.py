@@ -13,7 +13,7 @@ from tests.model.plain_generation import generate_tokens
 from tests.model.test_agreement import full_logits
 from tests.model.test_transformer import PARTS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 ALL = SHAPES | PARTS
 
 

@@ -102,7 +102,7 @@ def wide_folder(path: Path) -> Path:
     return save_model(build(config, dtype=torch.float32, device="cpu", seed=3), path / "wide", like=path / "tokenizer")
 
 
-def test_a_server_knows_the_limits_of_its_group_and_survives_a_full_cache(tmp_path: Path, box: Box) -> None:
+def test_a_process_knows_the_limits_of_its_group(box: Box) -> None:
     code = (
         "from armillary.machine.memory import limit_bytes; from armillary.machine.cores import compute_threads; "
         "print(int(limit_bytes()), compute_threads())"
@@ -112,6 +112,9 @@ def test_a_server_knows_the_limits_of_its_group_and_survives_a_full_cache(tmp_pa
     limit, threads = map(int, said.stdout.split())
     assert LIMIT - 4096 <= limit <= LIMIT and threads == 1
 
+
+@pytest.mark.slow
+def test_a_server_in_a_group_survives_a_full_cache(tmp_path: Path, box: Box) -> None:
     unpaced = ("--set", "serve.prefill_tokens=2048")  # prompts come in quicker than short answers end
     with run_server(wide_folder(tmp_path), *unpaced, before=box.line) as server:
         server.until(lambda: server.metric("kv_capacity_tokens") > 0)

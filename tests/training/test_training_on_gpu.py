@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from armillary.spec.gauges import GAUGES
 from armillary.spec.recipe import Recipe
@@ -18,7 +17,7 @@ from tests.training.checkpoint.test_checkpoint import Cut
 from tests.training.checkpoint.test_checkpoint import losses as written
 from tests.training.test_loop import losses
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 Make = Callable[..., Recipe]
 STILL = "train.deterministic=true"
 """no kernel is chosen by timing, which takes longer than these runs"""

@@ -13,7 +13,7 @@ from tests.engine.fake import ask
 from tests.engine.runner.test_reference_executor import MODELS, model, serve
 from tests.model.layers.test_attention_forms import small
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def requests(**wishes: Any) -> list[Any]:

@@ -54,7 +54,6 @@ def test_a_cpu_has_none() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_answers_are_those_of_the_reference() -> None:
     config = small(hidden=256, heads=8, kv_heads=2, head_dim=64, ffn=512, vocab=1000, num_layers=3, context=128)
     model = build(config, dtype=torch.bfloat16, device="cuda", seed=3)

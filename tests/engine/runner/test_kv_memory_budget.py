@@ -70,7 +70,6 @@ def test_answers_come_out_of_blocks_that_came_last(machine: dict[str, float]) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("fraction", [0.4, 0.8])
 def test_a_gpu_is_filled_to_the_fraction_and_no_further(fraction: float) -> None:
     """Graphs captured, a full step run, and log-probabilities of everybody besides."""

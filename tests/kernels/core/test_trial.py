@@ -47,7 +47,6 @@ def reserved() -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_version_that_waits_for_the_device_is_timed_call_by_call(caplog: pytest.LogCaptureFixture) -> None:
     case = NormCase(rows=64, columns=4096)
     sets = input_sets(NORM, case)[:2]
@@ -63,7 +62,6 @@ def test_a_version_that_waits_for_the_device_is_timed_call_by_call(caplog: pytes
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_capture_that_fails_leaves_stream_and_memory_as_they_were() -> None:
     x, stream = torch.ones(1 << 20, device="cuda"), torch.cuda.current_stream()
     before = reserved()

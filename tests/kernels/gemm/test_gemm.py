@@ -63,7 +63,6 @@ def test_a_narrow_gradient_is_added_in_one_pass() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_algorithm_of_the_library(place: int) -> None:
     """Against fp32, no worse than twice torch's own error; with something added on the way, too."""
@@ -80,7 +79,6 @@ def test_an_algorithm_of_the_library(place: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_other_settings_of_an_algorithm() -> None:
     """By name, in another process too; a setting that the library refuses leaves the product to torch."""
     shape = GemmShape("forward", 4096, 2048, 1024)
@@ -93,7 +91,6 @@ def test_other_settings_of_an_algorithm() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["torch", "apart", "lt 0", "lt 1"])
 def test_gradients_summed_on_a_gpu(name: str) -> None:
     """In fp32 over three micro-batches; a part that was bf16 in between is off by bf16's rounding and no more."""
@@ -111,7 +108,6 @@ def test_gradients_summed_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_product_of_a_layer_is_named() -> None:
     how = ([LinearShape(512, 256, added=True)], 1024, torch.bfloat16, torch.device("cuda"))
     names = tune(*how)

@@ -140,7 +140,6 @@ def test_torchs_own_agrees() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's own backward thread has no context at first
 @pytest.mark.parametrize(
     "version, dtype",

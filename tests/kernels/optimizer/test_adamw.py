@@ -12,7 +12,7 @@ from tests.kernels.interpreter import needs_interpreter
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 DEVICES = [
     pytest.param("cpu", marks=needs_interpreter),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 

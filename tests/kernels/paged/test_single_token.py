@@ -104,7 +104,6 @@ def test_what_is_not_plain_is_left_to_others() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "size"),

@@ -250,7 +250,6 @@ def test_a_forward_pass_made_again_is_counted_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's own backward thread has no context at first
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -60,7 +60,6 @@ def test_a_file_that_ends_too_early_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_to_a_gpu() -> None:
     groups = [[torch.randn(1 << 20), torch.randn(3000, 5000).bfloat16(), torch.randn(7)] for _ in range(6)]
     assert agree(sent(groups, "cuda"), groups)

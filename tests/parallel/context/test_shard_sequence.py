@@ -223,7 +223,6 @@ def test_blocks_by_the_kernel_are_those_written_out(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_on_a_gpu(kind: str) -> None:

@@ -134,7 +134,6 @@ def test_a_cpu_keeps_the_plain_forms() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_a_gpu(name: str, precision: str) -> None:
@@ -165,7 +164,6 @@ def test_on_a_gpu(name: str, precision: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ten_steps_on_a_gpu_follow_the_plain_ones() -> None:
     """Kernels, half-precision copies and AdamW in one pass, against autocast and torch's AdamW on the same data."""
     config = small(hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocab=512)
