@@ -1,4 +1,4 @@
-"""Amdahl's law: what speeding up a part of the time buys for the whole (Amdahl, AFIPS 1967)."""
+"""Amdahl's law: the overall speedup from speeding up a part of the time (Amdahl, AFIPS 1967)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class AmdahlRow:
     share: float
     """of the time, 0 to 1"""
     ceiling: float
-    """speedup of the whole if it cost nothing: 1 / (1 − share)"""
+    """overall speedup if it cost nothing: 1 / (1 − share)"""
     doubled: float
-    """speedup of the whole if it ran twice as fast: 1 / (1 − share / 2)"""
+    """overall speedup if it ran twice as fast: 1 / (1 − share / 2)"""
 
 
 def speedup(fraction: float, factor: float) -> float:
-    """Of the whole, when `fraction` of it runs `factor` times as fast: 1 / (1 − p + p/s)."""
+    """Overall speedup when `fraction` of the time runs `factor` times as fast: 1 / (1 − p + p/s)."""
     if not 0 <= fraction <= 1:
         raise BadInput(f"a share of {fraction:g} is not between 0 and 1; write 80 % as 0.8")
     if not factor > 0:
@@ -34,7 +34,7 @@ def speedup(fraction: float, factor: float) -> float:
 
 
 def amdahl(shares: Mapping[str, float]) -> tuple[AmdahlRow, ...]:
-    """A row a class of work, the largest first; the shares are of the same whole."""
+    """A row per class of work, the largest first; the shares are of the same total."""
     total = sum(shares.values())
     if total > 1 + 5e-3:
         raise BadInput(f"shares add up to {total:.3g}, more than the whole; give fractions of one whole")

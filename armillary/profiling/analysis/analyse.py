@@ -1,4 +1,4 @@
-"""From a trace to a Profile: the step budget, the tables, the gaps, the memory, and what to look at first."""
+"""From a trace to a Profile: the step budget, the tables, the gaps, the memory and the findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from armillary.profiling.trace.trace import OP, RUNTIME, Trace
 def analyse(
     trace: Trace | str | Path, *, roofline: Roofline, source: str = "", plain_s: float | None = None
 ) -> Profile:
-    """Where the time of a trace went, held against `roofline`; `plain_s` is a step's time without the profiler."""
+    """Where the time of a trace went, compared with `roofline`; `plain_s` is a step's time without the profiler."""
     trace = trace if isinstance(trace, Trace) else read_trace(trace)
     judged = judge(trace, roofline)
     spent = without_recording(budget(judged), plain_s)
@@ -58,7 +58,7 @@ def device_name(trace: Trace) -> str:
 
 
 def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
-    """What each class of kernels and each other part of the budget is worth."""
+    """Amdahl's law for each class of kernels and each other part of the budget."""
     kernel_s = sum(profile.budget.get(part, 0.0) for part in KERNEL_PARTS)
     rows = profile.kernels or profile.operators
     worked = [row for row in rows if row.work != "collective" and not is_host_copy(row.name)]

@@ -1,4 +1,4 @@
-"""Two profiles side by side: eager and compiled, before and after; budget by budget and kernel by kernel, per step."""
+"""Comparison of two profiles (eager and compiled, before and after), per step: budgets, kernels and operators."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Change:
     after_s: float
     """0 where it no longer occurs"""
     before_calls: float = 0.0
-    """a step"""
+    """calls per step"""
     after_calls: float = 0.0
-    """a step"""
+    """calls per step"""
 
     @property
     def saved_s(self) -> float:
@@ -30,7 +30,7 @@ class Change:
 
     @property
     def speedup(self) -> float | None:
-        """None where it came or went."""
+        """None where it occurs in one profile only."""
         return self.before_s / self.after_s if self.before_s and self.after_s else None
 
 
@@ -47,7 +47,7 @@ class Comparison:
     after_step_s: float
     """wall time of a step"""
     budget: tuple[Change, ...]
-    """a line a part, in the budget's order"""
+    """a line per part, in the budget's order"""
     kernels: tuple[Change, ...]
     """the largest change first; operators where there are no kernels"""
     operators: tuple[Change, ...]

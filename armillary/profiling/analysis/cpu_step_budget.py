@@ -1,8 +1,8 @@
-"""The budget where the CPU itself is the device: the program's main thread, moment by moment.
+"""The step budget where the CPU is the device: how the program's main thread spent its time.
 
-An operator's time is work, less one dispatch, which is counted as a launch gap; so is the time of operators that touch
-no element, of autograd between operators, and of short stretches of Python. Longer stretches are the host's, unless
-another thread communicates or computes meanwhile.
+An operator's time is work, less one dispatch, which counts as a launch gap; so does the time of operators that touch no
+element, of autograd between operators, and of short Python code. Longer Python code is the host's time, unless another
+thread communicates or computes meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cpu_budget(judged: Judged, span: tuple[float, float]) -> tuple[Parts, list[S
 
 
 def _working(judged: Judged, segments: Segments) -> Array:
-    """Segments in which numbers are crunched: operators that touch elements, and compiled code."""
+    """Segments that compute: operators that touch elements, and compiled code."""
     names = judged.trace.names
     compiled = np.array([name.startswith(_COMPILED) for name in names], dtype=bool)
     state = segments.state
@@ -72,7 +72,7 @@ def _operators(judged: Judged, owner: Array, seconds: Array) -> tuple[Array, Ker
 
 
 def _quiet(judged: Judged, segments: Segments, span: tuple[float, float]) -> list[Stretch]:
-    """Stretches of Python on the main thread."""
+    """Intervals of Python on the main thread."""
     host, loud = judged.host, segments.state >= QUIET
     starts, ends = gaps_between(segments.start[loud], segments.end[loud], *span)
     comm = covered_within(*_others(judged, ("comm",)), starts, ends)
@@ -92,7 +92,7 @@ def _quiet(judged: Judged, segments: Segments, span: tuple[float, float]) -> lis
 
 
 def _others(judged: Judged, states: tuple[str, ...]) -> tuple[Array, Array]:
-    """Stretches in which any other thread is in one of the states."""
+    """Intervals in which any other thread is in one of the states."""
     wanted = [STATES.index(name) for name in states]
     other_threads = [s for thread, s in judged.host.threads.items() if thread != judged.host.main_thread]
     picked = [(s.start[np.isin(s.state, wanted)], s.end[np.isin(s.state, wanted)]) for s in other_threads]

@@ -34,10 +34,10 @@ class Finding:
     """One thing that costs time."""
 
     saves: float
-    """share of the wall time that would go, 0 to 1"""
+    """share of the wall time that it would save, 0 to 1"""
     text: str
     hope: str = "without it"
-    """what would have to happen"""
+    """the condition for the saving"""
 
     def line(self) -> str:
         if self.saves > _NEARLY_ALL:
@@ -87,7 +87,7 @@ _SAY: dict[Cause, str] = {
 
 
 def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding]:
-    """One finding a cause, with the line that cost most."""
+    """One finding per cause, with the source line that cost most."""
     seconds: dict[Cause, float] = {}
     gil = gil_waits(spent.stretches, judged.host)
     pageable = any("Pageable" in name for name in judged.trace.names)
@@ -108,7 +108,7 @@ def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding
 
 
 def _worst(gaps: tuple[Gap, ...], cause: Cause) -> Gap | None:
-    """The place that cost most in sum, shown by its longest gap."""
+    """The place with the largest total, represented by its longest gap."""
     of_cause = [gap for gap in gaps if gap.cause == cause]
     places: dict[tuple[str, str], float] = {}
     for gap in of_cause:

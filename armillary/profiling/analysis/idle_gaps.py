@@ -1,7 +1,7 @@
 """Why the device was idle: each idle interval is split by what the host did until the next launch.
 
-The thread that made the next launch is examined. Short stretches of Python between operators belong to the
-launches they prepare; a stretch beyond _GLUE_S is the program's own. After a synchronisation the queue is empty, so
+The thread that made the next launch is examined. Short Python code between operators belongs to the launches it
+prepares; longer than GLUE_S it is the program's own time. After a synchronisation the queue is empty, so
 the time to refill it is charged to the synchronisation.
 """
 
@@ -76,7 +76,7 @@ class Stretch:
 
 
 def idle_stretches(trace: Trace, host: Host, links: Links, device: Array, window: tuple[float, float]) -> list[Stretch]:
-    """Stretches in which none of the `device` events ran, each with its causes."""
+    """Intervals in which none of the `device` events ran, each with its causes."""
     starts, ends = gaps_between(trace.start[device], trace.end[device], *window)
     ordered = device[np.argsort(trace.start[device], kind="stable")]
     begins = trace.start[ordered]
@@ -143,7 +143,7 @@ class _IdleCauses:
 
     @cached_property
     def _copies(self) -> tuple[Array, Array]:
-        """Stretches in which any thread copies from or to pageable memory."""
+        """Intervals in which any thread copies from or to pageable memory."""
         events = np.flatnonzero(self.host.state == STATES.index("copy"))
         return union(self.trace.start[events], self.trace.end[events])
 
@@ -232,7 +232,7 @@ def _as_gap(stretch: Stretch, host: Host, origin: float, gil: bool) -> Gap:
 
 
 def _telling(host: Host, event: int) -> str:
-    """The name a person knows: the operator around a driver's call, or the call itself."""
+    """The operator around a driver's call, or the call itself."""
     op = int(host.op[event])
     for around in host.ancestors(op):
         if STATES[host.state[around]] == "sync" and host.trace.name_of(around) == "aten::item":
@@ -241,7 +241,7 @@ def _telling(host: Host, event: int) -> str:
 
 
 def gil_waits(stretches: list[Stretch], host: Host) -> bool:
-    """Whether the host's stretches look like waits for the interpreter lock: another thread was seen computing in
+    """Whether the host's intervals look like waits for the interpreter lock: another thread was seen computing in
     Python during most of them, or there are many, all of about the switch interval, and most of the host's time."""
     waits = [s for s in stretches if s.causes.get(("host", "host"), 0.0) > GLUE_S]
     seconds = [s.causes[("host", "host")] for s in waits]
@@ -270,7 +270,7 @@ def _in_python(host: Host, event: int) -> bool:
 
 
 def exposed(start: Array, end: Array, hidden_start: Array, hidden_end: Array) -> tuple[Array, Array]:
-    """Stretches of a union that another does not cover."""
+    """Parts of a union that another union does not cover."""
     first, last = union(start, end)
     if not len(first):
         return first, last
@@ -279,7 +279,7 @@ def exposed(start: Array, end: Array, hidden_start: Array, hidden_end: Array) ->
 
 
 def _both(a_start: Array, a_end: Array, b_start: Array, b_end: Array) -> tuple[Array, Array]:
-    """What two unions share."""
+    """The intersection of two unions."""
     cuts = np.unique(np.concatenate((a_start, a_end, b_start, b_end)))
     middle = (cuts[1:] + cuts[:-1]) / 2
 

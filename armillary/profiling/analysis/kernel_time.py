@@ -1,7 +1,7 @@
 """Kernel time split into the time that the roofline needs and the rest.
 
-Time whose least time is not known (no shapes in the trace, no ceiling of the device) cannot be judged, and is kept
-apart: it is neither called useful nor wasted.
+Time whose least time is not known (no shapes in the trace, no ceiling of the device) is unjudged: it counts as
+neither useful nor wasted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NO_TIME = KernelTime()
 
 
 def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Callable[[Array], float]) -> KernelTime:
-    """`seconds` is each event's time; `covered` tells what some of them cover together, overlap counted once.
+    """`seconds` is each event's time; `covered` gives the time that some of them cover, overlap counted once.
 
     Concurrent kernels share the time they cover: their roofline times together are useful, up to that time, and time is
     unjudged only where no judged kernel runs.

@@ -1,4 +1,4 @@
-"""Memory over time from the allocator's own events: the peak, when, and what was alive then."""
+"""Memory over time from the allocator's own events: the peak, its time, and what was allocated then."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _largest(sizes: Mapping[str, float], keep: int = 50) -> dict[str, float]:
 
 
 def _alive(judged: Judged, events: Array) -> tuple[dict[str, float], dict[str, float]]:
-    """Blocks that were given out and not returned, by category and by module."""
+    """Live blocks, by category and by module."""
     memory = judged.trace.memory
     assert memory is not None
     alive: dict[int, int] = {}
@@ -70,7 +70,7 @@ def _alive(judged: Judged, events: Array) -> tuple[dict[str, float], dict[str, f
 
 
 def _category(judged: Judged, event: int) -> str:
-    """By who asked: the optimiser, autograd's backward, or anything else, which is the forward."""
+    """By the allocating code: the optimiser, autograd's backward, or else the forward."""
     names = [judged.trace.name_of(around) for around in judged.host.ancestors(event)]
     if any(name.startswith("Optimizer.") or "optim/" in name for name in names):
         return "optimizer"

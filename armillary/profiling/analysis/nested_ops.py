@@ -10,7 +10,7 @@ from armillary.profiling.work.work import is_explicit, is_guess
 from armillary.spec.arithmetic.ops import Op
 
 _MOST = 0.3
-"""share of an operator's bytes that makes an inner one the one that does the work"""
+"""share of an operator's bytes from which the inner operators do the work"""
 _SCALAR = 32
 """bytes moved when one number is cast"""
 _BESIDE = frozenset(f"aten::{name}{end}" for name in ("add", "sub", "mul", "div", "relu", "gelu") for end in ("", "_"))
@@ -18,7 +18,7 @@ _BESIDE = frozenset(f"aten::{name}{end}" for name in ("add", "sub", "mul", "div"
 
 
 def drop_wrappers(host: Host, model: Array, table: list[Op]) -> None:
-    """An operator that hands its work to others that are modelled has none of its own."""
+    """A wrapper, which calls modelled operators for its work, gets no work of its own."""
     events = np.flatnonzero(model >= 0)
     above = _above(host, events)
     inner, outer = events[above >= 0], above[above >= 0]

@@ -1,4 +1,4 @@
-"""The tables of a profile: every operator and every kernel, all its calls together."""
+"""The tables of a profile: one row per operator and per kernel, over all its calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _kernels(judged: Judged, events: Array, seconds: Array) -> list[Row]:
 
 
 def _operators(judged: Judged, inside: Array, work: Array, owner: Array, seconds: Array) -> list[Row]:
-    """`work` are events, each done for the operator `owner` (-1: none) in `seconds`."""
+    """`work` are events, each of which belongs to the operator `owner` (-1: none) and took `seconds`."""
     trace = judged.trace
     device_s = np.zeros(len(trace))
     np.add.at(device_s, owner[owner >= 0], seconds[owner >= 0])

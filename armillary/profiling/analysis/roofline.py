@@ -1,7 +1,7 @@
 """The roofline: the least time a device could take for some work, from ceilings measured on it.
 
 Time is at least FLOPs / peak and at least bytes / bandwidth (Williams, Waterman & Patterson, CACM 2009). Ceilings come
-from `armillary bench` where this very device was measured, else from the catalogue, and the `source` says which.
+from `armillary bench` where this device was measured, else from the catalogue; `source` says which.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAUNCH_S = 5e-6
 _LITTLE, _SHORT_S = 0.2, 1e-3
 """a call whose roofline time is less than this share of a launch is overhead, unless it takes over a millisecond"""
 _STAND_INS = {"tf32": "fp32", "fp16": "bf16", "bf16": "fp16", "fp8": "bf16", "int8": "bf16", "fp64": "fp32"}
-"""dtype -> the next whose peak is a fair ceiling where its own is not known"""
+"""dtype -> the dtype whose peak stands in where its own is not known"""
 
 
 def roofline_for(device: str, home: Home | None, memory_bytes: float | None = None) -> Roofline:
@@ -67,7 +67,7 @@ def _chip(name: str) -> Chip | None:
 
 
 def peak_flops(roofline: Roofline, dtype: str, *, matrix: bool = True) -> float | None:
-    """FLOP/s for `dtype`; work outside the matrix units is held against the fp32 peak."""
+    """FLOP/s for `dtype`; work outside the matrix units is compared with the fp32 peak."""
     if not matrix:
         return roofline.flops.get("fp32") or roofline.flops.get("bf16")
     if dtype == "fp32" and "tf32" in roofline.flops:  # whether tf32 was allowed is not in the trace: the higher ceiling

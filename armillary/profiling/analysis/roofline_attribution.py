@@ -87,7 +87,7 @@ def judge(trace: Trace, roofline: Roofline) -> Judged:
 
 
 def _models(trace: Trace) -> tuple[Array, list[Op], Array]:
-    """A number into the table of models for each operator; each (name, signature) is modelled once. With the table,
+    """An index into the table of models for each operator; each (name, signature) is modelled once. With the table,
     the bytes per element that its tensor lists were assumed to have (0: none)."""
     model: Array = np.full(len(trace), -1, dtype=np.int64)
     ops = np.flatnonzero((trace.kind == OP) & (trace.signature >= 0) & (state_codes(trace) == STATES.index("op")))
@@ -118,7 +118,7 @@ def _usual_type(trace: Trace) -> str:
 
 
 def _per_op(trace: Trace, model: Array, table: list[Op], roofline: Roofline) -> dict[str, Array]:
-    """Of each modelled operator, by the call."""
+    """Work of each modelled operator, per call."""
     peaks = [peak_flops(roofline, op.dtype, matrix=op.on_matrix_units) for op in table]
     values = {
         "flops": [op.flops for op in table],

@@ -1,7 +1,7 @@
 """The step budget: where the wall time of a window went, in parts that add up to it, overlap counted once.
 
-On a GPU every moment belongs to the first that holds: a kernel computes, communication runs alone, a copy to or from
-the host runs alone, or the device is idle and the host says why. Without a GPU the operators are the device's
+On a GPU each moment belongs to the first case that applies: a kernel computes, communication runs alone, a copy to or
+from the host runs alone, or the device is idle and the host says why. Without a GPU the operators are the device's
 work: see cpu_budget.
 """
 
@@ -53,7 +53,7 @@ class Budget:
     parts: Mapping[str, float]
     """part of BUDGET -> seconds, adding up to the window"""
     stretches: list[Stretch] = field(default_factory=list)
-    """idle, copying and communicating stretches, with causes"""
+    """idle, copying and communicating intervals, with causes"""
     kernels: KernelTime
     """the time work was done, and how much of it could be judged"""
     events: Array
@@ -63,7 +63,7 @@ class Budget:
     overhead_s: float = 0.0
     """what the recording itself cost, taken off the parts"""
     kept: Mapping[str, float] = field(default_factory=dict)
-    """part -> the share of it that was left when that was taken off"""
+    """part -> the share of it that is left after that correction"""
 
     @property
     def wall_s(self) -> float:
@@ -132,7 +132,7 @@ def _gpu_budget(judged: Judged, window: Window) -> Budget:
 
 
 def _running(spans: tuple[Array, Array], what: str) -> list[Stretch]:
-    """Communication or a copy with no kernel beside it, as stretches with that cause."""
+    """Communication or a copy with no concurrent kernel, as intervals with that cause."""
     stretches = []
     for start, end in zip(*(side.tolist() for side in spans), strict=True):
         stretch = Stretch(start, end, note="communication alone" if what == "comm" else "copy between host and device")
@@ -149,9 +149,9 @@ def _filled(parts: Mapping[str, float], window: Window) -> dict[str, float]:
 
 
 WORTH = 1.05
-"""times the plain step from which anything is taken off: less is noise"""
+"""slowdown by the profiler from which the budget is corrected: less is noise"""
 _MOST = 0.95
-"""share of the host's time that may go: some of it is always real"""
+"""largest share of the host's time that is taken off: some of it is always real"""
 _SLOWED = ("launch_gap", "host")
 
 
@@ -176,7 +176,7 @@ def _scaled(parts: Mapping[str, float], kept: float) -> dict[str, float]:
 
 
 def overhead_note(spent: Budget, plain_s: float | None) -> str:
-    """What a step takes without the profiler, and what was made of it; '' where that is not known."""
+    """Time of a step without the profiler, and the correction; '' where that time is not known."""
     step_s = spent.window.seconds / spent.window.steps
     if not plain_s:
         return ""

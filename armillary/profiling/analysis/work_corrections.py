@@ -1,6 +1,6 @@
 """Corrections of modelled work by the device's events: a kernel's name and time are facts, a model is an assumption.
 
-Where the two contradict each other the model goes, and the time counts as unjudged: it is not known to be useful.
+Where they contradict each other, the model is dropped and the time counts as unjudged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARGIN = 1.5
 _CACHE_MARGIN = 4.0
 """a GPU's caches are two to three times as fast as its memory; a CPU's have no such bound"""
 _FAST_CONV = 4.0
-"""Winograd's convolutions need as much fewer FLOPs as the direct one (Lavin & Gray, arXiv 1509.09308)"""
+"""factor by which Winograd convolutions need fewer FLOPs than direct ones (Lavin & Gray, arXiv 1509.09308)"""
 _TICK_S = 1e-6
 """older traces round times to this"""
 

@@ -36,7 +36,7 @@ class RecordingWindow:
         self.recorder: TraceRecorder | None = None
         self.finished = False
         self.lost = False
-        """whether torch still records a thread that is gone, or not ours to end"""
+        """whether torch still records a thread that has ended or cannot be stopped from here"""
         self.script = StepDetector(ended=self._end_of_step, restart=self._restart, compiling=self._compiling)
         self.theirs = UserProfiler(self._yield_to_user)
         self.children = ChildProcesses()
@@ -77,7 +77,7 @@ class RecordingWindow:
         return os.getpid() == self._pid
 
     def _forget(self) -> None:
-        """Nothing of the script is followed from here on, as in a forked child."""
+        """Stop following the script, as in a forked child."""
         for watcher in (self.script, self.theirs, self.children):
             watcher.release()
         if not self.own:
@@ -140,7 +140,7 @@ class RecordingWindow:
             self.recorder.stop()
 
     def _restart(self) -> None:
-        """What was taken for steps was something else."""
+        """Start over: the calls so far were not the script's steps."""
         if self.finished:
             return
         self.seen, self.plain, self._last = 0, [], 0.0
@@ -156,7 +156,7 @@ class RecordingWindow:
         self._restart()
 
     def _yield_to_user(self) -> None:
-        """The script begins to record: ours ends with what it has, or waits for another chance."""
+        """The script starts its own profiler: our recording ends with what it has, or starts again later."""
         self._end_cold()
         if self.recorder is not None and self.recorder.running:
             self._stop()
@@ -187,7 +187,7 @@ class RecordingWindow:
                 signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def _ask_main_thread(self) -> None:
-        """Steps are made in another thread than the one that was recorded: that one has to end it."""
+        """Steps run on another thread than the recorded one, which has to stop the recording."""
         if not hasattr(signal, "pthread_kill"):
             return
         with self._signals:  # never while the handler is being taken away

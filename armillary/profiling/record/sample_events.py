@@ -37,7 +37,7 @@ SampledSpan = tuple[float, float, tuple[Frame, ...]]
 
 
 def sample_events(samples: Iterable[Sample], exact: list[Event], base_ns: int, pid: int) -> list[Event]:
-    """Trace events of the samples: a stack of frames for each stretch that a sample stands for."""
+    """Trace events of the samples: a stack of frames for each interval that a sample represents."""
     threads = _by_thread(exact)
     free = {thread: free_stretches(events) for thread, events in threads.items()}
     events: list[Event] = []
@@ -51,7 +51,7 @@ def sample_events(samples: Iterable[Sample], exact: list[Event], base_ns: int, p
 
 
 def placed(samples: list[Sample], free: list[Stretch] | None, base_ns: int) -> Iterator[SampledSpan]:
-    """(start, end, stack) in µs; between two samples of one stretch the middle is the border."""
+    """(start, end, stack) in µs; the midpoint between two samples of one interval is the border."""
     times = [(sample.time_ns - base_ns) / 1e3 for sample in samples]
     starts = [start for start, _ in free] if free is not None else []
     for index, (at, sample) in enumerate(zip(times, samples, strict=True)):
@@ -70,7 +70,7 @@ def placed(samples: list[Sample], free: list[Stretch] | None, base_ns: int) -> I
 
 
 def merged(stays: Iterable[SampledSpan]) -> Iterator[SampledSpan]:
-    """Stays at one place that follow one another as one."""
+    """Consecutive spans with the same stack, merged."""
     last: SampledSpan | None = None
     for stay in stays:
         if last is not None and last[1] == stay[0] and last[2] == stay[2]:
@@ -84,7 +84,7 @@ def merged(stays: Iterable[SampledSpan]) -> Iterator[SampledSpan]:
 
 
 def free_stretches(events: list[Event]) -> list[Stretch]:
-    """Stretches of one thread between the borders of its events, those inside operators left out."""
+    """Intervals of one thread between the borders of its events, without those inside operators."""
     events = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
     stretches: list[Stretch] = []
     open_: list[tuple[float, bool]] = []

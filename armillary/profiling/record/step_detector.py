@@ -1,8 +1,8 @@
 """Detecting the ends of a script's steps from outside: optimiser steps, else repeated calls without a gradient.
 
-Dynamo compiles hooks into what it traces, so those on all modules go before anything is compiled; from then on what
-torch.compile returned is followed instead. The one hook on optimisers stays, empty to Dynamo, as taking it away would
-compile an optimiser's step again.
+Dynamo compiles hooks into what it traces, so those on all modules are removed before anything is compiled; then the
+result of torch.compile is followed instead. The hook on optimisers stays, empty to Dynamo, as removing it would compile
+an optimiser's step again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ What = Literal["run", "forward", "compiled", "optimizer"]
 
 
 class StepDetector:
-    """Calls `ended(optimizer or None)` after each step, `restart()` when steps turn out to be others than those before,
+    """Calls `ended(optimizer or None)` after each step, `restart()` when the steps so far were not the script's steps,
     and `compiling()` before the first thing is compiled."""
 
     def __init__(
@@ -122,7 +122,7 @@ class StepDetector:
         return self._followed(compiled, "forward" if in_place else "compiled")
 
     def _followed(self, compiled: Any, what: What) -> Any:
-        """What was made, telling of its calls; Dynamo sees through it as through what was made."""
+        """The compiled function, with its calls reported; Dynamo sees through the wrapper."""
 
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ class StepDetector:
         return call
 
     def _free_before_dynamo(self, dynamo: Any) -> None:
-        """For scripts that go past torch.compile."""
+        """For scripts that use Dynamo without torch.compile."""
         if not self._over:
             self._replace(dynamo, "optimize", self._freeing(dynamo.optimize))
             self._replace(dynamo, "export", self._freeing(dynamo.export))
@@ -152,7 +152,7 @@ class StepDetector:
         return call
 
     def _replace(self, holder: Any, name: str, call: Callable[..., Any]) -> None:
-        """Until `release`; it looks like what was there."""
+        """Replace a function until `release`; name and signature stay."""
         plain = getattr(holder, name)
 
         @functools.wraps(plain)
@@ -163,7 +163,7 @@ class StepDetector:
         setattr(holder, name, function)
 
     def _free(self) -> None:
-        """No hook on all modules from here on."""
+        """Remove the hooks on all modules for good."""
         if self.compiled or self._over:
             return
         self.compiled = True
@@ -175,7 +175,7 @@ class StepDetector:
 
 
 def _needs_gradient(result: Any) -> bool:
-    """Whether a backward pass is to follow: then it is part of a step, and no step by itself."""
+    """Whether a backward pass is to follow: then the call is part of a step."""
     if isinstance(result, torch.Tensor):
         return bool(result.requires_grad)
     if isinstance(result, dict):

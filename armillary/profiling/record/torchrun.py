@@ -1,4 +1,4 @@
-"""Jobs of several ranks started by torchrun: the first rank of this machine is recorded, the others run as they are.
+"""Jobs of several ranks started by torchrun: the first rank of this machine is recorded, the others run unchanged.
 
 torchrun turns its options into one command for every rank in a single function, which is followed here.
 """
@@ -24,7 +24,7 @@ def is_recorded() -> bool:
 
 
 def note() -> str:
-    """What to say of the other ranks; nothing outside torchrun."""
+    """A note on which rank was recorded; '' outside torchrun."""
     if "LOCAL_RANK" not in os.environ:
         return ""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")

@@ -53,7 +53,7 @@ def write_page(profile: Profile, path: Path, comparison: Comparison | None = Non
 
 
 def page(profile: Profile, comparison: Comparison | None = None) -> str:
-    """The whole document."""
+    """The document."""
     parts = [_head(profile), _budget(profile), _findings(profile), _compared(comparison), _roofline(profile)]
     parts += [_table(profile), side_by_side(_gaps(profile), _amdahl(profile)), _memory(profile), _notes(profile)]
     return document(f"{profile.source}: profile", parts)

@@ -59,7 +59,7 @@ def row_cells(row: Row, steps: int = 1) -> list[str]:
 
 
 def figures(row: Row, steps: int = 1) -> str:
-    """Everything known of a row, on lines of its own: what hovering shows."""
+    """All details of a row, one per line, as hovering shows them."""
     cells = dict(zip(ROW_HEADS, row_cells(row, steps), strict=True))
     lines = [f"{head}: {text}" for head, text in cells.items() if text != "–"]
     return "\n".join([*lines[1:], *(f"{key}: {value}" for key, value in row.details.items())])
@@ -81,7 +81,7 @@ def memory_line(profile: Profile) -> str:
 
 
 def amdahl_cells(profile: Profile, least: float = 0.01) -> list[list[str]]:
-    """Class of work or part of the budget, its share, what twice as fast buys, and the most there is to win."""
+    """Class of work or part of the budget, its share, the speedup if it were twice as fast, and the limit."""
     return [
         [PART_WORDS.get(row.work, row.work), f"{row.share * 100:.1f} %", f"{row.doubled:.2f} ×", f"{row.ceiling:.2f} ×"]
         for row in amdahl_of(profile)

@@ -1,6 +1,6 @@
 """Rules for our own kernels (armillary::…), whose arguments are those of armillary.kernels.
 
-Attention over packed documents or cache pages has none: how much of it the mask leaves is not in a trace.
+Attention over packed documents or cache pages has none: the part that the mask keeps is not in a trace.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _passes(kind: Kind, *written: int, flops_each: float = 5) -> Callable[[Call]
 
 
 def _activate(call: Call) -> Op:
-    """Gated, half as much comes out as goes in."""
+    """With a gate the output is half the input."""
     x = call.tensor(0)
     out = x.count // 2 if call.flag(2) else x.count
     return call.op("elementwise", 5 * out, x.bytes, out * x.size)

@@ -42,7 +42,7 @@ def _transposed(
     call: Call, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int
 ) -> Op:
     """Every input meets every tap of the channels_out / groups filters, which the weight's shape [in, out/groups, …]
-    says; the result is (size − 1)·stride − 2·padding + dilation·(kernel − 1) + 1 a dim."""
+    says; the result is (size − 1)·stride − 2·padding + dilation·(kernel − 1) + 1 per dim."""
     x, w = call.tensor(0), call.tensor(1)
     rank = len(x.shape) - 2
     step, pad, gap = (v * rank if len(v) == 1 else v for v in (stride, padding, dilation))
@@ -79,7 +79,7 @@ def pool(*, indices: bool = False) -> Callable[[Call], Op]:
 
 
 def pool_backward(*, indices: bool = False) -> Callable[[Call], Op]:
-    """(gradient of the result, input, …): as much as the input is written."""
+    """(gradient of the result, input, …): as many bytes as the input has are written."""
 
     def rule(call: Call) -> Op:
         dy, x = call.tensor(0), call.tensor(1)

@@ -1,4 +1,4 @@
-"""Rules for rows and elements picked or placed by an index: what moves is what the index names, never the whole tensor.
+"""Rules for gather and scatter: the traffic is that of the indexed rows or elements, never the full tensor.
 
 A list of indices has no shapes in most traces; then a write is known by its values, and a read is not known at all.
 """
@@ -27,7 +27,7 @@ def _row(call: Call, x: Tensor) -> int:
 
 
 def gather(call: Call) -> Op:
-    """One element an index."""
+    """One element per index."""
     x, index = call.tensor(0), call.tensors[-1]
     picked = index.count * x.size
     return call.op("copy", 0, picked + index.bytes, picked)
@@ -67,7 +67,7 @@ def fill(call: Call) -> Op:
 
 
 def put(call: Call) -> Op:
-    """x[indices] = values. Values of one element are spread over who knows how many."""
+    """x[indices] = values. A single value may be written to any number of places."""
     x, values = call.tensor(0), call.tensor(2)
     if values.count <= 1:
         raise NoModel
@@ -77,7 +77,7 @@ def put(call: Call) -> Op:
 
 
 def scatter(*, adds: bool = False) -> Callable[[Call], Op]:
-    """scatter_(x, dim, index, values): one element an index."""
+    """scatter_(x, dim, index, values): one element per index."""
 
     def rule(call: Call) -> Op:
         x, index = call.tensor(0), call.tensor(2)
@@ -110,7 +110,7 @@ def embedding_backward(call: Call) -> Op:
 
 
 def embedding_bag(call: Call) -> Op:
-    """Rows read and summed to one a bag."""
+    """Rows read and summed to one per bag."""
     w, index, offsets = (call.tensor(i) for i in range(3))
     row = w.shape[-1] * w.size
     bags = offsets.count if len(index.shape) == 1 else index.shape[0]

@@ -83,7 +83,7 @@ def _nll_backward(call: Call) -> Op:
 
 
 def broadcast(call: Call) -> Op:
-    """Tensors read, one as large as they broadcast to written: the least an operator element by element can do."""
+    """Tensors read, one as large as they broadcast to written: the least an elementwise operator can do."""
     tensors = call.tensors
     largest = max(tensors, key=lambda t: t.count)
     rank = max(len(t.shape) for t in tensors)

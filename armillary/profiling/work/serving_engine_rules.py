@@ -30,7 +30,7 @@ def _updated(kind: Kind, tensors: int, flops_each: float = 5) -> Callable[[Call]
 
 
 def _rotary(call: Call) -> Op:
-    """(positions, queries, keys, head size, table of sines): a row of the table a position."""
+    """(positions, queries, keys, head size, table of sines): one row of the table per position."""
     positions, table = call.tensor(0), call.tensor(4)
     rotated = [call.tensor(i) for i in (1, 2) if call.has_tensor(i)]
     moved = sum(t.bytes for t in rotated)
@@ -39,7 +39,7 @@ def _rotary(call: Call) -> Op:
 
 
 def _store(call: Call) -> Op:
-    """(keys, values, key cache, value cache, slots): one row a token goes into the cache, whatever its size."""
+    """(keys, values, key cache, value cache, slots): one row per token goes into the cache, for any cache size."""
     keys, values, cache, slots = (call.tensor(i) for i in (0, 1, 2, 4))
     written = (keys.count + values.count) * cache.size
     return call.op("copy", 0, keys.bytes + values.bytes + slots.bytes, written)

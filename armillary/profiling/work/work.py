@@ -37,9 +37,9 @@ _NOT_A_PASS = re.compile(
     r"|rnn|lstm|gru_|gru$|embedding|linalg|cholesky|svd|(^|_)(eig|lu|qr)|_solve|inverse|cdist|fft|_mkl|mkldnn|cudnn"
     r"|miopen|transformer|multi_head|new_(zeros|ones|full|empty)|record_stream|resize|_pool|upsample|grid_sample"
 )
-"""torch's operators that are more, or less, than one pass over their tensors: without a rule they have no model"""
+"""torch's operators whose traffic is not that of their tensors: without a rule they have no model"""
 _WRAPPERS = ("linear", "embedding", "stack", "clone", "max_pool2d", *("zeros_like", "ones_like", "full_like"))
-"""operators with a rule that leave the work to others, which they call"""
+"""operators with a rule whose work is done by the operators they call"""
 
 
 def op_of(name: str, signature: Signature | None, list_type: str = "float") -> Op | None:
@@ -62,7 +62,7 @@ def is_explicit(name: str) -> bool:
 
 
 def is_guess(name: str) -> bool:
-    """Whether the operator is only taken to be a pass over its tensors."""
+    """Whether the operator has no rule and is assumed to touch each tensor once."""
     return _rule(name) is broadcast
 
 
