@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 
+# Images often forbid byte code: then pytest would rewrite every test file in every run, and every child process would
+# compile the whole package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Small tensors gain nothing from threads, and threads that spin on a busy machine make tests many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU, Triton kernels are interpreted; triton looks at this when it is first imported.
@@ -20,6 +24,8 @@ if not (shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*")) or 
 
 from armillary.store.home import Home
 from tests.ranks import Ranks
+
+sys.dont_write_bytecode = False  # this process has read the variable already
 
 
 @dataclass(frozen=True)
