@@ -45,7 +45,7 @@ def test_norms(case: NormCase) -> None:
 
 
 HEADS = st.sampled_from([(64, 64), (128, 64), (96, 24), (80, 80), (80, 20), (64, 16), (96, 96)])
-"""dims, and how many of them turn"""
+"""head dim, and rotated dims"""
 
 
 @given(st.integers(0, 50), st.integers(1, 5), st.integers(1, 8), HEADS, st.booleans(), DTYPES)

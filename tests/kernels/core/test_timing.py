@@ -1,4 +1,4 @@
-"""Timing: calls in turn, the median, the spread; and the clocks beside it."""
+"""Timing: cycled calls, the median, the spread; and clock frequencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp8 products: quantisers against plain torch to the bit, the three products of training against rounded operands."""
+"""fp8 GEMMs: quantisers bit-equal to plain torch, the three GEMMs of training against rounded operands."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_product_with_a_weight_in_fp8(m: int, n: int, k: int, scaling: str, pr
     values, right_scale = quantised(produced(x, *how, 1e-6), E4M3, "row")
     torch.testing.assert_close(q_scale, right_scale)
     off = (q[:, :k].float() != values.float()).sum()
-    assert off <= (0 if not producer else 0.02 * values.numel() + 1)  # a norm's last bit may turn a tie
+    assert off <= (0 if not producer else 0.02 * values.numel() + 1)  # a norm's last bit may change a tie
 
 
 @settings(deadline=None)

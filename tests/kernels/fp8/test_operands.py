@@ -1,4 +1,4 @@
-"""Operands of fp8 products: made of norms, activations and their gradients as plain torch would quantise these."""
+"""Operands of fp8 GEMMs: norms, activations and their gradients, quantised as plain torch would."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_products_add_and_sum_on_a_cpu() -> None:
 @pytest.mark.parametrize("scaling", ["row", "tensor", "token"])
 @pytest.mark.parametrize(("m", "n", "k"), [(300, 256, 512), (77, 48, 4096), (4096, 1024, 1024)])
 def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
-    """Operands of every kind, and products of them with something added, in bf16 and summed in fp32."""
+    """Operands of every kind, and their GEMMs with an addend, in bf16 and accumulated in fp32."""
     for kind in KINDS:
         source, right, dtype = made(kind, *drawn(m, k, "cuda", torch.bfloat16))
         found = make_operand(source, dtype, scaling)

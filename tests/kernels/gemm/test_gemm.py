@@ -1,4 +1,4 @@
-"""A linear layer's products, by torch and by an algorithm of cuBLASLt's that was chosen: the same numbers."""
+"""A linear layer's GEMMs, by torch and by a chosen cuBLASLt algorithm: the same numbers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_algorithm_of_the_library(place: int) -> None:
 
 @pytest.mark.gpu
 def test_other_settings_of_an_algorithm() -> None:
-    """By name, in another process too; a setting that the library refuses leaves the product to torch."""
+    """By name, in another process too; a setting that the library refuses leaves the GEMM to torch."""
     shape = GemmShape("forward", 4096, 2048, 1024)
     x, w = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((4096, 1024), (2048, 1024)))
     names = CublasLtGemm(*shape, torch.bfloat16).variants("0")

@@ -1,4 +1,4 @@
-"""Products grouped by expert: the kernels agree with the loop over experts, forward and backward."""
+"""Grouped GEMMs: the kernels agree with the loop over experts, forward and backward."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_agrees(case: RopeCase) -> None:
     ("dim", "rotated"), [(24, 0), (24, 6), (96, 24), (80, 20), (80, 80), (96, 96), (40, 4), (100, 12)]
 )
 def test_heads_that_are_no_power_of_two(dim: int, rotated: int) -> None:
-    """Heads in two pieces; where little of one turns, it is gone over from end to end."""
+    """Heads in two pieces; heads with few rotated dims are processed end to end."""
     assert_agrees(
         ROPE, RopeCase(tokens=2, heads=4, kv_heads=2, head_dim=dim, rotary_dim=rotated, dtype="bf16", device="cpu")
     )
