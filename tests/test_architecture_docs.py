@@ -27,9 +27,11 @@ def test_paths_have_at_most_twelve_files(title: str, body: str) -> None:
     assert numbers == list(range(1, len(numbers) + 1)) and 1 < len(numbers) <= 12, title
 
 
-def test_quotes_are_the_code() -> None:
+def test_quotes_are_the_code_and_fit_in_fifteen_lines() -> None:
+    assert {name for _, name, _ in QUOTES} == {"Trainer.step", "Engine.step", "step_time", "diagnose"}
     for path, name, quoted in QUOTES:
         assert quoted == generator().source_of(path, name), f"{name}: run make docs"
+        assert len(quoted.splitlines()) <= 15, name
 
 
 def test_every_package_has_a_paragraph() -> None:

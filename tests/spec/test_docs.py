@@ -28,6 +28,6 @@ def test_committed_pages_are_up_to_date(name: str) -> None:
 
 
 def test_every_table_and_gauge_has_a_row() -> None:
-    assert "## [layout]" in PAGES["recipes.md"] and "| `tp` | whole number | 1 |" in PAGES["recipes.md"]
+    assert "## [layout]" in PAGES["recipes.md"] and "| `tp` | integer | 1 |" in PAGES["recipes.md"]
     assert "| `num_layers` |" in PAGES["recipes.md"] and "### [model.moe]" in PAGES["recipes.md"]
     assert "| `ttft_s` | s | histogram |" in PAGES["gauges.md"]
