@@ -1,7 +1,7 @@
-"""What will and will not work on this machine, and how to get the rest.
+"""Checks of this machine: what works, what does not, and how to fix it.
 
-`doctor()` is a list of checks, each with what was found, what it means and what to do; nothing reaches for the
-network. torch is imported here late, because asking it is the only way to know what it can do.
+`doctor()` returns a list of checks, each with its finding, its consequence and its fix; none uses the network. torch is
+imported inside a check, because only torch itself knows what it can do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "xdist",
     ),
 }
-"""extra -> the modules it brings"""
+"""extra -> its modules"""
 _LINUX_ONLY = ("triton",)
 
 _EXTRA_FOR = {
@@ -59,7 +59,7 @@ _EXTRA_FOR = {
     "nvidia": "reading clocks and power of NVIDIA GPUs",
     "onnx": "writing and serving ONNX files",
     "otel": "sending traces to OpenTelemetry",
-    "structure": "answers that match a JSON schema, expression or grammar",
+    "structure": "outputs that match a JSON schema, regular expression or grammar",
     "tracking": "TensorBoard, MLflow and Weights & Biases",
     "dev": "running the tests",
 }
@@ -70,35 +70,35 @@ State = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """One check."""
 
     name: str
-    """what"""
+    """what is checked"""
     state: State
-    """ok; warn: works, with a limit; missing: something will not work"""
+    """ok; warn: works with a limitation; missing: something does not work"""
     found: str
-    """what there is"""
+    """the finding"""
     means: str = ""
-    """what does or does not work because of it"""
+    """its consequence"""
     fix: str = ""
-    """how to get it"""
+    """how to fix it"""
 
 
-def doctor(directory: Path = Path("."), found: Machine | None = None) -> list[Check]:
-    """Every check, in the order a person would ask; `directory` is where work will be written."""
-    found = found or machine()
+def doctor(directory: Path = Path("."), host: Machine | None = None) -> list[Check]:
+    """All checks; `directory` is the folder for runs."""
+    host = host or machine()
     torch = _import_torch()
     return [
         _python(),
         _torch(torch),
-        _accelerators(torch, found),
+        _accelerators(torch, host),
         _triton(),
         _compiler(),
         _collectives(torch),
-        _cores(found),
-        _number_formats(found),
-        _memory(found),
-        _shm(found),
+        _cores(host),
+        _dtypes(host),
+        _memory(host),
+        _shm(host),
         _disk(directory),
         _open_files(),
         _hub(os.environ),
@@ -115,7 +115,7 @@ def _python() -> Check:
 
 
 def _import_torch() -> Any:
-    """torch, or None where it is not installed; one that is installed and broken raises, which is worth seeing."""
+    """torch, or None where it is not installed; a broken installation raises."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
@@ -146,25 +146,25 @@ def _torch(torch: Any) -> Check:
     )
 
 
-def _accelerators(torch: Any, found: Machine) -> Check:
+def _accelerators(torch: Any, host: Machine) -> Check:
     if torch is not None and torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         return Check(name="accelerator", state="ok", found=f"{len(names)} × {', '.join(dict.fromkeys(names))}")
     if torch is not None and torch.backends.mps.is_available():
         return Check(name="accelerator", state="ok", found="Apple GPU (mps)")
-    if found.gpus:
+    if host.gpus:
         return Check(
             name="accelerator",
             state="missing",
-            found=f"{found.gpus[0].name}, but torch cannot use it",
+            found=f"{host.gpus[0].name}, but torch cannot use it",
             means="work runs on the CPU",
-            fix="install a CUDA or ROCm build of torch that suits the driver",
+            fix="install a CUDA or ROCm build of torch that fits the driver",
         )
-    isa = " ".join(flag for flag in ("amx_bf16", "avx512f", "avx2", "sve") if flag in found.cpu.isa)
+    isa = " ".join(flag for flag in ("amx_bf16", "avx512f", "avx2", "sve") if flag in host.cpu.isa)
     return Check(
         name="accelerator",
         state="warn",
-        found=f"none; {found.cpu.usable} CPU cores {isa}".rstrip(),
+        found=f"none; {host.cpu.usable} CPU cores {isa}".rstrip(),
         means="small models only; CUDA paths are off and their tests skip",
     )
 
@@ -177,7 +177,7 @@ def _triton() -> Check:
         name="triton",
         state="warn",
         found="not installed",
-        means="Triton kernels are off; references are used",
+        means="Triton kernels are off; reference versions run instead",
         fix="comes with CUDA builds of torch on Linux, and with 'armillary[dev]'",
     )
 
@@ -208,7 +208,7 @@ def _collectives(torch: Any) -> Check:
         )
     dist = torch.distributed
     backends = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
-    present = [name for name, there in backends.items() if there]
+    present = [name for name, available in backends.items() if available]
     if torch.cuda.is_available() and "nccl" not in present:
         return Check(
             name="collectives",
@@ -245,11 +245,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-# --- room
+# --- resources
 
 
-def _cores(found: Machine) -> Check:
-    cpu = found.cpu
+def _cores(host: Machine) -> Check:
+    cpu = host.cpu
     text = f"{cpu.usable} of {cpu.present} usable, {cpu.threads} compute"
     if not cpu.why:
         return Check(name="cores", state="ok", found=text)
@@ -262,16 +262,16 @@ def _cores(found: Machine) -> Check:
     )
 
 
-def _number_formats(found: Machine) -> Check:
-    """Formats the CPU has units for; the others are emulated."""
-    units = found.cpu.units
+def _dtypes(host: Machine) -> Check:
+    """Dtypes that the CPU supports natively; the others are emulated."""
+    units = host.cpu.units
     if not units:
-        return Check(name="number formats", state="ok", found="the CPU does not say")
+        return Check(name="dtypes", state="ok", found="not reported by the CPU")
     text = "; ".join(f"{dtype}: {unit or 'emulated'}" for dtype, unit in units.items())
     if units["bf16"]:
-        return Check(name="number formats", state="ok", found=text)
+        return Check(name="dtypes", state="ok", found=text)
     return Check(
-        name="number formats",
+        name="dtypes",
         state="warn",
         found=text,
         means="bf16 on this CPU may be far slower than fp32",
@@ -279,11 +279,11 @@ def _number_formats(found: Machine) -> Check:
     )
 
 
-def _memory(found: Machine) -> Check:
-    free = found.available_bytes
-    text = f"{bytes_text(found.memory_bytes)}" + (f", {bytes_text(free)} free" if free is not None else "")
-    text += f" ({found.memory_why})" if found.memory_why else ""
-    if (found.memory_bytes if free is None else free) >= _LOW_MEMORY_BYTES:
+def _memory(host: Machine) -> Check:
+    free = host.available_bytes
+    text = f"{bytes_text(host.memory_bytes)}" + (f", {bytes_text(free)} free" if free is not None else "")
+    text += f" ({host.memory_why})" if host.memory_why else ""
+    if (host.memory_bytes if free is None else free) >= _LOW_MEMORY_BYTES:
         return Check(name="memory", state="ok", found=text)
     return Check(
         name="memory",
@@ -294,23 +294,23 @@ def _memory(found: Machine) -> Check:
     )
 
 
-def _shm(found: Machine) -> Check:
-    if found.shm_bytes is None or found.shm_bytes >= _LOW_SHM_BYTES:
-        text = bytes_text(found.shm_bytes) if found.shm_bytes is not None else "not used on this system"
+def _shm(host: Machine) -> Check:
+    if host.shm_bytes is None or host.shm_bytes >= _LOW_SHM_BYTES:
+        text = bytes_text(host.shm_bytes) if host.shm_bytes is not None else "not used on this system"
         return Check(name="shared memory", state="ok", found=text)
     return Check(
         name="shared memory",
         state="warn",
-        found=bytes_text(found.shm_bytes),
+        found=bytes_text(host.shm_bytes),
         means="loader workers and ranks may die with a bus error",
         fix="in a container: docker run --shm-size=8g (or --ipc=host)",
     )
 
 
 def _disk(directory: Path) -> Check:
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    text = f"{bytes_text(free)} free at {there}"
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    text = f"{bytes_text(free)} free at {existing}"
     if free >= _LOW_DISK_BYTES:
         return Check(name="disk", state="ok", found=text)
     return Check(
@@ -318,7 +318,7 @@ def _disk(directory: Path) -> Check:
         state="warn",
         found=text,
         means="checkpoints may not fit",
-        fix="free some space, or name another place with --home DIR",
+        fix="free some space, or give another folder with --home DIR",
     )
 
 
@@ -341,7 +341,7 @@ def _open_files() -> Check:
 
 
 def _hub(environment: Mapping[str, str]) -> Check:
-    """Settings of huggingface_hub, which reads them itself; whether the Hub answers is not tried."""
+    """Settings of huggingface_hub; the Hub itself is not contacted."""
     cache = Path(environment.get("HF_HOME") or Path.home() / ".cache/huggingface")
     token = bool(environment.get("HF_TOKEN")) or (cache / "token").is_file()
     if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):

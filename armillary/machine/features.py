@@ -10,8 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from armillary.machine import cpuinfo
-from armillary.machine.system_files import ROOT, has_proc, sysctl
+from armillary.machine.system_files import ROOT, cpuinfo_flags, has_proc, sysctl
 
 UNITS: Mapping[str, frozenset[str]] = {
     "bf16": frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"}),
@@ -87,7 +86,7 @@ def cpu_features(root: Path = ROOT, environment: Mapping[str, str] = os.environ)
 def present_features(root: Path = ROOT) -> frozenset[str]:
     """Features of the CPU itself, regardless of the environment."""
     if has_proc(root):
-        return cpuinfo.flags(root) & KNOWN
+        return cpuinfo_flags(root) & KNOWN
     return frozenset(feature for name, feature in _MAC_FEATURES.items() if sysctl(name, root) == "1")
 
 

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from armillary.machine import cpuinfo
 from armillary.machine.cores import read_cores
 from armillary.machine.cpu_name import cpu_name, cpu_vendor
 from armillary.machine.features import UNITS, cpu_features, has_native, present_features
-from armillary.machine.system_files import text
+from armillary.machine.system_files import cpuinfo_blocks, text
 
 ISA_FLAGS = (
     "avx",
@@ -100,7 +99,7 @@ class Interface:
 
 
 def read_cpu(root: Path) -> Cpu:
-    blocks, cores = cpuinfo.blocks(root), read_cores(root)
+    blocks, cores = cpuinfo_blocks(root), read_cores(root)
     packages = {(block.get("physical id", "0"), block.get("core id", str(i))) for i, block in enumerate(blocks)}
     return Cpu(
         model=cpu_name(root),

@@ -6,6 +6,7 @@ Readers of this package take a `root`, the folder that stands for /, so that the
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path("/")
@@ -57,3 +58,15 @@ def command(program: Path, *arguments: str) -> str:
     except (subprocess.TimeoutExpired, OSError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def cpuinfo_blocks(root: Path = ROOT) -> list[Mapping[str, str]]:
+    """The fields of every logical core; empty where there is no such file."""
+    tables = [dict(pairs(block)) for block in text(root / "proc/cpuinfo").strip().split("\n\n")]
+    return [block for block in tables if "processor" in block or "flags" in block or "Features" in block]
+
+
+def cpuinfo_flags(root: Path = ROOT) -> frozenset[str]:
+    """Features that all cores have, by the kernel's names ('flags' on x86, 'Features' on ARM)."""
+    each = [frozenset((block.get("flags") or block.get("Features") or "").split()) for block in cpuinfo_blocks(root)]
+    return frozenset.intersection(*each) if each else frozenset()

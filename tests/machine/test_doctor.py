@@ -61,7 +61,7 @@ def test_torch_is_judged_by_the_tested_range(version: str, state: str) -> None:
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    checks = by_name(doctor(found=machine()))
+    checks = by_name(doctor(host=machine()))
     assert checks["torch"].state == "missing" and "armillary[torch]" in checks["torch"].fix
     assert checks["collectives"].state == "missing"
     assert checks["extra data"].fix == "pip install 'armillary[data]'"

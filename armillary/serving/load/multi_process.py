@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import subprocess
 import sys
 import time
@@ -12,9 +13,10 @@ from dataclasses import replace
 
 from armillary.errors import BadInput
 from armillary.serving.load.sender import START_S, SendJob, SendResult, Watch, send_requests
-from armillary.serving.load.sender_process import BEGIN, READY
 
 _TICK_S = 0.25
+READY = b"ready\n"
+BEGIN = struct.Struct("d")
 Process = subprocess.Popen[bytes]
 
 
@@ -39,7 +41,7 @@ def send_in_processes(job: SendJob, processes: int, watch: Watch | None = None) 
 
 
 def _start(stack: ExitStack, job: SendJob) -> Process:
-    command = [sys.executable, "-m", "armillary.serving.load.sender_process"]
+    command = [sys.executable, "-m", "armillary.serving.load.multi_process"]
     process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     stack.callback(_end, process)
     _write(process, pickle.dumps(job))
@@ -109,3 +111,20 @@ def split_job(job: SendJob, count: int) -> list[SendJob]:
         for i in range(count)
     ]
     return [part for part in jobs if part.rows or part.clients]
+
+
+def main() -> None:
+    """A sending process, `python -m armillary.serving.load.multi_process`: reads its job from stdin, reports that it is
+    prepared, waits for the start time, and writes its results to stdout."""
+    job: SendJob = pickle.load(sys.stdin.buffer)
+
+    def begin() -> float:
+        sys.stdout.buffer.write(READY)
+        sys.stdout.buffer.flush()
+        return float(BEGIN.unpack(sys.stdin.buffer.read(BEGIN.size))[0])
+
+    pickle.dump(send_requests(job, begin), sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

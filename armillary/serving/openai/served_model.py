@@ -36,11 +36,11 @@ class ServedModel:
         started = self.engine.started
         return self.context if started is None else started.max_model_len
 
-    def check_name(self, asked: Any) -> None:
+    def check_name(self, name: Any) -> None:
         """Problem 404 where a request names another model."""
-        if asked and asked != self.name:
+        if name and name != self.name:
             raise Problem(
-                404, f"no model '{asked}' on this server; use '{self.name}'", param="model", code="model_not_found"
+                404, f"no model '{name}' on this server; use '{self.name}'", param="model", code="model_not_found"
             )
 
     def card(self) -> dict[str, Any]:
