@@ -90,15 +90,15 @@ def test_cores_and_memory_say_what_limits_them() -> None:
     assert module._memory(found).found.endswith("(memory.max of cgroup /job)")
 
 
-def test_number_formats() -> None:
+def test_dtypes() -> None:
     plain = machine()
     without = replace(plain, cpu=replace(plain.cpu, units={"bf16": "", "fp16": "asimdhp", "int8": "asimddp"}))
-    assert module._number_formats(without).found == "bf16: emulated; fp16: asimdhp; int8: asimddp"
-    assert "auto" in module._number_formats(without).fix
+    assert module._dtypes(without).found == "bf16: emulated; fp16: asimdhp; int8: asimddp"
+    assert "auto" in module._dtypes(without).fix
     having = replace(plain, cpu=replace(plain.cpu, units={"bf16": "amx_bf16", "fp16": "", "int8": "amx_int8"}))
-    assert module._number_formats(having).state == "ok"
+    assert module._dtypes(having).state == "ok"
     unknown = replace(plain, cpu=replace(plain.cpu, units={}))
-    assert module._number_formats(unknown).state == "ok"
+    assert module._dtypes(unknown).state == "ok"
 
 
 def test_little_memory() -> None:
