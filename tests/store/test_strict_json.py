@@ -60,5 +60,5 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("[1]")
     with pytest.raises(BadData, match=r"c\.json holds a list instead of a JSON object"):
         strict_json.read_table(tmp_path / "c.json")
-    with pytest.raises(BadData, match=r"cannot be read \(Is a directory\); check what it is"):
+    with pytest.raises(BadData, match=r"cannot be read \(Is a directory\); check its type"):
         strict_json.read(tmp_path)
