@@ -44,7 +44,7 @@ def test_what_is_wrong_is_one_line(
 
 def test_keys_are_read_from_a_file(cli: Cli, folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    assert "one API key a line" in cli("serve", str(folder), "--set", f"serve.api_key_file={keys}").err
+    assert "one API key per line" in cli("serve", str(folder), "--set", f"serve.api_key_file={keys}").err
     keys.write_text("\n")
     assert "holds no API key" in cli("serve", str(folder), "--set", f"serve.api_key_file={keys}").err
 
