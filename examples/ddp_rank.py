@@ -1,5 +1,5 @@
-"""What one rank of the scaling exercise does: train a small model for a few steps: one rank alone, both without and
-both with the exchange, in turns, so that whatever else the machine does meets all three alike."""
+"""One rank of the scaling exercise: steps of a small model with one rank alone, with two ranks without the all-reduce,
+and with it, alternating, so that other load on the machine affects all three alike."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEQUENCE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One row of the table: a model and the tokens each rank trains on a step."""
+    """One row of the table: a model and the tokens per rank and step."""
 
     model: str
     tokens: int

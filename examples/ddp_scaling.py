@@ -1,7 +1,7 @@
 """How well do two ranks scale? Three models, several batch sizes, one pinned thread per rank; predicted, then measured.
 
-    python examples/ddp_scaling.py             two minutes on two quiet cores; writes ddp_scaling/table.md and .png
-    python examples/ddp_scaling.py --quick     two tiny settings, seconds, for a look
+    python examples/ddp_scaling.py             two minutes on two idle cores; writes ddp_scaling/table.md and .png
+    python examples/ddp_scaling.py --quick     two tiny settings, in seconds
 
 docs/exercises/ddp_scaling.md says what to look at; `--page docs/exercises/ddp_scaling.md` puts the result into it.
 """

@@ -1,4 +1,4 @@
-"""Pictures of digits, drawn here: a 5 × 7 font, turned, sheared, scaled and moved at random, with noise on top."""
+"""Synthetic images of digits: a 5 × 7 font, rotated, sheared, scaled and shifted at random, with noise."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python examples/precision_cnn.py               the GPU where there is one, else the CPU
     python examples/precision_cnn.py --device cpu  a few minutes on two cores
-    python examples/precision_cnn.py --quick       a few steps, for a look
+    python examples/precision_cnn.py --quick       a few steps only
 
-It writes precision/table.md and precision/plot.png. The pictures are drawn here (digits.py), so nothing is downloaded;
+It writes precision/table.md and precision/plot.png. The images are synthetic (digits.py), so nothing is downloaded;
 docs/exercises/precision.md says what to look at; `--page` with that file puts the result of a CPU into it.
 """
 

@@ -1,4 +1,4 @@
-"""The verbs as Python functions: look something up, train for a few seconds, generate, convert.
+"""The commands as Python functions: look something up, train for a few seconds, generate, convert.
 
 Run it with: python examples/python_api.py
 """

@@ -2,9 +2,9 @@
 
     python examples/resnet50_profile.py              the GPU where there is one, and the CPU
     python examples/resnet50_profile.py --device cpu --html page.html
-    python examples/resnet50_profile.py --quick      small images on the CPU, for a look in seconds
+    python examples/resnet50_profile.py --quick      small images on the CPU, in seconds
 
-docs/exercises/resnet50.md goes through what it prints.
+docs/exercises/resnet50.md explains the output.
 """
 
 from __future__ import annotations

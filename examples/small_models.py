@@ -1,4 +1,4 @@
-"""Two small models to serve: a wide MLP, whose weights a single row reads in vain, and a ResNet for 16 × 16 images.
+"""Two small models to serve: a wide MLP, which is memory-bound for a single row, and a ResNet for 16 × 16 images.
 
 armillary convert examples/small_models.py:resnet resnet.pt2 --to pt2
 armillary serve resnet.pt2
