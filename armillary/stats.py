@@ -25,10 +25,10 @@ def percentile(values: Sequence[float], percent: float, weights: Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean over repeats, and how far the true mean may be off."""
+    """A mean over repeats, and its confidence interval."""
 
     mean: float
-    """over the repeats"""
+    """mean of the repeats"""
     half_width: float | None = None
     """of the 95 % confidence interval (Student's t); none for a single run"""
 
@@ -42,7 +42,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and interval of a figure that was measured once a repeat."""
+    """Mean and interval of a figure that was measured once per repeat."""
     from scipy.special import stdtrit  # slow to import
 
     count = len(values)
@@ -55,7 +55,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """Of the straight line nearest to the points, a second; 0 for fewer than three."""
+    """Least-squares slope per second; 0 for fewer than three points."""
     if len(times) < 3:
         return 0.0
     mid_t, mid_v = sum(times) / len(times), sum(values) / len(values)

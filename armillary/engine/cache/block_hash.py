@@ -1,6 +1,6 @@
-"""What a block of tokens is called in the prefix cache: a hash over its tokens and all that came before.
+"""Hashes of blocks for the prefix cache, over their tokens and all tokens before.
 
-The hashes of a prompt are made once, when it is submitted; an answer's follow a block at a time as it grows.
+The hashes of a prompt are computed once, when it is submitted; those of the output follow block by block.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Digest = Callable[[bytes, bytes], bytes]
 
 
 def digest(parent: bytes, chunk: bytes) -> bytes:
-    """128 bits of BLAKE2b: the same in every process, so that routers can speak of blocks by it."""
+    """128 bits of BLAKE2b: the same in every process, so that routers can use it."""
     return blake2b(parent + chunk, digest_size=16).digest()
 
 
 def root(salt: str = "", adapter: str = "") -> bytes:
-    """What the first block continues: requests with another salt or adapter never share blocks."""
+    """Parent of the first block: requests with another salt or adapter never share blocks."""
     return blake2b(f"{len(salt)}:{salt}:{adapter}".encode(), digest_size=16).digest()
 
 
@@ -31,9 +31,9 @@ class Chain:
     def __init__(self, root: bytes, block_tokens: int, digest: Digest = digest) -> None:
         self.root = root
         self.chunks: list[bytes] = []
-        """tokens of each block, 4 bytes each: what a hit is checked against"""
+        """tokens of each block, 4 bytes each, to verify hits"""
         self.digests: list[bytes] = []
-        """name of each block"""
+        """digest of each block"""
         self._block_tokens = block_tokens
         self._digest = digest
 
@@ -53,7 +53,7 @@ class Chain:
             return
         data = array("I", tokens[done * size : (done + num_new) * size]).tobytes()
         name = digests[-1] if done else self.root
-        if num_new == 1:  # an answer grows by one block at a time, in every step
+        if num_new == 1:  # a decoding sequence grows by one block at a time
             self.chunks.append(data)
             digests.append(self._digest(name, data))
             return
@@ -65,7 +65,7 @@ class Chain:
             digests.append(name)
 
     def copy(self) -> Chain:
-        """For a fork: it continues on its own."""
+        """A copy for a fork."""
         chain = Chain(self.root, self._block_tokens, self._digest)
         chain.chunks, chain.digests = self.chunks.copy(), self.digests.copy()
         return chain

@@ -1,9 +1,8 @@
-"""The blocks of the KV cache: who holds them, and in which order free ones are handed out again.
+"""The blocks of the KV cache: reference counts, and the order in which free blocks are reused.
 
-Free blocks stand in a doubly linked list threaded through two arrays, so that taking, returning and pulling one out of
-the middle are O(1). Blocks without a name go to the front; hashed ones (see prefix_cache) to the back, and are evicted
-from the front, least recently used first. Block 0 is never handed out: tables point to it where nothing is needed.
-"""
+Free blocks are in a doubly linked list threaded through two arrays, so taking, returning and removing one from the
+middle are O(1). Blocks without a hash go to the front; hashed ones (see prefix_cache) to the back, so that they are
+evicted last, least recently used first. Block 0 is never allocated: tables point to it where nothing is needed."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ class BlockPool:
         assert num_blocks >= 2, "a pool needs a block besides the null block"
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
-        """tables that hold each block"""
+        """number of tables that hold each block"""
         self.hashed = bytearray(num_blocks)
-        """1 for blocks the prefix cache knows: their content outlives the last holder"""
+        """1 for blocks in the prefix cache: their content outlives the last holder"""
         self.num_free = num_blocks - 1
         self.num_evicted = 0
-        self.evict: Callable[[list[int]], None] = _nobody
+        self.evict: Callable[[list[int]], None] = _no_prefix_cache
         """called with hashed blocks that are about to be reused"""
         # index 0, the null block, is head and tail of the ring
         self._next = [*range(1, num_blocks), 0]
@@ -37,7 +36,7 @@ class BlockPool:
         return self.num_blocks - 1 - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one holder each; there must be as many."""
+        """`count` blocks with one holder each; as many must be free."""
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
         follow, refs, hashed, blocks = self._next, self.refs, self.hashed, []
         block = follow[0]
@@ -48,7 +47,7 @@ class BlockPool:
         follow[0] = block
         self._previous[block] = 0
         self.num_free -= count
-        if count and hashed[blocks[-1]]:  # hashed ones stand behind the others
+        if count and hashed[blocks[-1]]:  # hashed ones come after the others
             evicted = [block for block in blocks if hashed[block]]
             self.num_evicted += len(evicted)
             self.evict(evicted)
@@ -59,7 +58,7 @@ class BlockPool:
         self.share_all([block])
 
     def share_all(self, blocks: list[int]) -> None:
-        """One holder more for each; a free block with a name comes back to life."""
+        """One more holder for each; a free hashed block is taken out of the free list."""
         refs, follow, previous = self.refs, self._next, self._previous
         for block in blocks:
             held = refs[block]
@@ -70,8 +69,8 @@ class BlockPool:
                 previous[after] = before
                 self.num_free -= 1
 
-    def hold_again(self, blocks: list[int]) -> None:
-        """`share_all` for blocks that somebody holds."""
+    def add_holder(self, blocks: list[int]) -> None:
+        """`share_all` for blocks that have holders."""
         refs = self.refs
         for block in blocks:
             refs[block] += 1
@@ -81,7 +80,7 @@ class BlockPool:
         self.release_all([block])
 
     def release_all(self, blocks: list[int]) -> None:
-        """One holder less for each; without any, a block is free."""
+        """One holder fewer for each; without holders, a block is free."""
         refs, hashed, follow, previous = self.refs, self.hashed, self._next, self._previous
         for block in blocks:
             left = refs[block] - 1
@@ -89,7 +88,7 @@ class BlockPool:
             refs[block] = left
             if left:
                 continue
-            # between the last and the ring's head where its content may be wanted again, else first in line
+            # at the end of the list where it is hashed, else at the front
             before = previous[0] if hashed[block] else 0
             after = follow[before]
             follow[before] = previous[after] = block
@@ -112,5 +111,5 @@ class BlockPool:
             block = self._next[block]
 
 
-def _nobody(blocks: list[int]) -> None:
-    raise AssertionError(f"blocks {blocks} have names and nobody to tell")
+def _no_prefix_cache(blocks: list[int]) -> None:
+    raise AssertionError(f"blocks {blocks} are hashed and there is no prefix cache")

@@ -35,7 +35,7 @@ class DigestMap:
         return self.parts[hash(key) & self.mask].get(key, 0)
 
     def count(self, key: bytes, more: int) -> None:
-        """Add to a key's number; at 0 the key goes."""
+        """Add to a key's number; at 0 the key is removed."""
         part = self.parts[hash(key) & self.mask]
         number = part.get(key, 0) + more
         if number:
@@ -48,5 +48,5 @@ class DigestMap:
             part.clear()
 
     def plain(self) -> dict[bytes, int]:
-        """All of it, as one dictionary."""
+        """All entries as one dictionary."""
         return {key: number for part in self.parts for key, number in part.items()}

@@ -1,18 +1,18 @@
-"""What running answers get in turn, a few of them in a step: even work instead of all at once."""
+"""Periodic cache work for running sequences, a few of them per step: even work instead of all at once."""
 
 from __future__ import annotations
 
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.request.sequence import Sequence
 
-_NAMED_AT_ONCE = 4
-"""blocks an answer fills, about, before they get their names: together they take less time"""
+_HASHED_AT_ONCE = 4
+"""blocks that a sequence fills, about, before they are hashed: together they take less time"""
 _PLENTY = 4
-"""free blocks for each that runs, from which on one may be taken before it is needed"""
+"""free blocks per running sequence from which on one may be allocated ahead"""
 
 
 class RoundRobin:
-    """Each sequence once in `period` steps, about."""
+    """Selects each sequence about once in `period` steps."""
 
     __slots__ = ("_next", "_period")
 
@@ -20,24 +20,24 @@ class RoundRobin:
         self._period, self._next = period, 0
 
     def take(self, running: list[Sequence]) -> list[Sequence]:
-        """Those whose turn it is."""
+        """The sequences of this step."""
         begin = self._next if self._next < len(running) else 0
         self._next = begin + len(running) // self._period + 1
         return running[begin : self._next]
 
 
 class BlockUpkeep:
-    """Names for blocks that answers have filled; and where there are plenty, their next block ahead, so that many never
-    need one in the same step."""
+    """Registers filled blocks in the prefix cache and, where many are free, allocates the next block ahead, so that
+    sequences do not all need one in the same step."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._growing, self._naming = RoundRobin(cache.block_tokens), RoundRobin(_NAMED_AT_ONCE * cache.block_tokens)
+        self._growing, self._hashing = RoundRobin(cache.block_tokens), RoundRobin(_HASHED_AT_ONCE * cache.block_tokens)
 
     def step(self, running: list[Sequence]) -> None:
-        """One step's share."""
+        """The work of one step."""
         cache = self._cache
-        for seq in self._naming.take(running):
+        for seq in self._hashing.take(running):
             cache.register_blocks(seq)
         if cache.pool.num_free > _PLENTY * len(running) * len(cache.groups):
             growing = self._growing.take(running)

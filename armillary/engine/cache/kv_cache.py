@@ -209,7 +209,7 @@ class KVCache:
         for g, first in enumerate(firsts):
             first, table = min(first, count), leader.tables[g][:count]
             table[:first] = [NULL] * first
-            self.pool.hold_again(table[first:] if first else table)
+            self.pool.add_holder(table[first:] if first else table)
             seq.tables[g], seq.windows[g] = table, first
             seq.held += count - first
             if table:

@@ -1,7 +1,7 @@
-"""How far a number of bytes goes as KV cache, and the sums behind it in words.
+"""KV cache capacity: how many tokens and sequences a number of bytes holds, with the sums behind it.
 
-block      layers of a group · block_tokens · numbers a token and layer · bytes a number
-numbers    2·kv_heads/tp·head_dim; latent attention kv_rank + rope_dim; 2-simplicial layers twice as many
+block      layers of a group · block_tokens · values per token and layer · bytes per value
+values     2·kv_heads/tp·head_dim; latent attention kv_rank + rope_dim; 2-simplicial layers twice as many
 blocks     ⌊budget / block⌋ − 1: the null block is never used
 sequence   Σ over groups of ⌈tokens / block_tokens⌉ blocks, windowed groups no more than window and step need
 """
@@ -23,31 +23,31 @@ from armillary.units import bytes_text, parse_count
 
 @dataclass(frozen=True, kw_only=True)
 class KVPlan:
-    """A KV cache of one device, before it is allocated."""
+    """The KV cache of one device, before it is allocated."""
 
     config: ModelConfig
     """the model"""
     budget_bytes: int
-    """bytes it may take"""
+    """most bytes"""
     dtype: str
-    """number format"""
+    """dtype of keys and values"""
     tp: int
-    """devices the KV heads are cut over"""
+    """devices over which KV heads are sharded"""
     block_tokens: int
     """tokens of a block"""
     step_tokens: int
-    """tokens of a step at most: what windowed layers hold beside their window"""
+    """most tokens of a step: windowed layers hold them beside their window"""
     groups: tuple[Group, ...]
-    """layers by what they see"""
+    """layer groups by attention span"""
 
     @property
     def layers_per_group(self) -> int:
-        """Layers a block has room for."""
+        """Layers that a block has space for."""
         return max(len(group.layers) for group in self.groups)
 
     @property
     def numbers(self) -> int:
-        """Numbers a token takes in one layer, the widest there is."""
+        """Values per token in one layer, the widest."""
         config = self.config
         if config.mla is not None:
             return config.mla.kv_rank + config.mla.rope_dim
@@ -60,7 +60,7 @@ class KVPlan:
 
     @property
     def num_blocks(self) -> int:
-        """All of them, the null block too."""
+        """All blocks, the null block included."""
         return self.budget_bytes // self.block_bytes
 
     @property
@@ -82,8 +82,8 @@ class KVPlan:
         return 1 - self.config.num_layers / (self.layers_per_group * len(self.groups))
 
     def text(self, lengths: Items[int] = ()) -> str:
-        """The explanation: one line, and one for every odd thing about it."""
-        per_layer = f"{self.numbers:,} numbers a token and layer in {self.dtype}"
+        """The capacity in words, with the sums behind it."""
+        per_layer = f"{self.numbers:,} values per token and layer in {self.dtype}"
         shown = [f"{self.sequences_of(length):,} sequences of {length:,}" for length in lengths]
         usable = f"{self.num_blocks - 1:,} blocks of {self.block_tokens} tokens ({bytes_text(self.block_bytes)} each)"
         lines = [
@@ -97,14 +97,14 @@ class KVPlan:
         return "\n".join(lines)
 
     def make(self, *, prefix: bool = True) -> KVCache:
-        """The manager of such a cache."""
+        """The manager of this cache."""
         return KVCache(
             self.num_blocks, self.block_tokens, groups=self.groups, prefix=prefix, step_tokens=self.step_tokens
         )
 
 
 def plan_kv(config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype: str = "bf16", tp: int = 1) -> KVPlan:
-    """A cache of `budget_bytes` on each device; BadInput where not one token of an answer would fit."""
+    """A cache of `budget_bytes` per device; BadInput where not one output token would fit."""
     kv_dtype = dtype if serve.kv_dtype == "auto" else serve.kv_dtype
     plan = KVPlan(
         config=config,

@@ -1,8 +1,7 @@
-"""Which layers share a block table, and which of their tokens they still need.
+"""Layer groups: layers that share a block table, and the tokens that they still need.
 
-All layers of a group see the same past: all of it, a sliding window, or their own chunk. Groups have equally many
-layers (the last of a kind may be padded), so a block is as large in every group and one pool serves them all.
-"""
+All layers of a group see the same past: all tokens, a sliding window, or their own chunk. Groups have equally many
+layers (the last of a kind may be padded), so a block has the same size in every group and one pool serves them all."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Literal
 from armillary.spec.model import LayerKind, ModelConfig
 
 _MOST_GROUPS = 8
-"""more tables cost more time in every step than the padding they save is worth"""
+"""more tables cost more time per step than the padding that they save"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +19,14 @@ class Group:
     """Layers that keep the same tokens."""
 
     sees: Literal["all", "window", "chunk"] = "all"
-    """the whole past, the last `reach` tokens, or the tokens of the same chunk of `reach`"""
+    """all earlier tokens, the last `reach` tokens, or the tokens of the same chunk of `reach`"""
     reach: int = 0
     """tokens of the window or chunk, the query itself included"""
     layers: tuple[int, ...] = ()
     """which layers of the model; tests and simulations may leave them out"""
 
     def first_needed(self, position: int) -> int:
-        """First position that queries from `position` on still look at."""
+        """First position that queries from `position` on still read."""
         if self.sees == "window":
             return max(0, position - self.reach + 1)
         return position - position % self.reach if self.sees == "chunk" else 0
@@ -45,11 +44,11 @@ class Group:
 
 
 FULL_ATTENTION = (Group(),)
-"""a model whose layers all see everything"""
+"""groups of a model with full attention in every layer"""
 
 
 def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
-    """The groups of a model, those that see everything first."""
+    """The groups of a model, full attention first."""
     kinds: dict[tuple[str, int], list[int]] = {}
     for index, layer in enumerate(config.layers):
         kinds.setdefault(_sight(config, layer), []).append(index)
@@ -63,7 +62,7 @@ def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
 
 
 def group_size(counts: list[int]) -> int:
-    """Layers of a group: the size that pads least, of those that make few tables."""
+    """Layers per group: the size with the least padding, of those with few tables."""
 
     def cost(size: int) -> tuple[bool, int, int]:
         groups = sum(-(-count // size) for count in counts)

@@ -1,8 +1,7 @@
-"""Which computed blocks can be shared: a dictionary from hash chains to blocks, with a look at the tokens.
+"""The prefix cache: a dictionary from hash chains to computed blocks that can be shared.
 
-A digest is never trusted alone: tokens and parent are compared, so a collision costs a miss and not a wrong answer.
-What was evicted is remembered for a while, so that a miss can say why it was one.
-"""
+A digest is never trusted alone: tokens and parent are compared, so a collision costs a miss and no wrong output.
+Evicted digests are remembered for a while, so that a miss can be explained."""
 
 from __future__ import annotations
 
@@ -19,18 +18,18 @@ MEANING: dict[Miss, str] = {
     "partial": "every full block was found; only the last, incomplete one is computed",
     "cold": "no request began like this",
     "salt": "a request with another salt or adapter began like this",
-    "evicted": "the next block was cached and had to make room",
+    "evicted": "the next block was cached and evicted",
     "diverged": "another text continues here",
     "extends": "nothing was computed beyond here yet",
 }
 
 _GHOSTS = 32_768
-"""evicted blocks that are remembered at most, where there are not more blocks than that"""
+"""most evicted blocks that are remembered, where the cache has no more blocks"""
 
 
 class PrefixCache:
-    """Named blocks of all layer groups. What a name is made of stands in columns, a place a block: as many objects as
-    there are blocks would keep the garbage collector busy."""
+    """Hashed blocks of all layer groups. Hashes are stored in columns with one entry per block: an object per block
+    would keep the garbage collector busy."""
 
     def __init__(self, pool: BlockPool, num_groups: int) -> None:
         self._pool = pool
@@ -38,20 +37,20 @@ class PrefixCache:
         self.found = [DigestMap(pool.num_blocks) for _ in range(num_groups)]
         """for each group of layers: digest -> block"""
         self.digests, self.parents, self.chunks = ([b""] * pool.num_blocks for _ in range(3))
-        """of each hashed block: its digest, that of the block before, its tokens"""
+        """of each hashed block: its digest, the digest of the block before, its tokens"""
         self.groups = bytearray(pool.num_blocks)
-        """group of layers each hashed block belongs to"""
+        """layer group of each hashed block"""
         self.first = bytearray(pool.num_blocks)
-        """1 for hashed blocks that begin a prompt"""
+        """1 for hashed blocks at the beginning of a prompt"""
         self.num_hashed = 0
         self.children = DigestMap(pool.num_blocks)
         """digest -> hashed blocks that continue it (first group)"""
         self.beginnings = DigestMap(pool.num_blocks)
         """tokens of first blocks, whatever their salt (first group)"""
         self.ghosts = DigestMap(pool.num_blocks)
-        """digests evicted lately, oldest first in each part (first group)"""
+        """recently evicted digests, oldest first in each part (first group)"""
         self.num_ghosts = 0
-        kept = max(pool.num_blocks, min(_GHOSTS, 8 * pool.num_blocks))  # a small cache forgets soon what comes again
+        kept = max(pool.num_blocks, min(_GHOSTS, 8 * pool.num_blocks))  # a small cache would forget too soon
         self._most_ghosts = -(-kept // len(self.ghosts.parts))
         """of a part"""
 
@@ -59,13 +58,12 @@ class PrefixCache:
         return self.num_hashed
 
     def find(self, group: int, digest: bytes, parent: bytes, chunk: bytes) -> int:
-        """The block that holds these tokens after these, or 0."""
+        """The block with these tokens after this parent, or 0."""
         block = self.found[group].get(digest)
         return block if self.chunks[block] == chunk and self.parents[block] == parent else NULL
 
     def add(self, blocks: list[int], group: int, chain: Chain, index: int) -> None:
-        """Give computed blocks, of which the first is the chain's block `index`, their names; of two alike the first
-        keeps it."""
+        """Add computed blocks, from the chain's block `index` on; of two equal blocks the first is kept."""
         by_digest, hashed = self.found[group], self._pool.hashed
         for place, block in enumerate(blocks, index):
             digest = chain.digests[place]
@@ -81,7 +79,7 @@ class PrefixCache:
                 self._continues(parent, digest, chunk, first=not place)
 
     def _continues(self, parent: bytes, digest: bytes, chunk: bytes, *, first: bool) -> None:
-        """What is kept to explain misses."""
+        """Update what explains misses."""
         self.children.count(parent, 1)
         if self.num_ghosts and self.ghosts.part(digest).pop(digest, 0):
             self.num_ghosts -= 1
@@ -101,7 +99,7 @@ class PrefixCache:
             self._forget(block)
 
     def _forget(self, block: int) -> None:
-        assert self._pool.hashed[block], f"block {block} has no name to forget"
+        assert self._pool.hashed[block], f"block {block} is not hashed"
         digest, group = self.digests[block], self.groups[block]
         del self.found[group].part(digest)[digest]
         if not group:
@@ -113,12 +111,12 @@ class PrefixCache:
         self.num_hashed -= 1
 
     def forget(self, block: int) -> None:
-        """The block will be written, or what is in it is not to be trusted."""
+        """Remove a block that will be written or whose content is invalid."""
         self._forget(block)
         self._pool.unhash(block)
 
     def clear(self) -> None:
-        """Forget every name."""
+        """Remove every block."""
         for block, hashed in enumerate(self._pool.hashed):
             if hashed:
                 self.forget(block)
@@ -126,7 +124,7 @@ class PrefixCache:
         self.num_ghosts = 0
 
     def why(self, digest: bytes, parent: bytes, chunk: bytes, *, first: bool) -> Miss:
-        """Why there is no block of this name."""
+        """Why there is no block with this digest."""
         if digest in self.ghosts:
             return "evicted"
         if first:

@@ -1,8 +1,7 @@
-"""Finding the blocks of a prompt in the prefix cache, a bounded number of them in a step.
+"""Finds the blocks of a prompt in the prefix cache, a bounded number per step.
 
-Layers that see everything need every block from the first on; layers with a window only those the next query can see,
-so in a model with both the longest prefix is wanted for which all of them have what they need.
-"""
+Full-attention layers need every block from the first on, windowed layers only those that the next query sees. In a
+model with both, the longest prefix for which all layers have their blocks is taken."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from armillary.engine.request.sequence import Sequence
 
 
 def search(cache: KVCache, seq: Sequence, budget: int, totals: Totals) -> int:
-    """Look for the next blocks of a prompt; how many looks it took. `seq.matching` stays set where the budget ended
-    the search. What is found again after a preemption is not counted as found."""
+    """Look up the next blocks of a prompt; returns the number of lookups. `seq.matching` stays set where the budget
+    ended the search. Blocks found after a preemption are not counted as hits."""
     if not seq.matching and seq.computed >= seq.num_prompt:
         return 0
     first, before = seq.matching, seq.cached_tokens if seq.matching else seq.computed
@@ -28,8 +27,8 @@ def search(cache: KVCache, seq: Sequence, budget: int, totals: Totals) -> int:
 
 
 def match(cache: KVCache, seq: Sequence, budget: int) -> int:
-    """Take cached blocks from where the sequence stands; how many were looked at. `seq.matching` stays set where
-    the budget ended the search."""
+    """Share cached blocks from the sequence's position on; returns the number of lookups. `seq.matching` stays set
+    where the budget ended the search."""
     index = seq.computed // cache.block_tokens
     last = _last(cache, seq)
     stop = min(last, index + max(0, budget))
@@ -51,7 +50,8 @@ def match(cache: KVCache, seq: Sequence, budget: int) -> int:
 
 
 def rematch(cache: KVCache, seq: Sequence, budget: int) -> int:
-    """Later in a prompt: blocks that another request computed meanwhile. Only where all layers see everything."""
+    """Later in a prompt: share blocks that another request computed meanwhile. Only for full attention in all
+    layers."""
     at_boundary = not seq.computed % cache.block_tokens and len(seq.tables[0]) * cache.block_tokens == seq.computed
     if cache.window_groups or not cache.prefix or not at_boundary or seq.request.params.prompt_logprobs is not None:
         return 0
@@ -65,8 +65,8 @@ def rematch(cache: KVCache, seq: Sequence, budget: int) -> int:
 
 
 def probe(cache: KVCache, seq: Sequence) -> int:
-    """About how many blocks of the prompt others hold right now: they cost nothing. A few looks, by bisection, because
-    prefixes are evicted from their ends."""
+    """About how many blocks of the prompt running sequences hold, which cost nothing. By bisection, because prefixes
+    are evicted from their ends."""
     if not cache.prefix or not cache.full_groups or seq.request.params.prompt_logprobs is not None:
         return 0
     group, chain = cache.full_groups[0], seq.chain
@@ -82,7 +82,7 @@ def probe(cache: KVCache, seq: Sequence) -> int:
 
 
 def _last(cache: KVCache, seq: Sequence) -> int:
-    """Blocks that may be found: full ones, and not the last token, whose logits are wanted."""
+    """Blocks that may be found: full ones, without the last token, whose logits are needed."""
     return min((len(seq.tokens) - 1) // cache.block_tokens, len(seq.chain))
 
 
@@ -92,7 +92,7 @@ def _find(cache: KVCache, seq: Sequence, group: int, index: int) -> int:
 
 
 def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
-    """Share the blocks `index` … of the groups that see everything, until one is missing; the index where it ended."""
+    """Share the blocks from `index` on for the full-attention groups until one is missing; returns the end index."""
     runs = [_run(cache, seq, g, index, stop) for g in cache.full_groups]
     count = min(map(len, runs))
     for g, blocks in zip(cache.full_groups, runs, strict=True):
@@ -106,8 +106,7 @@ def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
 
 
 def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> list[int]:
-    """Blocks found from `index` on, without a gap: `PrefixCache.find` again and again, in a loop of its own because
-    a long prompt has thousands."""
+    """Blocks found from `index` on, without a gap: `PrefixCache.find` inlined, because a long prompt has thousands."""
     names, by_digest = cache.prefix_cache, cache.prefix_cache.found[group]
     parents, chunks, parts, mask = names.parents, names.chunks, by_digest.parts, by_digest.mask
     parent, blocks = seq.chain.parent(index), []
@@ -121,7 +120,8 @@ def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> li
 
 
 def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int) -> tuple[int, int]:
-    """The most blocks, up to `most`, after which every windowed group has what a next query sees; (blocks, looks)."""
+    """The most blocks, up to `most`, after which every windowed group has what the next query sees; (blocks,
+    lookups)."""
     count, looks, size = most, 0, cache.block_tokens
     group = 0
     while count and group < len(cache.window_groups):
@@ -139,7 +139,7 @@ def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int)
 
 
 def _take(cache: KVCache, seq: Sequence, num_found: int, kept: int) -> None:
-    """Give back what lies beyond `kept`, and share the windows before it."""
+    """Free the blocks beyond `kept`, and share the windows before it."""
     for g in cache.full_groups:
         cache.free_table(seq.tables[g][kept:])
         del seq.tables[g][kept:]
@@ -158,7 +158,7 @@ def _take(cache: KVCache, seq: Sequence, num_found: int, kept: int) -> None:
 
 
 def _explain(cache: KVCache, seq: Sequence, num_found: int, last: int) -> None:
-    """Why no more was found."""
+    """Record why no more blocks were found."""
     if num_found == last:
         seq.miss = "partial" if last else "short"
     else:

@@ -1,8 +1,8 @@
-"""Which prompts begin like earlier ones, whether or not the prefix cache is on, large enough, or had the blocks still.
+"""Prefix reuse: which prompts share a prefix with earlier requests, whether or not the prefix cache has the blocks.
 
-Names of the blocks seen lately are kept with the number of the last request that had them, so that a request's record
-says how much of it was there before, and where: enough to play the same requests again with another cache. All of it is
-done when a request is submitted, outside the steps; memory is bounded by forgetting the older half.
+Digests of recent blocks are kept with the number of the last request that had them. So a request's record says how much
+of its prompt came before, and in which request: enough to simulate the same requests with another cache. The work is
+done when a request is submitted, outside the steps; memory is bounded by dropping the older half.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from armillary.engine.cache.digest_map import DigestMap
 from armillary.engine.request.sequence import Sequence
 
 _KEPT = 65_536
-"""blocks that are remembered at least: a million tokens in blocks of 16"""
+"""least blocks that are remembered: a million tokens in blocks of 16"""
 _MOST_BLOCKS = 4096
-"""of one text: what comes later is not looked at"""
+"""most blocks of one sequence"""
 _ENDED = 64
-"""answers that wait to be looked at"""
+"""finished sequences that wait to be added"""
 
 
 class PrefixReuse:
-    """Beginnings of texts, and who had them last."""
+    """Prefixes, and the last request that had each."""
 
     def __init__(self, kept: int = _KEPT) -> None:
         self._kept = kept
         self._young, self._old = DigestMap(kept), DigestMap(kept)
         self._new = 0
-        """entries made since the older half was forgotten"""
+        """entries since the older half was dropped"""
         self._ended: deque[Sequence] = deque(maxlen=_ENDED)
         self._count = 0
         self._alone = threading.Lock()
         """requests are prepared in any thread"""
 
     def see(self, sequences: list[Sequence], block_tokens: int) -> None:
-        """Number a request's sequences, and note how much of its prompt an earlier text began with."""
+        """Number a request's sequences, and set the prefix that it shares with earlier ones."""
         first = sequences[0]
         with self._alone:
             while self._ended:
@@ -51,11 +51,11 @@ class PrefixReuse:
             self._keep(first, first.num_prompt)
 
     def ended(self, seq: Sequence) -> None:
-        """An answer is over: later prompts may go on from it. It is looked at with the next one."""
+        """A sequence has ended: later prompts may continue it. It is added with the next request."""
         self._ended.append(seq)
 
     def _find(self, digests: list[bytes]) -> tuple[int, int]:
-        """(blocks that were seen, the number of the last request that had them all)."""
+        """(blocks that were seen, number of the last request that had them all)."""
         num_blocks, owner = 0, 0
         for name in digests[:_MOST_BLOCKS]:
             number = self._young.get(name) or self._old.get(name)

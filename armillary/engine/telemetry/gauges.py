@@ -8,13 +8,14 @@ from armillary.engine.scheduler.scheduler import Scheduler
 
 
 def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict[str, float]:
-    """The state after a step was decided, and totals so far; `left` have ended since, and were running then."""
+    """State after a step was scheduled, its work, and totals so far; `left` sequences ran in it and have ended
+    since."""
     running = {"running": len(scheduler.request_table.running) + left}
     return state_gauges(scheduler) | decision.work._asdict() | running
 
 
 def state_gauges(scheduler: Scheduler) -> dict[str, float]:
-    """Who is here, what the cache holds, and totals so far."""
+    """Running and waiting sequences, KV cache usage, and totals so far."""
     totals, cache = scheduler.totals, scheduler.cache
     return {
         "running": len(scheduler.request_table.running),
@@ -38,7 +39,7 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
 
 
 def request_gauges(seq: Sequence) -> dict[str, float]:
-    """Times and sizes of an answer that is over; what it never came to is left out."""
+    """Times and sizes of a finished sequence; phases that it never reached are left out."""
     gauges: dict[str, float] = {
         "tokens_in": seq.num_prompt,
         "tokens_out": seq.num_output,

@@ -1,8 +1,8 @@
-"""Rehearsal: steps of many kinds, timed before the first request comes.
+"""Step calibration: steps of many shapes, timed before the first request.
 
-A run shows only the steps that its settings make: one without a prefix cache never computes a few tokens behind many.
-What such a step would cost cannot be fitted to the others, so each shape is run thrice on rows that nobody has yet;
-requests overwrite what it leaves. Cheap kinds come first.
+A run has only the steps that its settings cause: without a prefix cache, for example, no step computes a few tokens
+after many cached ones, and the time of such a step cannot be fitted to the others. So each shape is run three times on
+free rows; requests overwrite what it leaves in the cache. Cheap shapes come first.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from armillary.engine.scheduler.loop import Executor, StepTooLarge
 from armillary.engine.scheduler.settings import Settings
 
 REPEATS = 2
-"""how often each shape is timed; the quicker counts"""
+"""timed runs of each shape; the fastest counts"""
 SIZES = (16, 128, 1024)
-"""tokens of a prompt that are computed in a step"""
+"""tokens of a prefill chunk"""
 PASTS = (512, 4096)
-"""tokens of it that were computed before, at most"""
+"""tokens before the chunk, at most"""
 ROWS = (1, 8, 32)
-"""requests that are in a step together"""
+"""sequences in a step"""
 MOST = 1024
-"""tokens of a step"""
+"""most tokens of a step"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What is in a step."""
+    """Chunks and decodes of a step."""
 
     prompts: int = 0
-    """parts of prompts"""
+    """prefill chunks"""
     size: int = 0
     """tokens of each"""
     past: int = 0
     """tokens before each"""
     decodes: int = 0
-    """answers that get their next token"""
+    """sequences that decode"""
     context: int = 0
     """tokens of each"""
 
     @property
     def tokens(self) -> int:
-        """That are computed."""
+        """Tokens computed."""
         return self.prompts * self.size + self.decodes
 
 
 def calibrate_steps(
     executor: Executor, cache: KVCache, settings: Settings, together_s: float
 ) -> list[dict[str, float]]:
-    """What steps of each shape are made of and how long they take, as records; none is begun after `together_s`. The
-    cache's numbers are overwritten, its books stay as they are."""
+    """Records of the work and seconds of each shape; none is started after `together_s`. KV data is overwritten, the
+    cache's bookkeeping is not changed."""
     begin, records = time.perf_counter(), []
     for shape in sorted(set(step_shapes(cache, settings)), key=lambda shape: shape.tokens):
         if time.perf_counter() - begin > together_s:
             break
         decision = decision_of(shape, cache)
         try:
-            _timed(executor, decision)  # rows are new, kernels may be chosen and memory is touched
+            _timed(executor, decision)  # first run: kernels may be chosen and memory first touched
             decision.admitted, decision.table_updates = [], []
             seconds = min(_timed(executor, decision) for _ in range(REPEATS))
-        except StepTooLarge:  # for a step that nobody asked for: requests may be smaller
+        except StepTooLarge:  # requests may need less memory than this step
             break
         records.append(decision.work._asdict() | {"calibration_step_s": seconds})
     return records
 
 
 def step_shapes(cache: KVCache, settings: Settings) -> Iterator[StepShape]:
-    """Decodes of short and long texts, prompts whole and in parts, and both together, as far as the engine takes
-    them: its rows, its tokens a step, the length of its texts and blocks that are all different."""
+    """Decodes with short and long contexts, full prompts and chunks, and both together, within the engine's limits of
+    rows, tokens per step, sequence length and distinct blocks."""
     counts = [count for count in ROWS if count <= settings.max_running]
     for rows in counts:
         longest = _longest(rows, cache, settings)
@@ -95,9 +95,9 @@ def step_shapes(cache: KVCache, settings: Settings) -> Iterator[StepShape]:
 
 
 def _longest(rows: int, cache: KVCache, settings: Settings) -> int:
-    """Tokens that so many may each have."""
-    room = cache.num_blocks // len(cache.groups) * cache.block_tokens
-    return min(settings.max_model_len, room // rows) // cache.block_tokens * cache.block_tokens
+    """Longest length of so many sequences together."""
+    capacity = cache.num_blocks // len(cache.groups) * cache.block_tokens
+    return min(settings.max_model_len, capacity // rows) // cache.block_tokens * cache.block_tokens
 
 
 def decision_of(shape: StepShape, cache: KVCache) -> Decision:

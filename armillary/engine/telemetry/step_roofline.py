@@ -1,6 +1,6 @@
-"""What a step takes at best: weights and keys at the measured read bandwidth, or products at the measured rate.
+"""Roofline of a step: weights and keys at the measured read bandwidth, or GEMMs and attention at the measured FLOP/s.
 
-bytes   weights a token is multiplied by · size + Σ context · KV bytes a token
+bytes   weights in GEMMs · itemsize + Σ context · KV bytes per token
 FLOPs   2 · weights · tokens + 4 · heads · head_dim · layers · Σ query · context
 """
 
@@ -22,11 +22,11 @@ class StepRoofline:
     weight_bytes: float
     """read in every step"""
     kv_bytes: float
-    """of a token, all layers"""
+    """per token, all layers"""
     token_flops: float
-    """of a token's products"""
+    """GEMM FLOPs per token"""
     pair_flops: float
-    """of a query and a key, all layers"""
+    """attention FLOPs per (query, key) pair, all layers"""
     read_bytes_per_s: float
     flops_per_s: float
 

@@ -1,16 +1,18 @@
-"""What an engine step takes, fitted to the steps of a run: a line in its tokens, its keys and its pairs.
+"""Time of an engine step, fitted to the steps of a run: linear in its tokens, keys and (query, key) pairs.
 
     seconds = base + prompts·p + mixed·m + tokens·b + decodes·c + context·d + pairs·e + rows·r + past·q,  all ≥ 0
 
-`prompts` is 1 where a step has any (their kernels are launched one by one), `mixed` where it has both prompts and
-decodes, whose attention is computed apart; `rows` are prompts, for each of which a processor calls its operators;
-`past` what was computed of them before; a decode goes through the same products as a prompt's token, so it costs no
-less. Where the host waits for a device, its own part of a step and the waiting are fitted apart. Robust least squares:
-relative errors count, and steps far off the line (a cold start, another process) count less (Huber, 1964). A run's own
-steps may be too alike to tell numbers apart: what they leave open is as steps of other kinds took that the engine
-calibration, brought to the run's pace; without these what steps take is shared out the more evenly the noisier they are
-(ridge regression; Hoerl and Kennard, 1970), base and tokens first. With few steps the planner's roofline stands in,
-scaled to those there are.
+`prompts` is 1 where a step has prefill (whose kernels are launched one by one), `mixed` is 1 where it has prefill and
+decodes, whose attention is computed separately. `rows` counts prefill chunks, for each of which a CPU calls its
+operators; `past` counts their earlier tokens. A decode goes through the same GEMMs as a prompt token, so it costs at
+least as much. Where the host waits for a device, the host's part of a step and the wait are fitted separately.
+
+The fit is robust non-negative least squares on relative errors: steps far off the line (a cold start, another process)
+count less (Huber, 1964). scipy's `least_squares(loss="huber")` does not replace the loop of reweighted `nnls`, because
+the scale of the errors is estimated anew in every round, and per kind of step. Where the steps of a run are too alike
+to determine a coefficient, the engine's calibration steps do, rescaled to the speed of the run; without them, a ridge
+prior (Hoerl and Kennard, 1970) shares the time between the coefficients, base and tokens first, and weighs more the
+noisier the steps are. With few steps, the planner's roofline takes the place of the fit, scaled to the steps there are.
 """
 
 from __future__ import annotations
@@ -30,50 +32,50 @@ if TYPE_CHECKING:
     from armillary.spec.plan import Plan
 
 Array = Any
-"""of numpy's numbers"""
+"""numpy array"""
 Tried = tuple[Array, Array]
-"""rehearsed steps: what they are made of, and their seconds"""
+"""calibration steps: their columns and seconds"""
 TOKENS, PAST = 3, 8
-"""columns of what is fitted: tokens, and what was computed before"""
+"""columns of the fit: tokens, and earlier tokens of prompts"""
 QUERY_TILE = 64
-"""queries of a head that a thread block of prompt attention takes"""
+"""queries of a head per thread block of prefill attention"""
 LEAST_STEPS, LEAST_CALIBRATION = 12, 8
-"""fewer say too little about so many numbers; rehearsed ones are all of different kinds"""
+"""fewer steps do not determine so many coefficients; calibration steps are all of different kinds"""
 _MOST_STEPS = 4000
-"""more say no more"""
+"""more steps do not improve the fit"""
 _ROUNDS = 8
 _MOST_RIDGE, _NOISY = 0.01, 0.1
-"""how much what is believed before steps are seen counts, and the scatter of steps from which on it counts in full"""
+"""weight of the prior, and the noise of steps from which on it counts fully"""
 
 
 class Prior(NamedTuple):
-    """What is believed of a step's numbers before steps are seen."""
+    """Ridge prior of the coefficients."""
 
     penalty: Array
-    """how little of each one's share: base, prompts, mixed, tokens, decodes, context, pairs, rows, past"""
+    """per coefficient: base, prompts, mixed, tokens, decodes, context, pairs, rows, past"""
     power: int
-    """of the scatter by which it counts the less: what scatters less is believed"""
+    """exponent of the noise in the prior's weight"""
     by_kind: bool = False
-    """errors of steps with prompts and without are held against their own kind's: the few are no outliers"""
+    """errors are compared within steps with and without prefill, so that the rarer kind is no outlier"""
 
 
 _DEVICE = Prior(np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0, 4.0, 6.0]), 4)
-"""a device's steps cost a base and their tokens first, then the rest"""
+"""device time: base and tokens first, then the rest"""
 _HOST = Prior(np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0, 8.0]), 4, by_kind=True)
-"""the host beside it launches kernels, whose number hardly depends on tokens"""
+"""host time beside a device: kernel launches, whose number hardly depends on tokens"""
 _ALONE = Prior(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 6.0, 2.0, 2.0, 6.0]), 3)
-"""a host that is busy all along, as a processor is, calls operators for every row and multiplies every token; that a
-step has prompts at all costs nothing beside, though in a run whose steps are all alike it would look so"""
+"""a CPU, busy all along: operator calls per row and GEMMs per token. That a step has prefill at all costs nothing more,
+although in a run of similar steps it could seem so"""
 _CALIBRATION_WEIGHT = 0.1
-"""what all rehearsed steps count together, over what the run's own do: enough for numbers that those leave open"""
+"""weight of all calibration steps over that of the run's: enough for coefficients that the run does not determine"""
 _EVEN = 1e-12
-"""of the squares: where columns are the same, so that there is an answer"""
+"""relative ridge that makes the solution unique where columns are the same"""
 _STALL = 3.0
-"""times what its kind takes: a step that took longer waited for something else"""
+"""a step that took this many times the expected time was delayed by something else"""
 _FAR = 1.345
-"""residuals beyond so many deviations count less: 95 % as good as plain squares where errors are normal"""
+"""residuals beyond so many deviations count less: 95 % efficiency for normal errors (Huber)"""
 _WARM_UP = 2
-"""first steps are left out where there are enough: kernels are chosen and memory is touched there"""
+"""first steps are left out where there are enough: kernels are chosen and memory is first touched in them"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,33 +83,33 @@ class StepCost:
     """Seconds of an engine step."""
 
     base_s: float
-    """whatever is in it"""
+    """per step"""
     prompt_s: float = 0.0
-    """more, where prompts are in it"""
+    """per step with prefill"""
     mixed_s: float = 0.0
-    """more, where prompts and decodes are in it"""
+    """per step with prefill and decodes"""
     prefill_s: float = 0.0
-    """a prompt token"""
+    """per prompt token"""
     decode_s: float = 0.0
-    """a decode"""
+    """per decode"""
     context_s: float = 0.0
-    """a key that a decode reads"""
+    """per key that a decode reads"""
     pair_s: float = 0.0
-    """a pair of a prompt's query and key"""
+    """per (query, key) pair of prefill"""
     row_s: float = 0.0
-    """a prompt, however few of its tokens"""
+    """per prefill chunk"""
     past_s: float = 0.0
-    """a token of a prompt that was computed before, and whose key is read"""
+    """per earlier token of a chunk's prompt, whose key is read"""
     least_queries: float = 0.0
-    """tokens of prompts that attention takes the time of, at least: the thread blocks of fewer leave a device idle"""
+    """prefill tokens below which attention takes no less time: fewer thread blocks leave a device idle"""
     waits: bool = False
-    """the device works beside the host, which waits for it; else the host is busy all along"""
+    """the host waits for a device; else it is busy all along"""
     noise: StepNoise = field(default_factory=StepNoise, repr=False)
-    """what steps took over what the line says, by their kind: percentiles of gaps depend on it"""
+    """measured over fitted seconds, by kind of step: percentiles of gaps depend on it"""
     error: float = 0.0
-    """median of |predicted − taken| over taken, of single steps"""
+    """median of |fitted − measured| / measured over single steps"""
     steps: int = 0
-    """that it was fitted to"""
+    """steps of the fit"""
     basis: str = "given"
     """where it comes from"""
 
@@ -137,7 +139,7 @@ class StepCost:
 
 
 def least_queries(plan: Plan | None) -> float:
-    """Tokens of prompts from which on every processor of a GPU has a tile of some head's queries; 0 on others."""
+    """Prefill tokens from which on every SM of a GPU has a tile of some head's queries; 0 on other chips."""
     chip = plan.cluster.chip if plan is not None else None
     if plan is None or chip is None or chip.kind != "gpu" or not chip.num_sms:
         return 0.0
@@ -147,8 +149,8 @@ def least_queries(plan: Plan | None) -> float:
 def fit_step_cost(
     steps: Sequence[Mapping[str, Any]], *, calibration: Sequence[Mapping[str, Any]] = (), least: float = 0.0
 ) -> StepCost | None:
-    """The line through a run's step records, and through `rehearsed` ones where those leave it open; none where there
-    are too few of them. `least` is `least_queries`."""
+    """Fit to a run's step records, and to `calibration` steps where those do not determine a coefficient; none where
+    there are too few steps. `least` is `least_queries`."""
     known = [
         step for step in steps if "engine_step_s" in step and step["engine_step_s"] > 0 and "decode_tokens" in step
     ]
@@ -163,7 +165,7 @@ def fit_step_cost(
     coefficients = _line(parts, taken, waited if waits else None, tried)
     if (
         coefficients[PAST] > coefficients[TOKENS]
-    ):  # to read a token's key is never dearer than to make it: a few held-up steps
+    ):  # reading a key never costs more than computing it: due to a few delayed steps
         bare = None if tried is None else (_without_past(tried[0]), tried[1])
         coefficients = _line(_without_past(parts), taken, waited if waits else None, bare)
     error = float(np.median(np.abs(parts @ coefficients - taken) / taken))
@@ -184,13 +186,13 @@ def fit_step_cost(
         error=error,
         steps=len(known),
         noise=step_noise(zip(map(bool, parts[:, 1]), parts @ coefficients, ratios, strict=True)),
-        basis=f"fitted to {len(known)} steps, ± {error:.0%} each" + (f", {len(tried[1])} rehearsed" if tried else ""),
+        basis=f"fitted to {len(known)} steps, ± {error:.0%} each" + (f", {len(tried[1])} calibrated" if tried else ""),
     )
 
 
 def _line(parts: Array, taken: Array, waited: Array | None, tried: Tried | None) -> Array:
-    """Numbers for what steps took; those of waiting for a device apart from the rest, where it is waited for and
-    nothing was rehearsed that would tell them apart."""
+    """Coefficients of the steps' seconds; the wait for a device is fitted separately, unless calibration steps tell
+    both apart."""
     if waited is None or tried is not None:
         return _fitted(parts, taken, taken, _ALONE if waited is None else _DEVICE, tried)
     return _fitted(parts, waited, taken, _DEVICE) + _fitted(parts, taken - waited, taken, _HOST)
@@ -203,14 +205,14 @@ def _without_past(parts: Array) -> Array:
 
 
 def _mean_ratio(predicted: Array, taken: Array) -> float:
-    """What all steps took together over what the line says, so that sums come out right where single steps scatter
-    upwards; one that waited for something else counts as if it had not waited longer than `_STALL` allows."""
+    """Sum of measured over sum of fitted seconds, so that totals are right although noise is skewed; a delayed step
+    counts with at most `_STALL` times its fitted seconds."""
     total = float(predicted.sum())
     return float(np.minimum(taken, _STALL * np.maximum(predicted, 1e-12)).sum()) / total if total else 1.0
 
 
 def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
-    """What each step is made of: 1, prompts, mixed, tokens, decodes, context, pairs, rows, past."""
+    """Columns of the fit: 1, prompts, mixed, tokens, decodes, context, pairs, rows, past."""
     columns = (np.array([float(step.get(name, 0.0)) for step in steps]) for name in StepWork._fields)
     tokens, decodes, context, pairs, rows, past = columns
     prompts = np.where(tokens > 0, 1.0, 0.0)
@@ -229,7 +231,7 @@ def _tried(calibration: Sequence[Mapping[str, Any]], least: float) -> Tried | No
 
 
 def _fitted(parts: Array, wanted: Array, taken: Array, prior: Prior, tried: Tried | None = None) -> Array:
-    """Numbers for `wanted`, a part of what steps took or all of it; believed in the more the more they scatter."""
+    """Coefficients for `wanted`, all or part of the steps' seconds; the noisier they are, the more the prior counts."""
     if tried is not None:
         return _robust(parts, wanted, taken, prior, 0.0, _rescaled_to_run(parts, wanted, prior, tried))
     freely = _robust(parts, wanted, taken, prior, 0.0)
@@ -238,8 +240,7 @@ def _fitted(parts: Array, wanted: Array, taken: Array, prior: Prior, tried: Trie
 
 
 def _rescaled_to_run(parts: Array, wanted: Array, prior: Prior, tried: Tried) -> Tried:
-    """Rehearsed steps as long as they would have been in the run, whose steps take another time than the same did in
-    the rehearsal: caches are colder there, and the host does more."""
+    """Calibration steps with the seconds they would have in the run, where caches are colder and the host does more."""
     columns, seconds = tried
     alone = _robust(columns, seconds, seconds, prior, 0.0)
     expected = parts @ alone
@@ -247,16 +248,16 @@ def _rescaled_to_run(parts: Array, wanted: Array, prior: Prior, tried: Tried) ->
 
 
 def _robust(parts: Array, wanted: Array, taken: Array, prior: Prior, ridge: float, tried: Tried | None = None) -> Array:
-    """Non-negative least squares of errors relative to the step, far ones counting less with every round."""
+    """Non-negative least squares of relative errors, reweighted in rounds so that outliers count less."""
     weights, usual = np.ones(len(taken)), float(np.median(taken))
     more = _weighed(tried, usual, len(taken))
     size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])
-    size[7] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what is there in some steps counts as if always
+    size[7] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what only some steps have counts as if all had it
     believed = np.diag(prior.penalty * size / usual) * np.sqrt(ridge * len(taken))
     kinds = parts[:, 1] if prior.by_kind else np.zeros(len(taken))
     coefficients = np.zeros(parts.shape[1])
     for _ in range(_ROUNDS):
-        scale = np.sqrt(weights) / np.sqrt(taken * usual)  # between absolute and relative: long steps count, not alone
+        scale = np.sqrt(weights / (taken * usual))  # between absolute and relative errors: long steps count more
         rows = np.vstack([parts * scale[:, None], believed, more[0]])
         before, coefficients = (
             coefficients,
@@ -270,7 +271,7 @@ def _robust(parts: Array, wanted: Array, taken: Array, prior: Prior, ridge: floa
 
 
 def _weighed(tried: Tried | None, usual: float, count: int) -> Tried:
-    """Rehearsed steps beside so many of the run."""
+    """Weighted rows of the calibration steps, beside so many steps of the run."""
     if tried is None:
         return np.zeros((0, 9)), np.zeros(0)
     columns, seconds = tried
@@ -279,7 +280,7 @@ def _weighed(tried: Tried | None, usual: float, count: int) -> Tried:
 
 
 def _spread(errors: Array, kinds: Array) -> Array:
-    """The usual error of each step's kind, as a deviation of normal errors."""
+    """Robust standard deviation (1.4826 · median) of the errors of each step's kind."""
     spread = np.empty(len(errors))
     for kind in np.unique(kinds):
         spread[kinds == kind] = 1.4826 * float(np.median(errors[kinds == kind])) or 1e-12
@@ -298,8 +299,8 @@ def _non_negative(rows: Array, wanted: Array) -> Array:
 
 
 def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: float) -> StepCost:
-    """A GPU's steps as they were with `rows` decodes, and as the planner has them grow with more: few of them go
-    through other kernels than many, and the next of a few costs more than one of many."""
+    """The fitted time of a GPU's step with `rows` decodes, extended to more decodes by the planner: a few decodes run
+    other kernels than many, so the fitted cost per decode is too high for large batches."""
     many = 16 * rows
     now = cost.decode_seconds(rows, context)
     pace = now / planned.decode_seconds(rows, context)
@@ -320,8 +321,8 @@ def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: flo
 def planned_step_cost(
     replica: Replica, *, context: int = 512, prompt: int | None = None, steps: Sequence[Mapping[str, Any]] = ()
 ) -> StepCost:
-    """The planner's roofline as a line, through a few of its steps; scaled to measured ones where there are any. On a
-    CPU, where even short prompts are bound by arithmetic, it goes through a `prompt` of the usual length."""
+    """The planner's roofline as a line through a few of its steps, scaled to measured steps where there are any. On a
+    CPU, where even short prompts are compute-bound, the line goes through a `prompt` of the usual length."""
     few, many, chunk = 1, 64, 512
     one, lots = replica.decode(few, context).total_s, replica.decode(many, context).total_s
     longer = replica.decode(many, 2 * context).total_s

@@ -1,7 +1,7 @@
-"""Requests to be played again: when each came, how long it was and whose beginning it repeats, recorded or drawn.
+"""Requests to simulate: arrival time, lengths and shared prefix of each, recorded or random.
 
-A recorded request says which earlier text its prompt began like and for how many tokens; so prompts can be made anew
-that share exactly as much with each other, without anybody's text being kept.
+A recorded request says which earlier request shares a prefix with it and how many tokens. So prompts with the same
+shared prefixes can be generated without storing any text.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from armillary.spec.tables.serve import Traffic
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One request as it came."""
+    """One request."""
 
     number: int
-    """which one it was; above 0"""
+    """number of the request, from 1"""
     at_s: float
-    """when it came"""
+    """arrival time"""
     tokens_in: int
-    """of its prompt"""
+    """prompt tokens"""
     tokens_out: int
-    """of each answer, the end token included"""
+    """output tokens of each completion, the end token included"""
     limit: int
-    """tokens that an answer might have had"""
+    """most output tokens allowed"""
     repeated: int = 0
-    """prompt tokens that the text of an earlier request began with too"""
+    """prompt tokens shared with an earlier request"""
     repeats: int = 0
-    """number of that one"""
+    """number of that request"""
     answers: int = 1
-    """to the same prompt"""
+    """completions of the prompt"""
 
 
 def recorded(requests: Sequence[Mapping[str, Any]]) -> tuple[Arrival, ...]:
-    """The requests of gauges.jsonl in the order they came, the first at 0; those that got no token are left out."""
+    """The requests of gauges.jsonl by arrival, the first at 0; those without an output token are left out."""
     known = [
         record
         for record in requests
@@ -47,7 +47,7 @@ def recorded(requests: Sequence[Mapping[str, Any]]) -> tuple[Arrival, ...]:
     for record in sorted(known, key=lambda record: float(record["arrived_s"])):
         number, siblings = int(record["request_number"]), by_number.get(int(record["request_number"]))
         if siblings and siblings[0]["arrived_s"] != record["arrived_s"]:
-            by_number.clear()  # the engine was started again, and counts anew
+            by_number.clear()  # the engine was restarted, and counts from 1
         by_number.setdefault(number, []).append(record)
     begin = min((float(many[0]["arrived_s"]) for many in by_number.values()), default=0.0)
     arrivals = [_arrival(number, many, begin) for number, many in by_number.items()]
@@ -57,7 +57,7 @@ def recorded(requests: Sequence[Mapping[str, Any]]) -> tuple[Arrival, ...]:
 def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Arrival:
     first = max(
         many, key=lambda record: record.get("repeated_tokens", 0)
-    )  # of several answers record knows what it repeats
+    )  # one of several completions has the shared prefix
     out = max(1, round(sum(record["tokens_out"] for record in many) / len(many)))
     return Arrival(
         number=number,
@@ -72,7 +72,7 @@ def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Ar
 
 
 def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
-    """Requests of a [traffic] table: lengths vary between half and one and a half times the mean."""
+    """Random requests of a [traffic] table: lengths vary from 0.5 to 1.5 times the mean."""
     rng, now, arrivals = Random(f"arrivals {traffic.seed}"), 0.0, []
     total = max(1, round(traffic.requests_per_s * traffic.duration_s)) if count is None else count
     for number in range(1, total + 1):
@@ -105,7 +105,7 @@ def _gap(traffic: Traffic, rng: Random) -> float:
 
 
 class Prompts:
-    """Tokens of recorded requests: the number of whoever was the first to say them."""
+    """Generated prompts: each token is the number of the request that had it first."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._known = {arrival.number: arrival for arrival in arrivals}
@@ -121,7 +121,7 @@ class Prompts:
         return prompt
 
     def _text(self, number: int, tokens: int) -> list[int]:
-        """The first tokens of a request's prompt and answer; of one that was not recorded, its own."""
+        """The first tokens of a request's prompt and output; of a request that was not recorded, its own number."""
         if not tokens:
             return []
         known = self._known.get(number)

@@ -1,8 +1,8 @@
-"""What a run of requests came to, from the records of its steps and requests: the same sums for measured and simulated.
+"""Latencies, rates and totals of a run from its step and request records: the same for measured and simulated runs.
 
-latencies    percentiles over requests; of gaps (ITL) over tokens: every token of a step waited as long as it took
+latencies    percentiles over requests; of gaps (ITL) over tokens: every token of a step has the step's time as its gap
 rates        tokens and requests over the time from the first arrival to the last token
-totals       as the last record has them
+totals       from the last record
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PERCENTS = (50, 90, 99)
 
 
 def served_gauges(steps: Records, requests: Records) -> dict[str, float]:
-    """Gauge -> value; what cannot be said is left out."""
+    """Gauge -> value; unknown ones are left out."""
     gauges: dict[str, float] = {}
     for base in ("ttft", "tpot", "e2e", "queue"):
         values = [float(record[f"{base}_s"]) for record in requests if f"{base}_s" in record]

@@ -1,7 +1,7 @@
-"""The engine played again on a virtual clock: real scheduler, KV cache and loop, and a device that only takes time.
+"""Simulation of serving: the real engine (scheduler, KV cache, loop, records) on a virtual clock.
 
-Requests are recorded or drawn; a step takes what a `StepCost` says. So any change of [serve], of the cache's size or of
-the number of replicas is tried on the very requests that came, in the code that would serve them.
+Requests are recorded or random; a step takes as long as a `StepCost` says. So any change of [serve], of the cache size
+or of the number of replicas can be tried on the same requests, in the code that would serve them.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from armillary.planning.simulation.request_stats import served_gauges
 from armillary.spec.tables.serve import Traffic
 
 STOP = 0
-"""the token that ends an answer; others are numbers of requests"""
+"""the end token; other tokens are request numbers"""
 VOCAB = 1 << 31
 _NAP_S = 0.001
-"""as the engine sleeps where nobody can start yet"""
+"""the engine's sleep where no sequence can start yet"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One engine: what its scheduler is told, and its cache."""
+    """One engine: its scheduler settings and KV cache."""
 
     settings: Settings
-    """limits; the vocabulary does not matter"""
+    """scheduler limits; the vocabulary does not matter"""
     num_blocks: int
-    """of the KV cache that can be used"""
+    """usable blocks of the KV cache"""
     block_tokens: int = 16
     """tokens of a block"""
     groups: tuple[Group, ...] = FULL_ATTENTION
-    """layers by what they see"""
+    """layer groups by attention span"""
     prefix: bool = True
-    """prompts that begin alike share blocks"""
+    """whether the prefix cache is on"""
     overlap: bool = True
-    """the next step is decided while one runs"""
+    """whether the next step is scheduled while one runs"""
     streamed: bool = False
-    """answers are read as they come, as a server's are, so that steps with prompts are paced by default"""
+    """outputs are streamed, as by a server, so that prefill is limited by default"""
 
     def scheduler(self) -> Scheduler:
-        """A new one, its cache empty."""
+        """A new scheduler with an empty cache."""
         cache = KVCache(
             self.num_blocks + 1,
             self.block_tokens,
@@ -75,20 +75,20 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What came of it."""
+    """Result of a simulation."""
 
     gauges: Mapping[str, float]
-    """of the whole run, as `served_gauges` makes them of a measured one"""
+    """of the run, computed by `served_gauges` as for a measured one"""
     steps: Sequence[Mapping[str, Any]] = field(repr=False)
-    """a record of every step, as the engine would have written it"""
+    """a record per step, as the engine writes it"""
     requests: Sequence[Mapping[str, Any]] = field(repr=False)
-    """a record of every answer"""
+    """a record per completion"""
     refused: int = 0
-    """requests that could not be served at all, or found no place in the queue"""
+    """requests that were invalid or found the queue full"""
 
 
 def simulate(arrivals: Sequence[Arrival], system: System, cost: StepCost, *, replicas: int = 1) -> Simulated:
-    """Serve `arrivals`, dealt out in turn to `replicas` copies of `system`."""
+    """Serve `arrivals`, round robin over `replicas` copies of `system`."""
     runs = [_Run(arrivals[i::replicas], system, cost) for i in range(min(replicas, max(1, len(arrivals))))]
     for run in runs:
         run.all()
@@ -101,14 +101,14 @@ def simulate(arrivals: Sequence[Arrival], system: System, cost: StepCost, *, rep
 
 
 class _Device:
-    """An executor that takes time on a virtual clock and gives each answer its next token."""
+    """An executor that advances a virtual clock and gives each sequence its next token."""
 
     def __init__(self, cost: StepCost) -> None:
         self.now = 0.0
         self.lengths: dict[str, int] = {}
-        """tokens of the answers to each request"""
+        """request id -> output tokens of each completion"""
         self._cost = cost
-        self._rng = Random(0)  # the same luck for every setting that is tried
+        self._rng = Random(0)  # the same noise for every setting that is tried
         self._free_at = 0.0
 
     def clock(self) -> float:
@@ -183,12 +183,12 @@ class _Run:
 
 
 MOST_REQUESTS, MAX_TOKENS = 400, 60_000
-"""that are played: well below a second"""
+"""limits of a simulation: well below a second"""
 _PARTS = ("ttft", "itl", "tpot", "e2e", "queue")
 
 
 def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
-    """Percentiles and rates of one server under its traffic; `kv_tokens` is what its cache holds."""
+    """Percentiles and rates of one server under its traffic; its KV cache holds `kv_tokens`."""
     traffic, config = server.traffic, server.replica.config
     context = max(1, traffic.tokens_in + traffic.tokens_out // 2)
     cost = planned_step_cost(server.replica, context=context, prompt=traffic.tokens_in)
@@ -209,6 +209,6 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
 
 
 def _requests(traffic: Traffic) -> tuple[Arrival, ...]:
-    """As many as a load test of the traffic sends, within reason."""
+    """As many requests as a load test of the traffic sends, within the limits."""
     most = min(MOST_REQUESTS, max(1, MAX_TOKENS // traffic.tokens_out))
     return drawn(traffic, min(most, max(1, round(traffic.requests_per_s * traffic.duration_s))))

@@ -80,7 +80,7 @@ def test_capacity_of_a_plain_model() -> None:
     assert plan.num_blocks == 40 and plan.tokens == 39 * 16 and plan.sequences_of(100) == 5
     text = plan.text((100,))
     assert text.startswith("KV cache 1.00 MB = 39 blocks of 16 tokens (24.6 kB each) = 624 tokens = 5 sequences of 100")
-    assert "12 layers × 16 tokens × 64 numbers a token and layer in bf16" in text
+    assert "12 layers × 16 tokens × 64 values per token and layer in bf16" in text
 
 
 def test_capacity_counts_windows_cuts_and_formats() -> None:

@@ -13,7 +13,7 @@ from armillary.store.gauges import GaugeWriter, read_gauges
 
 def test_every_request_and_some_steps(tmp_path: Path) -> None:
     path = tmp_path / "gauges.jsonl"
-    made = GaugeLog(GaugeWriter(path), whole=10)
+    made = GaugeLog(GaugeWriter(path), first=10)
     made.every = 7
     for step in range(1, 101):
         made.record({"running": step}, step=step)
@@ -28,7 +28,7 @@ def test_every_request_and_some_steps(tmp_path: Path) -> None:
 def test_a_quick_engine_is_sampled_more_thinly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("armillary.engine.telemetry.gauge_log.time.monotonic", lambda: now[0])
-    made = GaugeLog(GaugeWriter(tmp_path / "gauges.jsonl"), a_second=50)
+    made = GaugeLog(GaugeWriter(tmp_path / "gauges.jsonl"), per_second=50)
     for step in range(1, 2001):
         now[0] += 0.001  # a thousand steps a second
         made.record({"running": 1}, step=step)
