@@ -21,7 +21,7 @@ def search(cache: KVCache, seq: Sequence, budget: int, totals: Totals) -> int:
     if not seq.matching and not seq.preemptions:
         if first:
             totals.misses[str(seq.miss)] += 1
-        totals.found += seq.computed - before
+        totals.hits += seq.computed - before
         seq.cached_tokens += seq.computed - before
     return looks
 

@@ -1,4 +1,4 @@
-"""From tokens to what a client gets: text as it comes, stop texts, and why an answer ended."""
+"""Output of sequences: text as it comes, stop strings, and why a sequence ended."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Detokenizer(Protocol):
     """Text of a growing list of tokens, as `armillary.model.text.tokenizer.Detokenizer` gives it."""
 
     def push(self, token: int) -> str:
-        """Text that is certain after one more token."""
+        """Text that is final after one more token."""
 
     def finish(self) -> str:
-        """What was waiting for more tokens."""
+        """The text that waited for more tokens."""
 
 
 class NoText:
@@ -35,35 +35,35 @@ class NoText:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What is new of one answer."""
+    """New output of one sequence."""
 
     sequence: Sequence
-    """the answer"""
+    """the sequence"""
     tokens: tuple[int, ...]
     """new tokens"""
     text: str
-    """new text; end tokens and stop texts are not part of it"""
+    """new text, without end tokens and stop strings"""
     gap_s: float | None = None
-    """time since the answer's token before; none for its first: the ITL"""
+    """time since the sequence's last token (ITL); none for its first"""
     finish: Finish | None = None
-    """why it ended, in its last piece"""
+    """in its last piece: why it ended"""
     error: str = ""
-    """what went wrong, and what to do"""
+    """the error, and what to do"""
     logprobs: tuple[Logprob, ...] = ()
-    """of the new tokens, where they were asked for"""
+    """of the new tokens, where requested"""
 
 
 class _Stream:
-    """Text of one answer on its way out."""
+    """Output state of one sequence."""
 
     def __init__(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         self.detokenizer = detokenizer
         self.stop = StopText(seq.request.params.stop)
         self.num_tokens = self.num_out = 0
-        """without and with the end token"""
+        """output tokens without and with the end token"""
         self.last_at: float | None = None
         self.largest_s = 0.0
-        """gap between two tokens"""
+        """largest gap between two tokens"""
         self._unstoppable = seq.request.params.min_tokens
 
     def gap(self, now: float) -> float | None:
@@ -77,14 +77,14 @@ class _Stream:
         return gap_s
 
     def push(self, token: int) -> str:
-        """What can be shown; stop texts do not count before min_tokens are out."""
+        """Text to emit; stop strings do not count before min_tokens."""
         self.num_tokens += 1
         text = self.detokenizer.push(token)
         return text if self.num_tokens < self._unstoppable else self.stop.push(text)
 
 
 class Answers:
-    """Text of all answers that are being made."""
+    """Output of all running sequences."""
 
     def __init__(self, scheduler: Scheduler, detokenizer: Callable[[], Detokenizer]) -> None:
         self._scheduler = scheduler
@@ -92,7 +92,7 @@ class Answers:
         self._streams: dict[Sequence, _Stream] = {}
 
     def take(self, decision: Decision, outcome: Outcome, now: float) -> list[Piece]:
-        """What a step brought: a piece for each token, and one for each answer that was given up."""
+        """Pieces of a step: one per token, and one per sequence that ended without a token."""
         pieces = list(map(self._piece, outcome.sequences, outcome.tokens, repeat(now)))
         ended = [*decision.ended, *outcome.finished]
         if ended:
@@ -101,7 +101,7 @@ class Answers:
         return pieces + self.end(ended)
 
     def end(self, ended: Iterable[Sequence]) -> list[Piece]:
-        """Last pieces of answers that ended without a token: aborted, too late, failed."""
+        """Last pieces of sequences that ended without a token: aborted, expired, failed."""
         return [
             Piece(sequence=seq, tokens=(), text=self._rest(seq), finish=seq.finish, error=seq.error) for seq in ended
         ]
@@ -128,7 +128,7 @@ class Answers:
         )
 
     def _stop(self, seq: Sequence, num_tokens: int, now: float) -> None:
-        """A stop text came: the answer ends here, whatever else is on its way."""
+        """A stop string came: the sequence ends here, whatever is in flight."""
         if seq.finish is None:
             self._scheduler.finish(seq, "stop", now, num_output=num_tokens)
         seq.finish = "stop"

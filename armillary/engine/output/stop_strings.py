@@ -1,4 +1,4 @@
-"""Texts that end an answer, looked for as the text grows: what might be the beginning of one is held back."""
+"""Stop strings, searched for as the text grows: a possible beginning of one is held back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class StopText:
     """Passes text on until one of `stops` is in it."""
 
     def __init__(self, stops: Items[str], *, include: bool = False) -> None:
-        """`include`: the text that ends an answer is part of it."""
+        """`include`: the stop string is part of the output."""
         self._include = include
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
@@ -17,7 +17,7 @@ class StopText:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """What can be shown now; `stopped` says whether a stop text came."""
+        """Text to emit now; `stopped` says whether a stop string came."""
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         text = self._held + text
@@ -31,12 +31,12 @@ class StopText:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """What was held back and turned out not to be a stop text."""
+        """The held-back text, which is no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop text begins with."""
+        """Length of the longest suffix of `text` that a stop string begins with."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[len(text) - length :]
             if any(stop.startswith(end) for stop in self._stops):

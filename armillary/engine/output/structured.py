@@ -1,6 +1,6 @@
 """Structures by llguidance (the `structure` extra): JSON schemas, regular expressions, Lark grammars and choices.
 
-A structure is compiled once and copied for every answer; the tokens it allows are asked for while a step runs.
+A structure is compiled once and copied per sequence; allowed tokens are computed while a step runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from armillary.errors import BadInput, missing
 from armillary.model.text.tokenizer import Tokenizer
 
 _MOST_KEPT = 256
-"""compiled structures that are kept, those asked for last"""
+"""most compiled structures that are kept, least recently used dropped first"""
 
 
 class Matched:
-    """One answer against its structure."""
+    """The constraint of one sequence."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -47,12 +47,12 @@ class Structures:
         return structure in self._compiled
 
     def maker(self, structure: Structure) -> MakeConstraint:
-        """A constraint for each answer; BadInput where the structure is none, when the first is made."""
+        """Makes a constraint per sequence; the first raises BadInput where the structure is invalid."""
         return lambda: self._made(structure)
 
     def _made(self, structure: Structure) -> Constraint:
         matcher = self._compiled.pop(structure, None) or self._compile(structure)
-        self._compiled[structure] = matcher  # now the youngest
+        self._compiled[structure] = matcher  # now the most recent
         while len(self._compiled) > _MOST_KEPT:
             self._compiled.pop(next(iter(self._compiled)), None)
         return Matched(matcher.deep_copy())

@@ -1,8 +1,7 @@
-"""The seam for structured output: what an answer must look like, and what a compiled form of it can tell the engine.
+"""Structured output: what the output must match, and the interface of a compiled constraint.
 
-The engine asks a constraint for the tokens that may come next and tells it which one came; a library that knows JSON
-schemas, regular expressions and grammars stands behind it.
-"""
+The engine asks a constraint for the allowed next tokens and advances it by each sampled token. A library for JSON
+schemas, regular expressions and grammars implements it."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ KINDS: tuple[Kind, ...] = ("json", "json_schema", "regex", "grammar", "choice")
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """What an answer must match."""
+    """What the output must match."""
 
     kind: Kind
     """any JSON, JSON of a schema, a regular expression, a grammar, or one of several texts"""
     source: str = ""
-    """the schema, expression or grammar; texts of a choice one a line"""
+    """the schema, expression or grammar; the texts of a choice, one per line"""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -32,13 +31,13 @@ class Structure:
 
 
 class Constraint(Protocol):
-    """A structure while an answer is being made; one for each sequence."""
+    """A compiled structure and its state; one per sequence."""
 
     def allowed(self) -> bytes:
         """Bit v % 8 of byte v // 8 is 1 where token v may come next."""
 
     def advance(self, token: int) -> bool:
-        """Take the token that came; False where it was not allowed."""
+        """Advance by a token; False where it was not allowed."""
 
     def finished(self) -> bool:
-        """Whether the answer is complete and nothing may follow."""
+        """Whether the output is complete and nothing may follow."""

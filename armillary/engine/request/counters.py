@@ -8,37 +8,37 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Totals:
-    """What has happened so far; only grows."""
+    """Totals since the start; they only grow."""
 
     steps: int = 0
     """decisions made"""
     submitted: int = 0
-    """requests taken in"""
+    """requests accepted"""
     finished: int = 0
-    """requests of which every answer is complete"""
+    """requests with all completions complete"""
     aborted: int = 0
-    """answers whose client went away or whose time was over"""
+    """sequences aborted by the client or by a deadline"""
     rejected: int = 0
-    """requests refused because too many were waiting"""
+    """requests refused because the queue was full"""
     errors: int = 0
-    """answers that ended in an error"""
+    """sequences that ended with an error"""
     preempted: int = 0
-    """times a running sequence was put back"""
+    """preemptions"""
     shrunk: int = 0
-    """times a step found no memory and was made smaller"""
+    """steps that found no memory and were made smaller"""
     recomputed: int = 0
-    """tokens that were in the cache and had to be given up by that"""
+    """computed tokens that preemptions discarded"""
     looked_up: int = 0
-    """prompt tokens looked up in the prefix cache; what is computed again does not count"""
-    found: int = 0
+    """prompt tokens looked up in the prefix cache, recompute after preemption excluded"""
+    hits: int = 0
     """prompt tokens found there"""
     repeated: int = 0
-    """prompt tokens that an earlier text began with too, found or not"""
+    """prompt tokens shared with an earlier sequence, found or not"""
     misses: Counter[str] = field(default_factory=Counter)
-    """requests by why no more of their prompts was found"""
+    """requests by the reason why no more of the prompt was found"""
     tokens_in: int = 0
-    """prompt tokens of answers that have started"""
+    """prompt tokens of started sequences"""
     tokens_out: int = 0
-    """tokens of answers"""
+    """output tokens"""
     discarded: int = 0
-    """tokens drawn for answers that were over by then: the price of deciding a step ahead"""
+    """tokens sampled for sequences that had ended by then: the price of scheduling a step ahead"""

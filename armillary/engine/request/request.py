@@ -1,4 +1,4 @@
-"""One request as it enters the engine: tokens, wishes, and its place among others."""
+"""One request as it enters the engine: tokens, sampling parameters and priority."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from armillary.engine.request.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """Tokens in, and what is wanted of them."""
+    """A prompt and how to complete it."""
 
     id: str
-    """name; no other live request may have it"""
+    """unique among unfinished requests"""
     prompt: Sequence[int]
     """token ids"""
     params: SamplingParams = field(default_factory=SamplingParams)
-    """how the answer is made"""
+    """sampling parameters"""
     priority: int = 0
-    """smaller goes first; each step is worth serve.ageing_s seconds of waiting"""
+    """smaller goes first; each level is worth serve.ageing_s seconds of waiting"""
     timeout_s: float | None = None
-    """given up so long after it came; none: never"""
+    """aborted so long after its arrival; none: never"""
     salt: str = ""
     """only requests with the same salt share cached blocks"""
     adapter: str = ""
-    """adapter the prompt is computed with; cached blocks are its own"""
+    """adapter of the request; only requests with the same adapter share cached blocks"""

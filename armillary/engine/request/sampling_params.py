@@ -1,4 +1,4 @@
-"""What a request may ask for, checked where it is written down: an impossible wish is refused before it is queued."""
+"""Sampling parameters of a request, checked when they are created, before the request is queued."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ MOST_SEQUENCES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of an answer are chosen, and when it ends."""
+    """How output tokens are sampled, and when the output ends."""
 
     n: int = 1
-    """answers to the same prompt, each with its own draws"""
+    """completions of the prompt, sampled independently"""
     max_tokens: int | None = None
-    """tokens of an answer at most; none: up to the model's length"""
+    """most output tokens; none: up to the model's length"""
     min_tokens: int = 0
-    """no end before so many tokens"""
+    """least output tokens"""
     temperature: float = 1.0
     """0 is greedy"""
     top_k: int = 0
-    """keep the k likeliest; 0: all"""
+    """keep the k most likely tokens; 0: all"""
     top_p: float = 1.0
-    """keep the likeliest tokens whose probabilities reach p"""
+    """keep the most likely tokens whose probabilities reach p"""
     min_p: float = 0.0
-    """drop tokens less likely than this share of the likeliest"""
+    """drop tokens below this fraction of the highest probability"""
     repetition_penalty: float = 1.0
-    """divides (or multiplies, below zero) logits of tokens that occurred; 1: off"""
+    """divides (below zero: multiplies) logits of tokens that occurred; 1: off"""
     presence_penalty: float = 0.0
-    """taken off the logits of tokens that were put out"""
+    """subtracted from the logits of output tokens"""
     frequency_penalty: float = 0.0
-    """taken off once for each time a token was put out"""
+    """subtracted once per occurrence of an output token"""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """token -> what is added to its logit"""
+    """token -> value added to its logit"""
     seed: int | None = None
-    """answer i draws with seed + i; none: the engine gives one"""
+    """completion i samples with seed + i; none: the engine chooses one"""
     stop: tuple[str, ...] = ()
-    """texts that end the answer and are not part of it"""
+    """stop strings: they end the output and are not part of it"""
     stop_ids: tuple[int, ...] = ()
-    """tokens that end the answer, besides the model's own"""
+    """end tokens besides the model's own"""
     ignore_eos: bool = False
-    """the model's own end tokens do not end the answer"""
+    """the model's own end tokens do not end the output"""
     logprobs: int | None = None
-    """log probabilities of the chosen and of so many likeliest tokens"""
+    """log-probabilities of the sampled and of so many most likely tokens"""
     prompt_logprobs: int | None = None
     """the same for the tokens of the prompt"""
     structure: Structure | None = None
-    """what the answer must match"""
+    """structure that the output must match"""
     allowed_token_ids: tuple[int, ...] | None = None
-    """no other tokens may come; none: all"""
+    """the only tokens allowed; none: all"""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    """sequences of tokens that may not come (`limits.bad_tokens_of` makes them of words)"""
+    """forbidden token sequences (`token_limits.bad_tokens_of` makes them from words)"""
 
     def __post_init__(self) -> None:
         self._check_kinds()
-        self._whole(1, MOST_SEQUENCES, "n")
-        self._whole(1, None, "max_tokens")
-        self._whole(0, None, "min_tokens", "top_k")
-        self._whole(0, MOST_LOGPROBS, "logprobs", "prompt_logprobs")
-        self._whole(0, 2**62 - 1, "seed")
+        self._integer(1, MOST_SEQUENCES, "n")
+        self._integer(1, None, "max_tokens")
+        self._integer(0, None, "min_tokens", "top_k")
+        self._integer(0, MOST_LOGPROBS, "logprobs", "prompt_logprobs")
+        self._integer(0, 2**62 - 1, "seed")
         self._between(0, 1e4, "temperature")
         self._between(0, 1, "min_p", "top_p")
         self._between(-2, 2, "presence_penalty", "frequency_penalty")
@@ -73,7 +73,7 @@ class SamplingParams:
         self._check_together()
 
     def _check_kinds(self) -> None:
-        """One stop text may come as it is, several as any list."""
+        """A single stop string may be given as a string, several as any list."""
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self._listed("stop"))
         object.__setattr__(self, "stop_ids", self._listed("stop_ids"))
         if self.allowed_token_ids is not None:
@@ -108,7 +108,7 @@ class SamplingParams:
         if not all(isinstance(bias, int | float) and isfinite(bias) for bias in self.logit_bias.values()):
             raise BadInput("logit_bias has a value that is no finite number; use -100 to rule a token out")
 
-    def _whole(self, low: int, high: int | None, *names: str) -> None:
+    def _integer(self, low: int, high: int | None, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value is None:
@@ -125,7 +125,7 @@ class SamplingParams:
                 raise BadInput(f"{name}={value!r} must be from {low:g} to {high:g}; correct the request")
 
     def check_vocab(self, vocab: int) -> None:
-        """Refuse tokens the model does not have."""
+        """Refuse tokens outside the vocabulary."""
         named = {
             "stop_ids": self.stop_ids,
             "logit_bias": self.logit_bias,

@@ -1,8 +1,7 @@
-"""One answer in the making: its tokens, how many of them are computed, and the blocks that hold their keys and values.
+"""One sequence: its tokens, how many of them are computed, and the blocks that hold their keys and values.
 
-There are no phases: `computed` runs after `length`. A prompt is a large gap, a decode a gap of one. `length` counts the
-token that is being drawn as well, so a step can be decided while the one before still runs.
-"""
+There are no phases: `computed` follows `length`. A prefill is a large gap, a decode a gap of one. `length` counts the
+token in flight as well, so that a step can be scheduled while the one before still runs."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ if TYPE_CHECKING:
 
 Finish = Literal["stop", "length", "abort", "deadline", "error"]
 FINISHES: dict[Finish, str] = {
-    "stop": "an end token or stop text came, or the structure is complete",
-    "length": "max_tokens were made, or the model's length is reached",
+    "stop": "an end token or stop string came, or the structure is complete",
+    "length": "max_tokens or the model's length is reached",
     "abort": "the client went away",
-    "deadline": "it took, or waited, longer than allowed",
-    "error": "the model gave no usable numbers, or a step failed",
+    "deadline": "it ran or waited longer than allowed",
+    "error": "the logits were not finite, or a step failed",
 }
 
 
 BROKEN = -1
-"""stands for a token where the model's numbers were of no use"""
+"""in place of a token where the logits were not finite"""
 
 
 class _Everything:
@@ -42,17 +41,17 @@ EVERY_TOKEN = _Everything()
 
 
 class State(Enum):
-    """Where a sequence stands."""
+    """State of a sequence."""
 
     WAITING = "waiting"
-    """in the queue, without blocks: new, or put back"""
+    """in the queue, without blocks: new or preempted"""
     RUNNING = "running"
     """has a row of the batch"""
     FINISHED = "finished"
 
 
 class Sequence:
-    """One of the n answers of a request."""
+    """One of the n completions of a request."""
 
     __slots__ = (
         "arrived_at",
@@ -103,74 +102,74 @@ class Sequence:
     def __init__(self, request: Request, index: int, chain: Chain, limit: int, stops: frozenset[int]) -> None:
         self.request = request
         self.index = index
-        """which of the request's n answers"""
+        """which of the request's n completions"""
         self.tokens = list(request.prompt)
-        """prompt and the answer so far, as far as known"""
+        """prompt and known output"""
         self.num_prompt = len(self.tokens)
-        self.tokens.append(BROKEN)  # and out again: a long list finds room to grow now, not within a step
+        self.tokens.append(BROKEN)  # and out again: a long list is reallocated now, not within a step
         self.tokens.pop()
         self.limit = limit
-        """tokens of prompt and answer at most"""
+        """most tokens of prompt and output"""
         self.stops = stops
-        """tokens that end it"""
+        """end tokens"""
         self.watched: Container[int] = stops | {BROKEN}
-        """tokens at which `update` looks closer"""
+        """tokens that `find_endings` checks"""
         self.constraint: Constraint | None = None
         self.forks: list[Sequence] = []
-        """answers that wait until this one has computed the prompt"""
+        """sequences that wait until this one has computed the shared prompt"""
         self.leader: Sequence | None = None
-        """the answer whose prompt this one shares"""
+        """the sequence whose prompt this one shares"""
 
         self.logprobs: list[Logprob] = []
-        """of its tokens, where they were asked for; there may be more than tokens"""
+        """of its output tokens, where requested; there may be more than tokens"""
         self.prompt_logprobs: list[Logprob] = []
         """of the prompt's tokens but the first"""
 
         self.long_rope = False
-        """its tokens turn by the frequencies of long texts, where a model has others for them"""
+        """uses the RoPE frequencies of long contexts, where the model has such"""
         self.is_prefilling = True
-        """the tokens it started with are not all computed yet"""
+        """the tokens that it started with are not all computed"""
         self.prefill_target = self.num_prompt
-        """how many those are"""
+        """number of those tokens"""
         self.computed = 0
-        """tokens whose keys and values are in the cache, or will be after the decided steps"""
+        """tokens whose keys and values are in the cache, or will be after the scheduled steps"""
         self.num_visible = 0
-        """of these, tokens that others may read: computed by a step before the one that is being decided"""
+        """computed tokens that other sequences may read: those of steps before the one being scheduled"""
         self.num_allocated = 0
-        """positions below it can be computed without asking anybody"""
+        """positions below can be scheduled without any further check"""
         self.num_writable = 0
-        """positions below it can be written without asking the cache"""
+        """positions below are in blocks that this sequence may write"""
         self.tables: list[list[int]] = []
-        """for each group of layers: the block of tokens 0 … B-1, of B … 2B-1, …"""
+        """per layer group: the block of tokens 0 … B-1, of B … 2B-1, …"""
         self.windows: list[int] = []
-        """for each group: blocks before this index are given back"""
+        """per layer group: blocks before this index are freed"""
         self.held = 0
         """blocks in the tables"""
         self.chain = chain
         self.num_hashed = 0
-        """blocks whose names the prefix cache knows"""
+        """blocks that are registered in the prefix cache"""
         self.matching = False
-        """the prefix cache has not been searched to the end yet"""
+        """the prefix lookup is not finished"""
         self.cached_tokens = 0
-        """prompt tokens found in the prefix cache when it first started"""
+        """prompt tokens found in the prefix cache at its first start"""
         self.miss: Miss | None = None
         """why no more were found"""
         self.number = 0
-        """of the request, as they were submitted"""
+        """number of the request, in order of submission"""
         self.shared_prefix = self.prefix_source = 0
-        """prompt tokens that an earlier text began with too, cached or not, and the number of the last such request"""
+        """prompt tokens shared with an earlier sequence, cached or not, and the number of the last such request"""
         self.largest_gap_s = 0.0
-        """between two of its tokens, as they were put out"""
+        """largest gap between two output tokens"""
 
         self.state = State.WAITING
         self.row = -1
-        """place in the batch; kept while it runs"""
+        """row of the batch while it runs"""
         self.order: tuple[float, int, int] = (0.0, 0, index)
-        """who goes first: arrival and priority, number, index"""
+        """order of precedence: arrival and priority, number, index"""
         self.blocks_at_start = 0
-        """blocks of the tokens it starts with"""
+        """blocks of the tokens that it starts with"""
         self.blocks_at_limit = 0
-        """blocks if it gets as long as it may"""
+        """blocks at its limit"""
         self.preemptions = 0
         self.finish: Finish | None = None
         self.error = ""
@@ -181,12 +180,12 @@ class Sequence:
 
     @property
     def id(self) -> str:
-        """Name of the request, and which answer where there are several."""
+        """Id of the request, with the index where n > 1."""
         return self.request.id if self.request.params.n == 1 else f"{self.request.id}/{self.index}"
 
     @property
     def output(self) -> list[int]:
-        """The answer's tokens so far."""
+        """Output tokens so far."""
         return self.tokens[self.num_prompt :]
 
     @property
@@ -195,22 +194,22 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens, those on their way included: once it has caught up, each token computed brings the next."""
+        """Tokens, those in flight included: after prefill, each computed token brings the next."""
         return self.prefill_target if self.is_prefilling else self.computed + 1
 
     @property
     def num_pending(self) -> int:
-        """Tokens drawn in steps whose results are not back."""
+        """Tokens in flight."""
         return self.length - len(self.tokens)
 
     def needs_block(self, ahead: int) -> bool:
-        """Whether it comes to the end of its blocks within `ahead` tokens, in the middle of its answer."""
+        """Whether it decodes and reaches the end of its blocks within `ahead` tokens."""
         left = self.num_writable - self.computed
         return 0 <= left <= ahead and not self.is_prefilling and self.num_writable < self.limit - 1
 
     @property
     def can_fork(self) -> bool:
-        """Whether it may start from what its leader has computed."""
+        """Whether it may share what its leader has computed."""
         leader = self.leader
         if leader is None or self.preemptions or leader.long_rope != self.long_rope:
             return False
@@ -221,11 +220,11 @@ class Sequence:
 
 
 class Logprob(NamedTuple):
-    """Of one token of an answer or a prompt, by the model alone: before penalties, biases and filters."""
+    """Log-probability of one token by the model alone: before penalties, biases and filters."""
 
     token: int
-    """the token that stands there"""
+    """the token"""
     value: float
     """natural logarithm of its probability"""
     top: tuple[tuple[int, float], ...]
-    """the likeliest tokens and theirs, as many as were asked for"""
+    """the most likely tokens and their log-probabilities, as many as requested"""

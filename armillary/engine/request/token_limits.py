@@ -16,7 +16,7 @@ Maker = Callable[[], Constraint]
 
 
 def limited(params: SamplingParams, vocab: int, maker: Maker | None) -> Maker | None:
-    """A structure's constraint, or none, with the tokens that a request allows or rules out."""
+    """The structure's constraint, or none, combined with the tokens that a request allows or forbids."""
     if params.allowed_token_ids is None and not params.bad_tokens:
         return maker
     size = 4 * -(-vocab // 32)
@@ -33,7 +33,7 @@ def _bits(ids: tuple[int, ...], size: int) -> bytes:
 
 
 class Limited:
-    """One answer, held to the tokens that may come."""
+    """The constraint of one sequence."""
 
     def __init__(self, allowed: int, bad: tuple[tuple[int, ...], ...], size: int, structure: Constraint | None) -> None:
         """`allowed` has bit v where token v may come; masks have `size` bytes."""

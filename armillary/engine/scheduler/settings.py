@@ -1,4 +1,4 @@
-"""What the scheduler is told once: limits of a step, of the queue and of a request."""
+"""Scheduler settings: limits of a step, of the queue and of a request."""
 
 from __future__ import annotations
 
@@ -21,49 +21,50 @@ Batching = Literal["none", "static", "dynamic", "continuous"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Limits and habits of one engine."""
+    """Scheduler settings of one engine."""
 
     max_model_len: int
-    """prompt and answer together at most"""
+    """most tokens of prompt and output together"""
     vocab: int
-    """ids are below it"""
+    """vocabulary size"""
     eos_ids: frozenset[int] = frozenset()
     """the model's own end tokens"""
     max_tokens_per_step: int = 2048
-    """tokens computed in a step at most"""
+    """most tokens per step"""
     max_running: int = 256
-    """sequences computed together at most"""
+    """most running sequences"""
     batching: Batching = "continuous"
-    """how requests are put together"""
+    """how requests are batched"""
     batch_window_s: float = 0.05
-    """dynamic: how long the first of a batch waits for others"""
+    """dynamic batching: how long the first request of a batch waits for others"""
     ageing_s: float = 60.0
-    """waiting time that makes up for one step of priority; 0: first come, first served"""
+    """waiting time that equals one priority level; 0: first come, first served"""
     max_waiting: int | None = None
-    """requests in the queue at most; more are refused"""
+    """most waiting requests; more are refused"""
     max_wait_s: float | None = None
-    """a request that has not started by then is given up"""
+    """a request that has not started by then is aborted"""
     prefill_tokens: int | None = None
-    """prompt tokens a step while others decode, at most; none: what the step has left"""
+    """most prefill tokens per step while others decode; none: what the step has left"""
     prefill_slowdown: float | None = None
-    """with prompts in it, a step lasts at most so many times what its decodes take alone; none: no matter how long"""
+    """longest step with prefill, in multiples of its decodes alone; none: no limit"""
     max_chunk: int | None = None
-    """prompt tokens of one request in a step, so that a long prompt lets short ones pass; none: all"""
+    """most prefill tokens of one request per step, so that short prompts are not blocked by a long one; none: all"""
     attention_tokens: float | None = None
-    """context at which attention costs as much as all the rest of a token; none: attention is not counted"""
+    """context at which attention costs as much as the rest of a token; none: attention is not counted"""
     query_tile: int = 1
-    """queries that attention of a prompt takes together: a part of it that is no multiple costs as much as the next"""
+    """queries per tile of prefill attention: a chunk costs as much as the next multiple"""
     reserve: float | None = None
-    """share of all that running answers may still grow that is kept free; none: of what is likely, and learnt"""
+    """fraction of the blocks that running sequences may still need that is kept free; none: of the likely need,
+    learnt"""
     rope_switch: int | None = None
-    """tokens of a prompt beyond which rotary frequencies are others, so that no blocks are shared across it"""
+    """prompt length beyond which RoPE frequencies change, so that no blocks are shared across it"""
     late_masks: bool = False
-    """the executor asks structures what they allow only once the step before was updated, so that structured answers
-    are run ahead like all others; else they wait for each token"""
+    """the executor computes constraint masks only after the step before was updated, so that structured sequences are
+    scheduled ahead like all others; else they wait for each token"""
     lookups: int = 256
-    """blocks searched or given back in a step at most"""
+    """most blocks looked up or freed per step"""
     check_every: int = 0
-    """steps between checks of every invariant; 0: never"""
+    """steps between checks of all invariants; 0: never"""
 
 
 _ATTENTION_RATE = 0.5
@@ -72,7 +73,7 @@ in short chunks; whole prompt steps 684"""
 
 
 _TILE_ROWS = 128
-"""(query, head of a group) pairs that attention of prompts takes together on a GPU"""
+"""(query, head of a group) rows per tile of prefill attention on a GPU"""
 
 
 def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = frozenset()) -> Settings:
@@ -104,7 +105,7 @@ def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = fr
 
 
 def rope_switch(config: ModelConfig) -> int | None:
-    """Tokens beyond which rotary frequencies are others (longrope); none where they never change."""
+    """Length beyond which RoPE frequencies change (longrope); none where they never do."""
     if config.positions != "rope" or config.rope.scaling != "longrope":
         return None
     return config.rope.original_context or config.context

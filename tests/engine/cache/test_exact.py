@@ -70,7 +70,7 @@ def test_preempted_and_forked_and_cached_at_once(overlap: bool) -> None:
     made = [ask(f"r{i}", [2, 3, 4, 5] * 3 + [i + 2], 24, n=2) for i in range(6)]
     scheduler = make_scheduler(num_blocks=14, reserve=0.0)
     answers = run(scheduler, made, overlap=overlap)
-    assert scheduler.totals.preempted and scheduler.totals.found
+    assert scheduler.totals.preempted and scheduler.totals.hits
     assert all(answers[f"{r.id}/{i}"] == expected(r, i) for r in made for i in range(2))
 
 

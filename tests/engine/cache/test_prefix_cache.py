@@ -112,7 +112,7 @@ def test_tokens_looked_up_and_found_are_counted() -> None:
     scheduler = make_scheduler(num_blocks=30)
     serve(scheduler, "a", TEXT)
     serve(scheduler, "b", TEXT)
-    assert (scheduler.totals.looked_up, scheduler.totals.found) == (36, 16)
+    assert (scheduler.totals.looked_up, scheduler.totals.hits) == (36, 16)
 
 
 def test_clearing_forgets_everything() -> None:

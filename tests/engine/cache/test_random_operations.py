@@ -60,7 +60,7 @@ def test_random_operations_leave_nothing_allocated(groups: Any, operations: int)
         if not number % 500:
             check(scheduler)
     totals = scheduler.totals
-    assert totals.preempted and totals.found and totals.aborted and totals.discarded
+    assert totals.preempted and totals.hits and totals.aborted and totals.discarded
     assert totals.rejected and totals.errors
     for name in list(scheduler.request_table.requests):
         scheduler.abort(name, 1e9)

@@ -208,7 +208,7 @@ def test_what_is_computed_again_does_not_count_as_a_prefix_hit() -> None:
     start(scheduler, "b", 8, 12)
     while scheduler.has_work:
         step(scheduler)
-    assert scheduler.totals.preempted and scheduler.totals.found == 0 and scheduler.totals.looked_up == 16
+    assert scheduler.totals.preempted and scheduler.totals.hits == 0 and scheduler.totals.looked_up == 16
 
 
 # --- endings
