@@ -20,7 +20,7 @@ from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.fp8_weights import pick_fp8, to_fp8
 from armillary.engine.runner.int8_weights import Int8Dense
 from armillary.engine.runner.kv_memory_budget import kv_budget
-from armillary.engine.runner.tensor_parallel import Leader, cut, local_kv_heads
+from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
@@ -122,7 +122,7 @@ def make_executor(
         kv_heads=None if group is None else local_kv_heads(model.config, group.size),
     )
     if group is not None:
-        cut(executor, model.config, group)
+        shard(executor, model.config, group)
     if kv_dtype == torch.float8_e4m3fn:
         _scale(executor)
     return executor

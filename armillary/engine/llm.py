@@ -22,7 +22,7 @@ from armillary.engine.output.output_text import Piece
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.runner.tensor_parallel import Leader, follow, refuse_uncuttable, whole_world
+from armillary.engine.runner.tensor_parallel import Leader, check_shardable, follow, world_group
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import BadInput
 from armillary.model.device import pick_device
@@ -76,9 +76,9 @@ class LLM:
         source = resolve_model(str(model), home or Home.default(), need_weights=True)
         assert source.folder is not None
         begin = time.monotonic()
-        group = None if world is None or world.size == 1 else whole_world(world)
+        group = None if world is None or world.size == 1 else world_group(world)
         if group is not None:
-            refuse_uncuttable(source.config, group.size)
+            check_shardable(source.config, group.size)
         serve = serve or Serve()
         where = world.device if world else pick_device(device)
         dtype = dtype or dtype_to_load(source, serve, home or Home.default(), where, group)

@@ -2,7 +2,8 @@
 
 Free blocks are in a doubly linked list threaded through two arrays, so taking, returning and removing one from the
 middle are O(1). Blocks without a hash go to the front; hashed ones (see prefix_cache) to the back, so that they are
-evicted last, least recently used first. Block 0 is never allocated: tables point to it where nothing is needed."""
+evicted last, least recently used first. Block 0 is never allocated: tables point to it where nothing is needed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Layer groups: layers that share a block table, and the tokens that they still need.
 
 All layers of a group see the same past: all tokens, a sliding window, or their own chunk. Groups have equally many
-layers (the last of a kind may be padded), so a block has the same size in every group and one pool serves them all."""
+layers (the last of a kind may be padded), so a block has the same size in every group and one pool serves them all.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The prefix cache: a dictionary from hash chains to computed blocks that can be shared.
 
 A digest is never trusted alone: tokens and parent are compared, so a collision costs a miss and no wrong output.
-Evicted digests are remembered for a while, so that a miss can be explained."""
+Evicted digests are remembered for a while, so that a miss can be explained.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Finds the blocks of a prompt in the prefix cache, a bounded number per step.
 
 Full-attention layers need every block from the first on, windowed layers only those that the next query sees. In a
-model with both, the longest prefix for which all layers have their blocks is taken."""
+model with both, the longest prefix for which all layers have their blocks is taken.
+"""
 
 from __future__ import annotations
 

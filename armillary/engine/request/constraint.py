@@ -1,7 +1,8 @@
 """Structured output: what the output must match, and the interface of a compiled constraint.
 
 The engine asks a constraint for the allowed next tokens and advances it by each sampled token. A library for JSON
-schemas, regular expressions and grammars implements it."""
+schemas, regular expressions and grammars implements it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One sequence: its tokens, how many of them are computed, and the blocks that hold their keys and values.
 
 There are no phases: `computed` follows `length`. A prefill is a large gap, a decode a gap of one. `length` counts the
-token in flight as well, so that a step can be scheduled while the one before still runs."""
+token in flight as well, so that a step can be scheduled while the one before still runs.
+"""
 
 from __future__ import annotations
 

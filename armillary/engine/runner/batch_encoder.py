@@ -1,6 +1,6 @@
-"""From a decision to a step: which tokens, where their keys go, who draws and how.
+"""Encodes a decision as a step: tokens, cache slots, and which rows sample how.
 
-It keeps the block tables a second time, on the host, so that a step's slots are looked up before it is sent.
+It keeps a copy of the block tables on the host, so that a step's slots are looked up before it is sent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Fit = Callable[[int, int, bool], tuple[int, int]]
 _NOTHING: Ints = np.empty((2, 0), dtype=np.int32)
 
 
-def exactly(tokens: int, rows: int, decodes: bool) -> tuple[int, int]:
-    """No padding, for devices without graphs."""
+def unpadded(tokens: int, rows: int, decodes: bool) -> tuple[int, int]:
+    """No padding, for devices without CUDA graphs."""
     return tokens, rows
 
 
 class Encoder:
-    """Decisions in the order they are made, as steps."""
+    """Encodes decisions, in their order, as steps."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Encoder:
         block_tokens: int,
         groups: int,
         new_seed: Callable[[], int],
-        fit: Fit = exactly,
+        fit: Fit = unpadded,
         long_rope: bool = False,
     ) -> None:
         self.max_running, self.max_model_len, self.size, self.groups = max_running, max_model_len, block_tokens, groups
@@ -48,12 +48,12 @@ class Encoder:
         self._new_seed = new_seed
         self._long_rope = long_rope
         self._special: set[int] = set()
-        """rows for which the quick way of drawing does not do"""
+        """rows that need the full sampler"""
         self._last_decode: tuple[Shape, list[int], Ints, Ints] | None = None
-        """of the last step that only decoded: shape, rows twice, and its numbers"""
+        """of the last decode-only step: shape, rows (list and array), and its array"""
 
     def encode(self, decision: Decision) -> Step:
-        """The step; the null row, one past the last, stands for padding."""
+        """The step; padding uses the null row, one past the last."""
         table_updates = self._table_updates(decision)
         admitted = [self._admitted(seq) for seq in decision.admitted]
         num_decodes, decodes_only = len(decision.decodes), not decision.chunks
@@ -78,7 +78,8 @@ class Encoder:
         return step
 
     def _decodes(self, shape: Shape, decision: Decision) -> Ints:
-        """Where the rows are those of the step before, as they mostly are, only places and lengths are new."""
+        """Array of a decode-only step; where the rows are those of the step before, only positions and slots are
+        new."""
         if self._last_decode is None or self._last_decode[0] != shape or self._last_decode[1] != decision.rows:
             self._last_decode = (
                 shape,
@@ -128,7 +129,7 @@ class Encoder:
         starts[count + 1 :] = total
 
     def _shift_long_rope(self, step: Step, decision: Decision, sizes: Ints, total: int) -> None:
-        """Positions of rotary rules that change with the length, in the second half of their tables."""
+        """Long-context RoPE positions are in the second half of the RoPE tables."""
         sequences = [*decision.decodes, *(chunk.sequence for chunk in decision.chunks)]
         long_rope: Ints = np.array([seq.long_rope for seq in sequences], dtype=np.int32)
         step.part("angles_T")[:total] += np.repeat(long_rope, sizes) * self.max_model_len
@@ -143,7 +144,7 @@ class Encoder:
             base = (group * (self.max_running + 1) + row) * self.pages + first
             places.extend(range(base, base + len(blocks)))
             values.extend(blocks)
-        latest = dict(zip(places, values, strict=True))  # of several changes of a place the last counts
+        latest = dict(zip(places, values, strict=True))  # of several updates of an entry the last counts
         return np.array([list(latest), list(latest.values())], dtype=np.int32)
 
     def _admitted(self, seq: Sequence) -> Admitted:
@@ -184,7 +185,7 @@ class Encoder:
 
 
 def _decoding(shape: Shape, rows: list[int], null: int) -> Ints:
-    """What does not change while the same rows decode."""
+    """The part of the array that is constant while the same rows decode."""
     ints: Ints = np.zeros(shape.size, dtype=np.int32)
     parts, count = shape.parts(), len(rows)
     for name in ("rows_T", "rows_B", "writes_B"):
@@ -201,7 +202,7 @@ def _decoding(shape: Shape, rows: list[int], null: int) -> Ints:
 
 
 def _is_ordinary(seq: Sequence, params: SamplingParams) -> bool:
-    """Nothing asked for but temperature, top-k, top-p, min-p and a seed."""
+    """Only temperature, top-k, top-p, min-p and a seed."""
     penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
     return not (penalised or params.logit_bias or params.min_tokens or params.logprobs is not None or seq.constraint)
 
@@ -220,7 +221,7 @@ def _extra(at: int, seq: Sequence, end: int) -> Extra:
 
 
 def _prompt_logprobs(decision: Decision) -> list[PromptLogprobs]:
-    """Chunks whose sequences want log-probabilities of prompt tokens that they have not got yet."""
+    """Chunks whose sequences want log-probabilities of prompt tokens."""
     wanted_logprobs, at = [], len(decision.decodes)
     for chunk in decision.chunks:
         seq, wanted = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
@@ -233,6 +234,6 @@ def _prompt_logprobs(decision: Decision) -> list[PromptLogprobs]:
 
 
 def _token_bytes(seq: Sequence) -> bytes:
-    """Tokens known so far; those of full blocks are at hand as bytes, which matters for long prompts."""
+    """Known tokens; those of full blocks exist as bytes already, which matters for long prompts."""
     data = b"".join(seq.chain.chunks)
     return data + array("i", seq.tokens[len(data) // 4 :]).tobytes()

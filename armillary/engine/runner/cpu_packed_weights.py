@@ -1,6 +1,6 @@
-"""Weights in bf16 on a CPU in the order its matrix units read them (oneDNN), rearranged once when the engine starts.
+"""bf16 weights on a CPU in the layout of its matrix units (oneDNN), packed once when the engine starts.
 
-torch's own product finds that order anew in every call, which for a few tokens takes longer than the product.
+torch's own GEMM packs them in every call, which for a few tokens takes longer than the GEMM.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.engine.runner.forward import Forward, alone
+from armillary.engine.runner.forward import Forward, no_reduce
 from armillary.engine.runner.layer import Dense, Product
 from armillary.model.layers.mlp import MLP
 from armillary.model.transformer import Transformer
 
 Make = Callable[[Tensor, Tensor | None], Product]
-"""a product from a weight and a bias"""
+"""(weight, bias) -> linear function"""
 
 
 class PackedDense:
-    """x @ weightᵀ + bias. With `plain`, the weight is kept as it was besides: a single token is read past it as it
-    lies a fifth quicker."""
+    """x @ weightᵀ + bias. With `plain`, the unpacked weight is kept too: for a single token it is a fifth faster."""
 
     def __init__(self, weight_NK: Tensor, bias: Tensor | None = None, *, plain: bool = False) -> None:
         self._ops: Any = torch.ops.mkldnn
@@ -38,7 +37,7 @@ class PackedDense:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether this machine and build of torch can."""
+    """Whether this CPU and build of torch support packed bf16 weights."""
     ops: Any = torch.ops.mkldnn
     known = torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise")
     here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
@@ -46,8 +45,7 @@ def packs(weight: Tensor) -> bool:
 
 
 def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
-    """Products of all layers but routers and mixtures of experts. The model's own weights are let go where nobody else
-    needs them."""
+    """Replace the linear functions of all layers but routers and experts; `let_go` frees the model's own weights."""
     for layer, block in zip(forward.layers, forward.model.blocks.values(), strict=True):
         layer.qkv, layer.out = _made(layer.qkv, make), _made(layer.out, make)
         if layer.up is not None and layer.down is not None:
@@ -59,20 +57,20 @@ def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
 
 
 def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
-    """The same for the head; not where it is cut over ranks."""
-    if forward.reduce is alone:
+    """The same for the head, unless it is sharded over ranks."""
+    if forward.reduce is no_reduce:
         forward.head = _head(forward.model, make)
         if let_go and forward.model.output is not None:
             _let_go(forward.model.output)
 
 
 def _made(product: Product, make: Make) -> Product:
-    assert isinstance(product, Dense), "only plain weights can be rearranged or rounded"
+    assert isinstance(product, Dense), "only plain weights can be packed or quantized"
     return make(product.weight, product.bias)
 
 
 def _head(model: Transformer, make: Make) -> Product:
-    """`Transformer.head` with another product."""
+    """`Transformer.head` with another linear function."""
     if model.output is not None:
         product = make(model.output.weight, model.output.bias)
     else:

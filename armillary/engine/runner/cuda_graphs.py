@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.engine.runner.batch_encoder import Fit, exactly
+from armillary.engine.runner.batch_encoder import Fit, unpadded
 from armillary.engine.runner.step_input import Shape
 
 Compute = Callable[[Shape, bool, Tensor], Any]
@@ -21,7 +21,7 @@ Compute = Callable[[Shape, bool, Tensor], Any]
 class Steps:
     """Runs `compute` eagerly, a step at a time."""
 
-    fit: Fit = staticmethod(exactly)
+    fit: Fit = staticmethod(unpadded)
 
     def __init__(self, compute: Compute, send: Callable[[Any], Tensor]) -> None:
         self._compute, self._send = compute, send

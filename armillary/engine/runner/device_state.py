@@ -1,6 +1,6 @@
-"""What stays on the device between steps: each row's tokens, block tables and wishes, and the blocks themselves.
+"""Device state between steps: each row's tokens, block table and sampling parameters, and the KV blocks.
 
-A token that one step draws is written here and read by the next: the host only says which rows and positions.
+A token that one step samples is written here and read by the next: the host only sends rows and positions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DeviceRows:
         """[layer of a group, block, keys and values, head, token, dim]"""
 
     def allocate(self, num_blocks: int) -> None:
-        """Other blocks in place of those there are; before any graph is captured over them."""
+        """Replace the KV blocks; only before a CUDA graph is captured over them."""
         self.blocks = self._made(num_blocks)
 
     def _made(self, num_blocks: int) -> Tensor:
@@ -53,7 +53,7 @@ class DeviceRows:
         return blocks
 
     def take(self, step: Step) -> None:
-        """What a step changes before it computes: new rows, table entries, copies of blocks."""
+        """Apply a step's changes: new rows, table entries, block copies."""
         if step.admitted:
             self._admit(step.admitted)
         if step.table_updates.size:
@@ -76,7 +76,7 @@ class DeviceRows:
             self.tokens_RT[new.row, : len(tokens)] = tokens
 
     def send(self, numbers: np.ndarray) -> Tensor:  # type: ignore[type-arg]
-        """To the device, without waiting."""
+        """Asynchronous copy to the device."""
         return self._sent(torch.from_numpy(np.ascontiguousarray(numbers)))
 
     def _sent(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The executor: a decision becomes one array, one copy to the device and one CUDA graph, and nothing waits.
 
-Tokens come back by an asynchronous copy that `tokens` waits for, so the host decides the next step meanwhile. On a CPU
-the same code runs without graphs and without padding. `PlainExecutor` is its slow twin.
+Tokens come back by an asynchronous copy that `tokens` waits for, so the host schedules the next step meanwhile. On a
+CPU the same code runs without graphs and without padding. `PlainExecutor` is the reference.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from armillary.model.transformer import Transformer
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
 
 _HEAD_TOKENS = 256
-"""prompt tokens whose logits are held at once"""
+"""prompt tokens whose logits are in memory at once"""
 
 
 @dataclass(kw_only=True)
 class Launched:
-    """A step under way."""
+    """A step in flight."""
 
     decision: Decision
     step: Step
     tokens_B: Tensor | None = None
-    """on the host once `done`, as are the next two"""
-    told: Tensor | None = None
-    """log-probabilities of the sequences that want them (`DeviceSampler.told`)"""
+    """on the host after `done`, as are the next two"""
+    logprobs: Tensor | None = None
+    """log-probabilities of the sequences that want them (`DeviceSampler.logprobs`)"""
     prompts: list[Tensor] = field(default_factory=list)
-    """those of prompt tokens"""
+    """log-probabilities of prompt tokens"""
     done: torch.cuda.Event | None = None
     logits_BV: Tensor | None = None
-    """where tokens are not drawn yet: what structures allow depends on tokens of the step before"""
+    """where tokens are not sampled yet: constraint masks depend on tokens of the step before"""
 
     @property
     def late(self) -> bool:
@@ -115,32 +115,32 @@ class FastExecutor:
         )
 
     def warm(self) -> int:
-        """Capture what there is to capture before the first request; how many graphs that is."""
+        """Capture CUDA graphs before the first request; returns their number."""
         with torch.inference_mode():
             return self.steps.warm(self.encoder.groups)
 
     def run_largest(self) -> None:
-        """The largest step there can be, of padding alone: it takes the memory that steps take."""
+        """Run the largest step, on padding, to allocate the memory that steps take."""
         shape = Shape(*self.encoder.fit(self.max_tokens, self.max_running, False), self.encoder.groups, False)
         with torch.inference_mode():
             self._compute(shape, True, self.rows.send(null_step(shape, self.max_running)))
 
     def graph_bytes(self) -> int:
-        """Memory that graphs will take, by two that are captured and let go of."""
+        """Memory that CUDA graphs will take, estimated by capturing and freeing two."""
         with torch.inference_mode():
             return self.steps.trial(self.encoder.groups)
 
     def launch(self, decision: Decision) -> Launched:
-        """Begin a step; where structures limit its tokens they are drawn by `draw`, the model is computed meanwhile."""
+        """Start a step; where constraints limit its tokens, they are sampled later by `draw`."""
         return self._contained(lambda: self.run(self.encoder.encode(decision), decision))
 
     def draw(self, launched: Launched) -> None:
-        """Draw tokens of a step that is `late`: all tokens before them are known to their structures now."""
+        """Sample a `late` step: its constraints know all earlier tokens now."""
         self._contained(lambda: self._drawn(launched, self.masks(launched.step, launched.decision)))
 
     def _contained(self, work: Callable[[], Any]) -> Any:
-        """Where an allocation fails, cached memory is given back first, and `StepTooLarge` says so: what was launched
-        of the step wrote nothing that a smaller one does not write again."""
+        """Where an allocation fails, free cached memory and raise `StepTooLarge`: what was launched of the step wrote
+        nothing that a smaller step does not write again."""
         try:
             with torch.inference_mode():
                 return work()
@@ -148,7 +148,7 @@ class FastExecutor:
             if not is_out_of_memory(error):
                 raise
             message = first_line(error)
-        if self.device.type == "cuda":  # only now that the error is gone, whose frames hold the step's tensors
+        if self.device.type == "cuda":  # after the error is gone, whose frames hold the step's tensors
             torch.cuda.empty_cache()
         raise StepTooLarge(
             f"there was no memory for this request alone ({message}); lower serve.memory_fraction, shorten "
@@ -156,7 +156,7 @@ class FastExecutor:
         )
 
     def run(self, step: Step, decision: Decision, masks: Masks | None = None) -> Launched:
-        """A step that is encoded already; `masks` where another rank has asked the structures."""
+        """Run an encoded step; `masks` where another rank has computed them."""
         self.rows.take(step)
         launched = Launched(decision=decision, step=step)
         if step.prompts:
@@ -173,22 +173,22 @@ class FastExecutor:
         return self._sent(launched)
 
     def _compute(self, shape: Shape, quick: bool, packed: Tensor) -> Tensor:
-        """Tokens [B] where they are drawn the quick way, else logits [B, V]."""
+        """Tokens [B] where the fast sampler suffices, else logits [B, V]."""
         inputs = self.forward.inputs(shape, packed)
         logits_BV = self.forward.logits(self.forward.last(inputs))
         return self.sampler.quick(logits_BV, inputs) if quick else logits_BV
 
     def _drawn(self, launched: Launched, masks: Masks) -> Launched:
-        """Tokens of a step with rows that ask for more than the fast way gives."""
+        """Sample a step with rows that need the full sampler."""
         step, logits_BV = launched.step, launched.logits_BV
         assert logits_BV is not None
         inputs = inputs_of(step.shape, self.rows.send(step.ints))
-        launched.tokens_B, launched.told = self.sampler.full(logits_BV, inputs, step, masks)
+        launched.tokens_B, launched.logprobs = self.sampler.full(logits_BV, inputs, step, masks)
         launched.logits_BV = None
         return self._sent(launched)
 
     def _with_prompts(self, step: Step) -> tuple[Tensor | None, list[Tensor]]:
-        """Logits of prompt tokens are wanted too, a few at a time."""
+        """Logits, and log-probabilities of prompt tokens, a few at a time."""
         inputs = inputs_of(step.shape, self.rows.send(step.ints))
         hidden_TH = self.forward.hidden(inputs)
         prompts = []
@@ -196,14 +196,14 @@ class FastExecutor:
             targets = torch.tensor(wanted.targets, device=self.device)
             pieces = hidden_TH[wanted.first : wanted.first + wanted.size].split(_HEAD_TOKENS)
             logprobs = [
-                self.sampler.told(self.forward.logits(piece), target, wanted.num_top)
+                self.sampler.logprobs(self.forward.logits(piece), target, wanted.num_top)
                 for piece, target in zip(pieces, targets.split(_HEAD_TOKENS), strict=True)
             ]
             prompts.append(torch.cat(logprobs))
         return self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None, prompts
 
     def masks(self, step: Step, decision: Decision) -> Masks:
-        """What the structures of a step allow; of answers that ended meanwhile, everything."""
+        """Constraint masks of a step; none for sequences that ended meanwhile."""
         masks = {}
         for at in (extra.at for extra in step.extras if extra.masked):
             seq = self._sequence(decision, at)
@@ -218,30 +218,30 @@ class FastExecutor:
         return decision.decodes[at] if at < first else decision.chunks[at - first].sequence
 
     def _sent(self, launched: Launched) -> Launched:
-        """Begin to copy tokens and log-probabilities to the host. A step without tokens is waited for as well, so that
-        no more than two are ever under way."""
+        """Start to copy tokens and log-probabilities to the host. A step without tokens is waited for as well, so that
+        at most two are in flight."""
         if self.device.type == "cuda":
-            launched.tokens_B, launched.told = _to_host(launched.tokens_B), _to_host(launched.told)
+            launched.tokens_B, launched.logprobs = _to_host(launched.tokens_B), _to_host(launched.logprobs)
             launched.prompts = [host for logprobs in launched.prompts if (host := _to_host(logprobs)) is not None]
             launched.done = torch.cuda.Event()
             launched.done.record()
         return launched
 
     def tokens(self, launched: Launched) -> list[int]:
-        """Wait for the device; log-probabilities are left with their sequences."""
+        """Wait for the device; log-probabilities are stored in their sequences."""
         if launched.done is not None:
             launched.done.synchronize()
-        _tell_prompts(launched)
+        _store_prompt_logprobs(launched)
         if launched.tokens_B is None:
             return []
         tokens, decision = launched.tokens_B.tolist(), launched.decision
-        _tell(launched, tokens)
+        _store_logprobs(launched, tokens)
         first = len(decision.decodes)
         return tokens[:first] + [tokens[first + i] for i, chunk in enumerate(decision.chunks) if chunk.samples]
 
 
 def null_step(shape: Shape, null_row: int) -> Any:
-    """Padding alone."""
+    """A step of padding only."""
     ints: Ints = np.zeros(shape.size, dtype=np.int32)
     for name, (at, size) in shape.parts().items():
         if name in ("rows_T", "rows_B", "writes_B"):
@@ -252,41 +252,41 @@ def null_step(shape: Shape, null_row: int) -> Any:
 
 
 def _to_host(tensor: Tensor | None) -> Tensor | None:
-    """On its way, without waiting."""
+    """Asynchronous copy to pinned host memory."""
     if tensor is None:
         return None
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _tell(launched: Launched, tokens: list[int]) -> None:
-    """Log-probabilities to their sequences, out of one table."""
-    if launched.told is None:
+def _store_logprobs(launched: Launched, tokens: list[int]) -> None:
+    """Store log-probabilities in their sequences."""
+    if launched.logprobs is None:
         return
     wanted = [extra for extra in launched.step.extras if extra.num_top is not None]
-    for extra, row in zip(wanted, launched.told.tolist(), strict=True):
+    for extra, row in zip(wanted, launched.logprobs.tolist(), strict=True):
         logprob = _logprob(tokens[extra.at], row, extra.num_top or 0)
         FastExecutor._sequence(launched.decision, extra.at).logprobs.append(logprob)
 
 
-def _tell_prompts(launched: Launched) -> None:
-    """Each position once, however often a prompt is computed."""
+def _store_prompt_logprobs(launched: Launched) -> None:
+    """Store log-probabilities of prompt tokens, each position once, however often it is computed."""
     chunks = [
         c
         for c in launched.decision.chunks
         if c.sequence.request.params.prompt_logprobs is not None
         and min(c.start + c.size, c.sequence.num_prompt - 1) > c.start
     ]
-    for chunk, wanted, told in zip(chunks, launched.step.prompts, launched.prompts, strict=True):
+    for chunk, wanted, logprobs in zip(chunks, launched.step.prompts, launched.prompts, strict=True):
         kept, skipped = chunk.sequence.prompt_logprobs, len(chunk.sequence.prompt_logprobs) - chunk.start
         if 0 <= skipped < wanted.size:
             kept += [
                 _logprob(token, row, wanted.num_top)
-                for token, row in zip(wanted.targets[skipped:], told[skipped:].tolist(), strict=True)
+                for token, row in zip(wanted.targets[skipped:], logprobs[skipped:].tolist(), strict=True)
             ]
 
 
 def _logprob(token: int, row: list[float], num_top: int) -> Logprob:
-    """Out of a row of `DeviceSampler.told`."""
+    """From a row of `DeviceSampler.logprobs`."""
     most = (len(row) - 1) // 2
     ids = map(int, row[1 + most : 1 + most + num_top])
     return Logprob(token, row[0], tuple(zip(ids, row[1 : 1 + min(most, num_top)], strict=True)))

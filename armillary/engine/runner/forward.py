@@ -1,8 +1,8 @@
-"""The model over paged blocks in few launches: what an engine computes in a step, from tokens to logits.
+"""Forward pass of the engine over paged KV blocks, from tokens to logits, in few launches.
 
-A layer is nine calls (norm with the residual's sum, fused QKV, heads into the cache, attention, out, norm, up,
-activation, down), or six for a few tokens, where norms, gate and residual are part of the products. Nothing here waits
-for the device, so that the whole can be captured in a CUDA graph.
+A layer is nine calls (norm with residual add, fused QKV, keys and values into the cache, attention, out, norm, up,
+activation, down), or six for a few tokens, where norms, gate and residual are fused into the GEMMs. Nothing here waits
+for the device, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from armillary.engine.cache.layer_groups import Group
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels
-from armillary.engine.runner.full_qk_norm import whole_norm
+from armillary.engine.runner.full_qk_norm import full_qk_norm
 from armillary.engine.runner.layer import Dense, Layer, Product, make_layer
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
@@ -30,11 +30,11 @@ from armillary.model.transformer import Transformer
 
 # T tokens, B sequences, H hidden, V vocabulary, G groups of layers, R rotated dims / 2
 
-Together = Callable[[Tensor], Tensor]
+Reduce = Callable[[Tensor], Tensor]
 
 
-def alone(x: Tensor) -> Tensor:
-    """What ranks do with a partial sum where there is but one."""
+def no_reduce(x: Tensor) -> Tensor:
+    """The all-reduce of a single rank."""
     return x
 
 
@@ -47,7 +47,7 @@ class Inputs:
     """int32, the parts of the shape"""
     wide: Tensor
     """the same, int64"""
-    found: Any = None
+    decode_inputs: Any = None
     """decode inputs gathered in one launch (kernels/paged/decode_inputs_triton.py); None: each gathered where used"""
 
     def narrow(self, name: str) -> Tensor:
@@ -83,16 +83,16 @@ class Forward:
             if layer.mixture is not None and kernels.grouped is not None:
                 layer.mixture.dispatch = SortedDispatch(kernels.grouped)
         self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
-        self.reduce: Together = alone
-        """adds up what each rank has of a product's result"""
-        self.into_cache = whole_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
+        self.reduce: Reduce = no_reduce
+        """all-reduce of partial GEMM results"""
+        self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: Product = model.head
         self.one_head = _plain_head(model) if kernels.small is not None and model.norm is not None else None
-        """the head's weight, where a single token's norm and logits can be one product"""
+        """the head's weight, where norm and logits of a single token can be one fused GEMM"""
 
     def last(self, inputs: Inputs) -> Tensor:
         """[B, H]: the last token of each sequence, before the last norm. Where most tokens are others, the last layer
-        leaves them out behind its attention."""
+        drops them after its attention."""
         shape = inputs.shape
         if shape.decodes:
             return self.hidden(inputs)
@@ -101,8 +101,8 @@ class Forward:
         return gathered(inputs, self.hidden(inputs))
 
     def hidden(self, inputs: Inputs, wanted: Tensor | None = None) -> Tensor:
-        """[T, H], before the last norm; of the `wanted` tokens alone where they are given."""
-        shape, (tokens_T, tables_GBP, turns) = inputs.shape, self._looked_up(inputs)
+        """[T, H], before the last norm; only of the `wanted` tokens where given."""
+        shape, (tokens_T, tables_GBP, cos_sin) = inputs.shape, self._gathered(inputs)
         x = self.model.embed(tokens_T, inputs.long("positions_T"))
         batches = [
             PagedBatch(
@@ -118,7 +118,7 @@ class Forward:
         added: Tensor | None = None
         for layer in self.layers:
             kept = wanted if layer is self.layers[-1] else None
-            context = (batches[layer.group], slots_GT[layer.group], turns[layer.sliding], kept)
+            context = (batches[layer.group], slots_GT[layer.group], cos_sin[layer.sliding], kept)
             if small:
                 x = self._small(layer, x, *context)
             else:
@@ -126,25 +126,25 @@ class Forward:
         return x if added is None else x + added
 
     def inputs(self, shape: Shape, packed: Tensor) -> Inputs:
-        """A step's numbers, and what they say of its rows."""
+        """A step's array on the device, with the decode inputs gathered where a kernel does so."""
         look, angles = self.kernels.look_up, self.angles
         if look is None or not shape.decodes or angles is None or angles[True] is not angles[False]:
             return inputs_of(shape, packed)
         rows, parts = self.rows, shape.parts()
         places = {name: parts[name][0] for name in ("rows_T", "positions_T", "angles_T", "rows_B")}
-        found = look(
+        gathered_inputs = look(
             packed, places, shape.rows, rows.tokens_RT, rows.tables_GRP, angles[False], rows.floats_FR, rows.ints_IR
         )
-        return Inputs(shape=shape, packed=packed, wide=found.wide, found=found)
+        return Inputs(shape=shape, packed=packed, wide=gathered_inputs.wide, decode_inputs=gathered_inputs)
 
-    def _looked_up(self, inputs: Inputs) -> tuple[Tensor, Tensor, dict[bool, tuple[Tensor | None, Tensor | None]]]:
+    def _gathered(self, inputs: Inputs) -> tuple[Tensor, Tensor, dict[bool, tuple[Tensor | None, Tensor | None]]]:
         """(tokens, block tables, cos and sin)"""
-        rows, found = self.rows, inputs.found
-        if found is not None:
-            turn = (found.cos_BA, found.sin_BA)
-            return found.tokens_B, found.tables_GBP, {False: turn, True: turn}
+        rows, gathered_inputs = self.rows, inputs.decode_inputs
+        if gathered_inputs is not None:
+            cos_sin = (gathered_inputs.cos_BA, gathered_inputs.sin_BA)
+            return gathered_inputs.tokens_B, gathered_inputs.tables_GBP, {False: cos_sin, True: cos_sin}
         tokens_T = rows.tokens_RT[inputs.long("rows_T"), inputs.long("positions_T")]
-        return tokens_T, rows.tables_GRP[:, inputs.long("rows_B")], self._turns(inputs.long("angles_T"))
+        return tokens_T, rows.tables_GRP[:, inputs.long("rows_B")], self._cos_sin_of(inputs.long("angles_T"))
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, V]"""
@@ -154,7 +154,7 @@ class Forward:
             return small(hidden_BH, self.one_head, norm.weight, None, norm.eps)  # type: ignore[no-any-return]
         return self.head(hidden_BH if norm is None else self._norm(norm, hidden_BH))
 
-    def _turns(self, angles_T: Tensor) -> dict[bool, tuple[Tensor | None, Tensor | None]]:
+    def _cos_sin_of(self, angles_T: Tensor) -> dict[bool, tuple[Tensor | None, Tensor | None]]:
         if self.angles is None:
             return {False: (None, None), True: (None, None)}
         full = tuple(table[angles_T] for table in self.angles[False])
@@ -169,13 +169,13 @@ class Forward:
         added: Tensor | None,
         batch: PagedBatch,
         slots_T: Tensor,
-        turn: tuple[Tensor | None, Tensor | None],
+        cos_sin: tuple[Tensor | None, Tensor | None],
         kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """(residual stream, what is still to be added to it); behind attention of the `kept` tokens alone."""
+        """(residual stream, what is still to be added to it); after attention only of the `kept` tokens."""
         norms = layer.norms
         normed, x = self._summed(norms["attention_norm"], x, added)
-        mixed = self._mixed(layer, layer.qkv(normed), batch, slots_T, turn)
+        mixed = self._attention(layer, layer.qkv(normed), batch, slots_T, cos_sin)
         if kept is not None:
             mixed, normed, x = (each.index_select(0, kept) for each in (mixed, normed, x))
         mixed = _scaled(self._after(norms["attention_post_norm"], self.reduce(layer.out(mixed))), layer.scale)
@@ -186,16 +186,16 @@ class Forward:
         normed, x = self._summed(norms["mlp_norm"], x, mixed)
         return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed)), layer.scale)
 
-    def _mixed(
+    def _attention(
         self,
         layer: Layer,
         qkv: Tensor,
         batch: PagedBatch,
         slots_T: Tensor,
-        turn: tuple[Tensor | None, Tensor | None],
+        cos_sin: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         blocks = self.rows.blocks[layer.slot]
-        cos, sin = turn if layer.rotates else (None, None)
+        cos, sin = cos_sin if layer.rotates else (None, None)
         if self.kernels.tokens is not None and can_attend(qkv, blocks, cos, layer.heads, batch, layer.options):
             return self.kernels.tokens(qkv, blocks, slots_T, cos, sin, layer.heads, batch, layer.options)  # type: ignore[no-any-return]
         q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
@@ -213,14 +213,14 @@ class Forward:
         x: Tensor,
         batch: PagedBatch,
         slots_T: Tensor,
-        turn: tuple[Tensor | None, Tensor | None],
+        cos_sin: tuple[Tensor | None, Tensor | None],
         kept: Tensor | None,
     ) -> Tensor:
-        """A few tokens: norms, gate and residual are part of the products."""
+        """A few tokens: norms, gate and residual are fused into the GEMMs."""
         small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
         assert small is not None and first is not None and second is not None
         qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps)
-        mixed = self._mixed(layer, qkv, batch, slots_T, turn)
+        mixed = self._attention(layer, qkv, batch, slots_T, cos_sin)
         if kept is not None:
             mixed, x = mixed.index_select(0, kept), x.index_select(0, kept)
         x = small(mixed, _weight(layer.out), None, x)
@@ -242,7 +242,7 @@ class Forward:
 
 
 def _plain_head(model: Transformer) -> Tensor | None:
-    """The weight, where logits are nothing but a product with it."""
+    """The head's weight, where logits are a plain GEMM with it."""
     config, output = model.config, model.output
     if config.logit_scale != 1.0 or config.logit_softcap is not None or model.embedding is None:
         return None

@@ -1,7 +1,7 @@
-"""An RMS norm of queries and keys over all heads together, ahead of a kernel that knows none over several heads.
+"""RMS norm of queries and keys over all heads, applied before a kernel that has no norm across heads.
 
-A few plain operations that wait for nothing, so that steps can be CUDA graphs; ranks that hold some of the heads add up
-their squares.
+Only asynchronous torch operations, so that steps can be CUDA graphs; ranks that hold a shard of the heads add up their
+sums of squares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IntoCache = Callable[..., Any]
 """`armillary.kernels.paged.qkv_to_cache.qkv_cache`, or a quicker one"""
 
 
-def whole_norm(
+def full_qk_norm(
     run: IntoCache,
     config: ModelConfig,
     *,
@@ -30,7 +30,7 @@ def whole_norm(
     size: int = 1,
     add: Callable[[Tensor], Tensor] = lambda squares: squares,
 ) -> IntoCache:
-    """`run` with the norm before it, for the heads of `rank` of `size`; `add` makes a sum of all ranks'."""
+    """`run` with the norm before it, for the heads of `rank` of `size`; `add` all-reduces the sums of squares."""
     local, held, dim = config.heads // size, max(1, config.kv_heads // size), config.head_dim
     copies = max(1, size // config.kv_heads)
 

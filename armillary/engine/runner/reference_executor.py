@@ -1,6 +1,6 @@
-"""The slow twin of the executor: the model, eager, over paged blocks, by the reference kernels.
+"""The reference executor: the model, eager, over paged KV blocks, with the reference kernels.
 
-Faster ones must give the same tokens. Everything a decision says is done here in the order it is to be done.
+Faster executors must give the same tokens. It executes a decision in the documented order.
 """
 
 from __future__ import annotations

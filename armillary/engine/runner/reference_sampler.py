@@ -1,4 +1,4 @@
-"""Drawing the next tokens of a step from their logits: every sequence by its own wishes and its own seed."""
+"""Reference sampling: every sequence by its own parameters and seed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from armillary.kernels.sampling.sampling import Draws, Penalties
 def draw(
     logits_SV: Tensor, sequences: Items[Sequence], seeds: Items[int], tokens_ST: Tensor, ends: Items[int]
 ) -> Tensor:
-    """Token ids [S]; -1 where the numbers are of no use. `tokens_ST` holds ends[s] tokens of sequence s so far: prompt
-    and answer, also what is drawn and not yet known to the scheduler."""
+    """Token ids [S]; -1 where logits are not finite. `tokens_ST` holds the ends[s] tokens of sequence s: prompt and
+    output, including sampled tokens that the scheduler does not know yet."""
     params = [seq.request.params for seq in sequences]
     device = logits_SV.device
 
@@ -45,7 +45,7 @@ def draw(
 
 
 def _shifted(logits_SV: Tensor, sequences: Items[Sequence], ends: Items[int]) -> Tensor:
-    """Biases added; end tokens ruled out while an answer is too short."""
+    """Logits with biases added, and end tokens forbidden while the output is too short."""
     for logits_V, seq, end in zip(logits_SV, sequences, ends, strict=True):
         params = seq.request.params
         for token, bias in params.logit_bias.items():
@@ -56,7 +56,7 @@ def _shifted(logits_SV: Tensor, sequences: Items[Sequence], ends: Items[int]) ->
 
 
 def _counted(vocab: int, sequences: Items[Sequence], tokens_ST: Tensor, ends: Items[int]) -> tuple[Tensor, Tensor]:
-    """How often each token was put out, and whether it is in the prompt."""
+    """Count of each output token, and whether it is in the prompt."""
     shape = (len(sequences), vocab)
     counts_SV = torch.zeros(shape, dtype=torch.int32, device=tokens_ST.device)
     prompt_SV = torch.zeros(shape, dtype=torch.bool, device=tokens_ST.device)
@@ -68,7 +68,7 @@ def _counted(vocab: int, sequences: Items[Sequence], tokens_ST: Tensor, ends: It
 
 
 def _allowed(logits_SV: Tensor, sequences: Items[Sequence]) -> Tensor | None:
-    """Bits of the tokens that structures allow; none where nobody has one."""
+    """Bit masks of allowed tokens; none without constraints."""
     if all(seq.constraint is None for seq in sequences):
         return None
     words = -(-logits_SV.shape[1] // 32)

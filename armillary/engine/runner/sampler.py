@@ -1,7 +1,7 @@
-"""Sampling on the device: a fast way that a CUDA graph holds, and beside it one for rows that ask for more.
+"""Sampling on the device: a fast path inside the CUDA graph, and a full path for rows that need more.
 
-Both read sampling params from the rows on the device and write the tokens where the next step finds them. In a step
-with both kinds of rows each is drawn its own way: what one request asks for costs the others a few launches.
+Both read sampling parameters from the rows on the device and write the tokens where the next step reads them. In a step
+with both kinds of rows each takes its own path: what one request needs costs the others a few launches.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from armillary.kernels.sampling.sampling import Draws, Penalties
 # longest of them, W words of 32 tokens, N likeliest tokens
 
 Masks = dict[int, bytes]
-"""place among the sequences of a step -> bits of the tokens it may get"""
+"""index among the sequences of a step -> bit mask of allowed tokens"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Some:
+class _Subset:
     """Some of a step's sequences."""
 
     at_S: Tensor
@@ -50,45 +50,45 @@ class _Some:
 
 
 class DeviceSampler:
-    """Rows and kernels, and how tokens come of logits."""
+    """Samples tokens from logits."""
 
     def __init__(self, rows: DeviceRows, kernels: EngineKernels) -> None:
         self.rows, self.kernels = rows, kernels
 
     def quick(self, logits_BV: Tensor, inputs: Inputs) -> Tensor:
         """Tokens [B], int64: temperature, top-k, top-p, min-p, seeds."""
-        found = inputs.found
-        if found is not None:
-            draws = self._draws(found.floats_FB, found.ints_IB, inputs, found.top_k_B)
+        gathered_inputs = inputs.decode_inputs
+        if gathered_inputs is not None:
+            draws = self._draws(gathered_inputs.floats_FB, gathered_inputs.ints_IB, inputs, gathered_inputs.top_k_B)
         else:
             rows_B = inputs.long("rows_B")
             draws = self._draws(self.rows.floats_FR[:, rows_B], self.rows.ints_IR[:, rows_B], inputs)
         return self._keep(self.kernels.sample(logits_BV, draws), inputs)
 
     def full(self, logits_BV: Tensor, inputs: Inputs, step: Step, masks: Masks) -> tuple[Tensor, Tensor | None]:
-        """Tokens [B], each row its own way, and `told` log-probabilities of the rows that want them: those of the
-        model, before anything is changed."""
+        """Tokens [B], each row by its own path, and `logprobs` of the rows that want them: those of the model, before
+        any change."""
         changed = [extra for extra in step.extras if extra.changes]
         tokens_B = torch.zeros(len(logits_BV), dtype=torch.int64, device=logits_BV.device)
         unchanged = np.setdiff1d(np.arange(len(logits_BV)), [extra.at for extra in changed])
         if len(unchanged):
-            plain = self._some(unchanged, inputs)
+            plain = self._subset(unchanged, inputs)
             rest_SV = logits_BV if not changed else logits_BV[plain.at_S]
             tokens_B[plain.at_S] = self.kernels.sample(rest_SV, plain.draws())
         if changed:
-            some = self._some(np.array([extra.at for extra in changed]), inputs)
-            tokens_B[some.at_S] = self._changed(logits_BV[some.at_S], some, changed, step, masks)
+            subset = self._subset(np.array([extra.at for extra in changed]), inputs)
+            tokens_B[subset.at_S] = self._changed(logits_BV[subset.at_S], subset, changed, step, masks)
         wanted = [extra for extra in step.extras if extra.num_top is not None]
         logprobs = None
         if wanted:
             at_S = self.rows.send(np.array([extra.at for extra in wanted]))
-            logprobs = self.told(logits_BV[at_S], tokens_B[at_S], max(extra.num_top or 0 for extra in wanted))
+            logprobs = self.logprobs(logits_BV[at_S], tokens_B[at_S], max(extra.num_top or 0 for extra in wanted))
         return self._keep(tokens_B, inputs), logprobs
 
-    def _some(self, places: Any, inputs: Inputs) -> _Some:
+    def _subset(self, places: Any, inputs: Inputs) -> _Subset:
         at_S = self.rows.send(places)
         rows_S = inputs.long("rows_B")[at_S]
-        return _Some(
+        return _Subset(
             at_S=at_S,
             rows_S=rows_S,
             floats_FS=self.rows.floats_FR[:, rows_S],
@@ -96,31 +96,31 @@ class DeviceSampler:
             lengths_S=inputs.long("lengths_B")[at_S],
         )
 
-    def _changed(self, logits_SV: Tensor, some: _Some, extras: list[Extra], step: Step, masks: Masks) -> Tensor:
-        """Tokens of rows with penalties, biases, end tokens that may not come yet, or a structure."""
+    def _changed(self, logits_SV: Tensor, subset: _Subset, extras: list[Extra], step: Step, masks: Masks) -> Tensor:
+        """Tokens of rows with penalties, biases, forbidden end tokens, or a constraint."""
         logits_SV = _shifted(logits_SV.float(), extras)
         penalised = [i for i, extra in enumerate(extras) if extra.penalised]
         penalties = None
         if penalised:
             longest = int(max(step.part("lengths_B")[extras[i].at] for i in penalised))
-            penalties = self._penalties(some, np.array(penalised), longest, logits_SV.shape[1])
+            penalties = self._penalties(subset, np.array(penalised), longest, logits_SV.shape[1])
         allowed_SW = self._allowed([extra.at for extra in extras], masks, logits_SV.shape[1])
-        tokens_S: Tensor = self.kernels.sample(logits_SV, some.draws(), penalties, allowed_SW)
+        tokens_S: Tensor = self.kernels.sample(logits_SV, subset.draws(), penalties, allowed_SW)
         return tokens_S
 
-    def _penalties(self, some: _Some, places: Any, longest: int, vocab: int) -> Penalties:
-        """Tokens counted anew, which no table can get wrong; of rows without penalties nothing is counted: they share
-        an empty row of the tables, the first."""
-        at_P, count = self.rows.send(places), len(some.rows_S)
+    def _penalties(self, subset: _Subset, places: Any, longest: int, vocab: int) -> Penalties:
+        """Tokens are counted anew in each step. Rows without penalties share the first row of the tables, which is
+        empty."""
+        at_P, count = self.rows.send(places), len(subset.rows_S)
         counts_PV, prompt_PV = self._counted(
-            some.rows_S[at_P], some.ints_IS[2][at_P], some.lengths_S[at_P], longest, vocab
+            subset.rows_S[at_P], subset.ints_IS[2][at_P], subset.lengths_S[at_P], longest, vocab
         )
         places_S: Ints = np.zeros(count, dtype=np.int64)
         places_S[places] = np.arange(1, len(places) + 1)
         return Penalties(
-            repetition_B=some.floats_FS[3],
-            presence_B=some.floats_FS[4],
-            frequency_B=some.floats_FS[5],
+            repetition_B=subset.floats_FS[3],
+            presence_B=subset.floats_FS[4],
+            frequency_B=subset.floats_FS[5],
             counts_SV=counts_PV,
             prompt_SV=prompt_PV,
             rows_B=self.rows.send(places_S),
@@ -129,7 +129,7 @@ class DeviceSampler:
     def _counted(
         self, rows_P: Tensor, prompts_P: Tensor, ends_P: Tensor, longest: int, vocab: int
     ) -> tuple[Tensor, Tensor]:
-        """How often each token was put out, and whether it is in the prompt [1 + P, V]; the first row is empty."""
+        """Count of each output token, and whether it is in the prompt [1 + P, V]; the first row is empty."""
         tokens_PL = self.rows.tokens_RT[rows_P, :longest].long()
         at_L = torch.arange(longest, device=tokens_PL.device)
         made_PL = (at_L >= prompts_P[:, None]) & (at_L < ends_P[:, None])
@@ -140,7 +140,7 @@ class DeviceSampler:
         return counts, prompt[:, :vocab].contiguous()
 
     def _allowed(self, places: list[int], masks: Masks, vocab: int) -> Tensor | None:
-        """Bits of the tokens that structures allow [S, W]; none where nobody has one."""
+        """Bit masks of allowed tokens [S, W]; none without constraints."""
         if not masks:
             return None
         words = -(-vocab // 32)
@@ -150,7 +150,7 @@ class DeviceSampler:
                 bits_SW[i] = np.frombuffer(masks[at].ljust(4 * words, b"\0")[: 4 * words], dtype=np.int32)
         return self.rows.send(bits_SW)
 
-    def told(self, logits_SV: Tensor, tokens_S: Tensor, num_top: int) -> Tensor:
+    def logprobs(self, logits_SV: Tensor, tokens_S: Tensor, num_top: int) -> Tensor:
         """[S, 1 + 2N] in fp64: log-probability of each token, those of the likeliest, and their ids, in one tensor, so
         that one copy brings it to the host."""
         chosen_S, top_SN, ids_SN = self.kernels.logprobs(logits_SV, tokens_S, max(1, num_top))
@@ -168,7 +168,7 @@ class DeviceSampler:
         )
 
     def _keep(self, tokens_B: Tensor, inputs: Inputs) -> Tensor:
-        """Into the rows; what nobody drew goes to the null row."""
+        """Write tokens into their rows; unsampled ones go to the null row."""
         if self.kernels.put is not None:
             rows_at, positions_at = (inputs.shape.parts()[name][0] for name in ("writes_B", "lengths_B"))
             self.kernels.put(tokens_B, inputs.wide, rows_at, positions_at, self.rows.tokens_RT)
@@ -179,7 +179,7 @@ class DeviceSampler:
 
 
 def _shifted(logits_SV: Tensor, extras: list[Extra]) -> Tensor:
-    """Biases added and end tokens ruled out, in one change each."""
+    """Logits with biases added and forbidden end tokens masked."""
     biased = [(i, token, bias) for i, extra in enumerate(extras) for token, bias in extra.bias]
     banned = [(i, token) for i, extra in enumerate(extras) for token in extra.banned]
     device = logits_SV.device

@@ -1,7 +1,6 @@
-"""One step as numbers: what a decision becomes before it meets a device, and can be sent to other ranks as it is.
+"""The input of a step as one int32 array, which is sent to the device, and to other ranks, in one copy.
 
-Everything a step needs to know of its tokens is one array of whole numbers, so that one copy takes it to the device;
-the tokens themselves are there already.
+The tokens themselves are on the device already.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Shape:
     groups: int
     """G"""
     decodes: bool
-    """one token a sequence"""
+    """one token per sequence"""
 
     @property
     def max_query(self) -> int:
@@ -40,7 +39,7 @@ class Shape:
         return (3 + self.groups) * self.tokens + 5 * self.rows + 1
 
     def parts(self) -> dict[str, tuple[int, int]]:
-        """Name -> where it stands in the array, and how many."""
+        """Name -> (offset, size) in the array."""
         return _parts(self)
 
 
@@ -67,7 +66,7 @@ def _parts(shape: Shape) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A row that is new."""
+    """A new row."""
 
     row: int
     tokens: bytes
@@ -80,18 +79,18 @@ class Admitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """Wishes of a sequence that the quick way of drawing does not know."""
+    """Sampling options of a sequence that the fast sampler does not have."""
 
     at: int
-    """its place among the sequences of the step"""
+    """index among the sequences of the step"""
     bias: tuple[tuple[int, float], ...] = ()
     """tokens and what is added to their logits"""
     banned: tuple[int, ...] = ()
-    """end tokens that may not come yet"""
+    """end tokens that are forbidden so far"""
     penalised: bool = False
     """it has penalties"""
     num_top: int | None = None
-    """likeliest tokens whose log-probabilities are wanted"""
+    """most likely tokens whose log-probabilities are wanted"""
     masked: bool = False
     """its tokens are limited by a structure"""
 
@@ -123,15 +122,15 @@ class Step:
     ints: Ints
     """the parts of the shape, one after the other"""
     table_updates: Ints
-    """[2, n]: places in the flat block tables, and what is put there"""
+    """[2, n]: indices into the flat block tables, and their new entries"""
     copies: Ints
     """[2, n]: source and target blocks"""
     admitted: list[Admitted] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
-    """empty: the quick way of drawing does"""
+    """empty: the fast sampler suffices"""
     prompts: list[PromptLogprobs] = field(default_factory=list)
     draws: bool = True
-    """somebody gets a token"""
+    """whether any sequence samples a token"""
 
     def part(self, name: str) -> Ints:
         at, size = self.shape.parts()[name]

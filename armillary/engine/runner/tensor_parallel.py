@@ -1,8 +1,8 @@
-"""An engine over several ranks: heads, MLPs and the vocabulary are cut, decisions are made by the first and sent on.
+"""Tensor parallelism of the engine: heads, MLPs and the vocabulary are sharded; rank 0 schedules and broadcasts steps.
 
-Rank 0 schedules and sends each step as numbers; the others run the same steps until there are no more. Where ranks are
-more than KV heads, several hold the same one. Every rank draws the tokens itself, from the same logits by the same
-seeds, so that the next step finds them on its own device.
+Rank 0 sends each step as arrays; the others run the same steps until there are no more. Where there are more ranks than
+KV heads, several hold the same one. Every rank samples the tokens itself, from the same logits by the same seeds, so
+that the next step finds them on its own device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.engine.runner.executor import FastExecutor, Launched
-from armillary.engine.runner.full_qk_norm import whole_norm
+from armillary.engine.runner.full_qk_norm import full_qk_norm
 from armillary.engine.runner.layer import Dense, Layer, Product
 from armillary.engine.scheduler.decision import Decision
 from armillary.errors import BadLayout
@@ -31,36 +31,36 @@ from armillary.spec.model import ModelConfig
 # N query heads, K KV heads, D head dim, H hidden
 
 
-def whole_world(world: World) -> Group:
-    """All ranks, as one group that cuts the model."""
+def world_group(world: World) -> Group:
+    """All ranks as the tensor-parallel group."""
     world_group = dist.group.WORLD
     assert world_group is not None, "several ranks have a process group"
     return Group(name=world_group.group_name, size=world.size, rank=world.rank)
 
 
 def local_kv_heads(config: ModelConfig, size: int) -> int:
-    """KV heads of a rank; one where ranks are more."""
+    """KV heads per rank; 1 where there are more ranks."""
     return max(1, config.kv_heads // size)
 
 
-def refuse_uncuttable(config: ModelConfig, size: int) -> None:
-    """What cannot be cut evenly is said before weights are loaded."""
+def check_shardable(config: ModelConfig, size: int) -> None:
+    """Refuse a model that cannot be sharded evenly, before its weights are loaded."""
     layout, case = Layout(tp=size), Case(model=config, for_training=False)
     if not tp_holds(layout, case):
         raise BadLayout(tp_says(layout, case, "--tp "))
     if config.qk_norm == "all" and config.norm != "rms":
-        raise BadLayout(f"{config.name} norms all heads together by their mean, which is not cut here; use --tp 1")
+        raise BadLayout(f"{config.name} norms all heads together by their mean, which is not sharded here; use --tp 1")
 
 
-def cut(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
-    """Leave this rank its part of every product."""
-    refuse_uncuttable(config, group.size)
+def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
+    """Leave this rank its shard of every GEMM."""
+    check_shardable(config, group.size)
     for layer in executor.forward.layers:
-        _cut_layer(layer, config, group)
+        _shard_layer(layer, config, group)
     forward = executor.forward
     forward.reduce = lambda x: all_reduce(x, group)
     if config.qk_norm == "all":
-        forward.into_cache = whole_norm(
+        forward.into_cache = full_qk_norm(
             forward.kernels.qkv_cache,
             config,
             rank=group.rank,
@@ -68,23 +68,23 @@ def cut(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
             add=lambda squares: all_reduce(squares, group),
         )
     if forward.kernels.small is not None:
-        forward.kernels = replace(forward.kernels, small=None)  # its residual would be added by every rank
-    forward.head = _cut_head(forward.head, forward.model.config.vocab, group)
+        forward.kernels = replace(forward.kernels, small=None)  # every rank would add its residual
+    forward.head = _shard_head(forward.head, forward.model.config.vocab, group)
     for block in forward.model.blocks.values():
-        _forget(block)
+        _free_weights(block)
 
 
-def _forget(block: Any) -> None:
-    """The whole weights are not needed any more."""
+def _free_weights(block: Any) -> None:
+    """Free the full weights."""
     dense = (block.mlp.up, block.mlp.down) if isinstance(block.mlp, MLP) else ()
     for linear in (block.attention.qkv, block.attention.out, *dense):
         linear.weight = torch.nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
 
 
-def _cut_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
+def _shard_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
     heads, size, rank = config.heads, group.size, group.rank
     local, dim = heads // size, config.head_dim
-    layer.qkv = _cut_qkv(_plain(layer.qkv), config, group)
+    layer.qkv = _shard_qkv(_plain(layer.qkv), config, group)
     columns = slice(rank * local * dim, (rank + 1) * local * dim)
     layer.out = _columns(_plain(layer.out), columns, first=rank == 0)
     if layer.up is not None and layer.down is not None:
@@ -94,7 +94,7 @@ def _cut_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
         layer.down = _columns(down, slice(rank * inner, (rank + 1) * inner), first=rank == 0)
     else:
         assert isinstance(layer.mixture, MixtureOfExperts)
-        _cut_mixture(layer.mixture, group)
+        _shard_mixture(layer.mixture, group)
     local_heads = slice(rank * local, (rank + 1) * local)
     sinks, slopes = layer.options.sinks_N, layer.options.slopes_N
     layer.options = replace(
@@ -104,8 +104,9 @@ def _cut_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
     )
 
 
-def _cut_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
-    """Whole groups of [q…, k, v]; where ranks share a KV head, its queries are cut and its key and value are copied."""
+def _shard_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
+    """Full groups of [q…, k, v]; where ranks share a KV head, its queries are sharded and its key and value
+    replicated."""
     members, dim = config.heads // config.kv_heads, config.head_dim
     rows = torch.arange(len(qkv.weight), device=qkv.weight.device).view(config.kv_heads, members + 2, dim)
     if config.kv_heads >= group.size:
@@ -118,25 +119,25 @@ def _cut_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
     return Dense(qkv.weight[local_rows].contiguous(), None if qkv.bias is None else qkv.bias[local_rows].contiguous())
 
 
-def _cut_mixture(mixture: MixtureOfExperts, group: Group) -> None:
-    """Every rank has a slice of every expert; the router is whole."""
+def _shard_mixture(mixture: MixtureOfExperts, group: Group) -> None:
+    """Every rank has a shard of every expert; the router is replicated."""
     experts, shared = mixture.experts, mixture.shared
 
-    def mine(whole: Tensor, dim: int) -> torch.nn.Parameter:
-        return torch.nn.Parameter(whole.detach().chunk(group.size, dim)[group.rank].contiguous(), requires_grad=False)
+    def local_shard(weight: Tensor, dim: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(weight.detach().chunk(group.size, dim)[group.rank].contiguous(), requires_grad=False)
 
-    experts.up_E2FH, experts.down_EHF = mine(experts.up_E2FH, 1), mine(experts.down_EHF, 2)
+    experts.up_E2FH, experts.down_EHF = local_shard(experts.up_E2FH, 1), local_shard(experts.down_EHF, 2)
     if experts.up_bias_E2F is not None:
-        experts.up_bias_E2F = mine(experts.up_bias_E2F, 1)
+        experts.up_bias_E2F = local_shard(experts.up_bias_E2F, 1)
     if experts.down_bias_EH is not None and group.rank:
         zeros = torch.zeros_like(experts.down_bias_EH)
         experts.down_bias_EH = torch.nn.Parameter(zeros, requires_grad=False)  # the first rank adds it
     if shared is not None:
-        shared.up.weight, shared.down.weight = mine(shared.up.weight, 0), mine(shared.down.weight, 1)
+        shared.up.weight, shared.down.weight = local_shard(shared.up.weight, 0), local_shard(shared.down.weight, 1)
 
 
-def _cut_head(head: Product, vocab: int, group: Group) -> Product:
-    """Each rank keeps the whole head's weight where it is tied; logits are computed by parts and put together."""
+def _shard_head(head: Product, vocab: int, group: Group) -> Product:
+    """Vocabulary-parallel logits, all-gathered; a tied weight stays unsharded on each rank."""
     model: Any = getattr(head, "__self__", None)
     assert model is not None, "the head is the model's own"
     linear = model.output
@@ -168,17 +169,17 @@ def _columns(product: Dense, columns: slice, *, first: bool) -> Dense:
 
 
 def _plain(product: Product) -> Dense:
-    assert isinstance(product, Dense), "weights are cut before they are rounded"
+    assert isinstance(product, Dense), "weights are sharded before they are quantized"
     return product
 
 
 class Leader:
-    """The executor of rank 0: sends steps on before it runs them."""
+    """The executor of rank 0: broadcasts steps before it runs them."""
 
     def __init__(self, executor: FastExecutor, group: Any = None) -> None:
         self.executor, self._group = executor, group
         self.leads = dist.get_rank(group) == 0
-        """until it is stopped"""
+        """whether it still sends steps"""
 
     def launch(self, decision: Decision) -> Launched:
         step = self.executor.encoder.encode(decision)
@@ -194,13 +195,13 @@ class Leader:
         return self.executor.warm()
 
     def stop(self) -> None:
-        """Let the others go."""
+        """Stop the other ranks."""
         self.leads = False
         dist.broadcast_object_list([None], src=0, group=self._group)
 
 
 def follow(executor: FastExecutor, group: Any = None) -> int:
-    """The other ranks: run what comes, until nothing does; how many steps that was."""
+    """On the other ranks: run the steps that rank 0 sends until it stops; returns their number."""
     count = 0
     while True:
         message: list[Any] = [None]

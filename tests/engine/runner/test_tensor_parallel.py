@@ -15,7 +15,7 @@ from armillary.engine.engine import Engine
 from armillary.engine.llm import LLM
 from armillary.engine.output.output_text import Answers
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.tensor_parallel import Leader, cut, follow, local_kv_heads, refuse_uncuttable
+from armillary.engine.runner.tensor_parallel import Leader, check_shardable, follow, local_kv_heads, shard
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import settings_for
@@ -67,7 +67,7 @@ def served(weights: Transformer, wanted: list[Any], size: int, rank: int) -> lis
     if size == 1:
         return run(scheduler, executor, wanted)
     group = Group(name=dist.group.WORLD.group_name, size=size, rank=rank)  # type: ignore[union-attr]
-    cut(executor, config, group)
+    shard(executor, config, group)
     if rank:
         return [[follow(executor)]]
     leader = Leader(executor)
@@ -112,7 +112,7 @@ def test_two_ranks_give_the_tokens_of_transformers_for_every_family(ranks: Ranks
 
 def can_be_cut(family: str, seed: int) -> bool:
     try:
-        refuse_uncuttable(models(family, seed)[1].config, 2)
+        check_shardable(models(family, seed)[1].config, 2)
     except BadLayout:
         return False
     return True
@@ -153,16 +153,16 @@ def test_the_python_object_over_ranks(ranks: Ranks, folder: Path) -> None:  # no
         ),
         (
             dict(qk_norm="all", norm="layer"),
-            "small norms all heads together by their mean, which is not cut here; use --tp 1",
+            "small norms all heads together by their mean, which is not sharded here; use --tp 1",
         ),
     ],
 )
 def test_what_cannot_be_cut_evenly_is_refused(fields: dict[str, Any], sentence: str) -> None:
     """Rows would be left out of a layer without a word."""
     with pytest.raises(BadLayout) as refused:
-        refuse_uncuttable(small(**fields | {"name": "small"}), 2)
+        check_shardable(small(**fields | {"name": "small"}), 2)
     assert str(refused.value) == sentence
 
 
 def test_the_ffn_of_dense_layers_that_a_model_does_not_have_is_not_looked_at() -> None:
-    refuse_uncuttable(small(ffn=47, moe=EXPERTS), 2)
+    check_shardable(small(ffn=47, moe=EXPERTS), 2)
