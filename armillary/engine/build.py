@@ -15,11 +15,17 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.engine import Engine, Record
 from armillary.engine.output.output_text import Answers, NoText
-from armillary.engine.runner.cpu_packed_weights import PackedDense, packs, replace_head, replace_linears
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.fp8_weights import pick_fp8, to_fp8
-from armillary.engine.runner.int8_weights import Int8Dense
 from armillary.engine.runner.kv_memory_budget import kv_budget
+from armillary.engine.runner.linear_formats import (
+    Int8Dense,
+    PackedDense,
+    packs,
+    pick_fp8,
+    replace_head,
+    replace_linears,
+    to_fp8,
+)
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.loop import Loop

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps: one for each padded shape, all over the same input buffer and pool of memory.
+"""CUDA graphs of steps: one per padded shape, all with the same input buffer and memory pool.
 
 On a device without graphs the same function is called as it is.
 """
@@ -15,11 +15,11 @@ from armillary.engine.runner.batch_encoder import Fit, unpadded
 from armillary.engine.runner.step_input import Shape
 
 Compute = Callable[[Shape, bool, Tensor], Any]
-"""(shape, whether tokens are drawn the quick way, packed inputs) -> tensors"""
+"""(shape, whether the fast sampler is used, packed inputs) -> tensors"""
 
 
 class Steps:
-    """Runs `compute` eagerly, a step at a time."""
+    """Runs `compute` eagerly."""
 
     fit: Fit = staticmethod(unpadded)
 
@@ -30,7 +30,7 @@ class Steps:
         return self._compute(shape, quick, self._send(ints))
 
     def warm(self, groups: int) -> int:
-        """Graphs captured."""
+        """Number of captured graphs."""
         return 0
 
     def trial(self, groups: int) -> int:
@@ -39,7 +39,7 @@ class Steps:
 
 
 class GraphSteps(Steps):
-    """Runs `compute` as graphs, captured when `warm` is called or when a shape comes a second time."""
+    """Runs `compute` as CUDA graphs, captured by `warm` or when a shape comes a second time."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GraphSteps(Steps):
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._seen: set[Hashable] = set()
         self._full = False
-        """there was no memory for one more"""
+        """there is no memory for another graph"""
         self._aside = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.fit = self._fit
@@ -82,7 +82,7 @@ class GraphSteps(Steps):
         return results
 
     def warm(self, groups: int) -> int:
-        """Capture every shape that steps are padded to, the largest first, so that the others fit its memory."""
+        """Capture every padded shape, the largest first, so that the others fit into its memory."""
         for shape in self._shapes(groups):
             if (shape, True) not in self._graphs and not self._captured(shape, True):
                 break
@@ -94,8 +94,8 @@ class GraphSteps(Steps):
         return shapes + [Shape(rows, rows, groups, True) for rows in reversed(self.rows)]
 
     def trial(self, groups: int) -> int:
-        """Bytes that graphs will take: the largest's pool, which the others share, and what one more adds for each.
-        Both are let go of, since they were captured over buffers that are about to change."""
+        """Bytes that graphs will take: the pool of the largest, which the others share, and what each further graph
+        adds. Both are freed, since they were captured over buffers that are about to change."""
         shapes, free = self._shapes(groups), [self._free()]
         for shape in (shapes[0], shapes[-1]):
             self._captured(shape, True)
@@ -106,7 +106,7 @@ class GraphSteps(Steps):
         return max(0, free[0] - free[1]) + max(0, free[1] - free[2]) * (len(shapes) - 1)
 
     def _free(self) -> int:
-        """Memory that nobody has, once the allocator has given back what it does not use."""
+        """Free device memory, after the allocator has released its cache."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
@@ -120,7 +120,7 @@ class GraphSteps(Steps):
         return packed
 
     def _captured(self, shape: Shape, quick: bool) -> bool:
-        """Capture a shape; where there is no memory for that, no more are captured and steps run without."""
+        """Capture a shape; without memory for it, no more graphs are captured and steps run eagerly."""
         if self._full:
             return False
         try:
@@ -134,8 +134,8 @@ class GraphSteps(Steps):
         return not self._full
 
     def _capture(self, shape: Shape, quick: bool) -> None:
-        """On a step of padding alone, which writes nothing; once outside, for what compiles or allocates at first.
-        torch's own context manager gives all cached memory back before each graph, which costs more than a graph."""
+        """Capture on a step of padding, which writes nothing, after one eager run for what compiles or allocates first.
+        torch's own context manager frees all cached memory before each graph, which costs more than a graph."""
         packed, current = self._load(shape, self._null(shape)), torch.cuda.current_stream(self._device)
         self._aside.wait_stream(current)
         try:
@@ -153,7 +153,7 @@ class GraphSteps(Steps):
 
 
 def row_sizes(most: int) -> list[int]:
-    """Batches that decodes are padded to. Products of up to 16 rows cost the same, those of many mostly what padding
+    """Batches that decodes are padded to. GEMMs of up to 16 rows cost the same, those of many mostly what padding
     they have, but cuBLAS is quicker at 256 rows than at 224 and 240 (an H200, 8B, 220 decodes: 13.1, 13.4 and 13.2 ms);
     the cost of attention does not depend on padding at all."""
     sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 224, 16), *range(256, most + 32, 32)]
@@ -161,7 +161,7 @@ def row_sizes(most: int) -> list[int]:
 
 
 def token_sizes(most: int) -> list[int]:
-    """Token counts that mixed steps are padded to: products cost what padding they have, so that it is kept small; 224
+    """Token counts that mixed steps are padded to: GEMMs pay for their padding, so it is kept small; 224
     and 288 tokens took an H200 as long as 256 and 320."""
     sizes, size = [64, 96, 128, 160, *range(192, 512, 64)], 512
     while size < most:
@@ -190,6 +190,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, without the advice and the C++ frames behind it."""
+    """First line of an error, without advice and C++ frames."""
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return message.split(". ")[0][:160]

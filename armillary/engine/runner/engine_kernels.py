@@ -1,4 +1,4 @@
-"""The kernels an engine computes with, chosen once when it starts."""
+"""The engine's kernels, chosen once when it starts."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKernels:
-    """One function an operation."""
+    """One function per operation."""
 
     norm: Run = norm
     add_norm: Run = add_norm
     activate: Run = activate
     qkv_cache: Run = qkv_cache
     norms_apart: bool = False
-    """`qkv_cache` knows no norm over all heads, which the model has"""
+    """the model has a QK norm over all heads, which `qkv_cache` does not have"""
     attention: Run = paged_attention
     tokens: Run | None = None
-    """`qkv_cache` and `attention` in one for a few sequences with one new token each; none: one after the other"""
+    """`qkv_cache` and `attention` fused, for a few sequences with one new token each; none: one after the other"""
     look_up: Run | None = None
-    """what a decoding step needs of its rows in one launch; none: a lookup each"""
+    """gathers the inputs of a decode step in one launch; none: one launch each"""
     put: Run | None = None
-    """drawn tokens into their rows, likewise"""
+    """writes sampled tokens into their rows in one launch; none: index_put"""
     sample: Run = sample
     logprobs: Run = logprobs
     small: Run | None = None
-    """products of a few tokens with the norm before and the gate or residual after; none: plain products"""
+    """GEMM for a few tokens fused with the norm before and the gate or residual after; none: plain GEMMs"""
     grouped: Run | None = None
-    """products of all experts of a layer, which wait for nothing; none: expert by expert"""
+    """grouped GEMM over the experts of a layer, without a synchronization; none: expert by expert"""
     capturable: bool = False
-    """none of them waits for the device, so that steps can be CUDA graphs"""
+    """none of them waits for the device, so that steps can be captured in CUDA graphs"""
 
 
 _CHECKED = 8
-"""rows that kernels are held against the reference with: an engine starts quickly, the bench checks large ones"""
+"""rows of the agreement check at the start, which has to be fast; the bench checks larger ones"""
 REFERENCE = EngineKernels()
-"""what every other choice is held against"""
+"""the reference of every other choice"""
 
 
 def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch: int) -> EngineKernels:
-    """The first deterministic version of each operation that this device and model can use; nothing is timed, so that
-    an engine starts quickly and two of them compute alike."""
+    """The first deterministic version of each operation for this device and model; nothing is timed, so that an engine
+    starts quickly and two engines compute the same."""
     if device.type == "cpu":
         return EngineKernels(
             norm=row_norm, add_norm=row_add_norm, qkv_cache=unpadded, attention=by_sdpa, sample=sample_rows
@@ -138,7 +138,7 @@ def _first(op: Op, case: Case) -> Run:
 
 
 def _plain(config: ModelConfig) -> bool:
-    """Whether the fused small products have the model's norm and activation: an RMS norm, SwiGLU, no biases."""
+    """Whether the fused small GEMMs have the model's norm and activation: an RMS norm, SwiGLU, no biases."""
     biased = config.qkv_bias or config.out_bias or config.mlp_bias
     return (
         config.norm == "rms"

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from armillary.engine.cache.layer_groups import Group
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels
-from armillary.engine.runner.full_qk_norm import full_qk_norm
-from armillary.engine.runner.layer import Dense, Layer, Product, make_layer
+from armillary.engine.runner.layer import Dense, Layer, LinearFn, full_qk_norm, make_layer
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.paged.paged_attention import PagedBatch
@@ -86,7 +85,7 @@ class Forward:
         self.reduce: Reduce = no_reduce
         """all-reduce of partial GEMM results"""
         self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
-        self.head: Product = model.head
+        self.head: LinearFn = model.head
         self.one_head = _plain_head(model) if kernels.small is not None and model.norm is not None else None
         """the head's weight, where norm and logits of a single token can be one fused GEMM"""
 
@@ -255,9 +254,9 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * scale
 
 
-def _weight(product: Product | None) -> Tensor:
-    assert isinstance(product, Dense), "small products take plain weights"
-    return product.weight
+def _weight(linear: LinearFn | None) -> Tensor:
+    assert isinstance(linear, Dense), "small products take plain weights"
+    return linear.weight
 
 
 def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""A layer of the model as the engine runs it: its products and norms as plain tensors, and how attention is called."""
+"""A layer of the model as the engine runs it: its linear functions and norms as plain tensors, and attention
+options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,8 +16,9 @@ from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
 from armillary.model.transformer import Block
+from armillary.spec.model import ModelConfig
 
-Product = Callable[[Tensor], Tensor]
+LinearFn = Callable[[Tensor], Tensor]
 
 
 class Dense:
@@ -33,21 +37,21 @@ def dense(linear: nn.Linear) -> Dense:
 
 @dataclass(kw_only=True)
 class Layer:
-    """One layer. Products may be exchanged before the first step: cut over ranks, or in fewer bits."""
+    """One layer. Linear functions may be replaced before the first step: sharded over ranks, or quantized."""
 
     group: int
-    """which block table"""
+    """layer group, which has a block table of its own"""
     slot: int
-    """its place among the layers of that table"""
+    """index among the layers of that group"""
     sliding: bool
-    """which rotary table"""
+    """which RoPE table"""
     rotates: bool
-    """whether queries and keys turn at all"""
-    qkv: Product
-    out: Product
-    up: Product | None
-    """none: `mixture` does the MLP"""
-    down: Product | None
+    """whether RoPE is applied"""
+    qkv: LinearFn
+    out: LinearFn
+    up: LinearFn | None
+    """none: `mixture` computes the MLP"""
+    down: LinearFn | None
     mixture: nn.Module | None
     activation: str
     gated: bool
@@ -55,13 +59,13 @@ class Layer:
     """attention_norm, attention_post_norm, mlp_norm, mlp_post_norm"""
     parallel: bool
     scale: float
-    """of what is added to the residual"""
+    """factor of what is added to the residual"""
     heads: QkvOptions
     options: AttentionOptions
 
 
 def make_layer(block: Block, group: int, slot: int) -> Layer:
-    """From the model's own block."""
+    """The layer of a model's block."""
     attention, mlp = block.attention, block.mlp
     is_dense = isinstance(mlp, MLP)
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
@@ -99,3 +103,41 @@ def _head_options(block: Block) -> QkvOptions:
         plus_one=norm.plus_one,
         interleaved=attention.interleaved,
     )
+
+
+# T tokens, M numbers of this rank's heads
+
+IntoCache = Callable[..., Any]
+"""`armillary.kernels.paged.qkv_to_cache.qkv_cache`, or a quicker one"""
+
+
+def full_qk_norm(
+    run: IntoCache,
+    config: ModelConfig,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    add: Callable[[Tensor], Tensor] = lambda squares: squares,
+) -> IntoCache:
+    """`run` with the norm before it, for the heads of `rank` of `size`; `add` all-reduces the sums of squares."""
+    local, held, dim = config.heads // size, max(1, config.kv_heads // size), config.head_dim
+    copies = max(1, size // config.kv_heads)
+
+    def normed(x_TM: Tensor, weight: Tensor, first: int, total: int, repeats: int, eps: float) -> Tensor:
+        wide = x_TM.float()
+        squares = add(wide.square().sum(-1, keepdim=True)) / repeats
+        local_weight = weight[first : first + x_TM.shape[1]].float()
+        return (wide * torch.rsqrt(squares / total + eps) * local_weight).to(x_TM.dtype)
+
+    def into_cache(qkv: Tensor, cache: Tensor, slots: Tensor, cos: Any, sin: Any, options: QkvOptions) -> Any:
+        assert options.q_weight is not None and options.k_weight is not None and not options.plus_one
+        grouped = qkv.unflatten(-1, (held, -1, dim))
+        q, k, v = grouped[:, :, :-2].flatten(1), grouped[:, :, -2].flatten(1), grouped[:, :, -1:]
+        q = normed(q, options.q_weight, rank * local * dim, config.heads * dim, 1, options.eps)
+        first = rank * config.kv_heads // size * dim
+        k = normed(k, options.k_weight, first, config.kv_heads * dim, copies, options.eps)
+        queries, keys = q.unflatten(-1, (held, -1, dim)), k.unflatten(-1, (held, 1, dim))
+        packed = torch.cat((queries, keys, v), dim=2).flatten(1)
+        return run(packed, cache, slots, cos, sin, replace(options, norm="none", q_weight=None, k_weight=None))
+
+    return into_cache

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.engine.runner.executor import FastExecutor, Launched
-from armillary.engine.runner.full_qk_norm import full_qk_norm
-from armillary.engine.runner.layer import Dense, Layer, Product
+from armillary.engine.runner.layer import Dense, Layer, LinearFn, full_qk_norm
 from armillary.engine.scheduler.decision import Decision
 from armillary.errors import BadLayout
 from armillary.model.layers.mlp import MLP
@@ -136,7 +135,7 @@ def _shard_mixture(mixture: MixtureOfExperts, group: Group) -> None:
         shared.up.weight, shared.down.weight = local_shard(shared.up.weight, 0), local_shard(shared.down.weight, 1)
 
 
-def _shard_head(head: Product, vocab: int, group: Group) -> Product:
+def _shard_head(head: LinearFn, vocab: int, group: Group) -> LinearFn:
     """Vocabulary-parallel logits, all-gathered; a tied weight stays unsharded on each rank."""
     model: Any = getattr(head, "__self__", None)
     assert model is not None, "the head is the model's own"
@@ -159,18 +158,18 @@ def _shard_head(head: Product, vocab: int, group: Group) -> Product:
     return logits
 
 
-def _rows(product: Dense, rows: slice) -> Dense:
-    return Dense(product.weight[rows].contiguous(), None if product.bias is None else product.bias[rows].contiguous())
+def _rows(linear: Dense, rows: slice) -> Dense:
+    return Dense(linear.weight[rows].contiguous(), None if linear.bias is None else linear.bias[rows].contiguous())
 
 
-def _columns(product: Dense, columns: slice, *, first: bool) -> Dense:
+def _columns(linear: Dense, columns: slice, *, first: bool) -> Dense:
     """The bias is added once, by the first rank."""
-    return Dense(product.weight[:, columns].contiguous(), product.bias if first else None)
+    return Dense(linear.weight[:, columns].contiguous(), linear.bias if first else None)
 
 
-def _plain(product: Product) -> Dense:
-    assert isinstance(product, Dense), "weights are sharded before they are quantized"
-    return product
+def _plain(linear: LinearFn) -> Dense:
+    assert isinstance(linear, Dense), "weights are sharded before they are quantized"
+    return linear
 
 
 class Leader:

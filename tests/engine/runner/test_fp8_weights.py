@@ -9,8 +9,8 @@ import torch
 
 from armillary.engine.build import make_engine
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.fp8_weights import Fp8Dense, to_fp8
 from armillary.engine.runner.layer import Dense
+from armillary.engine.runner.linear_formats import Fp8Dense, to_fp8
 from armillary.errors import BadInput
 from armillary.kernels.fp8.matmul import reference
 from armillary.model.transformer import build
@@ -24,7 +24,7 @@ def test_a_product_is_off_by_the_rounding_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(24, 48, generator=generator), torch.randn(5, 48, generator=generator)
     bias = torch.randn(24, generator=generator)
-    wide, narrow = Dense(weight, bias), Fp8Dense(Dense(weight, bias), reference)
+    wide, narrow = Dense(weight, bias), Fp8Dense(weight, bias, run=reference)
     error = (narrow(x) - wide(x)).norm() / wide(x).norm()
     assert 1e-4 < error < 5e-2
     torch.testing.assert_close(narrow(x[2:3]), narrow(x)[2:3], rtol=1e-5, atol=1e-4)  # scales are of a token alone

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from armillary.engine.build import make_engine
-from armillary.engine.runner.cpu_packed_weights import PackedDense, packs
-from armillary.engine.runner.int8_weights import Int8Dense
-from armillary.engine.runner.layer import Dense, Product
+from armillary.engine.runner.layer import Dense, LinearFn
+from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, packs
 from armillary.model.transformer import build
 from armillary.spec.tables.serve import Serve
 from tests.engine.fake import ask
@@ -29,7 +28,7 @@ needs_bf16 = pytest.mark.skipif(not packs(torch.empty(0, dtype=torch.bfloat16)),
     ],
 )
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_is_off_by_the_rounding_alone(make: Callable[..., Product], most: float, biased: bool) -> None:
+def test_a_product_is_off_by_the_rounding_alone(make: Callable[..., LinearFn], most: float, biased: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(24, 48, generator=generator), torch.randn(37, 48, generator=generator)
     bias = torch.randn(24, generator=generator) if biased else None

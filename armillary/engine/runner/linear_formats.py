@@ -1,0 +1,198 @@
+"""Formats of the engine's linear layers: packed bf16 and int8 weights on a CPU, fp8 weights on a GPU.
+
+PackedDense keeps bf16 weights in the layout of the CPU's matrix units (oneDNN), packed once when the engine starts:
+torch's own GEMM packs them in every call, which for a few tokens takes longer than the GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from armillary.engine.runner.forward import Forward, no_reduce
+from armillary.engine.runner.layer import Dense, LinearFn
+from armillary.errors import BadInput
+from armillary.kernels.core.choose import choose
+from armillary.kernels.core.requirements import lacking
+from armillary.kernels.fp8.linear import E4M3, quantised
+from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase
+from armillary.model.layers.mlp import MLP
+from armillary.model.transformer import Transformer
+
+Make = Callable[[Tensor, Tensor | None], LinearFn]
+"""(weight, bias) -> linear function"""
+
+
+class PackedDense:
+    """x @ weightᵀ + bias. With `plain`, the unpacked weight is kept too: for a single token it is a fifth faster."""
+
+    def __init__(self, weight_NK: Tensor, bias: Tensor | None = None, *, plain: bool = False) -> None:
+        self._ops: Any = torch.ops.mkldnn
+        self._packed = self._ops._reorder_linear_weight(weight_NK.detach(), None)
+        self._plain_NK = weight_NK.detach() if plain else None
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._plain_NK is None or len(x) != 1:
+            return self._ops._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        y = torch.mv(self._plain_NK, x[0])
+        return (y if self._bias is None else y + self._bias)[None]
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether this CPU and build of torch support packed bf16 weights."""
+    ops: Any = torch.ops.mkldnn
+    known = torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise")
+    here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return bool(known and here and ops._is_mkldnn_bf16_supported())
+
+
+def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
+    """Replace the linear functions of all layers but routers and experts; `let_go` frees the model's own weights."""
+    for layer, block in zip(forward.layers, forward.model.blocks.values(), strict=True):
+        layer.qkv, layer.out = _made(layer.qkv, make), _made(layer.out, make)
+        if layer.up is not None and layer.down is not None:
+            layer.up, layer.down = _made(layer.up, make), _made(layer.down, make)
+        if let_go:
+            _let_go(block.attention.qkv, block.attention.out)
+            if isinstance(block.mlp, MLP):
+                _let_go(block.mlp.up, block.mlp.down)
+
+
+def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
+    """The same for the head, unless it is sharded over ranks."""
+    if forward.reduce is no_reduce:
+        forward.head = _head(forward.model, make)
+        if let_go and forward.model.output is not None:
+            _let_go(forward.model.output)
+
+
+def _made(linear: LinearFn, make: Make) -> LinearFn:
+    assert isinstance(linear, Dense), "only plain weights can be packed or quantized"
+    return make(linear.weight, linear.bias)
+
+
+def _head(model: Transformer, make: Make) -> LinearFn:
+    """`Transformer.head` with another linear function."""
+    if model.output is not None:
+        linear = make(model.output.weight, model.output.bias)
+    else:
+        assert model.embedding is not None, "an engine has the whole model"
+        linear = make(model.embedding.weight, None)
+    scale, cap = model.config.logit_scale, model.config.logit_softcap
+
+    def logits(x: Tensor) -> Tensor:
+        logits_BV = linear(x) if scale == 1.0 else linear(x) * scale
+        return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
+
+    return logits
+
+
+def _let_go(*linears: nn.Linear) -> None:
+    for linear in linears:
+        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+
+
+class Int8Dense:
+    """x @ weightᵀ + bias with both factors in int8 on a CPU: a scale per row of the weight and per token, sums in
+    int32. The output does not depend on other rows of the batch."""
+
+    def __init__(self, weight_NK: Tensor, bias: Tensor | None = None) -> None:
+        wide = weight_NK.detach().float()
+        self.scale_N = wide.abs().amax(dim=1).clamp_min(1e-12) / 127
+        rounded_NK = (wide / self.scale_N[:, None]).round().to(torch.int8)
+        self._ops: Any = torch.ops.onednn if has_onednn() and onednn_is_exact() else None
+        if self._ops is not None:
+            self._packed = self._ops.qlinear_prepack(rounded_NK, None)
+            self._zeros_N = torch.zeros(len(rounded_NK), dtype=torch.int32)
+        else:
+            self._weight_KN = rounded_NK.t()
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale_T1 = wide.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / 127
+        y = self._matmul((wide / scale_T1).round().to(torch.int8)) * scale_T1
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def _matmul(self, rounded_TK: Tensor) -> Tensor:
+        """int32 sums times the weight's scales, in fp32."""
+        if self._ops is None:
+            return int8_matmul(rounded_TK, self._weight_KN) * self.scale_N
+        return _onednn_matmul(self._ops, rounded_TK, self._packed, self.scale_N, self._zeros_N)
+
+
+def _onednn_matmul(ops: Any, rounded_TK: Tensor, packed: Tensor, scale_N: Tensor, zeros_N: Tensor) -> Tensor:
+    return ops.qlinear_pointwise(  # type: ignore[no-any-return]
+        rounded_TK, 1.0, 0, packed, scale_N, zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+def has_onednn() -> bool:
+    """Whether this build of torch has oneDNN's int8 GEMM."""
+    ops: Any = torch.ops.onednn
+    return torch.backends.mkldnn.is_available() and hasattr(ops, "qlinear_pointwise")
+
+
+def int8_matmul(a_TK: Tensor, b_KN: Tensor) -> Tensor:
+    """int8 GEMM with fp32 result; computed in fp32 where the CPU's int8 GEMM would saturate."""
+    return torch._int_mm(a_TK, b_KN).float() if int_mm_is_exact() else a_TK.float() @ b_KN.float()
+
+
+@cache
+def int_mm_is_exact() -> bool:
+    """Whether torch's int8 GEMM sums in int32 on this CPU, shown by the largest numbers there are."""
+    largest = torch.full((32, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.t()) == 127 * 127 * 64).all())
+
+
+@cache
+def onednn_is_exact() -> bool:
+    """Whether oneDNN sums these products in int32. Without VNNI, AVX2 adds pairs in 16 bits, where large ones saturate:
+    shown by the largest numbers there are."""
+    ops: Any = torch.ops.onednn
+    rows, columns, depth = 4, 16, 64
+    x_TK, weight_NK = (torch.full((size, depth), 127, dtype=torch.int8) for size in (rows, columns))
+    scale_N, zeros_N = torch.ones(columns), torch.zeros(columns, dtype=torch.int32)
+    sums = _onednn_matmul(ops, x_TK, ops.qlinear_prepack(weight_NK, None), scale_N, zeros_N)
+    return bool((sums == 127 * 127 * depth).all())
+
+
+Matmul = Callable[..., Tensor]
+"""`armillary.kernels.fp8.matmul.reference`, or a faster one"""
+
+
+class Fp8Dense:
+    """x @ weightᵀ + bias with both factors in E4M3: a scale per row of the weight and per token, sums in fp32. The
+    weight is quantized once, when the engine starts; the output does not depend on other rows of the batch."""
+
+    def __init__(self, weight_NK: Tensor, bias: Tensor | None, *, run: Matmul) -> None:
+        weight, scale = quantised(weight_NK.detach(), E4M3, "row")
+        self.weight_NK, self.scale_N1, self.bias, self._run = weight, scale.float(), bias, run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._run(x, self.weight_NK, self.scale_N1)
+        return y if self.bias is None else y + self.bias
+
+
+def pick_fp8(weight: Tensor, tokens: int) -> Matmul:
+    """The fp8 matmul for weights like this one; BadInput where the device has none."""
+    if lacking(("fp8",), weight.device.type) or weight.dtype != torch.bfloat16:
+        raise BadInput(
+            "weights in fp8 are for bf16 models on a GPU of compute capability 8.9 or more; leave serve.weights=auto"
+        )
+    outputs, inputs = weight.shape
+    case = Fp8MatmulCase(tokens=tokens, outputs=outputs, inputs=inputs, dtype="bf16", device="cuda")
+    run: Any = choose(FP8_MATMUL, case, deterministic=True).run
+    return run  # type: ignore[no-any-return]
+
+
+def to_fp8(forward: Forward, run: Matmul, *, let_go: bool = False) -> None:
+    """fp8 linear layers everywhere but in routers and experts; `let_go` frees the model's own weights."""
+    forward.kernels = replace(forward.kernels, small=None)  # it takes plain weights
+    replace_linears(forward, partial(Fp8Dense, run=run), let_go=let_go)
