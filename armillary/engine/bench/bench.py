@@ -1,4 +1,4 @@
-"""`bench serve` as a library: offline throughput by batching mode, and the latency of a single stream."""
+"""Benchmark of the engine (`bench serve`): offline throughput by batching mode, and latency of a single stream."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from armillary.store.peaks import Peaks
 
 MODES = ("none", "static", "dynamic", "continuous")
 _BURST = 3
-"""batches a burst"""
+"""batches per burst"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeBench:
-    """What an engine reached."""
+    """Results of the benchmark."""
 
     model: str
     """name of the shape"""
@@ -33,32 +33,32 @@ class ServeBench:
     single: Served
     """one request at a time, greedy"""
     single_bytes_per_s: float
-    """weights and keys that decoding one token read, a second"""
+    """bytes per second of weights and keys read by single-stream decoding"""
     together: int
-    """requests of a batch at most"""
+    """most requests per batch"""
     burst: int
-    """requests that come together"""
+    """requests per burst"""
     modes: tuple[Served, ...]
-    """the same requests, batched in different ways"""
+    """the same requests by batching mode"""
 
     @property
     def single_tokens_per_s(self) -> float:
-        """After the first."""
+        """Output tokens per second after the first token."""
         return (self.single.tokens_out - 1) / max(1e-9, self.single.seconds - self.single.ttft_p50_s)
 
 
 @dataclass(kw_only=True)
 class Notes:
-    """What an engine recorded, in memory: no file is written while the clock runs."""
+    """Records in memory: no file is written during the measurement."""
 
     kept: list[tuple[float, Mapping[str, Any], int | None, str | None]] = field(default_factory=list)
-    """unix seconds, gauges, and the step or the request they are of"""
+    """unix seconds, gauges, and their step or request"""
 
     def record(self, gauges: Mapping[str, Any], *, step: int | None = None, request: str | None = None) -> None:
         self.kept.append((time.time(), gauges, step, request))
 
     def forget_warm_up(self) -> None:
-        """Steps and requests so far; what the engine rehearsed stays."""
+        """Drop steps and requests so far; calibration records stay."""
         self.kept = [record for record in self.kept if record[2] is None and record[3] is None]
 
 
@@ -76,11 +76,10 @@ def bench_serve(
 ) -> ServeBench:
     """A single stream, then the same ragged requests once for each batching mode.
 
-    They come in bursts, thrice as many as run together, the first of each a moment ahead, as from a program that asks
-    several things and goes on when it has all answers. So the modes differ by what they are, not by chance: one that
-    takes what is there runs the first alone; one that waits a little fills its batches; one that lets others in as
-    answers end has no batch whose longest answer all wait for. `keep` gets what was recorded of each mode.
-    """
+    Requests come in bursts of three times the batch size, the first a moment ahead, as from a program that sends
+    several requests and continues when all are complete. So the modes differ systematically: static batching runs the
+    first request alone; dynamic batching waits and fills its batches; continuous batching admits requests as others
+    end, so no batch waits for its longest sequence. `keep` gets the records of each mode."""
     config, weight = model.config, next(model.parameters())
     longest = min(config.context, serve.max_model_len or tokens_in + tokens_out)
     serve = replace(serve, max_model_len=longest)

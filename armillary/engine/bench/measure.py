@@ -1,4 +1,4 @@
-"""What an engine reaches: tokens a second, time to first token, gaps between tokens, and bytes a second of decoding."""
+"""Throughput and latency of an engine: tokens per second, TTFT, inter-token latency, and bytes per decode step."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ _NAP_S = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """One run of requests that were all there from the beginning."""
+    """Results of one run."""
 
     name: str
-    """what was run"""
+    """name of the run"""
     requests: int
-    """answers that came to their end"""
+    """finished sequences"""
     tokens_in: int
-    """of the prompts"""
+    """prompt tokens"""
     tokens_out: int
-    """of the answers"""
+    """output tokens"""
     seconds: float
     """from the first request to the last token"""
     steps: int
-    """of the engine"""
+    """engine steps"""
     ttft_p50_s: float
-    """time to first token, from the beginning"""
+    """time to first token"""
     ttft_p99_s: float
     itl_p50_s: float
-    """gap between tokens of an answer"""
+    """inter-token latency"""
     itl_p99_s: float
     schedule_s: float
-    """mean time to decide a step"""
+    """mean scheduling time per step"""
     preempted: int
-    """times an answer was put back"""
+    """preemptions"""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens out."""
+        """Output tokens per second."""
         return self.tokens_out / self.seconds
 
 
 def serve_all(engine: Engine, requests: Iterable[Request], *, name: str = "", limit_s: float = 600.0) -> Served:
-    """Serve `requests` and say how it went; BadInput where one could not be served."""
+    """Serve `requests`; BadInput where one could not be served."""
     watch = Watch(engine)
     begin = time.monotonic()
     for request in requests:
@@ -80,7 +80,7 @@ def serve_bursts(engine: Engine, requests: Items[Request], size: int, *, name: s
 
 
 class Watch:
-    """An engine, and what came out of it since `clear`."""
+    """Counts the output of an engine since `clear`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -88,7 +88,7 @@ class Watch:
         self._names: list[str] = []
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self.gaps: list[float] = []
         self.firsts: list[float] = []
         self.decided: list[float] = []
@@ -112,7 +112,7 @@ class Watch:
         return pieces
 
     def give_up(self) -> None:
-        """Abort what is left."""
+        """Abort all requests."""
         for name in self._names:
             self.engine.abort(name)
 
@@ -148,8 +148,8 @@ class Watch:
 
 
 def decode_bytes(model: Transformer, context: float, *, batch: int = 1) -> float:
-    """Bytes one decode step has to read: every weight but the input embedding, and keys and values of the context.
-    Window layers read their window."""
+    """Bytes that a decode step reads: all weights but the input embedding, and keys and values of the context; layers
+    with a window read the window."""
     config = model.config
     weights = sum(
         p.numel() * p.element_size()

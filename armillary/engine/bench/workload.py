@@ -1,4 +1,4 @@
-"""Requests to measure engines with: random tokens, lengths fixed or drawn, all from a seed."""
+"""Requests for engine benchmarks: random tokens, fixed or random lengths, from a seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from armillary.engine.request.sampling_params import SamplingParams
 def fixed(
     count: int, *, tokens_in: int, tokens_out: int, vocab: int, seed: int = 0, name: str = "r", temperature: float = 0.0
 ) -> list[Request]:
-    """`count` requests alike in length; none ends early."""
+    """`count` requests of equal length; none ends early."""
     rng = Random(seed)
     return [
         _request(f"{name}{i}", [rng.randrange(vocab) for _ in range(tokens_in)], tokens_out, temperature)
@@ -20,7 +20,7 @@ def fixed(
 
 
 def ragged(count: int, *, most_in: int, most_out: int, vocab: int, seed: int = 0) -> list[Request]:
-    """Prompts and answers of a tenth of the most to the most, as requests mix in practice; none ends early."""
+    """Prompts and outputs of a tenth of the maximum to the maximum; none ends early."""
     rng = Random(seed)
     return [
         _request(

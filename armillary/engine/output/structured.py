@@ -79,15 +79,15 @@ class Structures:
 
 def _grammar(library: Any, structure: Structure) -> str:
     kind, source = structure.kind, structure.source
+    grammar: str
     if kind in ("json", "json_schema"):
         schema = json.loads(source) if kind == "json_schema" else {}
-        found = library.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+        grammar = library.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
     elif kind == "regex":
-        found = library.grammar_from_regex(source)
+        grammar = library.grammar_from_regex(source)
     else:
         choice = "start: " + " | ".join(json.dumps(text) for text in source.splitlines() if text)
-        found = library.grammar_from_lark(_lark(source) if kind == "grammar" else choice)
-    grammar: str = found
+        grammar = library.grammar_from_lark(_lark(source) if kind == "grammar" else choice)
     return grammar
 
 

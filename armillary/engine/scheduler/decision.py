@@ -38,7 +38,8 @@ class StepWork(NamedTuple):
 
 
 class StepTimeModel(Protocol):
-    """A model of how long an engine step takes."""
+    """A model of how long an engine step takes: the roofline of telemetry/step_roofline, the planner's `Replica`, the
+    fit of planning/simulation/fitted_step_time."""
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step with that work."""

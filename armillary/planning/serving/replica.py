@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from armillary.engine.scheduler.decision import StepWork
 from armillary.planning.device_model.efficiency import Curves, curves, width_of
 from armillary.planning.device_model.layout_arrays import PRECISIONS
 from armillary.planning.device_model.network import UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S
@@ -110,6 +111,17 @@ class Replica:
     def decode(self, count: int, context: int) -> EngineStepTime:
         """One more token for each of `count` sequences of `context` tokens."""
         return self.step([Group(count=count, queries=1, keys=context + 1)])
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of a step with that work; its decodes are taken as equally long, and so are its prefill chunks."""
+        rows, chunks = int(work.decode_tokens), int(work.prefill_rows)
+        groups = []
+        if rows:
+            groups.append(Group(count=rows, queries=1, keys=round(work.context_tokens / rows)))
+        if chunks:
+            keys = round((work.prefill_past + work.prefill_tokens) / chunks)
+            groups.append(Group(count=chunks, queries=round(work.prefill_tokens / chunks), keys=keys))
+        return self.step(groups).total_s
 
     def step(self, groups: Sequence[Group]) -> EngineStepTime:
         """One engine step over `groups`, all sequences of the replica; each ep rank runs its share."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from armillary.engine.scheduler.decision import StepWork
+from armillary.engine.scheduler.decision import StepTimeModel, StepWork
 from armillary.planning.simulation.step_noise import StepNoise, step_noise
 
 if TYPE_CHECKING:
@@ -318,21 +318,28 @@ def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: flo
     )
 
 
+def _decode_s(roofline: StepTimeModel, rows: int, context: int) -> float:
+    return roofline.seconds(StepWork(decode_tokens=rows, context_tokens=rows * (context + 1)))
+
+
+def _prefill_s(roofline: StepTimeModel, tokens: int) -> float:
+    return roofline.seconds(StepWork(prefill_tokens=tokens, prefill_rows=1))
+
+
 def planned_step_cost(
     replica: Replica, *, context: int = 512, prompt: int | None = None, steps: Sequence[Mapping[str, Any]] = ()
 ) -> StepCost:
     """The planner's roofline as a line through a few of its steps, scaled to measured steps where there are any. On a
     CPU, where even short prompts are compute-bound, the line goes through a `prompt` of the usual length."""
     few, many, chunk = 1, 64, 512
-    one, lots = replica.decode(few, context).total_s, replica.decode(many, context).total_s
-    longer = replica.decode(many, 2 * context).total_s
-    key_s = max(0.0, longer - lots) / (many * context)
-    decode_s = max(0.0, (lots - one) / (many - few) - context * key_s)
-    base_s = max(0.0, one - decode_s - context * key_s)
+    single_s, batch_s = _decode_s(replica, few, context), _decode_s(replica, many, context)
+    key_s = max(0.0, _decode_s(replica, many, 2 * context) - batch_s) / (many * context)
+    decode_s = max(0.0, (batch_s - single_s) / (many - few) - context * key_s)
+    base_s = max(0.0, single_s - decode_s - context * key_s)
     if prompt is not None and replica.cluster.chip.kind == "cpu":
-        prefill_s = (replica.prefill(prompt).total_s - base_s) / prompt
+        prefill_s = (_prefill_s(replica, prompt) - base_s) / prompt
     else:
-        prefill_s = (replica.prefill(2 * chunk).total_s - replica.prefill(chunk).total_s) / chunk
+        prefill_s = (_prefill_s(replica, 2 * chunk) - _prefill_s(replica, chunk)) / chunk
     cost = StepCost(
         base_s=base_s,
         prefill_s=max(0.0, prefill_s),
@@ -341,7 +348,9 @@ def planned_step_cost(
         waits=True,
         basis="planner's roofline",
     )
-    ratios = [one["engine_step_s"] / cost.of(one) for one in steps if one.get("engine_step_s", 0) > 0 and cost.of(one)]
+    ratios = [
+        step["engine_step_s"] / cost.of(step) for step in steps if step.get("engine_step_s", 0) > 0 and cost.of(step)
+    ]
     if not ratios:
         return cost
     times = median(ratios)

@@ -37,12 +37,12 @@ class StepNoise:
     def _nearest(self, kind: Kind) -> Sequence[float]:
         """Ratios of the nearest kinds, until there are enough."""
         apart = {other: abs(other[1] - kind[1]) + OTHER * (other[0] != kind[0]) for other in self.ratios}
-        found: list[float] = []
+        nearest: list[float] = []
         for distance in sorted(set(apart.values())):
-            found += [ratio for other, ratios in self.ratios.items() if apart[other] == distance for ratio in ratios]
-            if len(found) >= ENOUGH:
+            nearest += [ratio for other, ratios in self.ratios.items() if apart[other] == distance for ratio in ratios]
+            if len(nearest) >= ENOUGH:
                 break
-        return found
+        return nearest
 
 
 def step_noise(steps: Iterable[tuple[bool, float, float]]) -> StepNoise:
