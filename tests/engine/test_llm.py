@@ -177,7 +177,7 @@ def test_a_model_without_a_tokenizer_answers_token_ids(tmp_path: Path) -> None:
 def test_a_cache_too_small_for_one_is_said_to_that_one(folder: Path) -> None:
     llm = LLM(folder, Serve(block_tokens=4, kv_bytes=5000, max_running=4), device="cpu")
     long, short = llm.generate([[2] * 16, [2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
-    assert "may have 12; shorten it to 11 or raise serve.max_model_len and serve.kv_bytes" in long.error
+    assert "may have 12 together; shorten it to 11 or raise serve.max_model_len and serve.kv_bytes" in long.error
     assert len(short.tokens) == 4
     with pytest.raises(BadInput, match="a single text; give a list"):
         llm.generate("def main")
