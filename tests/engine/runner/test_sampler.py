@@ -119,7 +119,7 @@ def test_log_probabilities_come_in_one_tensor() -> None:
 
     class Watched(FastExecutor):
         def tokens(self, launched: Any) -> list[int]:
-            told.append(None if launched.told is None else tuple(launched.told.shape))
+            told.append(None if launched.logprobs is None else tuple(launched.logprobs.shape))
             return super().tokens(launched)
 
     requests = [ask(f"r{i}", [2 + i, 3], 3, temperature=0.0, logprobs=i, ignore_eos=True) for i in range(3)]
