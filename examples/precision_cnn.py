@@ -162,8 +162,8 @@ class Training:
         return float(sum(right)) / len(labels)  # type: ignore[arg-type]
 
 
-class Course:
-    """One precision on its way: its training, and what its steps said."""
+class TrainingRun:
+    """The training run of one precision, and what its steps measured."""
 
     def __init__(self, name: str, settings: Settings, device: torch.device, data: tuple[Tensor, Tensor]) -> None:
         self.name, self.settings, self.device = name, settings, device
@@ -203,14 +203,14 @@ def measure(
     """Every precision; on a CPU they take turns, step by step, so that what else it does slows all alike. On a GPU one
     after the other: its peak memory is that of all tensors there are."""
     if device.type == "cpu":
-        courses = [Course(name, settings, device, train) for name in DTYPES]
+        courses = [TrainingRun(name, settings, device, train) for name in DTYPES]
         for step in range(settings.steps):
             for course in courses:
                 course.step(step)
         return [course.result(test) for course in courses]
     results = []
     for name in DTYPES:
-        course = Course(name, settings, device, train)
+        course = TrainingRun(name, settings, device, train)
         for step in range(settings.steps):
             course.step(step)
         results.append(course.result(test))
