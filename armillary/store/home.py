@@ -7,6 +7,7 @@ Runs, data and registry are in the current folder; peaks and kernel choices of t
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,11 @@ class Home:
     @property
     def peaks(self) -> Path:
         return self.cache / "peaks"
+
+    @staticmethod
+    def device_file(folder: Path, device: str) -> Path:
+        """'NVIDIA H200' -> FOLDER/nvidia-h200.json."""
+        return folder / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
     @property
     def converted(self) -> Path:

@@ -6,7 +6,6 @@ only.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,4 +46,4 @@ def save_choice(home: Home, device: str, key: str, record: Record) -> None:
 
 def choices_path(home: Home, device: str) -> Path:
     """'NVIDIA H200' -> choices/nvidia-h200.json."""
-    return home.choices / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+    return home.device_file(home.choices, device)

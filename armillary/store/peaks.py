@@ -6,7 +6,6 @@ use peaks only for the device on which they were measured.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -136,7 +135,7 @@ def save_peaks(home: Home, peaks: Peaks) -> Peaks:
 
 def peaks_path(home: Home, device: str) -> Path:
     """'NVIDIA H200' -> peaks/nvidia-h200.json."""
-    return home.peaks / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+    return home.device_file(home.peaks, device)
 
 
 def _from_json(table: Mapping[str, Any], path: Path) -> Peaks:
