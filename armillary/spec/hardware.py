@@ -1,6 +1,6 @@
 """Chips, links, nodes, storage tiers, and the nested tiers of a cluster.
 
-All rates are dense and one-directional per device, in SI units; a figure that nobody published is None,
+All rates are dense and one-directional per device, in SI units; an unpublished figure is None,
 never a guess. The rows are in hardware.toml, each figure with its source.
 """
 
@@ -29,21 +29,21 @@ DTYPE_BYTES: Mapping[str, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One accelerator (or one CPU socket) as a program sees it."""
+    """One accelerator (or one CPU socket)."""
 
     name: str
     title: str
     vendor: str
     kind: Literal["gpu", "tpu", "npu", "cpu", "wafer"]
     year: int | None = None
-    """first shipped or announced"""
+    """year of first shipment or announcement"""
     memory_bytes: float | None = None
     memory_type: str = ""
     """HBM3, GDDR6, LPDDR5X, SRAM …"""
     memory_bytes_per_s: float | None = None
     """peak device memory bandwidth"""
     flops: Mapping[str, float] = field(default_factory=dict)
-    """dense peak per dtype, operations a second (int8 in integer operations)"""
+    """dense peak per dtype, operations per second (int8 in integer operations)"""
     sparse_flops: Mapping[str, float] = field(default_factory=dict)
     """peak with structured sparsity, where the vendor quotes one: never used in a roofline"""
     l2_bytes: float | None = None
@@ -59,7 +59,7 @@ class Chip:
     frameworks: tuple[str, ...] = ()
     """software that runs on it"""
     precisions: tuple[str, ...] = ()
-    """number formats it computes in (a superset of the peaks: a rate may be unpublished)"""
+    """dtypes it computes in (a superset of the peaks: a rate may be unpublished)"""
     list_price_usd: float | None = None
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class Link:
     name: str
     title: str
     bytes_per_s: float | None
-    """one direction, one device's share; none: not known before it is measured"""
+    """one direction, one device's share; None: unknown until it is measured"""
     latency_s: float | None
-    """time for the smallest message to arrive; none: not known before it is measured"""
+    """time for the smallest message to arrive; None: unknown until it is measured"""
     kind: Literal["scale_up", "scale_out", "host", "torus"]
     """inside a node, between nodes, to the host, or a torus of chips"""
     source: str = ""
@@ -92,19 +92,19 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine that can be bought or rented: chips, what joins them, what joins it to others."""
+    """A machine to buy or rent: its chips, the links between them, and its network."""
 
     name: str
     title: str
     chip: str
     num_chips: int
     link: str
-    """between its chips (a name in [link]; the host link where they share no other)"""
+    """link between its chips (a name in [link]; the host link where there is no other)"""
     network: str
-    """one link of the way to other nodes (a name in [link]); a chip has its own unless oversubscribed"""
+    """network link to other nodes (a name in [link]), one per chip unless oversubscribed"""
     shape: Literal["switch", "torus", "mesh"] = "switch"
     domain: int = 1
-    """how many such nodes share one scale-up domain (NVL72: 18 trays of 4; a TPU pod: its hosts)"""
+    """nodes per scale-up domain (NVL72: 18 trays of 4; a TPU pod: its hosts)"""
     oversubscription: float = 1.0
     """chips that share one `network` link (p4d: 8 GPUs on 4 cards = 2)"""
     cpu_cores: int | None = None
@@ -113,11 +113,11 @@ class Node:
     storage: str = ""
     """local storage (a name in [storage])"""
     num_drives: int = 1
-    """how many of them, read and written together"""
+    """number of drives, read and written in parallel"""
     storage_bytes: float | None = None
-    """size of all of them"""
+    """size of all drives"""
     power_w: float | None = None
-    """maximum draw of the whole node"""
+    """maximum power of the node"""
     list_price_usd: float | None = None
     aliases: tuple[str, ...] = ()
     source: str = ""
@@ -137,14 +137,14 @@ class Storage:
     latency_s: float
     """first byte"""
     usd_per_gb_month: float | None = None
-    """what keeping a gigabyte costs"""
+    """cost per stored gigabyte"""
     source: str = ""
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What an hour of one accelerator costs at one provider."""
+    """Price per hour of one accelerator at one provider."""
 
     chip: str
     provider: str
@@ -158,7 +158,7 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """One ring of a cluster: `count` of the thing inside, joined by `link`."""
+    """One tier of a cluster: `count` units connected by `link`."""
 
     link: Link
     count: int
@@ -174,7 +174,7 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Chips joined by nested tiers, innermost (fastest) first."""
+    """Chips connected by nested tiers, innermost (fastest) first."""
 
     name: str
     chip: Chip
@@ -198,7 +198,7 @@ class Cluster:
         return self.tiers[0].count if self.tiers else 1
 
     def tier_spanning(self, num_devices: int) -> Tier | None:
-        """The innermost tier that holds `num_devices` neighbours: the slowest link they cross."""
+        """The innermost tier that contains `num_devices` neighbours: the slowest link they cross."""
         if num_devices <= 1:
             return None
         reach = 1

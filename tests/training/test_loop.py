@@ -225,9 +225,9 @@ def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None
         (["train.batch_tokens=100"], "batch_tokens"),
         (["model.ffnn=3"], "did you mean ffn"),
         (["layot.tp=2"], "did you mean .layout."),
-        (["model.norm_at=after"], "a 'llama' config.json cannot say norm_at"),
+        (["model.norm_at=after"], "a 'llama' config.json cannot express norm_at"),
         (["model.family=gpt2"], "model_type 'gpt2' are not supported"),
-        (["model.qk_norm=head"], "cannot say qk_norm"),
+        (["model.qk_norm=head"], "cannot express qk_norm"),
         (["train.min_lr=1"], r"min_lr=1.0 must be at most the peak learning rate of 0.003; try --set train.min_lr="),
     ],
 )

@@ -1,7 +1,7 @@
 """Hugging Face config.json <-> ModelConfig.
 
 Reading covers every family of the catalogue; writing covers those whose weights `model.weights` can write, and
-refuses a shape that the family cannot say.
+refuses a shape that the family cannot express.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
 
 
 def _common(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The Llama-like reading that most families share; readers override what differs."""
+    """The Llama-like fields that most families share; readers override what differs."""
     tied = raw.get("tie_word_embeddings") or False
     if "hidden_size" not in raw:
         return {"vocab": raw["vocab_size"], "tied": tied, "rope": read_rope(raw)}
@@ -122,11 +122,11 @@ def _shared_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _refuse_loss(config: ModelConfig, read_back: ModelConfig) -> None:
-    """Writing must not change the model: what the family cannot say is an error, not a silent loss."""
+    """Writing must not change the model: what the family cannot express is an error, not a silent loss."""
     if lost := _lost(config, read_back):
         able = [family for family in WRITERS if _says(replace(config, family=family))]
         step = f"try --set model.family={' or '.join(able[:2])}" if able else "no other can either: leave it out"
-        raise BadModel(f"{config.name}: a '{config.family}' config.json cannot say {', '.join(lost)}; {step}")
+        raise BadModel(f"{config.name}: a '{config.family}' config.json cannot express {', '.join(lost)}; {step}")
 
 
 def _lost(wanted: Any, written: Any, prefix: str = "") -> list[str]:
@@ -143,7 +143,7 @@ def _lost(wanted: Any, written: Any, prefix: str = "") -> list[str]:
 def _says(config: ModelConfig) -> bool:
     try:
         return from_hf(_written(config), name=config.name) == config
-    except (BadModel, KeyError, TypeError, ValueError):  # a family may lack the words for the shape altogether
+    except (BadModel, KeyError, TypeError, ValueError):  # a family may have no fields for the shape at all
         return False
 
 

@@ -17,7 +17,7 @@ Fields = dict[str, Any]
 def kinds(
     raw: Raw, *, sliding: Callable[[int], bool] | None = None, moe: Callable[[int], bool] | None = None
 ) -> list[Fields]:
-    """One table a layer, from `layer_types` where the file has it, else from the rules given."""
+    """One table per layer, from `layer_types` where the file has it, else from the given rules."""
     types = raw.get("layer_types")
     names = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
     count = raw.get("num_hidden_layers") or raw.get("n_layer") or raw.get("n_layers") or 0

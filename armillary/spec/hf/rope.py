@@ -18,7 +18,7 @@ _KNOWN: dict[str, RopeScaling] = {name: name for name in get_args(RopeScaling)}
 
 def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: float | None = None) -> Rope:
     """`Rope` from a config's rope fields; `theta` and `fraction` are the family's defaults. A family that gives no
-    fraction rotates whole heads, whatever its file says, as transformers does."""
+    fraction rotates full heads, whatever its file says, as transformers does."""
     table = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     local = None
     if "full_attention" in table:
@@ -27,8 +27,8 @@ def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: floa
     elif raw.get("rope_local_base_freq"):
         local = raw["rope_local_base_freq"]
     base = table.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or theta
-    said = (table.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), raw.get("rotary_pct"), fraction)
-    part = 1.0 if fraction is None else _first(*said)
+    candidates = (table.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), raw.get("rotary_pct"), fraction)
+    part = 1.0 if fraction is None else _first(*candidates)
     scaling = table.get("rope_type") or table.get("type") or "default"
     if "short_factor" in table:
         scaling = "longrope"  # early Phi-3 files call it su or yarn

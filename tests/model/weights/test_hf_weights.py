@@ -183,6 +183,6 @@ def test_an_existing_folder_is_not_overwritten_unasked(folder: Path) -> None:
 
 def test_what_a_family_cannot_say_is_refused(tmp_path: Path) -> None:
     model = build(small(qk_norm="head"), dtype=torch.float32, device="cpu", seed=1)
-    with pytest.raises(ArmillaryError, match="cannot say qk_norm"):
+    with pytest.raises(ArmillaryError, match="cannot express qk_norm"):
         save_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -141,9 +141,9 @@ def test_a_missing_size_is_named() -> None:
 
 def test_a_shape_that_its_family_cannot_say_is_refused_with_one_that_can() -> None:
     llama = catalogue.model("llama-3.1-8b").config
-    with pytest.raises(BadModel, match=r"'llama' config.json cannot say .*window; try --set model.family=mistral"):
+    with pytest.raises(BadModel, match=r"'llama' config.json cannot express .*window; try --set model.family=mistral"):
         to_hf(replace(catalogue.model("mistral-7b").config, family="llama"))
-    with pytest.raises(BadModel, match=r"cannot say positions; no other can either"):
+    with pytest.raises(BadModel, match=r"cannot express positions; no other can either"):
         to_hf(replace(llama, positions="alibi"))
     with pytest.raises(BadModel, match="is of a model with experts and this has none; try --set model"):
         to_hf(replace(llama, family="mixtral"))
