@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from armillary.errors import BadInput, BadModel, missing
 from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.core.torch_compat import load_program
 from armillary.model.layers.attention_forms import masked, plain
 from armillary.model.transformer import Transformer
 
@@ -191,13 +192,6 @@ def _error(want: Tensor, got: Tensor) -> float:
     want, got = want.double(), got.double()
     scale = max(1e-9, float(want.abs().max())) if want.numel() else 1.0
     return float((want - got).abs().max()) / scale if want.numel() else 0.0
-
-
-def load_program(path: Path) -> torch.export.ExportedProgram:
-    """An exported program from its file; torch 2.11 warns about read-only buffers, which are never written to."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.export.load(str(path))
 
 
 def _reader(path: Path, form: ExportFormat) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from armillary.kernels.core.torch_compat import fsdp_param_groups
 from armillary.parallel.device_timer import DeviceTimer, Mark
 
 
@@ -88,11 +89,8 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 def _wrap_wait(module: FSDPModule, waits: ExposedWaits) -> None:
     """Weights are all-gathered ahead; the wait for them is the part that is not hidden."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13 may have several
-    for group in groups:
-        if group is not None:
-            group.wait_for_unshard = _timed(group.wait_for_unshard, waits)
+    for group in fsdp_param_groups(module):
+        group.wait_for_unshard = _timed(group.wait_for_unshard, waits)
 
 
 def _timed(wait: Callable[[], None], waits: ExposedWaits) -> Callable[[], None]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from armillary.errors import BadInput, BadModel, NotFound
-from armillary.model.export_graph import Input, export, like, load_program, of_transformer, parse_input
+from armillary.kernels.core.torch_compat import load_program
+from armillary.model.export_graph import Input, export, like, of_transformer, parse_input
 from armillary.model.layers.attention_forms import plain
 from armillary.model.python_module import is_python_module, load_python_module
 from armillary.model.transformer import build

@@ -18,6 +18,7 @@ from typing import Any
 
 from armillary.errors import ArmillaryError
 from armillary.kernels.core.timing import Call, calls_per_sample, num_samples, summary
+from armillary.kernels.core.torch_compat import collective
 
 _SPAWN = get_context("spawn")
 _SILENCE_S = 120.0
@@ -196,18 +197,14 @@ def _all_reduce(elements: int, rank: int, world: int, device: Any) -> Call:
 
 
 def _all_gather(elements: int, rank: int, world: int, device: Any) -> Call:
-    import torch.distributed as dist
-
     full, part = _random(elements, device), _random(elements // world, device)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather = collective("all_gather_single", "all_gather_into_tensor")
     return lambda: gather(full, part)
 
 
 def _reduce_scatter(elements: int, rank: int, world: int, device: Any) -> Call:
-    import torch.distributed as dist
-
     full, part = _random(elements, device), _random(elements // world, device)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    scatter = collective("reduce_scatter_single", "reduce_scatter_tensor")
     return lambda: scatter(part, full)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from armillary.errors import BadModel
-from armillary.model.export_graph import load_program
+from armillary.kernels.core.torch_compat import load_program
 from armillary.serving.predict.schema import Field, Schema, Shape, leading
 from armillary.serving.predict.torch_model import TorchModel, device_of, dtype_name
 from armillary.spec.tables.serve import Predict

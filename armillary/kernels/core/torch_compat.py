@@ -1,0 +1,30 @@
+"""What differs between torch 2.11 and 2.13, in one place."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def collective(new_name: str, old_name: str) -> Any:
+    """A function of torch.distributed under its name since 2.13, else under its old one."""
+    import torch.distributed as dist
+
+    return getattr(dist, new_name, None) or getattr(dist, old_name)
+
+
+def fsdp_param_groups(module: Any) -> list[Any]:
+    """The parameter groups of an FSDP module; torch 2.13 may have several, 2.11 has one or none."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def load_program(path: Path) -> torch.export.ExportedProgram:
+    """An exported program from its file; torch 2.11 warns about read-only buffers, which are never written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.export.load(str(path))
