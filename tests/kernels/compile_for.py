@@ -56,8 +56,8 @@ def grouped(rows: int, *, tma: bool, dtype: torch.dtype = BF16) -> None:
 
     x, weight = torch.zeros(rows, 128, dtype=dtype), torch.zeros(4, 256, 128, dtype=dtype)
     ends = torch.tensor([rows] * 4, dtype=torch.int32)
-    dy = launches._product(x, weight, ends, transposed=True, tma=tma)
-    launches._product(dy, weight, ends, transposed=False, tma=tma)
+    dy = launches._grouped_gemm(x, weight, ends, transposed=True, tma=tma)
+    launches._grouped_gemm(dy, weight, ends, transposed=False, tma=tma)
     launches._row_sums(dy, x, ends, 4, tma=tma)
 
 
