@@ -88,7 +88,7 @@ def say_prepared(out: Output, prepared: Prepared) -> None:
     took = "already there" if prepared.reused else f"in {seconds_text(prepared.seconds)}"
     amount = f"{count_text(prepared.num_tokens)} tokens of {count_text(prepared.num_documents)} documents"
     out.say(f"{path_text(prepared.folder)} · {amount} · {took}")
-    per_token = f"{prepared.bytes_per_token:.2f} bytes a token"
+    per_token = f"{prepared.bytes_per_token:.2f} bytes per token"
     kept = f"{count_text(index.num_tokens('validation'))} tokens held out"
     out.say(f"  {bytes_text(index.text_bytes)} of text · vocabulary {index.vocab:,} · {per_token} · {kept}")
     for each in index.skipped[:3]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @verb
 @click.argument("url")
 @click.option("--recipe", type=click.Path(path_type=Path), help="Its [traffic], [objective], [load] and [cost].")
-@click.option("--rate", type=float, metavar="R", help="Open loop: requests a second.")
+@click.option("--rate", type=float, metavar="R", help="Open loop: requests per second.")
 @click.option("--clients", type=int, metavar="N", help="Closed loop: N clients that wait for their answers.")
 @click.option("--duration", type=float, metavar="S", help="Seconds that are measured, after the warm-up.")
 @click.option("--search", is_flag=True, help="Search the highest rate that is sustained.")

@@ -112,12 +112,12 @@ def _pairs(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, object
         ("name", config.name),
         ("family", config.family),
         ("parameters", _counted(count.total)),
-        ("active a token", _counted(count.active) if count.active != count.total else ""),
+        ("active per token", _counted(count.active) if count.active != count.total else ""),
         ("published as", about.get("published_parameters")),
         *_shape_pairs(config),
         ("weights in bf16", bytes_text(count.total * _BF16_BYTES)),
         ("KV cache in bf16", _kv_text(config)),
-        ("forward", f"{flops_text(2 * count.multiplied)} a token + attention"),
+        ("forward", f"{flops_text(2 * count.multiplied)} per token + attention"),
         ("the module", f"cannot build it: {reason}" if reason else "can build it"),
         ("hub", about.get("hub")),
         ("also called", about.get("aliases")),
@@ -178,7 +178,7 @@ def _counted(count: int) -> str:
 
 def _kv_text(config: ModelConfig) -> str:
     full_bytes = kv_bytes(config, config.context)
-    return f"{bytes_text(kv_bytes_per_token(config))} a token, {bytes_text(full_bytes)} at {config.context:,} tokens"
+    return f"{bytes_text(kv_bytes_per_token(config))} per token, {bytes_text(full_bytes)} at {config.context:,} tokens"
 
 
 def _norm_text(config: ModelConfig) -> str:

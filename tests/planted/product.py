@@ -154,7 +154,7 @@ PROBLEMS = (
     ),
     Problem(
         name="small-chunks",
-        says="prompts by few tokens a step",
+        says="prompts by few tokens per step",
         make=small_chunks,
         loop="product",
         causes=("queueing",),

@@ -50,7 +50,7 @@ bench.add_command(serve)
 def ceilings(
     out: Output, home: Home, device: str | None, quick: bool, only: tuple[str, ...], folder: Path | None, show: bool
 ) -> None:
-    """Measure memory, matrix products, launches, host copies and the disk.
+    """Measure memory, GEMMs, launches, host copies and the disk.
 
     Random data, buffers in turn, the median of many. A minute on a CPU, a few on a GPU; --quick takes seconds.
     """

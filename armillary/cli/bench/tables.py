@@ -105,7 +105,7 @@ def _gemm(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     if chip:
         best = dict(bests(peaks, "gemm"))
         rows.append(["best of catalogue", *(_percent(_share(best[name], chip.peak(name))) for name in dtypes)])
-    out.table("matrix products m × n × k, FLOP/s", ["shape", *dtypes], rows)
+    out.table("GEMMs m × n × k, FLOP/s", ["shape", *dtypes], rows)
 
 
 def _attention(out: Output, peaks: Peaks, chip: Chip | None) -> None:

@@ -1,4 +1,4 @@
-"""Stage 1 of the demo: what this machine reaches, by a quick look at memory, matrix products and the ranks' link."""
+"""Stage 1 of the demo: what this machine reaches, by a quick measurement of memory, GEMMs and the ranks' link."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _notes(busy: float, skipped: int) -> Iterator[str]:
 
 
 def sections(device: Any, ranks: int) -> Iterator[tuple[str, int | None, float]]:
-    """(section, threads, limit): all of the device, then what a rank's part of a processor's cores does alone."""
+    """(section, threads, limit): all of the device, then a rank's share of the CPU cores alone."""
     import torch
 
     for section, limit in LIMITS_S.items():

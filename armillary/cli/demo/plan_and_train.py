@@ -33,7 +33,7 @@ def plan(state: DemoState) -> Start:
     with state.stage("plan", "what the recipe will take, before anything runs") as say:
         begun = begin(state.out, state.home, state.recipe)
         told = begun.plan.predicted
-        say(f"{seconds_text(told['step_s'])} a step predicted")
+        say(f"{seconds_text(told['step_s'])} per step predicted")
         state.update(title=f"{begun.plan.model.name} on {begun.plan.cluster.text()}")
         return begun
 

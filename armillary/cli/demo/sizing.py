@@ -101,7 +101,7 @@ def step_s(state: DemoState, overrides: Sequence[str]) -> float:
 
 
 def traffic(state: DemoState) -> tuple[str, ...]:
-    """Requests a second that keep the server BUSY, and objectives that the lever left on the table decides about."""
+    """Requests per second that keep the server BUSY, and objectives that the lever to be pulled decides about."""
     from armillary.planning.serving.deployment_options import server_of
     from armillary.planning.serving.serving_plan import serving_request
 

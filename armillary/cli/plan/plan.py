@@ -149,7 +149,7 @@ def _filled(problem: Any, fixed: dict[str, Any]) -> Any:
 
 
 def _room(problem: Any) -> int:
-    """Devices a layout may use; a processor's cores are shared by as many processes as are asked for."""
+    """Devices a layout may use; CPU cores are shared by as many processes as are asked for."""
     cluster = problem.case.cluster
     return int(max(cluster.num_devices, problem.layout.num_devices if cluster.chip.kind == "cpu" else 1))
 

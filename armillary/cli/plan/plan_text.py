@@ -48,7 +48,7 @@ def say_training(out: Output, plan: TrainingPlan, how: str, confidence: str = ""
     width = min(WIDTH, get_terminal_size((WIDTH, 0)).columns)
     head = (
         f"{problem.model.name} on {problem.case.cluster.text()} · {count_text(count.total)} parameters, "
-        f"{flops_text(prediction.model_flops)} a token"
+        f"{flops_text(prediction.model_flops)} per token"
     )
     out.say("\n".join(wrap(head, width)))
     rows = [

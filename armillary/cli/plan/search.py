@@ -40,7 +40,7 @@ _SHORT = {"none": "–", "selective": "some", "full": "all"}
 def say_search(out: Output, problem: TrainingProblem, result: SearchResult) -> None:
     price = _price(problem)
     out.say(
-        f"{problem.model.name} on {problem.case.cluster.text()}, {problem.case.batch_tokens:,} tokens a step of "
+        f"{problem.model.name} on {problem.case.cluster.text()}, {problem.case.batch_tokens:,} tokens per step of "
         f"sequences of {problem.case.sequence:,}"
     )
     out.table("", COLUMNS, [_cells(problem, result.best, i, price) for i in range(len(result.best.layouts))])

@@ -17,7 +17,7 @@ from armillary.planning.published.training_table import ready
 SHOWN = 30
 _FIGURES = {
     "tokens_per_s_per_gpu": "tok/s/GPU",
-    "step_s": "s a step",
+    "step_s": "s per step",
     "tflops_per_gpu": "TFLOP/s",
     "mfu_pct": "MFU, %",
     "tokens_out_per_s": "tok/s out",

@@ -48,8 +48,8 @@ def _say_rows(out: Output, profile: Profile) -> None:
     if not rows:
         return
     if profile.kernels:
-        _say_table(out, "kernels, a step", rows, profile.steps)
-    _say_table(out, "operators, a step", top_operators(profile, _ROWS), profile.steps)
+        _say_table(out, "kernels, per step", rows, profile.steps)
+    _say_table(out, "operators, per step", top_operators(profile, _ROWS), profile.steps)
 
 
 def _say_table(out: Output, title: str, rows: Sequence[Row], steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Finding: one cause that costs time, with its evidence and the levers against it, priced before they are pulled."""
+"""Finding: one cause that costs time, with its evidence and its levers, priced before they are applied."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ Cause = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One figure a finding rests on, beside what it is held against."""
+    """One figure behind a finding, beside what it is compared with."""
 
     gauge: str
     """its name in spec/gauges.py"""
     value: float
     """as measured"""
     expected: float | None = None
-    """the ceiling, the plan's figure or the limit that the rule names; none: nothing to hold it against"""
+    """the ceiling, the plan's figure or the rule's threshold; none: nothing to compare with"""
     against: str = ""
     """what `expected` is: 'plan', 'measured ceiling', 'most a healthy run has' …"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lever:
-    """A concrete change, with what it would buy."""
+    """A concrete change, with its predicted gain."""
 
     title: str
     """what is done: 'compile the blocks'"""
@@ -68,11 +68,11 @@ class Lever:
     speedup: float
     """predicted: time now over time then (throughput then over now, or the latency that limits now over then)"""
     at_most: float | None = None
-    """what it would buy at most, where what was measured cannot tell; `speedup` is then what it buys at least"""
+    """its largest possible gain, where the measurement cannot tell; `speedup` is then the least"""
     of: str = "step_s"
     """the gauge that `speedup` is about"""
     risk: str = "none"
-    """what it costs or endangers: '+ 0.6 GB', 'answers differ in the last bits' …"""
+    """what it costs or endangers: '+ 0.6 GB', 'outputs differ in the last bits' …"""
     basis: str = ""
     """how it was priced: 'planner', 'steps replayed by the scheduler', 'Amdahl over the step budget' …"""
 
@@ -100,7 +100,7 @@ class Finding:
     says: str
     """one plain sentence with the figures in it"""
     share: float
-    """share of the time (of a step, or of the latency that limits) that would go if the cause did, 0 to 1"""
+    """share of the time (of a step, or of the limiting latency) that would be saved without the cause, 0 to 1"""
     evidence: tuple[Evidence, ...]
     """what it rests on"""
     levers: tuple[Lever, ...] = ()

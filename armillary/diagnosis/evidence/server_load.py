@@ -1,8 +1,9 @@
-"""Load: how a server is doing by its metrics page alone, and how it would do with another batch or more replicas.
+"""Load of a server by its metrics page alone, and its load with another batch size or more replicas.
 
 A page has no steps to replay, so this is arithmetic on its means. A step of n requests lasts s(n) = s + b·(n − R)·(1 +
-prompt tokens / answer tokens), where R run now, s is the gap between tokens now and b a prompt token's time in prefill;
-R + W requests are in the house, so by Little's law their time goes with 1 / throughput = answer tokens · s(n) / n.
+prompt tokens / output tokens), where R requests run now, s is the inter-token latency now and b the prefill time per
+prompt token. R + W requests are in the system, so by Little's law their time is proportional to
+1 / throughput = output tokens · s(n) / n.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from armillary.diagnosis.readings.reading import Reading
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a page says about one replica, in means."""
+    """Means of a page for one replica."""
 
     running: float
     """requests in the batch"""
@@ -36,11 +37,11 @@ class Load:
     tokens_in: float
     """prompt tokens of a request"""
     tokens_out: float
-    """answer tokens of a request"""
+    """output tokens of a request"""
     preempted: float
-    """times a request was put back to waiting"""
+    """preemptions per request"""
     demand: float
-    """requests that came since the start, over those that were answered"""
+    """requests that arrived since the start per finished request"""
     step_tokens: float = 0.0
     """tokens of a step, where the page says"""
     step_prompts: float = 0.0
@@ -50,7 +51,7 @@ class Load:
     full_step: float = inf
     """tokens of its fullest steps, where the page says"""
     over: bool = False
-    """whether all have left: means of that time stand for what runs and waits"""
+    """whether all requests have finished: means over that time stand for running and waiting"""
 
     @property
     def e2e_s(self) -> float:
@@ -80,41 +81,41 @@ class Load:
 
     @property
     def again(self) -> float:
-        """Tokens of a request computed again after preemptions: each time a prompt and half an answer."""
+        """Tokens per request recomputed after preemptions: each time the prompt and half of the output."""
         return self.preempted * (self.tokens_in + self.tokens_out / 2)
 
     @property
     def prompts_share(self) -> float:
-        """Share of the engine's time that computing prompts takes."""
+        """Share of the engine's time spent on prefill."""
         return min(0.95, self.computed * self.prompt_token_s / self.engine_s) if self.engine_s > 0 else 0.0
 
     @property
     def engine_s(self) -> float:
-        """Time of the engine that a request takes up: all it is in the batch, shared with those beside it."""
+        """Engine time per request: its time in the batch, shared with the other requests in it."""
         return ((self.prefill_s or 0.0) + self.decode_s) / max(1.0, self.running)
 
     @property
     def again_share(self) -> float:
-        """Share of the engine's time that computes again what preemptions threw away."""
+        """Share of the engine's time that recomputes tokens after preemptions."""
         return min(0.9, self.again * self.prompt_token_s / self.engine_s) if self.engine_s > 0 else 0.0
 
     def step_s(self, batch: float) -> float:
-        """A step with so many requests."""
+        """Seconds of a step with `batch` requests."""
         tokens = 1 + self.computed / self.tokens_out if self.tokens_out > 0 else 1.0
         return max(0.1 * self.gap_s, self.gap_s + self.prompt_token_s * (batch - self.running) * tokens)
 
     def throughput(self, batch: float, replicas: int = 1) -> float:
-        """Answer tokens a second with at most `batch` requests in each replica and as many in the house as now."""
+        """Output tokens per second with at most `batch` requests per replica and as many in the system as now."""
         inside = min(batch, (self.running + self.waiting) / replicas)
         return replicas * inside / self.step_s(inside)
 
     def gain(self, batch: float, replicas: int = 1) -> float:
-        """Throughput then over now, which by Little's law is a request's time now over then."""
+        """Throughput after over before, which by Little's law is a request's time before over after."""
         return self.throughput(batch, replicas) / self.throughput(self.running)
 
     def fuller_steps(self, times: float) -> float:
-        """Gain from steps of so many times the tokens, where every step is full: what a step costs however full it is
-        is paid less often."""
+        """Gain from steps with `times` as many tokens where every step is full: the fixed cost of a step is paid less
+        often."""
         full = self.gap_s + (times - 1) * self.step_tokens * self.prompt_token_s
         return times * self.gap_s / max(self.gap_s, full)
 
@@ -154,7 +155,7 @@ def load_of(reading: Reading) -> Load | None:
 
 
 def _preempted(reading: Reading, requests: float) -> float:
-    """Of what happened between two looks where that was seen, else since the start."""
+    """Between two scrapes where that is known, else since the start."""
     lately = reading.values.get("preemptions_per_request")
     if lately is not None:
         return lately
@@ -162,8 +163,8 @@ def _preempted(reading: Reading, requests: float) -> float:
 
 
 def _times(reading: Reading, gap: float, out: float) -> tuple[float, float | None, float]:
-    """Queue, prefill and decode of a mean request; a queue that is there and was not timed has its share of the whole
-    by Little's law, W / (R + W), and then nobody knows the prefill."""
+    """Queue, prefill and decode seconds of a mean request. A queue that was not timed gets its share of the total by
+    Little's law, W / (R + W), and then the prefill is not known."""
     queue, ttft, e2e, prefill, decode = (
         reading.get(name) for name in ("queue_s", "ttft_s", "e2e_s", "prefill_s", "decode_s")
     )

@@ -1,7 +1,7 @@
-"""What the records of a serving run say, in the terms that rules speak: who waited, for what, and what steps cost.
+"""A serving run as the rules see it: which requests waited, for what, and what engine steps cost.
 
-In a step after which somebody still waits, one thing kept him out: all rows of the batch were taken, the step's budget
-of prompt tokens was spent, or blocks of the KV cache were lacking; with batches that are put together, their rule.
+After a step with requests still waiting, one bottleneck kept them out: all rows of the batch were taken, the step's
+budget of prompt tokens was spent, or KV cache blocks were lacking; with static batching, the batch itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ServingRun:
 
     @cached_property
     def serve(self) -> Serve:
-        """Its settings; the defaults where nobody says."""
+        """Its settings; the defaults where the plan has none."""
         return self.plan.serve if self.plan is not None and self.plan.serve is not None else Serve()
 
     @cached_property
@@ -48,7 +48,7 @@ class ServingRun:
 
     @cached_property
     def missed(self) -> dict[str, float]:
-        """Objectives that are not met: gauge -> how many times the limit was taken, the worst first."""
+        """Objectives that are not met: gauge -> measured value over the limit, the worst first."""
         ratios = {}
         for name in OBJECTIVES:
             limit, value = getattr(self.objective, name), self.reading.get(name)
@@ -60,7 +60,7 @@ class ServingRun:
 
     @cached_property
     def cost(self) -> StepCost | None:
-        """What its steps took, as a line in their tokens."""
+        """Step time as a linear function of the step's work."""
         return self.reading.step_cost
 
     @cached_property
@@ -70,14 +70,14 @@ class ServingRun:
 
     @cached_property
     def queue_share(self) -> float:
-        """Of the time from a request's arrival to its last token, before it was started."""
+        """Share of the time from a request's arrival to its last token that it spent in the queue."""
         timed = [request for request in self.reading.requests if "queue_s" in request and "e2e_s" in request]
         total_s = sum(float(request["e2e_s"]) for request in timed)
         return sum(float(request["queue_s"]) for request in timed) / total_s if total_s else 0.0
 
     @cached_property
     def batch_job(self) -> bool:
-        """All requests came at once: what counts is when the last is done."""
+        """Whether all requests arrived at once: what counts is when the last one finishes."""
         timed = [request for request in self.reading.requests if "arrived_s" in request and "e2e_s" in request]
         if len(timed) < 2:
             return False
@@ -87,7 +87,7 @@ class ServingRun:
 
     @cached_property
     def excess(self) -> float:
-        """Share of the work that is too much: requests came in this much less time than it took to answer them."""
+        """Share of the work beyond capacity: 1 − time of the arrivals over time until the last request finished."""
         timed = [request for request in self.reading.requests if "arrived_s" in request and "e2e_s" in request]
         came = [float(request["arrived_s"]) for request in timed]
         if len(came) < 2:
@@ -99,17 +99,17 @@ class ServingRun:
 
     @cached_property
     def queued(self) -> Sequence[Record]:
-        """Steps after which somebody still waited."""
+        """Steps after which requests still waited."""
         return [step for step in self.reading.steps if step.get("waiting", 0) > 0 and "running" in step]
 
     @cached_property
     def queued_share(self) -> float:
-        """Of the time in steps."""
+        """Share of the time in steps with requests waiting."""
         return sum(map(_seconds, self.queued)) / self.busy_s if self.busy_s else 0.0
 
     @cached_property
     def bottlenecks(self) -> dict[Bottleneck, float]:
-        """What kept those who waited out: share of the time in steps, the largest first."""
+        """What kept waiting requests out: bottleneck -> share of the time in steps, the largest first."""
         shares: dict[Bottleneck, float] = {}
         for step in self.queued:
             bottleneck = self._bottleneck(step)
@@ -118,7 +118,7 @@ class ServingRun:
 
     @property
     def bottleneck(self) -> Bottleneck | None:
-        """The one that counted most; none where nobody waited."""
+        """The largest one; none where no request waited."""
         return next(iter(self.bottlenecks), None)
 
     def _bottleneck(self, step: Record) -> Bottleneck:
@@ -131,7 +131,7 @@ class ServingRun:
         return "blocks" if float(step.get("kv_used_fraction", 1.0)) >= KV_HELD_SHARE else "unknown"
 
     def _is_full(self, step: Record) -> bool:
-        """Whether a step took as much of prompts as it may."""
+        """Whether a step prefilled as many tokens as it may."""
         prompts, decodes = float(step.get("prefill_tokens", 0)), float(step.get("decode_tokens", 0))
         limit = self.serve.max_tokens_per_step - decodes
         if decodes and self.serve.prefill_tokens is not None:
@@ -140,32 +140,32 @@ class ServingRun:
 
     @property
     def rows(self) -> int:
-        """Requests that may run together."""
+        """Requests that may run at once."""
         return 1 if self.serve.batching == "none" else self.serve.max_running
 
     # --- what more rows would do
 
     @cached_property
     def decoding(self) -> float:
-        """Decodes in a step that decodes, on average over tokens' steps."""
+        """Mean decodes per step that has decodes."""
         decodes = [float(step["decode_tokens"]) for step in self.reading.steps if step.get("decode_tokens")]
         return sum(decodes) / len(decodes) if decodes else 0.0
 
     @cached_property
     def wanted(self) -> float:
-        """Requests that would run, were there room: those there and those waiting, on average over queued steps."""
+        """Requests that would run without the bottleneck: running plus waiting, mean over queued steps."""
         requests = [float(step["running"]) + float(step["waiting"]) for step in self.queued]
         return sum(requests) / len(requests) if requests else 0.0
 
     @cached_property
     def context(self) -> float:
-        """Keys that a decode reads, on average."""
+        """Mean context length of a decode in tokens."""
         decodes = sum(float(step.get("decode_tokens", 0)) for step in self.reading.steps)
         return sum(float(step.get("context_tokens", 0)) for step in self.reading.steps) / decodes if decodes else 0.0
 
     def share_saved(self, rows: float) -> float:
-        """Share of the time in steps that would go if so many decoded together instead of `decoding`: a step costs its
-        base once, however many are in it."""
+        """Share of the time in steps saved if `rows` requests decoded together instead of `decoding`: a step pays its
+        fixed cost once, however many requests are in it."""
         cost, now = self.cost, self.decoding
         if cost is None or not now or rows <= now or not self.busy_s:
             return 0.0
@@ -175,8 +175,8 @@ class ServingRun:
     # --- gaps
 
     def stretched(self, limit_s: float) -> float:
-        """Share of decoded tokens whose step was longer than that because of its prompts: by what such steps usually
-        take, so that what held up the whole machine is not put down to them."""
+        """Share of decoded tokens whose step was longer than the limit because of its prompts, by the fitted step
+        time, so that stalls of the whole machine do not count."""
         cost, tokens, stretched = self.cost, 0.0, 0.0
         for step in self.reading.steps:
             count = float(step.get("decode_tokens", 0))
@@ -188,7 +188,7 @@ class ServingRun:
     # --- prompts
 
     def total(self, gauge: str) -> float:
-        """What a counter grew by over the records that there are: a server's older ones may have been cut off."""
+        """What a counter grew by over the records; older records of a server may have been cut off."""
         steps = [step for step in self.reading.steps if gauge in step]
         last = self.reading.get(gauge) or 0.0
         if len(steps) < 2 or steps[0].get("step", 0) <= FIRST_RECORDED_STEP:
@@ -197,24 +197,24 @@ class ServingRun:
 
     @cached_property
     def repeated(self) -> float:
-        """Prompt tokens that an earlier request began with too."""
+        """Prompt tokens in a prefix that an earlier request had too."""
         return self.total("prefix_repeated_total")
 
     @cached_property
     def not_found(self) -> float:
-        """Of these, tokens that were computed all the same; a prompt's last block always is."""
+        """Repeated tokens that were computed all the same; the last block of a prompt always is."""
         return max(0.0, self.repeated - self.total("prefix_hits_total"))
 
     @cached_property
     def total_busy_s(self) -> float:
-        """Time in all steps, where only some were recorded: these and those drew the same tokens a second."""
+        """Time in all steps, where only some were recorded, assuming the same tokens per second in both."""
         drawn = sum(float(step.get("decode_tokens", 0)) for step in self.reading.steps)
         ended = self.total("requests_total")
         return self.busy_s * max(1.0, (self.total("tokens_out_total") - ended) / drawn) if drawn else self.busy_s
 
     @cached_property
     def prompt_share(self) -> float:
-        """Of the time in steps, what prompt tokens took."""
+        """Share of the time in steps spent on prefill."""
         cost = self.cost
         if cost is None or not self.busy_s:
             return 0.0
@@ -230,13 +230,13 @@ class ServingRun:
 
     @cached_property
     def computed(self) -> float:
-        """Prompt tokens that were computed, in steps that were recorded or not."""
+        """Prompt tokens computed in all steps, recorded or not."""
         seen = sum(float(step.get("prefill_tokens", 0)) for step in self.reading.steps)
         return max(seen, self.total("tokens_in_total") - self.total("prefix_hits_total"))
 
     @cached_property
     def filled_share(self) -> float:
-        """Of the time in steps, those that took as much of prompts as they may."""
+        """Share of the time in steps that prefilled as many tokens as they may."""
         full = [step for step in self.reading.steps if step.get("prefill_tokens") and self._is_full(step)]
         return sum(map(_seconds, full)) / self.busy_s if self.busy_s else 0.0
 
@@ -246,8 +246,8 @@ def _seconds(step: Record) -> float:
 
 
 def with_queue(run: ServingRun, saved: float) -> float:
-    """The share of a cause that saves so much of the steps' time: where that is a good part, and as much as was too
-    much, the queue goes with it."""
+    """Share of a cause that saves this share of the steps' time. Where the saving is large enough and covers the
+    excess of work, the queue goes with it."""
     return saved if run.batch_job or saved < max(QUEUE_CLEARING_SHARE, run.excess) else max(saved, run.queue_share)
 
 
@@ -264,7 +264,7 @@ def mean_of(reading: Reading, gauge: str) -> float:
 
 
 def waiting(run: ServingRun) -> Evidence:
-    return Evidence(gauge="waiting", value=mean_of(run.reading, "waiting"), expected=0.0, against="nobody waits")
+    return Evidence(gauge="waiting", value=mean_of(run.reading, "waiting"), expected=0.0, against="no queue")
 
 
 def queue(run: ServingRun) -> Evidence:
@@ -272,7 +272,7 @@ def queue(run: ServingRun) -> Evidence:
         gauge="queue_p50_s",
         value=run.reading.get("queue_p50_s") or 0.0,
         expected=run.reading.get("e2e_p50_s"),
-        against="the whole time of a request",
+        against="a request's total time",
     )
 
 

@@ -1,7 +1,7 @@
-"""Parts: what a step of a training run cost by the wall clock, everything between steps included, in seconds a step.
+"""The parts of a training step by the wall clock, in seconds per step, with everything between steps included.
 
-A median hides a loader that is late every fourth time, and a mean is ruled by one hiccup of a busy machine: so each
-part is a mean in which what lies above the 90th percentile counts as the 90th percentile.
+A median hides a loader that is late every fourth step, and one hiccup of a busy machine dominates a mean. So each part
+is a winsorised mean: values above the 90th percentile count as the 90th percentile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from armillary.store.gauges import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Seconds of one step, and its share of what is done every so many steps."""
+    """Seconds of one step, and its share of what is done only every n steps."""
 
     step: float
     """from its begin to its end"""
@@ -68,8 +68,8 @@ def parts_of(reading: Reading) -> Parts | None:
 
 
 def _saves(reading: Reading, period: int | None) -> float:
-    """Seconds a step of checkpoints: every `period` steps, or where the trainer chose when (None), all but the one at
-    the end over all steps."""
+    """Seconds of checkpoints per step: every `period` steps, or, where the trainer chose when (None), all but the
+    last one over all steps."""
     if period is not None:
         return amortised(reading, "checkpoint_stall_s", period)
     stalls = [record.get("checkpoint_stall_s", 0.0) for record in reading.steps[:-1]]
@@ -77,8 +77,7 @@ def _saves(reading: Reading, period: int | None) -> float:
 
 
 def amortised(reading: Reading, gauge: str, period: int) -> float:
-    """Seconds a step of what is done every `period` steps; what every run does at its end, however long it is, is left
-    out, unless it is all there is of something that would come again."""
+    """Seconds per step of what is done every `period` steps; what happens once at the end of a run is left out."""
     if not period:
         return 0.0
     timed = [(int(record.get("step", -1)) + 1, float(record[gauge])) for record in reading.steps if gauge in record]
@@ -87,7 +86,7 @@ def amortised(reading: Reading, gauge: str, period: int) -> float:
 
 
 def winsorised_mean(values: Sequence[float]) -> float:
-    """The mean, with what is above the 90th percentile lowered to it; 0 of nothing."""
+    """The mean with values above the 90th percentile lowered to it; 0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -102,8 +101,7 @@ def _steady(reading: Reading, gauge: str) -> float:
 
 
 def recomputed(reading: Reading) -> float | None:
-    """Share of a step that makes activations again: within each step that has it, since steps of another moment may be
-    quicker or slower."""
+    """Share of a step spent in recompute: within each step that measured it, since step times vary over a run."""
     timed = [(float(record["recompute_s"]), _length(record)) for record in reading.steps if "recompute_s" in record]
     shares = [min(1.0, seconds / step_s) for seconds, step_s in timed if step_s > 0]
     return median(shares) if shares else None
@@ -116,7 +114,7 @@ def _length(record: Record) -> float:
 
 
 def computing(reading: Reading) -> float:
-    """Of the whole time, the part that a recorded step stands for: all but waiting for data and what is between."""
+    """Share of the time that a recorded step stands for: all but waiting for data and the time between steps."""
     parts = parts_of(reading)
     if parts is None:
         return 1.0

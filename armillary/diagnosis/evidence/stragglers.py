@@ -1,8 +1,8 @@
-"""Late: one rank that needs longer for its own work than the others, step after step.
+"""Stragglers: one rank that needs longer for its own work than the others, step after step.
 
-Each rank's work is timed with its waiting left out. On a busy machine now one rank is late and now another, often for
-seconds on end, so a rank must be the slowest nearly always, by more than chance, and in every part of the run; a
-pipeline stage that was given more to do is not late.
+The work of each rank is timed without its waiting. On a busy machine different ranks are late at different times, often
+for seconds, so a straggler must be the slowest rank nearly always, by more than chance, and in every part of the run. A
+pipeline stage with more work is not a straggler.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MEDIAN_ERROR = 1.2533 * 1.4826
 
 @dataclass(frozen=True, kw_only=True)
 class Late:
-    """A rank behind the others."""
+    """A rank that is later than the others."""
 
     rank: int
     """which"""
     seconds: float
-    """a step, beyond what its pipeline stage has more to do"""
+    """per step, beyond the extra work of its pipeline stage"""
     often: float
     """share of the steps in which it was the slowest"""
 
 
 def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
-    """The rank that is slowest nearly always, and by how much on the whole: steps in which another one was count
+    """The rank that is slowest nearly always, and its median lateness; steps in which another rank was slowest count
     against it."""
     spreads = [
         (int(record["slowest_rank"]), float(record["rank_spread_s"]))
@@ -61,8 +61,8 @@ def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
 
 
 def waited_for_others(reading: Reading) -> float:
-    """Seconds a step that the main rank stood still because another one was late, whichever it was: no exchange takes
-    that long, and no layout makes it shorter."""
+    """Seconds per step that the main rank waited because any other rank was late; no collective takes that long, and no
+    layout makes it shorter."""
     waits = [
         float(record["rank_spread_s"]) if int(record["slowest_rank"]) != 0 else 0.0
         for record in reading.steps
@@ -78,14 +78,14 @@ def _error(values: list[float]) -> float:
 
 
 def _lasts(behind: list[float], net: float) -> bool:
-    """Whether no part of the run was without it."""
+    """Whether the rank was late in every part of the run."""
     ends = [part * len(behind) // STRAGGLER_RUN_PARTS for part in range(STRAGGLER_RUN_PARTS + 1)]
     return all(median(behind[begin:end]) >= STRAGGLER_PART_SHARE * net for begin, end in pairwise(ends))
 
 
 def _given_more(reading: Reading, plan: Plan | None, rank: int) -> float:
-    """Seconds that a rank's stage should take longer than the usual one: its FLOPs over those of the first stage, whose
-    work the main rank has measured."""
+    """Seconds that a rank's pipeline stage should take longer than the median stage, by FLOPs relative to the first
+    stage, whose work the main rank has measured."""
     parts = parts_of(reading)
     if plan is None or plan.train is None or parts is None or plan.layout.pp == 1:
         return 0.0
@@ -96,7 +96,7 @@ def _given_more(reading: Reading, plan: Plan | None, rank: int) -> float:
 
 
 def stage_flops(plan: Plan) -> list[float]:
-    """FLOPs a token of each pipeline stage."""
+    """FLOPs per token of each pipeline stage."""
     assert plan.train is not None
     layout, sequence = plan.layout, plan.train.sequence
     spans = split(plan.model, layout.pp, layout.interleave, sequence=sequence)

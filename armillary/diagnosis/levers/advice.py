@@ -1,6 +1,6 @@
-"""Levers for a trace or a log of somebody else's program: no recipe to change, so each is said in torch's words.
+"""Levers for a trace or a log of another program: there is no recipe to change, so each names torch's API.
 
-Gains are Amdahl's over the recorded budget; where a part would go at most, the basis says so.
+Gains follow from Amdahl's law over the recorded budget; where a gain is an upper bound, the basis says so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Levers of a server, priced by playing the run's own requests again with each change.
+"""Levers of a server, priced by replaying the run's own requests with each change.
 
-What counts is the gauge that limits: an objective that is missed, the rate where all requests came at once or the queue
-grows without end, else the time that the cause stretches. Of changes of one key the smallest that buys nearly all is
-taken.
+A lever is judged by the gauge that limits: a missed objective; throughput, where all requests arrived at once or the
+queue grows without end; else the latency that the cause stretches. Of several values of one key, the smallest that
+gains nearly as much as the best is taken.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from armillary.units import bytes_text
 
 
 def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
-    """Priced levers against a finding, best first; none where there is nothing to play again."""
+    """Priced levers against a finding, best first; none where there is nothing to replay."""
     plan = reading.plan
     service = ServingRun(reading, plan)
     if plan is None or service.cost is None:
@@ -50,7 +50,7 @@ def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, .
 
 
 def limiting_gauge(finding: Finding, service: ServingRun) -> str:
-    """What a lever against it has to better."""
+    """The gauge that a lever against the finding has to improve."""
     if finding.cause == "prefill_interference":
         return "itl_p99_s"
     grows = is_overloaded(service)
@@ -63,13 +63,13 @@ def limiting_gauge(finding: Finding, service: ServingRun) -> str:
 
 
 def is_overloaded(service: ServingRun) -> bool:
-    """Whether requests come so fast that the queue grows without end."""
+    """Whether requests arrive so fast that the queue grows without end."""
     return not service.batch_job and min(service.queue_share, service.excess) >= GROWING_QUEUE_SHARE
 
 
 def settled(findings: list[Finding]) -> list[Finding]:
-    """Findings with their levers: a cause whose lever leaves most of the queue that more servers would clear does not
-    own it, and what is left are too few servers."""
+    """Findings with settled shares: a cause whose lever leaves most of the queue that more servers would clear does
+    not own the queue; what is left are too few servers."""
     crowd = next((finding for finding in findings if finding.cause == "too_few_replicas" and finding.levers), None)
     if crowd is None:
         return findings
@@ -120,7 +120,7 @@ def _with_more_rows(replay: Replay) -> Replay:
 
 
 def _budget_for(replay: Replay, rows: int) -> Change:
-    """A step must have room for a token of everybody."""
+    """The step budget must hold one token per row."""
     return {"serve.max_tokens_per_step": rows} if rows > replay.service.serve.max_tokens_per_step else {}
 
 
@@ -139,7 +139,8 @@ def _cache_on(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 
 
 def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
-    """The best gaps that cost nobody much: prompts take more steps, so that their own first token comes later."""
+    """The best inter-token latency without much harm: with smaller chunks, prompts take more steps to their first
+    token."""
     mixed = [step for step in replay.service.reading.steps if step.get("decode_tokens")]
     largest = max((step.get("prefill_tokens", 0) for step in mixed), default=0)
     size: int = MIN_CHUNK_TOKENS
@@ -152,7 +153,7 @@ def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]
         finding,
         replay,
         kept[::-1],
-        lambda change: f"{change['serve.prefill_tokens']} prompt tokens a step beside decodes",
+        lambda change: f"{change['serve.prefill_tokens']} prompt tokens per step beside decodes",
     )
 
 
@@ -162,11 +163,11 @@ def _larger_steps(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     tried: list[Change] = [{"serve.max_tokens_per_step": now * times} for times in (2, 4, 8)]
     if serve.prefill_tokens is not None:
         tried = [{"serve.prefill_tokens": min(now, serve.prefill_tokens * times)} for times in (2, 4, 8, 16)] + tried
-    return _smallest_enough(finding, replay, tried, lambda change: "more prompt tokens a step")
+    return _smallest_enough(finding, replay, tried, lambda change: "more prompt tokens per step")
 
 
 def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
-    """As many as are needed for the queue to go."""
+    """As many servers as clear the queue."""
     counts = [count for count in (2, 3, 4, 6, 8, 12, 16) if count < len(replay.arrivals)]
     enough = next((count for count in counts if not waits(replay, {"layout.dp": count})), counts[-1] if counts else 0)
     tried: list[Change] = [{"layout.dp": enough}] if enough else []
@@ -185,8 +186,7 @@ def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 
 
 def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
-    """Steps that are launched as one take what the planner says that the device needs for them; never less than the
-    host still takes for one."""
+    """With CUDA graphs, a step takes the planner's device time, but at least what the host still needs for a step."""
     cost = launched_at_once(replay.service)
     if cost is None:
         return []
@@ -202,13 +202,13 @@ def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
             speedup=gain,
             of=gauge,
             risk="some seconds to capture them at the start",
-            basis="planner's device time of the same steps, requests played again",
+            basis="planner's device time of the same steps, requests replayed",
         )
     ]
 
 
 def launched_at_once(service: ServingRun) -> StepCost | None:
-    """What steps would cost without their launches."""
+    """Step time without the launches."""
     planned = _planned(service)
     if service.cost is None or planned is None:
         return None
@@ -216,7 +216,7 @@ def launched_at_once(service: ServingRun) -> StepCost | None:
 
 
 def _planned(service: ServingRun) -> StepCost | None:
-    """What the planner's roofline says of steps of this model here; none where it does not know the device."""
+    """Step time by the planner's roofline; none where the planner does not know the device."""
     plan = service.plan
     assert plan is not None
     try:
@@ -229,7 +229,7 @@ def _planned(service: ServingRun) -> StepCost | None:
 
 
 def _host_s(service: ServingRun) -> float:
-    """What the host still does in a step of decodes that is launched at once: all but its launches, and a graph's."""
+    """Host seconds of a decode step with CUDA graphs: all but its launches, plus a graph replay."""
     steps = [step for step in service.reading.steps if "engine_launch_s" in step and not step.get("prefill_tokens")]
     if not steps:
         return max(GRAPH_HOST_S, service.reading.get("engine_schedule_s") or 0.0)
@@ -244,7 +244,7 @@ def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
         return []
     return [
         Lever(
-            title="decide the next step while one runs",
+            title="schedule the next step while one runs",
             change={"serve.overlap": True},
             of="engine_step_s",
             speedup=step / max(step - decided, decided),
@@ -259,8 +259,8 @@ def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 def _smallest_enough(
     finding: Finding, replay: Replay, tried: Iterable[Change], title: Callable[[Mapping[str, Any]], str]
 ) -> list[Lever]:
-    """Of changes that go ever further the first that buys nearly as much as the best. Where a queue grows, all that end
-    it bring the same rate: there it is the first that makes requests nearly as quick as the best."""
+    """Of increasing changes, the first that gains nearly as much as the best. Where a queue grows, all changes that
+    end it bring the same throughput: there it is the first that makes requests nearly as fast as the best."""
     service = replay.service
     gauge = limiting_gauge(finding, service)
     by = "e2e_p99_s" if is_overloaded(service) and gauge == "tokens_out_per_s" else gauge
@@ -293,11 +293,11 @@ def _gain(replay: Replay, gauge: str, change: Change) -> float | None:
 def _basis(replay: Replay, gauge: str) -> str:
     off, cost = replay.off_by(gauge), replay.cost
     known = f"; the run as it was comes out within {off:.0%}" if off is not None else ""
-    return f"{len(replay.arrivals)} requests played again, steps {cost.basis}{known}"
+    return f"{len(replay.arrivals)} requests replayed, steps {cost.basis}{known}"
 
 
 def _room_bytes(replay: Replay) -> float:
-    """Memory that is left beside weights and cache; where the device's is not known, as much as the cache takes."""
+    """Memory left beside weights and KV cache; 8 × the cache where the device's memory is not known."""
     plan, config = replay.service.plan, replay.config
     memory = plan.cluster.chip.memory_bytes if plan is not None else None
     if not memory:
@@ -318,4 +318,4 @@ _LEVERS: dict[str, Callable[[Finding, Replay, Home], list[Lever]]] = {
     "graphs_off": _graphs,
     "deciding_alone": _overlap,
 }
-"""rule -> who prices its levers"""
+"""rule -> function that prices its levers"""

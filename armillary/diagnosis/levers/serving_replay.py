@@ -1,7 +1,7 @@
-"""A serving run played again with other settings: its own requests, the real scheduler, its own steps' times.
+"""A serving run replayed with other settings: its own requests, the real scheduler, its own fitted step times.
 
-Both sides of a speed-up are simulated, so that what the simulation leaves out is left out of both; how far the
-simulation of the run as it was lies from what was measured is said beside it.
+Both sides of a speed-up are simulated, so that what the simulation leaves out is left out of both; the error of the
+simulation on the unchanged run is reported beside it. Side effects of a change are read off the same replay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from armillary.spec.tables.serve import Serve
 from armillary.units import bytes_text, seconds_text
 
 MAX_REQUESTS, MAX_TOKENS = 1000, 150_000
-"""that are played again, the latest: a simulation takes a second or two"""
+"""the latest ones are replayed: a simulation takes a second or two"""
 
 
 class Replay:
@@ -111,15 +111,15 @@ Change = dict[str, Any]
 
 
 def waits(replay: Replay, change: Change) -> bool:
-    """Whether requests still wait for a good part of their time, or an objective is still missed."""
+    """Whether requests still wait for a large part of their time, or an objective is still missed."""
     gauges, objective = replay.simulated(change).gauges, replay.service.objective
     late = any(gauges.get(name, 0.0) > getattr(objective, name) for name in replay.service.missed)
     return late or gauges.get("queue_p50_s", 0.0) > SPARED_QUEUE_SHARE * gauges.get("e2e_p50_s", 0.0)
 
 
 def harms(replay: Replay, change: Change) -> bool:
-    """Whether others lose more than they should. Where gaps are longer than was asked for, times of which nothing was
-    asked may pay for them: only answers a second count, and what was asked for and is kept so far."""
+    """Whether a change of inter-token latency costs too much elsewhere. Where an ITL objective is missed, other
+    latencies without an objective may pay for it: only throughput and the objectives that are met so far count."""
     service, then = replay.service, replay.simulated(change).gauges
     kept = {
         name: limit
@@ -142,7 +142,7 @@ def _mean_e2e(replay: Replay, change: Change | None = None) -> float:
 
 
 def risk_of(replay: Replay, change: Change) -> str:
-    """What it costs: memory, and times of others that get longer."""
+    """What the change costs: memory, and latencies that get longer."""
     said = []
     if "serve.kv_bytes" in change:
         said.append(f"+ {bytes_text(change['serve.kv_bytes'] - replay.kv_bytes)} of memory")

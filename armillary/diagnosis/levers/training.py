@@ -1,4 +1,4 @@
-"""Levers of training: for each cause the changes that act on it, priced by the planner on what was measured."""
+"""Levers of training: the changes that act on each cause, priced by the planner on the measured step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _lever(priced: Priced | None, title: str, *, risk: str = "", basis: str = PL
 
 
 def _workers(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
-    """Workers share the reading; a loader that reads ahead and still is late takes as long as a step for a batch."""
+    """More loader workers; a prefetching loader that is still late takes a whole step per batch."""
     if pricing is None or pricing.parts is None or pricing.plan.data is None:
         yield from read_ahead(finding, reading)
         return
@@ -121,7 +121,7 @@ def _compiled(finding: Finding, reading: Reading, pricing: Pricing | None) -> It
 
 
 def _talk_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
-    """Axes that exchange less: data instead of tensor parallelism, weights that stay whole."""
+    """Layouts that communicate less: data instead of tensor parallelism, unsharded weights."""
     if pricing is None:
         return
     layout = pricing.plan.layout
@@ -143,7 +143,7 @@ def _talk_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
 
 
 def _sum_gradients(finding: Finding, pricing: Pricing) -> Iterator[Lever]:
-    """Copies sum their gradients once a step: in pieces beside the backward pass, or after twice the tokens."""
+    """Gradients are summed once per step: in smaller buckets beside the backward pass, or after twice the tokens."""
     layout, job = pricing.plan.layout, pricing.plan.train
     assert job is not None
     bucket, tokens = layout.bucket_bytes // GRADIENT_BUCKET_RATIO, 2 * job.batch_tokens
@@ -213,7 +213,7 @@ def _keep_here(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
 
 
 def _make_room(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
-    """What takes least time of what frees a tenth of the device; bought is memory, paid is time."""
+    """Changes that free memory, at the price of time."""
     if pricing is None:
         return
     layout = pricing.plan.layout

@@ -1,7 +1,7 @@
-"""Pricing: what a change of the recipe would make of a measured step, part by part.
+"""The price of a change of the recipe: what it would make of a measured step, part by part.
 
-The planner says how each part changes (predicted then over predicted now); the measurement says how long each part is.
-Operations too short for any roofline follow the number of launches rather than the work in them.
+The planner says how each part changes (predicted after over predicted before); the measurement says how long each part
+is. Operations too short for any roofline follow the number of launches rather than the work in them.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Pricing:
         return Priced(change=change, speedup=self.parts.total / Parts(**values).total, memory_bytes=0.0)
 
     def joined(self, change: Mapping[str, Any]) -> Priced | None:
-        """A change that only joins a processor's passes over memory: those that were measured by the predicted time of
-        such passes, calls by the predicted time of calls; products and all else stay."""
+        """A change that only fuses memory-bound ops on a CPU: these scale by their predicted time, calls by the
+        predicted time of calls; GEMMs and everything else stay."""
         then, passes = self._then(change), self.reading.get("fusible_fraction")
         if then is None or self.parts is None or passes is None:
             return None
@@ -96,8 +96,8 @@ class Pricing:
         return self.priced(change, step=self.parts.step - self.parts.work * saved)
 
     def kept_here(self, change: Mapping[str, Any]) -> Priced | None:
-        """A change that offloads nothing: what was measured to stand still for it goes, what the optimiser takes on the
-        device comes; by the planner alone where nothing was measured."""
+        """A change that ends offloading: the measured stall goes, the optimizer's time on the device is added; by the
+        planner alone where nothing was measured."""
         priced, spent, then = self.price(change), self.reading.get("offload_s"), self._then(change)
         if priced is None or spent is None or then is None or self.parts is None:
             return priced
@@ -112,7 +112,7 @@ class Pricing:
 
     @property
     def may_compile(self) -> bool:
-        """Whether blocks are torch's operators one by one, and not compiled yet."""
+        """Whether blocks run eagerly, operator by operator, and are not compiled yet."""
         job = self.plan.train
         return job is not None and not job.compiled and self.now.case.software.eager_layers
 
@@ -144,8 +144,8 @@ class Pricing:
         return max(self.plan.cluster.num_devices, self.plan.layout.num_devices)
 
     def _more_memory(self, then: Prediction) -> float | None:
-        """Bytes beyond what is held now; None where that does not fit. What was measured counts where it is more than
-        was predicted."""
+        """Bytes beyond the present peak; None where they do not fit. A measured peak above the prediction scales
+        both."""
         before, after = float(self.now.memory.total[0]), float(then.memory.total[0])
         measured = self.reading.get("memory_peak_bytes") or 0.0
         factor = max(1.0, measured / before) if before and self.plan.cluster.chip.kind != "cpu" else 1.0
@@ -171,8 +171,8 @@ class Pricing:
         )
 
     def _worked(self, parts: Parts, then: Prediction) -> float:
-        """Seconds that are neither waiting nor idling. Where nothing but the rows of a micro-batch differs, and the
-        trainer joined some to see, what comes with each follows their number."""
+        """Seconds that are neither waiting nor idle. Where only the rows per micro-batch differ and the trainer
+        measured the fixed cost of a micro-batch, that cost follows the number of micro-batches."""
         now, rows = self.now, micro_batch_overhead_share(self.reading)
         if rows is not None and _same_but_rows(now.layouts, then.layouts):
             fewer = float(then.time.work.micro_batches[0] / now.time.work.micro_batches[0])
@@ -182,8 +182,8 @@ class Pricing:
         return work + (_carried(again, now.time.recompute[0], then.time.recompute[0]) if again else 0.0)
 
     def _work_ratio(self, then: Prediction) -> float:
-        """Of what is neither waiting nor idling: launches by their number, the rest by its predicted time. Activations
-        made again are apart where they were measured."""
+        """Ratio of work after to before: launches by their number, the rest by its predicted time. Recompute is apart
+        where it was measured."""
         now, fixed, apart = self.now, self.fixed, self.recompute_s > 0
         if fixed is None:
             before, after = (
@@ -195,12 +195,12 @@ class Pricing:
             return self._narrower_ratio(then, fixed)
         fewer = launches(then, apart) / launches(now, apart)
         if now.case.software.eager_layers and _same_but_rows(now.layouts, then.layouts):
-            return fixed * fewer + 1 - fixed  # the same work row after row: what small products lose is their calls
+            return fixed * fewer + 1 - fixed  # the same work per row: small GEMMs lose only their calls
         return fixed * fewer + (1 - fixed) * without_calls(then, apart) / without_calls(now, apart)
 
     def _narrower_ratio(self, then: Prediction, fixed: float) -> float:
-        """Another number format: measured passes over memory by the predicted time of such passes, the rest by that of
-        products and attention; launches stay."""
+        """The ratio for another dtype: measured memory-bound ops by their predicted time, the rest by that of GEMMs and
+        attention; launches stay."""
         passes = min(1 - fixed, self.reading.get("fusible_fraction") or 0.0)
         moved = _of(then, "memory", "optimizer") / _of(self.now, "memory", "optimizer")
         multiplied = _of(then, "gemm", "attention") / _of(self.now, "gemm", "attention")
@@ -208,8 +208,8 @@ class Pricing:
 
     @property
     def recompute_s(self) -> float:
-        """Seconds of a step that make activations again, where that was measured: its share of the steps in which it
-        was, applied to a step as long as they usually are."""
+        """Seconds of recompute per step, where it was measured: its share in the steps that measured it, times a usual
+        step."""
         share = recomputed(self.reading)
         return share * self.parts.step if share and self.parts is not None else 0.0
 
@@ -220,8 +220,8 @@ class Pricing:
 
 
 def launches(prediction: Prediction, apart: bool = False) -> float:
-    """Kernels of a step, as the planner counts them: forward, what is made again unless that is `apart`, and backward
-    of every micro-batch."""
+    """Kernels per step as the planner counts them: forward, recompute unless it is `apart`, and backward of every
+    micro-batch."""
     time, layer = prediction.time, prediction.time.work.layer
     again = 0.0 if apart else float(time.recompute[0] > 0) / float(prediction.layouts.recompute_every[0])
     a_layer = float(layer.kernels_forward[0]) * (1 + again) + float(layer.kernels_backward[0])
@@ -229,7 +229,7 @@ def launches(prediction: Prediction, apart: bool = False) -> float:
 
 
 def worked(prediction: Prediction, apart: bool = False) -> float:
-    """Seconds of a step in which the device computes, what is made again left out where it is `apart`."""
+    """Seconds of a step in which the device computes, without recompute where it is `apart`."""
     time = prediction.time
     total = float(time.compute[0] + time.optimizer[0] + time.offload[0])
     return total - float(time.recompute[0]) if apart else total
@@ -242,7 +242,7 @@ def without_calls(prediction: Prediction, apart: bool = False) -> float:
 
 
 def _same_but_rows(now: Layouts, then: Layouts) -> bool:
-    """Whether nothing but the rows of a micro-batch differs."""
+    """Whether only the rows per micro-batch differ."""
     return all(
         bool((getattr(now, field.name) == getattr(then, field.name)).all())
         for field in fields(now)
@@ -255,7 +255,7 @@ def _of(prediction: Prediction, *names: str) -> float:
 
 
 def _carried(measured: float, now: float, then: float) -> float:
-    """A measured part, changed in the predicted proportion; where none was predicted, what will be is added."""
+    """A measured part, scaled by the predicted ratio; where none was predicted, the predicted part is added."""
     return measured * float(then / now) if now > 0 else measured + float(then)
 
 

@@ -1,6 +1,6 @@
-"""Compare two runs: what a lever was predicted to buy, and what was obtained.
+"""Comparison of two runs: what a lever was predicted to gain, and what was obtained.
 
-An outcome is booked only where it can be one: the lever is all that differs, and it was predicted before run b began.
+An outcome is logged only where the lever is all that differs and was predicted before run b began.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _measured_both(a: Run, b: Run, first: Reading, second: Reading, credited: Lo
 
 
 def measured(reading: Reading, of: str) -> float | None:
-    """The figure of a gauge; a step with all that comes between steps, since that is what levers are priced for."""
+    """The value of a gauge; of a step with everything between steps, since levers are priced for that."""
     parts = parts_of(reading) if of == STEP else None
     return parts.total if parts is not None else reading.get(of)
 
@@ -96,7 +96,7 @@ def is_rate(gauge: str) -> bool:
 
 
 def _latency(first: Reading, second: Reading) -> str:
-    """What to hold two servers against where nobody predicted anything."""
+    """The gauge by which two servers are compared where there is no prediction."""
     both = [name for name in ("tokens_out_per_s", "e2e_p50_s", "ttft_p50_s") if first.get(name) and second.get(name)]
     if not both:
         raise BadInput("the two runs have no figure in common; compare runs that answered requests")
@@ -107,7 +107,7 @@ def _latency(first: Reading, second: Reading) -> str:
 
 
 def predictions(run: Run, home: Home) -> list[LoggedPrediction]:
-    """Of this run's levers: first those that were applied, in the order they were, then those of its diagnosis."""
+    """Predictions of this run's levers: first the applied ones in their order, then those of its diagnosis."""
     logged = sorted(
         (line for line in read_record(home).lines if line.run == run.id), key=lambda line: line.predicted_at
     )
@@ -136,7 +136,7 @@ def as_prediction(
 
 
 def _credited(a: Run, b: Run, home: Home, kind: Kind) -> tuple[LoggedPrediction | None, list[str]]:
-    """The first prediction of what differs between the runs, and what speaks against holding it to its word."""
+    """The first prediction of what differs between the runs, and the reasons not to credit it."""
     pulled = [
         (prediction, differing)
         for prediction in predictions(a, home)

@@ -1,6 +1,6 @@
-"""Predicted: every figure a plan foretold, beside what was measured of it, so that no prediction goes unchecked.
+"""Prediction errors: every figure that a plan predicted, beside its measurement.
 
-What nobody can measure here stays in the list, with the reason in the place of a figure.
+What cannot be measured here stays in the list, with the reason in place of a figure.
 """
 
 from __future__ import annotations

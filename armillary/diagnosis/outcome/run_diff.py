@@ -1,6 +1,6 @@
-"""Differences: what else than a lever two runs differ in, be it a key of the recipe, the machine or what was asked.
+"""Differences of two runs other than a lever: keys of the recipe, the machine, the requests.
 
-A lever is credited with an outcome only where nothing else can have brought it.
+A lever is credited with an outcome only where nothing else differs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SAME_STEP = tuple(
 )
 """keys that leave the time of a step as it is; recorded steps are not timed"""
 TOLD = ("serve.dtype", "serve.name", "serve.tools", "serve.api_key_file", "serve.otlp")
-"""keys of a server that change no figure by themselves: what its number format came to stands in layout.precision"""
+"""keys of a server that change no figure by themselves: the dtype that a server uses is in layout.precision"""
 ALIKE, STRAY = 0.15, 2
-"""how far two loads may be apart, in share or in requests: arrivals are drawn at random, and somebody tries a server"""
+"""how far two loads may differ, as a share or in requests: arrivals are random, and a server gets stray requests"""
 
 
 def changes(a: Run, b: Run) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def matters(key: str, kind: Kind) -> bool:
 
 
 def other_conditions(a: Reading, b: Reading) -> list[str]:
-    """Whatever no recipe says and yet changes figures, a phrase each."""
+    """Differences outside the recipe that change figures, one phrase each."""
     phrases = [f"{reading.source} took only {count} steps" for reading in (a, b) if (count := _steps(reading)) < FEWEST]
     chips = [reading.plan.cluster.chip.name for reading in (a, b) if reading.plan is not None]
     if len(set(chips)) > 1:
@@ -95,8 +95,8 @@ def _steps(reading: Reading) -> int:
 
 
 def same_requests(a: Sequence[Record], b: Sequence[Record]) -> bool:
-    """Of like lengths, and as many, or as many a second: a server that is never left waiting gets more in a second the
-    quicker it is, and one that is watched for longer gets more in all."""
+    """Whether lengths are alike, and the number of requests or their rate is: a closed-loop client sends more per
+    second to a faster server, and a longer test sends more in all."""
     lengths = all(_alike(_typical(a, name), _typical(b, name)) for name in ("tokens_in", "tokens_out"))
     rates = [_rate(a), _rate(b)]
     return lengths and (_alike(len(a), len(b), STRAY) or (all(rates) and _alike(*rates)))
@@ -107,12 +107,12 @@ def _alike(first: float, second: float, stray: float = 0.0) -> bool:
 
 
 def _typical(requests: Sequence[Record], name: str) -> float:
-    """The median, which one request that was tried by hand does not move."""
+    """The median, which a single request by hand does not move."""
     return median(float(request.get(name, 0)) for request in requests) if requests else 0.0
 
 
 def _rate(requests: Sequence[Record]) -> float:
-    """Arrivals a second; 0 where they all came at once or nobody noted when."""
+    """Arrivals per second; 0 where all arrived at once or no times were recorded."""
     times = sorted(float(request["arrived_s"]) for request in requests if "arrived_s" in request)
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 

@@ -1,7 +1,7 @@
-"""The track record: what was predicted of levers and what came of them, kept in the store, so that honesty shows.
+"""The track record: predictions of levers and their outcomes, kept in the store.
 
-One JSON line a prediction or an outcome. Lines are only ever added: the first prediction of a lever is the one that
-counts, and of two runs that are compared again the last outcome.
+One JSON line per prediction or outcome. Lines are only ever added: the first prediction of a lever counts, and the last
+outcome of each pair of runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from armillary.store.home import Home
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedPrediction:
-    """One lever that was predicted, and what it brought once it was pulled."""
+    """The prediction of one lever, and its outcome once it was applied."""
 
     run: str
     """the run that was diagnosed"""
@@ -55,7 +55,7 @@ class LoggedPrediction:
 
     @property
     def lever(self) -> tuple[str, str, str]:
-        """What makes two lines be about the same prediction."""
+        """Key of the prediction: run, change, gauge."""
         return self.run, json.dumps(to_plain(self.change), sort_keys=True), self.of
 
     @property
@@ -133,7 +133,7 @@ def _parse(text: bytes, path: Path) -> LoggedPrediction | None:
 
 
 def log_prediction(home: Home, kept: LoggedPrediction) -> LoggedPrediction:
-    """Write a prediction down, unless the same lever was predicted before; gives the one that counts."""
+    """Append a prediction, unless the same lever was predicted before; returns the one that counts."""
     before = next((line for line in read_record(home).lines if line.lever == kept.lever), None)
     if before is None:
         _append(path_of(home), kept)
@@ -141,7 +141,7 @@ def log_prediction(home: Home, kept: LoggedPrediction) -> LoggedPrediction:
 
 
 def log_outcome(home: Home, kept: LoggedPrediction) -> None:
-    """Write an outcome down; the same once more adds nothing."""
+    """Append an outcome, unless it is there already."""
     assert kept.by and kept.obtained is not None, "an outcome names its run and what it brought"
     pair = (kept.lever, kept.by)
     last = next((line for line in reversed(read_record(home).lines) if (line.lever, line.by) == pair), None)

@@ -1,6 +1,6 @@
-"""A trace, or a profile made of one, as a Reading: the step budget in gauges, whoever recorded it.
+"""A trace, or a profile made of one, as a Reading: the step budget as gauges.
 
-As in a run of our own, the time a step waits for its batch stands apart, and the shares of the budget are of the rest.
+As in our own runs, the time a step waits for its batch is apart, and the shares of the budget are of the rest.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from armillary.errors import BadData, NotFound
 from armillary.store.home import Home
 
 APART_S = 5.0
-"""seconds between the two looks at a live page: some hundred engine steps"""
+"""seconds between the two scrapes of a live page: some hundred engine steps"""
 _TIMEOUT_S = 10.0
 _MOST_BYTES = 16_000_000
 _READS = ", ".join(server.name for server in SERVERS.values())

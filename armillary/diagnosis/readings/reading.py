@@ -1,6 +1,6 @@
-"""Reading: what was measured, whoever wrote it, in the words of `spec/gauges.py`; what every rule looks at.
+"""Reading: what was measured, by the gauge names of `spec/gauges.py`; the input of every rule.
 
-A run folder, a server's metrics page, a trace and other people's logs all become one of these.
+Run folders, metrics pages of servers, traces and logs of other programs all become a Reading.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Looks: one metrics page of a server, or two some seconds apart, in the words of `spec/gauges.py`.
+"""Scrapes: one metrics page of a server, or two some seconds apart, by the gauge names of `spec/gauges.py`.
 
-What happened between two looks is told apart from what happened since the server started wherever enough did happen.
+Where enough happened between two scrapes, their difference is used rather than the totals since the server started.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from armillary.diagnosis.readings.server_metrics import Server
 from armillary.spec.gauges import GAUGES
 
 _ENOUGH = 30
-"""values a distribution must have gained between two looks for its percentiles to be taken from these alone"""
+"""values that a distribution must gain between two scrapes before its percentiles are taken from these alone"""
 _PERCENTILES = (50, 90, 99)
 _APART = 3.0
-"""times that gaps between tokens are longer where a step computes prompts too, for the two kinds to be told apart"""
+"""ratio of inter-token latencies with and without prefill from which the two kinds are told apart"""
 _RATES = {
     "requests_total": "requests_per_s",
     "tokens_in_total": "tokens_in_per_s",
@@ -26,7 +26,7 @@ _RATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scrapes:
-    """A server's page now and, where it was looked at before, then."""
+    """A server's page now and, where it was scraped before, then."""
 
     server: Server
     """what it calls its gauges"""
@@ -53,7 +53,7 @@ class Scrapes:
         return next((histogram for histogram in histograms if histogram is not None), None)
 
     def histogram(self, name: str) -> Histogram | None:
-        """Of the time between two looks where enough happened, else since the start."""
+        """Between two scrapes where enough happened, else since the start."""
         now, then = self.now.histogram(name), self.before.histogram(name) if self.before else None
         if now is None or then is None or now.bounds != then.bounds or now.count - then.count < _ENOUGH:
             return now
@@ -67,7 +67,7 @@ class Scrapes:
 
     @property
     def batch(self) -> float | None:
-        """Requests in a step: each has its first token or a gap after the last from it."""
+        """Requests per step: each gets its first or its next token from it."""
         steps, firsts, gaps = self.steps, self.distribution("ttft_s"), self.distribution("itl_s")
         if steps is None or firsts is None or gaps is None:
             return None
@@ -94,7 +94,7 @@ class Scrapes:
                     yield name, value
 
     def _of_steps(self) -> dict[str, float]:
-        """Tokens of a step, its batch's and the prompts', and the gap between tokens where there are no prompts."""
+        """Decode and prefill tokens per step, and the inter-token latency of steps without prefill."""
         steps, batch = self.steps, self.batch
         if steps is None or steps.mean is None or batch is None:
             return {}

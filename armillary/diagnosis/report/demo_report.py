@@ -1,4 +1,4 @@
-"""Circle: one turn from measuring to measuring again, as a record that the report page is made from."""
+"""The record of a demo run, from measuring to measuring again, from which the report page is made."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from armillary.store.gauges import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One part of the way round."""
+    """One stage of the demo."""
 
     name: str
     """measure, plan, train …"""
     seconds: float
     """how long it took"""
     said: str = ""
-    """what came of it, in a line"""
+    """its result, in a line"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoReport:
-    """What one turn predicted, measured, found and changed; a turn that was cut short has less of it."""
+    """What a demo predicted, measured, diagnosed and changed; an interrupted one has less of it."""
 
     title: str
     """model and machine"""
@@ -68,11 +68,11 @@ class DemoReport:
     pulled: tuple[Comparison, ...] = ()
     """levers that were pulled, with what they brought"""
     notes: tuple[str, ...] = ()
-    """what to mind when reading it"""
+    """remarks for the reader"""
 
     @property
     def predicted(self) -> tuple[Predicted, ...]:
-        """Every figure that was predicted on the way, beside its measurement."""
+        """Every predicted figure, beside its measurement."""
         rows: tuple[Predicted, ...] = ()
         if self.training is not None:
             rows += predicted_of(self.training, "training", _of_run(self.records))

@@ -1,7 +1,7 @@
 """Rules of the inner loop: is the device doing useful work, or waiting for its own host?
 
-Each is a plain function of what was measured and what was planned. Shares of a recorded step are turned into shares of
-the whole, so that they can be held against waiting for data and for other ranks.
+Each rule is a function of the measurement and the plan. Shares of a recorded step become shares of the total time, so
+that they compare with waiting for data and for other ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _starved(share: float, parts: Parts | None) -> Finding:
 
 
 def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
-    """The device, or the processor, is kept busy by many small operations rather than by their work."""
+    """Launching many small operations takes the time, rather than their work."""
     inside = launch_overhead_share(reading, plan)
     share = computing(reading) * (inside or 0.0)
     if inside is None or share < LAUNCH_SHARE or _sync_share(reading) >= SYNC_SHARE:
@@ -61,7 +61,7 @@ def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
     count = reading.get("kernels")
     gauges = ("launch_gap_fraction", "launch_bound_fraction", "kernels")
     evidence = [Evidence(gauge=name, value=value) for name in gauges if (value := reading.get(name)) is not None]
-    many = f"{count:,.0f} kernels a step, most too short to be worth a launch" if count else "kernels come too late"
+    many = f"{count:,.0f} kernels per step, most too short to be worth a launch" if count else "kernels come too late"
     return Finding(
         loop="inner",
         cause="launch_overhead",
@@ -107,8 +107,8 @@ def _sync_share(reading: Reading) -> float:
 
 
 def precision(reading: Reading, plan: Plan | None) -> Finding | None:
-    """GEMMs in a dtype that is not the device's quickest: a wide one where it has units for 16 bits, or 16 bits that it
-    only emulates. It stands where a lever, priced by the device's own ceilings, says so."""
+    """GEMMs in a dtype that is not the device's fastest: 32 bits where it has 16-bit units, or 16 bits that it only
+    emulates. The finding is kept where a lever, priced by the device's own ceilings, gains something."""
     if plan is None or plan.train is None or plan.layout.precision not in (*WIDE, *SIXTEEN_BIT):
         return None
     dtype, other = plan.layout.precision, "bf16" if plan.layout.precision in WIDE else "fp32"
@@ -122,12 +122,12 @@ def precision(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def compute(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Nothing waits: the kernels themselves are the time. How far they are from the roofline says what is left."""
+    """Nothing waits: the time is spent in kernels. Their distance from the roofline is what is left to gain."""
     return _kernels(reading, bound="compute")
 
 
 def memory_bandwidth(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Kernels are the time, and most of them move bytes rather than multiply."""
+    """The time is spent in kernels, and most of them are memory-bound."""
     return _kernels(reading, bound="memory")
 
 
@@ -163,7 +163,7 @@ def _roofline(reading: Reading) -> str:
 
 
 def _bound(reading: Reading) -> str:
-    """What most kernel time is under: by the rows of a profile, else by the arithmetic intensity of the step."""
+    """Whether most kernel time is memory- or compute-bound, by the rows of a profile."""
     rows = (reading.profile.kernels or reading.profile.operators) if reading.profile else ()
     passes = ("elementwise", "norm", "softmax", "copy", "embedding", "optimizer")
     unknown = [row for row in rows if row.bound == "unknown"]

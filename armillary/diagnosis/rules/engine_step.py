@@ -1,4 +1,4 @@
-"""The engine's steps: prompts that stretch them for everybody who decodes, and a host that holds the device up."""
+"""Rules on engine steps: prefill that stretches decodes, and a host that holds the device up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from armillary.units import seconds_text
 
 
 def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Prompts computed in one piece hold up everybody who decodes."""
+    """Large prefill chunks hold up all decodes of the step."""
     run = ServingRun(reading, plan)
     usual, worst = reading.get("itl_p50_s"), reading.get("itl_p99_s")
     if usual is None or worst is None or run.cost is None:
@@ -61,7 +61,7 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
-    """On a GPU, steps take as long as their launches: the device idles between kernels."""
+    """On a GPU without CUDA graphs, launches take longer than kernels: the device idles between kernels."""
     run = ServingRun(reading, plan)
     if run.serve.graphs or not _on_gpu(plan) or run.cost is None:
         return None
@@ -93,7 +93,7 @@ def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Without overlap the device has nothing to do while the next step is decided."""
+    """Without overlap the device idles while the next step is scheduled."""
     run = ServingRun(reading, plan)
     decided, step = reading.get("engine_schedule_s"), reading.get("engine_step_s")
     if run.serve.overlap or not _on_gpu(plan) or not decided or not step or decided < SCHEDULE_SHARE * step:
@@ -103,7 +103,7 @@ def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
         cause="sync",
         rule="deciding_alone",
         share=min(0.99, decided / step),
-        says=f"the device waits {seconds_text(decided)} of every {seconds_text(step)} while the next step is decided",
+        says=f"the device waits {seconds_text(decided)} of every {seconds_text(step)} while the next step is scheduled",
         evidence=(
             Evidence(
                 gauge="engine_schedule_s",
@@ -116,7 +116,7 @@ def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def _alone_s(run: ServingRun) -> float:
-    """A step of the usual decodes without prompts."""
+    """Seconds of a mean decode step without prefill."""
     assert run.cost is not None
     return run.cost.decode_seconds(run.decoding, run.context)
 

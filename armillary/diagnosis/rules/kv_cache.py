@@ -1,6 +1,6 @@
-"""The KV cache: too small for those who run, or prompts computed again that it could have kept.
+"""Rules on the KV cache: too small for the running requests, or for prefixes that are computed again.
 
-Where running requests lack blocks themselves, what was evicted is no cause of its own.
+Where running requests lack blocks themselves, evicted prefixes are not a cause of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Running requests are put back for lack of blocks, and computed again."""
+    """Running requests are preempted for lack of blocks, and recomputed."""
     run = ServingRun(reading, plan)
     if not is_preempting(run):
         return None
@@ -36,13 +36,13 @@ def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def prefix_cache_off(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Prompts begin alike and are computed anew each time, because nothing is kept."""
+    """Prompts share prefixes and are computed anew each time, because the prefix cache is off."""
     run = ServingRun(reading, plan)
     return _misses(run, "prefix_cache_off", "the prefix cache is off") if not run.serve.prefix_cache else None
 
 
 def prefix_cache_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Prompts begin alike, but what was kept had to make room before it was asked for again."""
+    """Prompts share prefixes, but cached blocks are evicted before they are needed again."""
     run = ServingRun(reading, plan)
     evicted, ended = run.total("prefix_evicted_total"), run.total("requests_total")
     if not run.serve.prefix_cache or evicted < EVICTED_REQUEST_SHARE * max(1.0, ended):
@@ -53,7 +53,7 @@ def prefix_cache_too_small(reading: Reading, plan: Plan | None) -> Finding | Non
 
 
 def is_preempting(run: ServingRun) -> bool:
-    """Whether preemption is what happens, and not bad luck now and then."""
+    """Whether preemption is frequent enough to be a cause."""
     times, again = run.total("preemptions_total"), run.total("recomputed_total")
     done = run.total("tokens_in_total") + run.total("tokens_out_total")
     ended = run.total("requests_total") or len(run.reading.requests)
@@ -72,7 +72,7 @@ def _blocks_lacking(run: ServingRun, cause: str) -> Finding | None:
         return None
     times = run.total("preemptions_total")
     how = (
-        f"{times:.0f} times a running request was put back, {again:,.0f} tokens computed again"
+        f"{times:.0f} preemptions, {again:,.0f} tokens recomputed"
         if times
         else f"{run.decoding:.0f} of {run.serve.max_running} rows decode while {run.wanted:.0f} requests are there"
     )
@@ -87,7 +87,7 @@ def _blocks_lacking(run: ServingRun, cause: str) -> Finding | None:
 
 
 def repeated_prefill_share(run: ServingRun) -> float:
-    """Share of the time in steps spent on prompt tokens that were there before."""
+    """Share of the time in steps spent on prefill of repeated prefixes."""
     return run.prompt_share * min(1.0, run.not_found / run.computed) if run.computed else 0.0
 
 

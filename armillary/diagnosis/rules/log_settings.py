@@ -1,4 +1,4 @@
-"""Rules on the settings that other people's logs tell: pipeline stages, recompute, and what the chip could give."""
+"""Rules on the settings in other programs' logs: pipeline stages, recompute, and low MFU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 
 RECOMPUTE_FLOPS_SHARE = {"full": 1 / 4, "fullac": 1 / 4}
-"""share of a step's FLOPs that making all activations again takes: a forward pass beside a forward and a backward"""
+"""share of a step's FLOPs that full recompute takes: one more forward beside a forward and a backward"""
 
 
 def idle_stages(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -37,11 +37,11 @@ def idle_stages(reading: Reading, plan: Plan | None) -> Finding | None:
     batch = number(reading.settings.get("global_batch_size")) or 0.0
     levers.append(
         _pipe_lever(
-            "twice the micro-batches a step",
+            "twice the micro-batches per step",
             f"--global-batch-size {2 * batch:.0f}",
             share,
             _idle(stages, virtual, 2 * count),
-            "a larger batch learns less a token",
+            "a larger batch learns less per token",
         )
     )
     evidence = (Evidence(gauge="micro_batches", value=count), Evidence(gauge="bubble_s", value=share * _step(reading)))
@@ -52,7 +52,7 @@ def idle_stages(reading: Reading, plan: Plan | None) -> Finding | None:
         share=share,
         evidence=evidence,
         levers=tuple(sorted(levers, key=lambda lever: -lever.speedup)),
-        says=f"{count:.0f} micro-batches a step are few for {stages} pipeline stages: they stand idle "
+        says=f"{count:.0f} micro-batches per step are few for {stages} pipeline stages: they stand idle "
         f"{share:.0%} of the time",
     )
 
@@ -90,7 +90,7 @@ def _pipe_lever(title: str, action: str, now: float, then: float, risk: str) -> 
 
 
 def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
-    """All activations are made again though half the device is empty."""
+    """Full recompute although half of the device's memory is free."""
     kind = reading.settings.get("recompute", reading.settings.get("recompute_granularity", "")).lower()
     used = max(reading.series("memory_used_fraction"), default=None)
     if (
@@ -108,7 +108,7 @@ def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
         title="recompute less",
         action=action,
         speedup=speedup(share, float("inf")),
-        basis="at most: FLOPs of a step, 6 instead of 8 a weight and token",
+        basis="at most: FLOPs of a step, 6 instead of 8 per weight and token",
         risk=f"more memory: {used:.0%} are in use now",
     )
     evidence = Evidence(gauge="memory_used_fraction", value=used, expected=RECOMPUTE_MEMORY_SHARE, against="roomy")
@@ -119,12 +119,12 @@ def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
         share=share,
         evidence=(evidence,),
         levers=(lever,),
-        says=f"a quarter of the arithmetic makes activations again, and {1 - used:.0%} of the memory is free",
+        says=f"a quarter of the arithmetic recomputes activations, and {1 - used:.0%} of the memory is free",
     )
 
 
 def low_mfu(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Far less than what runs on this chip usually keep of its products' speed; a trace would say why."""
+    """Far less of the GEMM speed than runs on this chip usually keep; a trace would say why."""
     reached = _reached(reading)
     if reached is None:
         return None
@@ -146,13 +146,13 @@ def low_mfu(reading: Reading, plan: Plan | None) -> Finding | None:
         share=1 - mfu / usual,
         evidence=(evidence,),
         levers=(lever,),
-        says=f"{mfu:.0%} MFU, where the chip's own products reach {products:.0%} of its "
+        says=f"{mfu:.0%} MFU, where the chip's own GEMMs reach {products:.0%} of its "
         f"peak and runs usually keep {usual:.0%}",
     )
 
 
 def _reached(reading: Reading) -> tuple[float, float] | None:
-    """(MFU, share of the peak that the chip's largest bf16 products reach); None where the chip is not known."""
+    """(MFU, share of the peak that the chip's largest bf16 GEMMs reach); None where the chip is not known."""
     if reading.by == "armillary" or not (name := reading.settings.get("device")):
         return None
     memory = number(reading.settings.get("device_gib"))

@@ -1,6 +1,6 @@
-"""Rules for what other people's logs alone can tell; each brings its levers, in the writer's own words.
+"""Rules for training logs of other programs; each brings its levers as that program's own flags.
 
-They are silent on runs of ours, which say the same things more exactly.
+They do not fire on our own runs, whose records are more exact.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rules for a server of which only the metrics page is known, ours or somebody else's; levers in that server's words.
+"""Rules for a server of which only the metrics page is known, ours or another one; levers name that server's flags.
 
-With no step or request to replay, gains are Little's law over the page's means: see page_load.
+With no step or request to replay, gains follow from Little's law over the page's means: see evidence/server_load.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AT_MOST = f"at most: {LITTLE}, and a decode costs no more than a prompt's token"
 
 
 def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Requests are started, thrown out for lack of KV memory, and computed again."""
+    """Running requests are preempted for lack of KV memory, and recomputed."""
     load, used = load_of(reading), reading.get("kv_used_fraction")
     if (
         load is None
@@ -55,8 +55,7 @@ def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
     return _finding(
         "preemption",
         share,
-        f"{load.preempted:.2f} times a request is thrown out of a full KV cache and "
-        f"computed again; {_queue_text(load)}",
+        f"{load.preempted:.2f} preemptions per request for lack of KV cache; {_queue_text(load)}",
         reading,
         gauges,
         levers,
@@ -138,7 +137,7 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Requests waited much since the server started, though nobody waits now: bursts."""
+    """Requests waited long since the server started, although none waits now: bursts."""
     load = load_of(reading)
     if (
         load is None
@@ -158,7 +157,7 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
     return _finding(
         "queueing",
         _queued(load),
-        f"nobody waits now, but {_queue_text(load)}: requests come in bursts",
+        f"no request waits now, but {_queue_text(load)}: requests come in bursts",
         reading,
         ("queue_s", "waiting", "e2e_s"),
         (without,),
@@ -166,7 +165,7 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Prompts that share a step with decodes make some gaps between tokens many times longer."""
+    """Prefill in the same step as decodes makes some inter-token latencies many times longer."""
     load, worst = load_of(reading), reading.get("itl_p99_s")
     if load is None or not reading.get("itl_p50_s") or not worst or load.preempted >= PAGE_PREEMPTIONS_PER_REQUEST:
         return None
@@ -239,11 +238,11 @@ def _waits(load: Load) -> bool:
 
 
 def _queue_text(load: Load) -> str:
-    return f"{seconds_text(load.queue_s)} of {seconds_text(load.e2e_s)} a request are queue"
+    return f"{seconds_text(load.queue_s)} of {seconds_text(load.e2e_s)} per request are queue"
 
 
 def _batch(load: Load, used: float) -> int:
-    """All that are in the house, as far as the KV cache goes."""
+    """All requests in the system, as far as the KV cache holds them."""
     wanted, fits = load.running + load.waiting, int(load.running * KV_FULL_SHARE / max(0.01, used))
     return max(1, min(_power_of_two(2 * wanted - 1), fits // 8 * 8 if fits > 8 else fits))
 
@@ -264,7 +263,7 @@ def _smaller_chunks(reading: Reading, load: Load, worst: float) -> Iterator[Leve
             reading,
             "serve.max_tokens_per_step",
             tokens,
-            f"at most {tokens} tokens a step",
+            f"at most {tokens} tokens per step",
             worst / then,
             of="itl_p99_s",
             risk="long prompts take more steps",
@@ -273,7 +272,7 @@ def _smaller_chunks(reading: Reading, load: Load, worst: float) -> Iterator[Leve
 
 
 def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
-    """A cache that holds more: half the bytes a token, or more of the device; else a replica more."""
+    """A cache that holds more: half the bytes per token, or more of the device's memory; else another replica."""
     enough = load.waiting <= load.running  # else those who wait fill the new room too, and are thrown out as now
     again = 1 / (1 - load.again_share) if enough else 1.0
     wide, gain = "8" not in reading.settings.get("cache_dtype", reading.settings.get("kv_dtype", "")), 0.0
@@ -302,7 +301,7 @@ def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
 
 
 def _replicas(reading: Reading, load: Load, again: float = 1.0) -> Iterator[Lever]:
-    """As many as answer what comes, where the queue has only grown; else as many as hold what is in the house."""
+    """As many replicas as finish what arrives, where the queue has only grown; else as many as hold all requests."""
     now = int(reading.get("replicas") or 1)
     if load.demand > ARRIVALS_OVER_FINISHED:
         times = min(MAX_REPLICAS, max(2, ceil(load.demand)))
@@ -327,7 +326,7 @@ def _fuller_steps(reading: Reading, load: Load) -> Iterator[Lever]:
             reading,
             "serve.max_tokens_per_step",
             tokens,
-            f"up to {tokens} tokens a step",
+            f"up to {tokens} tokens per step",
             load.fuller_steps(2.0),
             risk="longer gaps between tokens",
             basis="what a step costs beside its tokens, paid half as often",
@@ -350,7 +349,7 @@ def _change(
     basis: str = LITTLE,
     at_most: float | None = None,
 ) -> Lever:
-    """In the server's own words; ours are keys of the recipe."""
+    """A lever as the server's own flag; for our server a key of the recipe."""
     flag = SERVERS[reading.by].flags.get(key)
     said = Lever(title=title, speedup=gain, at_most=at_most, of=of, risk=risk, basis=basis)
     return replace(said, change={key: value}) if flag is None else replace(said, action=flag.format(value=value))
@@ -359,7 +358,7 @@ def _change(
 def _finding(
     cause: Cause, share: float, says: str, reading: Reading, gauges: tuple[str, ...], levers: tuple[Lever, ...]
 ) -> Finding:
-    limits = {"kv_used_fraction": (KV_FULL_SHARE, "full"), "waiting": (0.0, "nobody waits")}
+    limits = {"kv_used_fraction": (KV_FULL_SHARE, "full"), "waiting": (0.0, "no queue")}
     evidence = tuple(
         Evidence(gauge=name, value=value, expected=limits[name][0], against=limits[name][1])
         if name in limits

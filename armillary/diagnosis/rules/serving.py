@@ -1,8 +1,7 @@
-"""The product loop: what keeps requests waiting, stretches gaps between tokens or computes in vain.
+"""Rules of the product loop: what keeps requests waiting, stretches inter-token latency or computes needlessly.
 
-Several of these show as the same queue. A rule fires where its cause is the deepest that explains it: batches that are
-put together, then rows, blocks and budgets that are too small; only where a server is set well and still cannot keep up
-are there too few of them.
+Several causes show as the same queue. A rule fires where its cause is the deepest that explains the queue: static
+batching, then too few rows, blocks or budget; only a well-set server that still cannot keep up needs more replicas.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from armillary.spec.plan import Plan
 
 
 def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Requests wait for a batch to end, or to be put together, while rows are free."""
+    """Requests wait for a batch to finish, or to fill, while rows are free."""
     run = ServingRun(reading, plan)
     if run.serve.batching == "continuous" or max(run.queued_share, run.queue_share) < QUEUE_SHARE:
         return None  # where a window is waited for, there are no steps
@@ -65,7 +64,7 @@ def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Every row is taken, requests wait, and more rows would make steps little longer."""
+    """All rows are taken, requests wait, and more rows would lengthen steps only a little."""
     run = ServingRun(reading, plan)
     if run.serve.batching != "continuous" or run.bottleneck != "rows" or run.bottlenecks["rows"] < QUEUE_SHARE:
         return None
@@ -89,7 +88,7 @@ def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Prompts wait for their turn in steps whose budget for them is so small that each mostly costs its base."""
+    """Prompts wait because the prefill budget of a step is so small that each step mostly pays its fixed cost."""
     run = ServingRun(reading, plan)
     late = (
         "ttft_p99_s" in run.missed and run.filled_share >= OVERLOADED_QUEUE_SHARE
@@ -130,8 +129,8 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Requests come faster than the server answers them. Whatever else is wrong with it comes first: this is what is
-    left where nothing else helps."""
+    """Requests arrive faster than the server finishes them. Any other cause comes first: this is what is left where
+    nothing else helps."""
     run = ServingRun(reading, plan)
     crowded = run.queued_share >= OVERLOADED_QUEUE_SHARE and run.queue_share >= OVERLOADED_QUEUE_SHARE
     refused = run.total("rejected_total") > MIN_SAVED_SHARE * max(1.0, run.total("requests_total"))
@@ -155,12 +154,12 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def _behind(shares: list[float], queue_share: float) -> list[float]:
-    """Just below those that explain the whole queue."""
+    """Just below the shares that explain the whole queue."""
     return [0.95 * share for share in shares if share >= max(QUEUE_CLEARING_SHARE, queue_share)]
 
 
 def _rows_that_fit(run: ServingRun) -> float:
-    """Rows whose blocks the KV cache holds, as those of now do."""
+    """Rows that fit into the KV cache at the present blocks per row."""
     full = [step for step in run.queued if step["running"] >= run.rows and "kv_used_fraction" in step]
     used = sum(float(step["kv_used_fraction"]) for step in full)
     return sum(float(step["running"]) for step in full) / used if used else float("inf")
@@ -176,5 +175,5 @@ DEEPER: tuple[Rule, ...] = (
     queueing,
     graphs_off,
 )
-"""what a server that cannot keep up may suffer from instead of being too few"""
+"""causes that explain a server that cannot keep up, before more replicas do"""
 RULES: tuple[Rule, ...] = (*DEEPER, prefill_interference, too_few_replicas, deciding_alone)

@@ -1,4 +1,4 @@
-"""Rules for what other people's traces alone can tell: Python between launches, products in a wide number format."""
+"""Rules for traces of other programs: Python between launches, and GEMMs in 32 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armillary.spec.plan import Plan
 
 _FP32 = re.compile(r"sgemm|gemm_f32f32_f32f32|_S_B_|simt_s|fp32_gemm", re.IGNORECASE)
 _TF32 = re.compile(r"tf32|s1688(?!.*(?:bf16|f16))", re.IGNORECASE)
-"""cuBLAS, CUTLASS and rocBLAS write the number format into the names of their kernels"""
+"""cuBLAS, CUTLASS and rocBLAS name the dtype in their kernels"""
 
 
 def late_launches(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -40,8 +40,8 @@ def late_launches(reading: Reading, plan: Plan | None) -> Finding | None:
     )
 
 
-def wide_products(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Matrix products in fp32 or tf32, by the names of their kernels, on a chip that is faster in bf16."""
+def wide_gemms(reading: Reading, plan: Plan | None) -> Finding | None:
+    """GEMMs in fp32 or tf32, by the names of their kernels, on a chip that is faster in bf16."""
     profile = reading.profile
     if reading.plan is not None or profile is None or not profile.wall_s or "bf16" not in profile.roofline.flops:
         return None
@@ -54,10 +54,10 @@ def wide_products(reading: Reading, plan: Plan | None) -> Finding | None:
     if share < WIDE_GEMM_SHARE:
         return None
     lever = Lever(
-        title="matrix products in bf16",
+        title="GEMMs in bf16",
         action='torch.autocast("cuda", dtype=torch.bfloat16)',
         speedup=gain,
-        risk="products lose digits; weights and sums stay in fp32",
+        risk="GEMMs lose digits; weights and sums stay in fp32",
         basis="at most: Amdahl with the ratio of the chip's peaks",
     )
     evidence = Evidence(
@@ -69,12 +69,12 @@ def wide_products(reading: Reading, plan: Plan | None) -> Finding | None:
     return Finding(
         loop="inner",
         cause="precision",
-        rule="wide_products",
+        rule="wide_gemms",
         share=share,
         evidence=(evidence,),
         levers=(lever,),
-        says=f"{share:.0%} of the time are products in 32 bits; bf16 is there",
+        says=f"{share:.0%} of the time are 32-bit GEMMs; bf16 is there",
     )
 
 
-RULES: tuple[Rule, ...] = (late_launches, wide_products)
+RULES: tuple[Rule, ...] = (late_launches, wide_gemms)

@@ -1,4 +1,4 @@
-"""Rules of the training loop: do many devices act like one, and is anything done that need not be?"""
+"""Rules of the training loop: do many devices act as one, and is any work needless?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from armillary.units import bytes_text, seconds_text
 
 
 def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Exchanges that no computation hides; waiting for a rank that is late is that rank's fault."""
+    """Communication that no computation hides; waiting for a straggler counts for the straggler."""
     parts = parts_of(reading)
     if parts is None:
         share = reading.get("comm_exposed_fraction") or 0.0
@@ -45,7 +45,7 @@ def _exposed(share: float, seconds: float, reading: Reading) -> Finding:
         rule="exposed_communication",
         share=share,
         evidence=(evidence,),
-        says=f"ranks talk for {seconds_text(seconds)} a step with nothing computing "
+        says=f"ranks communicate for {seconds_text(seconds)} per step with no computation "
         f"beside it ({share:.0%} of the time)",
     )
 
@@ -63,7 +63,7 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
     count = reading.predicted("micro_batches")
     if count:
         evidence.append(Evidence(gauge="micro_batches", value=count))
-    few = f"; micro-batches a step: {count:.0f}, few for {plan.layout.pp} stages" if plan and count else ""
+    few = f"; {count:.0f} micro-batches per step are few for {plan.layout.pp} stages" if plan and count else ""
     return Finding(
         loop="training",
         cause="bubble",
@@ -75,7 +75,7 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
-    """One and the same rank is late, and all others wait for it."""
+    """The same rank is late in most steps, and all others wait for it."""
     parts, late = parts_of(reading), late_rank(reading, plan)
     if parts is None or late is None:
         return None
@@ -105,7 +105,7 @@ def _usual_spread(parts: Parts, plan: Plan | None) -> float:
 
 
 def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Activations are made again; whether they would fit is for the lever to say."""
+    """Activations are recomputed; the lever says whether they would fit."""
     if plan is None or plan.train is None or plan.layout.recompute == "none":
         return None
     step, share = reading.get("step_s") or reading.predicted("step_s") or 0.0, recomputed(reading)
@@ -121,12 +121,12 @@ def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
         rule="needless_recompute",
         share=share,
         evidence=tuple(evidence),
-        says=f"{seconds_text(spent)} of a step make activations again though there is memory to keep them",
+        says=f"{seconds_text(spent)} of a step recompute activations although there is memory to keep them",
     )
 
 
 def needless_offload(reading: Reading, plan: Plan | None) -> Finding | None:
-    """States or activations wait elsewhere; whether they would fit is for the lever to say."""
+    """States or activations are offloaded; the lever says whether they would fit."""
     if plan is None or plan.train is None or plan.layout.offload == "none":
         return None
     step, spent = reading.get("step_s"), reading.get("offload_s")
@@ -169,7 +169,7 @@ def _memory(reading: Reading, plan: Plan) -> list[Evidence]:
 
 
 def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
-    """A few experts get the tokens of all: the others are dead weight, and their ranks wait."""
+    """A few experts get most tokens: the others are unused weights, and their ranks wait."""
     heavy, unused = _late_median(reading, "expert_load_max_over_mean"), _late_median(reading, "expert_tail_fraction")
     moe = plan.model.moe if plan is not None else None
     if heavy is None:
@@ -192,7 +192,7 @@ def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def _waited_for_experts(heavy: float, plan: Plan | None) -> float:
-    """Of the time: ranks wait for the one with the busiest experts. On one rank it costs quality only."""
+    """Share of the time that ranks wait for the rank with the busiest experts; on one rank it costs quality only."""
     return 0.5 * (1 - 1 / heavy) if plan is not None and plan.layout.ep > 1 else 0.0
 
 
