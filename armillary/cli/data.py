@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from armillary.training.data.shards import TokenShards
     from armillary.training.prepare_data import Prepared
 
-data = VerbGroup("data", help="Prepare text as token shards, look into them, check them.")
+data = VerbGroup("data", help="Prepare text as token shards, inspect them, verify them.")
 
 
 @data.verb

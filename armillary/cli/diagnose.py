@@ -33,7 +33,7 @@ SHOWN_PART = 0.005
 
 
 class DiagnoseGroup(VerbGroup):
-    """`diagnose RUN` is `diagnose look RUN`, which nobody needs to type; --track-record is a question of its own."""
+    """`diagnose RUN` is short for `diagnose look RUN`; --track-record needs no run."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in ("-h", "--help") and args[0] not in self.commands and not ctx.resilient_parsing:
@@ -97,11 +97,11 @@ def say_comparison(out: Output, home: Home, comparison: Comparison) -> None:
     from armillary.diagnosis.evidence.finding import value_text
 
     name = "step" if comparison.of == "step_s" else comparison.of
-    told = f"predicted {comparison.predicted:.2f} ×" if comparison.predicted else "nobody predicted this change"
+    told = f"predicted {comparison.predicted:.2f} ×" if comparison.predicted else "this change was not predicted"
     changed = ", ".join(f"{key}={value}" for key, value in comparison.change.items()) or "no key of the recipe"
     out.say(
         f"{name} {value_text(comparison.of, comparison.before)} → {value_text(comparison.of, comparison.after)}   "
-        f"obtained {comparison.obtained:.2f} ×   {'nothing is booked' if comparison.notes else told}   "
+        f"obtained {comparison.obtained:.2f} ×   {'nothing is logged' if comparison.notes else told}   "
         f"(track record: {_record(out, home).summary})"
     )
     out.say(f"changed: {changed}")
@@ -110,7 +110,7 @@ def say_comparison(out: Output, home: Home, comparison: Comparison) -> None:
 
 
 def _record(out: Output, home: Home) -> TrackRecord:
-    """The track record; lines that are broken are said."""
+    """The track record; broken lines are reported."""
     from armillary.diagnosis.outcome.track_record import read_record
 
     record = read_record(home)
@@ -267,7 +267,7 @@ def write_lever(out: Output, home: Home, diagnosis: Diagnosis, run: Run, number:
     stands = log_prediction(home, kept).predicted
     out.say(f"{lever.title}: predicted {lever.speedup:.2f} ×, written to {path_text(path)}")
     if f"{stands:.2f}" != f"{lever.speedup:.2f}":
-        out.say(f"{stands:.2f} × was predicted before: that is what it will be held to")
+        out.say(f"{stands:.2f} × was predicted before: the outcome is compared with that")
     return path
 
 
@@ -287,7 +287,7 @@ def next_command(run: Run, lever: Lever, kind: Kind, recipe: Path, home: Home) -
 
 
 def place(home: Home) -> list[str]:
-    """--home, where somebody gave one."""
+    """--home, where it was given."""
     return ["--home", path_text(home.work)] if home.work == home.cache else []
 
 
@@ -300,7 +300,7 @@ def served_model(asked: Recipe) -> str:
 
 
 def _flags(asked: Recipe) -> list[str]:
-    """What is said on the command line and not in [serve]."""
+    """Settings that come from the command line rather than from [serve]."""
     folder, layout = Path(asked.model.path).expanduser(), asked.layout
     there = folder if asked.model.path and (folder / "config.json").is_file() else None
     cut = ["--tp", str(layout.tp)] if layout.tp > 1 else []

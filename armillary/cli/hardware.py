@@ -226,7 +226,7 @@ def _times(text: Callable[[float], str], cluster: Cluster, each: float | None) -
 
 
 def _rent(cluster: Cluster, *, spot: bool) -> str | None:
-    """Median and range of what one chip, and the whole, costs an hour."""
+    """Median and range of the price per hour of one chip, and of all."""
     offers = [price for price in catalogue.prices() if price.chip == cluster.chip.name]
     hourly = [price.spot_usd_per_hour if spot else price.usd_per_hour for price in offers]
     known = sorted(value for value in hourly if value is not None)

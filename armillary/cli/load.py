@@ -130,7 +130,7 @@ def run_load(
 
 @contextmanager
 def _bars(out: Output, test: LoadTest) -> Iterator[Callable[[str], Watch]]:
-    """One bar in seconds; each run begins it anew."""
+    """One bar in seconds; each run restarts it."""
     from armillary.serving.load.run import sending_s
 
     total = sending_s(test)

@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
 
 
 def command() -> click.Group:
-    """The whole command line as a click object."""
+    """The complete command line as a click object."""
 
     def show_help(ctx: click.Context) -> None:
         if ctx.invoked_subcommand is None:
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Output that the terminal cannot show, or that nobody reads, is no reason to fail."""
+    """Output that the terminal cannot show, or a closed pipe, is no reason to fail."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it lives as long as the process
     for stream in (sys.stdout, sys.stderr):

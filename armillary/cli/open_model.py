@@ -44,7 +44,7 @@ def open_model(
 
 
 def _dtype(out: Output, home: Home, source: ModelSource, device: str | None) -> str:
-    """The dtype that a server would take on this device, said where it is not the stored one."""
+    """The dtype that a server would use on this device; reported where it is not the stored one."""
     from armillary.cli.serve_run_folder import resolve_dtype
     from armillary.spec.recipe import recipe_from_dict
     from armillary.store.hf_folder import stored_dtype

@@ -41,7 +41,7 @@ yes_option = click.option("--yes", is_flag=True, help="Start what takes days wit
 
 
 def moved(flag: str, now: str, *, is_flag: bool = False) -> Callable[..., Any]:
-    """A flag that is no more: whoever types it is told what is there instead."""
+    """A removed flag, whose error names its replacement."""
 
     def refuse(ctx: click.Context, option: click.Parameter, value: Any) -> None:
         if value:

@@ -169,7 +169,7 @@ def test_a_second_apply_keeps_the_first_prediction(cli: Cli, home: Home, tmp_pat
     line = path_of(home).read_text()
     path_of(home).write_text(line.replace('"predicted":2.0', '"predicted":1.5'))
     said = cli("diagnose", "quiet-otter", "--apply", "1", "--to", str(tmp_path / "next.toml")).out
-    assert "1.50 × was predicted before: that is what it will be held to" in said
+    assert "1.50 × was predicted before: the outcome is compared with that" in said
     assert len(path_of(home).read_text().splitlines()) == 1
 
 

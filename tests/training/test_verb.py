@@ -139,7 +139,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert len(list_runs(home)) == 1
     edits = ("--set", "train.until=loss=100", "--set", "train.save_every=7", "--set", "train.lr=0.0002")
     again = cli("train", path, "--devices", "1", *edits)
-    assert f"goes on with run {run.id} from step {step}" in again.out and again.code == 0, again.err
+    assert f"continues run {run.id} from step {step}" in again.out and again.code == 0, again.err
     noted = f"run {run.name} continues with changes: layout.dp 2 → 1, train.lr none → 0.0002"
     assert again.out.count("continues with changes") == 1 and noted in again.out
     assert newest(home).id == run.id and run.state.shown == "finished" and run.state.step == step + 1
@@ -172,7 +172,7 @@ def test_a_run_that_another_process_has_is_taken_over_only_when_asked(
     assert child.returncode == 2 and "was taken over by process" in err and "wrote nothing since" in err
     assert taken.code == 0, taken.err
     (run,) = list_runs(home)
-    assert re.search(rf"goes on with run {run.id} from step \d+", taken.out) and run.state.shown == "finished"
+    assert re.search(rf"continues run {run.id} from step \d+", taken.out) and run.state.shown == "finished"
 
 
 def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
@@ -187,12 +187,12 @@ def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
     out, err = child.communicate(timeout=120)
     assert child.returncode == 2, (out, err)
     assert err.count("error:") == 1 and "Traceback" not in err and "elastic" not in err
-    assert re.search(r"error: rank 1 was killed by signal 9 .*goes on from the last checkpoint", err)
+    assert re.search(r"error: rank 1 was killed by signal 9 .*continues from the last checkpoint", err)
     run = newest(home)
     assert run.state.shown == "failed" and saved_steps(run), "no half checkpoint counts"
     assert all(not _alive(pid) for pid in victims)
     again = cli("train", path, "--devices", "1", "--set", "train.until=loss=100")
-    assert again.code == 0 and f"goes on with run {run.id} from step" in again.out
+    assert again.code == 0 and f"continues run {run.id} from step" in again.out
 
 
 def _children(pid: int) -> list[int]:
@@ -315,7 +315,7 @@ def test_going_on_without_a_checkpoint_is_said_and_why_it_had_ended(
     run = newest(home)
     error = run.state.error
     again = cli("train", path)
-    assert f"goes on with run {run.id} from the beginning (no checkpoint yet), which had failed ({error})" in again.out
+    assert f"continues run {run.id} from the beginning (no checkpoint yet), which had failed ({error})" in again.out
     assert newest(home).id == run.id
     steps = [record["step"] for record in read_gauges(run.gauges)]
     assert steps == sorted(set(steps)), "records of the first time are gone"

@@ -54,8 +54,8 @@ def _profile(state: DemoState) -> Profile:
 
 
 def pull(state: DemoState, trained: Run, service: Run) -> None:
-    """The first lever of whatever has one worth pulling, and what it brought."""
-    with state.stage("lever", "apply the first lever, measure again, hold it against the prediction") as say:
+    """Apply the first lever that is worth it, and compare."""
+    with state.stage("lever", "apply the first lever, measure again, compare with the prediction") as say:
         for run, diagnosis in zip((trained, service), state.report.diagnoses, strict=True):
             if diagnosis.is_healthy:
                 state.out.say(f"{run.name}: {diagnosis.headline}; nothing is pulled")

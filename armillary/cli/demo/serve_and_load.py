@@ -166,7 +166,7 @@ def _wait_until_ready(process: subprocess.Popen[str], lines: Queue[str | None], 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Let it finish what is under way; then insist."""
+    """Let running requests finish, then terminate."""
     for end in (process.terminate, process.terminate, process.kill):
         if process.poll() is None:
             end()

@@ -61,7 +61,7 @@ SIZES = (
 
 
 def fit(state: DemoState) -> None:
-    """Give the demo the size that this machine goes through in its time; what a person overrode stays as it is."""
+    """Size the demo so that this machine finishes it in time; the user's overrides stay."""
     given = state.overrides
     size, steps = choose(SIZES, lambda candidate: step_s(state, (*candidate.overrides(), *given)))
     each = max(1, steps // QUARTERS)

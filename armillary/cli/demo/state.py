@@ -51,6 +51,6 @@ class DemoState:
 
 
 def fitting(overrides: Sequence[str], devices: int) -> tuple[str, ...]:
-    """What was overridden, and one rank where there is one device and nobody said how many."""
+    """The overrides, and one rank where there is one device and no layout was given."""
     said = any(text.startswith("layout.") for text in overrides)
     return tuple(overrides) if said or devices > 1 else (*overrides, "layout.dp=1")

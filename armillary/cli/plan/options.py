@@ -119,7 +119,7 @@ def model_config(out: Output, home: Home, recipe: Recipe) -> ModelConfig:
 
 
 def find_cluster(recipe: Recipe) -> Cluster:
-    """The recipe's devices; this machine is looked at only where it is meant."""
+    """The recipe's devices; this machine is inspected only where the recipe names it."""
     if not recipe.hardware.is_here:
         return recipe.cluster()
     from armillary.machine.machine import here
@@ -130,7 +130,7 @@ def find_cluster(recipe: Recipe) -> Cluster:
 def _with_usual(
     recipe: Recipe, config: ModelConfig, cluster: Cluster, sequence: str | None, batch_tokens: str | None
 ) -> tuple[Recipe, list[str]]:
-    """Sequence and batch where nobody said, and a batch that divides."""
+    """Defaults for sequence and batch, and a batch that divides evenly."""
     from armillary.planning.training.resolve import dividing_batch, usual_sequence
 
     said_s = sequence is not None or recipe.train.sequence > 1
@@ -144,7 +144,7 @@ def _with_usual(
 
 @dataclass(frozen=True, kw_only=True)
 class Changed:
-    """What is planned anew."""
+    """The changed recipe to plan."""
 
     recipe: Mapping[str, Any]
     """the run's tables"""

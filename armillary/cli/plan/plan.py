@@ -31,7 +31,7 @@ ANY_DEVICES, ANY_SHOWN = 64, 10
 
 
 class PlanGroup(VerbGroup):
-    """`plan RECIPE` and `plan --model M` are `plan predict`, which nobody needs to type."""
+    """`plan RECIPE` and `plan --model M` are short for `plan predict`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in ("-h", "--help") and args[0] not in self.commands and not ctx.resilient_parsing:
@@ -118,7 +118,7 @@ def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, s
             problem = _filled(problem, fixed)  # what was asked for does not fit: show by how much
         else:
             problem = replace(problem, recipe=replace(problem.recipe, layout=result.best.layout()))
-            return problem, result.best, f"   (the quickest of {result.num_fitting:,} that fit)"
+            return problem, result.best, f"   (the fastest of {result.num_fitting:,} that fit)"
     job = problem.recipe.train
     check_layout(
         problem.layout,
@@ -294,7 +294,7 @@ def table(
 @click.argument("parts", nargs=-1, required=True, metavar="PART=SHARE...")
 @click.option("--speedup", "factor", default=2.0, show_default=True, help="How many times as fast a part becomes.")
 def amdahl(out: Output, home: Home, parts: tuple[str, ...], factor: float) -> None:
-    """What speeding up a part of the time buys for the whole.
+    """Total speed-up from a faster part (Amdahl's law).
 
     PART=SHARE is a class of work and its share of the time: gemm=0.8, or gemm=80%.
     """

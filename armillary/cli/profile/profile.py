@@ -160,7 +160,9 @@ def measure_once(out: Output, home: Home, device: str | None = None) -> None:
     peaks = load_peaks(home, name_of(target))
     if peaks is not None and peaks.best_copy() and peaks.points.get("gemm"):
         return
-    out.say(f"no ceilings of {name_of(target)} yet: a quick look now; armillary bench ceilings takes a thorough one")
+    out.say(
+        f"no ceilings of {name_of(target)} yet: a quick measurement now; armillary bench ceilings makes a thorough one"
+    )
     with out.progress("measuring", unit="case") as bar:
         measured = measure_ceilings(
             target, quick=True, only=_NEEDED, watch=lambda done, total, what: bar.at(done, total, now=what)
@@ -175,12 +177,12 @@ _NAMES = (".json", ".json.gz", ".gz", ".sqlite")
 
 
 def is_readable(name: str) -> bool:
-    """Whether a name stands for a trace or a profile: by its ending, else by what is in the file."""
+    """Whether a name is a trace or a profile: by its suffix, else by the file's content."""
     return name.endswith(_NAMES) or _head(Path(name)).startswith(_BEGINNINGS)
 
 
 def read_file(path: Path, home: Home) -> Profile:
-    """A profile; of a trace, held against the roofline of the device it names."""
+    """A profile; of a trace, compared with the roofline of the device it names."""
     from armillary.profiling.analysis.analyse import analyse, device_name
     from armillary.profiling.analysis.roofline import roofline_for
     from armillary.profiling.trace.read_trace import read_trace
@@ -202,7 +204,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def _read_profile(path: Path) -> Profile:
-    """What --json printed, also with --compare, where the profile stands beside the comparison."""
+    """The output of --json, also with --compare, where the profile is beside the comparison."""
     from armillary.profiling.profile import Profile
 
     text = path.read_text()

@@ -46,7 +46,7 @@ def recipe_step(out: Output, home: Home, name: str, overrides: Sequence[str], de
 
 
 def one_device(recipe: Recipe) -> Recipe:
-    """The recipe as one of its data-parallel ranks runs it, whole: where ranks wait for each other, gauges say."""
+    """The recipe as one of its data-parallel ranks runs it, unsharded; gauges tell where ranks wait for each other."""
     layout = recipe.layout
     alone = replace(layout, dp=1, tp=1, zero=0, shard=None, pp=1, cp=1, ep=1, interleave=1, schedule="1f1b")
     tokens = max(recipe.train.sequence, recipe.train.batch_tokens // layout.dp)

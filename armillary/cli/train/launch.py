@@ -25,7 +25,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RankFailed(ArmillaryError):
-    """A rank ended, and this is what it said."""
+    """A rank ended with this error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def launch(
     num_ranks: int,
     threads: int | None,
     logs: Path,
-    then: str = "the same command goes on from the last checkpoint",
+    then: str = "the same command continues from the last checkpoint",
 ) -> Launched:
     """Run `python -m PROGRAM ORDERS` as ranks of one machine, and wait for them. The main rank shows what it does; what
     others print goes to `logs`. `threads` are those of a rank that computes on the CPU; `then` is what to do when one

@@ -62,7 +62,7 @@ def the_recipe(words: Sequence[str]) -> Path:
 
 
 def _told_apart(words: Sequence[str]) -> tuple[Path | None, Path | None, list[str]]:
-    """What stands behind --parity: a recipe and a page by their endings, all else chooses."""
+    """The words after --parity: a recipe and a page by their suffixes, all others choose strategies."""
     files: dict[str, Path | None] = {".toml": None, ".md": None}
     only = []
     for word in words:
@@ -77,13 +77,13 @@ def _told_apart(words: Sequence[str]) -> tuple[Path | None, Path | None, list[st
 
 
 def _of_matrix(devices: int | None, only: Sequence[str]) -> dict[str, Any]:
-    """What the ranks are told: the strategies that have a use for so many of them."""
+    """Orders for the ranks: the strategies that can use this many of them."""
     from armillary.training.parity.matrix import FORMATS
     from armillary.training.parity.strategies import chosen, layout_of
 
     world = RANKS if devices is None else devices
     if not 2 <= world <= MOST_RANKS:
-        raise BadInput(f"--devices {world} cannot be held against one process here; give 2, 4 or 8")
+        raise BadInput(f"--devices {world} cannot be compared with one process here; give 2, 4 or 8")
     formats = [name for name in FORMATS if name in only]
     asked = chosen([word for word in only if word not in FORMATS])
     names = [name for name in asked if layout_of(name, world) is not None]
@@ -121,7 +121,7 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
 
 
 def layout_in(orders: dict[str, Any]) -> Layout | None:
-    """The layout that the ranks were told, where it is a recipe's."""
+    """The layout in the orders of the ranks, where it is a recipe's."""
     return Layout(**orders["layout"]) if "layout" in orders else None
 
 

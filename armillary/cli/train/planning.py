@@ -32,7 +32,7 @@ def begin(
     fills: int | None = None,
     until: Until | None = None,
 ) -> Start:
-    """Find the model, fetching its weights if it must, check everything, plan it, and say what was planned."""
+    """Find the model, fetching its weights if necessary, check everything, plan it, and show the plan."""
     need_torch("training")
     from armillary.model.device import pick_device
     from armillary.training.prepare_run import start, starting_point
@@ -51,7 +51,7 @@ def begin(
 
 
 def planned(begun: Start) -> tuple[Start, TrainingPlan]:
-    """What was begun with the planner's predictions in its plan, and these by themselves."""
+    """The start with the planner's predictions in its plan, and the training plan itself."""
     predicted = plan_of(begun)
     plan = predicted.plan()
     notes = tuple(dict.fromkeys((*begun.plan.notes, *plan.notes)))
@@ -59,13 +59,13 @@ def planned(begun: Start) -> tuple[Start, TrainingPlan]:
 
 
 def _resolved(begun: Start) -> Recipe:
-    """The recipe with what its plan has in place of auto."""
+    """The recipe with every `auto` resolved by its plan."""
     assert begun.plan.train is not None
     return replace(begun.recipe, layout=begun.plan.layout, train=begun.plan.train)
 
 
 def _with_compile(begun: Start) -> Start:
-    """train.compile = "auto" resolved by what the planner says that compiling saves."""
+    """train.compile = "auto" resolved by the planner's estimate of what compiling saves."""
     if begun.recipe.train.compile != "auto":
         return begun
     from armillary.planning.training.compile_choice import compile_choice
@@ -83,7 +83,7 @@ def _with_compile(begun: Start) -> Start:
 
 
 def plan_of(begun: Start) -> TrainingPlan:
-    """What the planner predicts; a plan that cannot fit is refused with what would."""
+    """The planner's prediction; a plan that does not fit is refused with a remedy."""
     from armillary.planning.device_model.layout_arrays import as_arrays
     from armillary.planning.training.prediction import predict
     from armillary.planning.training.resolve import resolve
@@ -119,7 +119,7 @@ def say_start(out: Output, begun: Start, predicted: TrainingPlan) -> None:
 
 
 def _rate_text(begun: Start) -> str:
-    """The peak, and what the batch made of it."""
+    """The peak learning rate, and its scaling by the batch."""
     from armillary.spec.arithmetic.params import parameters
 
     job = begun.recipe.train
@@ -129,7 +129,7 @@ def _rate_text(begun: Start) -> str:
 
 
 def seconds_left(begun: Start, run: Run | None) -> float:
-    """Predicted time of the steps that are left."""
+    """Predicted seconds of the remaining steps."""
     from armillary.training.checkpoint.checkpoint import saved_steps
 
     done = (saved_steps(run) or [0])[-1] if run is not None else 0
@@ -137,7 +137,7 @@ def seconds_left(begun: Start, run: Run | None) -> float:
 
 
 def refuse_days(begun: Start, *, yes: bool) -> None:
-    """A plan of more than a day on a CPU is more often a mistake than a wish."""
+    """Refuse a plan of more than a day on a CPU without --yes: it is usually a mistake."""
     left = seconds_left(begun, None)
     if yes or begun.plan.cluster.chip.kind != "cpu" or left <= DAY_S:
         return

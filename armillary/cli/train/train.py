@@ -1,4 +1,4 @@
-"""`armillary train`: plan the recipe, start its ranks, and show them train; goes on with an unfinished run."""
+"""`armillary train`: plan the recipe, start its ranks, and show their progress; continues an unfinished run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 @click.argument("words", nargs=-1, metavar="RECIPE")
 @set_option
 @yes_option
-@click.option("--devices", type=int, metavar="N", help="Spread over N devices: as much dp as fills them.")
+@click.option("--devices", type=int, metavar="N", help="Use N devices: as much dp as fills them.")
 @click.option("--run", "name", metavar="NAME", help="Go on with this run, or begin one of this name.")
-@click.option("--new", is_flag=True, help="Begin a new run, whatever unfinished ones there are.")
+@click.option("--new", is_flag=True, help="Begin a new run, even where unfinished ones exist.")
 @click.option("--take-over", is_flag=True, help="Go on with a run that another process is running, and stop that one.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
-@click.option("--parity", "as_parity", is_flag=True, help="Hold strategies (or RECIPE's layout) against one process.")
+@click.option("--parity", "as_parity", is_flag=True, help="Compare strategies (or RECIPE's layout) with one process.")
 @moved("--only", "name strategies and formats behind --parity, like armillary train --parity pp fp32")
 @moved("--page", "name the page behind --parity, like armillary train --parity docs/page.md")
 @moved("--random-weights", "try --set train.from_scratch=true", is_flag=True)
@@ -126,8 +126,8 @@ def run_training(
     brief: bool = False,
     **choice: Any,
 ) -> dict[str, Any]:
-    """Prepare the data, open the run, train, and say how it ended; `brief` leaves out what single steps tell, and
-    `choice` (name, new, take_over, file) says which run it is."""
+    """Prepare the data, open the run, train, and report how it ended; `brief` leaves out single steps, and `choice`
+    (name, new, take_over, file) selects the run."""
     from armillary.training.prepare_run import refuse_elsewhere
 
     refuse_elsewhere(begun.plan)
@@ -171,7 +171,7 @@ def _open_run(
 
 
 def _kept(out: Output, begun: Start, run: Run) -> Start:
-    """What was begun as the run that it goes on with keeps it, planned anew where that makes a difference."""
+    """The start with the settings that the continued run keeps, planned again where that makes a difference."""
     kept = begun.keeping(run)
     if (kept.plan.layout, kept.plan.train) == (begun.plan.layout, begun.plan.train):
         return kept
@@ -200,7 +200,7 @@ def _saves(job: TrainJob, step_s: float) -> str:
 
 
 def _goes_on(out: Output, begun: Start, run: Run) -> str:
-    """Where an unfinished run goes on, and why it had ended, which may come again; what was edited since is said."""
+    """Where an unfinished run continues, and why it had ended; edits since then are reported."""
     from armillary.training.checkpoint.checkpoint import saved_steps
     from armillary.training.checkpoint.resume import texts
 
@@ -209,7 +209,7 @@ def _goes_on(out: Output, begun: Start, run: Run) -> str:
     steps = saved_steps(run)
     where = f"from step {steps[-1]:,}" if steps else "from the beginning (no checkpoint yet)"
     failed = f", which had failed ({run.state.error})" if run.state.error else ""
-    return f"goes on with run {run.id} {where}{failed}"
+    return f"continues run {run.id} {where}{failed}"
 
 
 def _train_here(
@@ -225,7 +225,8 @@ def _train_here(
 def _launch(
     out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
 ) -> dict[str, Any]:
-    """Ranks of our own; how the run ended is noted here, because a rank may not live to do it."""
+    """Train in ranks that this process starts; a failure is recorded here, because a rank may be killed before it
+    can."""
     from armillary.cli.train.launch import launch
     from armillary.machine.cores import compute_threads
     from armillary.training.gauge_log import note_failure
@@ -268,7 +269,7 @@ def train_joined(
     until: Until | None,
     **choice: Any,
 ) -> None:
-    """As one of the ranks that torchrun or srun started: the main one speaks, and opens the run for all."""
+    """Train as one of the ranks that torchrun or srun started: the main rank prints, and opens the run for all."""
     from armillary.parallel.world import join_world
     from armillary.training.loop import make_consensus
     from armillary.training.loop import train as library_train
@@ -295,8 +296,9 @@ def train_joined(
 
 
 def _as_said(error: Exception, *, rank: int) -> BaseException:
-    """What a joined rank ends with: what all agreed on is said by the main one, and a lost connection means that
-    another rank has said, or could not say, why it ended. The next rank speaks for a main one that is lost."""
+    """The error a joined rank ends with: the main rank reports an error that all agreed on; a lost connection means
+    that another rank reported, or could not report, why it ended. The next rank reports for a main rank that is
+    lost."""
     from armillary.cli.train.rank import lost_a_peer
     from armillary.parallel.consensus import AgreedError
     from armillary.parallel.long_wait import RankLost
@@ -309,7 +311,7 @@ def _as_said(error: Exception, *, rank: int) -> BaseException:
     if lost:
         return ArmillaryError(
             f"another rank ended ({' '.join(str(error).split())[:200]}); see what it said, and train "
-            "again: the run goes on from the last whole checkpoint"
+            "again: the run continues from the last complete checkpoint"
         )
     return error
 

@@ -1,4 +1,4 @@
-"""How training looks: a bar with the plan beside what is measured, memory by category, and how it ended."""
+"""The terminal view of a training run: a bar with plan and measurement, memory by category, and how it ended."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TrainView:
 
 
 def live(gauges: dict[str, float], planned: Any) -> dict[str, object]:
-    """What stands beside the bar: each figure with its plan."""
+    """The figures beside the bar, each with its plan."""
     fields: dict[str, object] = {"loss": f"{gauges['loss']:.3f}"}
     if "val_loss" in gauges:
         fields["val"] = f"{gauges['val_loss']:.3f}"

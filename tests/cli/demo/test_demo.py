@@ -132,7 +132,7 @@ def test_on_two_ranks_in_words(tmp_path: Path) -> None:
         "20 steps on 2 ranks",
         "Ctrl-C after step 8",
         "stopped after",
-        "goes on with run",
+        "continues run",
         "finished after 20 steps",
         "ready on http://",
         "TTFT",
