@@ -10,15 +10,11 @@ from pathlib import Path
 
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import BadData
-from armillary.profiling.profile import BUDGET, Gap, Profile, Row
+from armillary.profiling.analysis.kernel_time import KERNEL_PARTS, LONG_STALL_S, launch_bound_s
+from armillary.profiling.profile import BUDGET, Gap, Profile
 from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
-LONG_S = 1e-3
-"""a stretch of Python beyond what comes between two operators"""
-CHEAPEST = 0.25
-"""share of the operators' calls, the cheapest, whose cost is taken for what any call costs"""
-_KERNEL_PARTS = ("useful", "inefficiency", "unjudged")
 _HEAD = 4096
 
 
@@ -74,31 +70,21 @@ def _kernels(profile: Profile, rest: float) -> dict[str, float]:
     """How many, how far from the roofline, and how much of the time follows their number rather than their work."""
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
     judged = sum(profile.budget.get(part, 0.0) for part in ("useful", "inefficiency"))
-    worked = sum(profile.budget.get(part, 0.0) for part in _KERNEL_PARTS)
+    worked = sum(profile.budget.get(part, 0.0) for part in KERNEL_PARTS)
     gauges = {"roofline_fraction": profile.budget["useful"] / judged} if judged > 0.5 * worked > 0 else {}
     if profile.kernels:
         gauges["device_busy_fraction"] = min(1.0, worked / profile.wall_s) if profile.wall_s else 0.0
     return gauges | {
         "kernels": sum(row.calls for row in rows) / profile.steps,
-        "launch_bound_fraction": min(1.0, _short_s(rows) / rest),
+        "launch_bound_fraction": min(1.0, launch_bound_s(rows) / rest),
     }
-
-
-def _short_s(rows: tuple[Row, ...]) -> float:
-    """On a GPU kernels too short for any roofline; on a CPU what its cheapest operators cost, of every operator."""
-    if any(row.kind == "kernel" for row in rows):
-        return sum(row.seconds for row in rows if row.bound == "overhead")
-    before, total = 0, sum(row.calls for row in rows)
-    for each, calls in sorted((row.seconds / row.calls, row.calls) for row in rows):
-        before += calls
-        if before >= CHEAPEST * total:
-            return sum(min(row.seconds, row.calls * each) for row in rows)
-    return 0.0
 
 
 def _stalled(gaps: tuple[Gap, ...], rest: float, most: float) -> float:
     """Share in which the host held the device up for long at a stretch, for another reason than its loader."""
-    held = sum(gap.seconds for gap in gaps if gap.seconds >= LONG_S and gap.cause in ("host", "gil", "sync", "copy"))
+    held = sum(
+        gap.seconds for gap in gaps if gap.seconds >= LONG_STALL_S and gap.cause in ("host", "gil", "sync", "copy")
+    )
     return min(held, most) / rest
 
 

@@ -6,16 +6,21 @@ neither useful nor wasted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.profile import Row
 from armillary.profiling.trace.trace import Array
 
 KERNEL_PARTS = ("useful", "inefficiency", "unjudged")
 """parts of the budget in which the device computes"""
+CHEAPEST_CALLS = 0.25
+"""share of the operator calls, the cheapest, whose cost is taken for the fixed cost of any call"""
+LONG_STALL_S = 1e-3
+"""a stretch of Python longer than what comes between two operators"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +66,22 @@ def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Ca
     judged_s, all_s = covered(known), covered(np.ones(len(known), dtype=bool))
     useful = min(judged_s, float(np.minimum(np.nan_to_num(roofline) * inside, seconds)[known].sum()))
     return KernelTime(useful_s=useful, inefficient_s=judged_s - useful, unjudged_s=all_s - judged_s)
+
+
+def launch_bound_s(rows: Sequence[Row]) -> float:
+    """Seconds that follow the number of kernels rather than their work: on a GPU, kernels too short for any roofline;
+    on a CPU, the fixed cost of a call for every operator."""
+    if any(row.kind == "kernel" for row in rows):
+        return sum(row.seconds for row in rows if row.bound == "overhead")
+    each = call_s(rows)
+    return sum(min(row.seconds, row.calls * each) for row in rows)
+
+
+def call_s(rows: Sequence[Row]) -> float:
+    """Seconds that any operator call costs a CPU, whatever its work: the cost of the cheapest operators."""
+    before, total = 0, sum(row.calls for row in rows)
+    for each, calls in sorted((row.seconds / row.calls, row.calls) for row in rows):
+        before += calls
+        if before >= CHEAPEST_CALLS * total:
+            return each
+    return 0.0
