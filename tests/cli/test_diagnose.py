@@ -177,7 +177,7 @@ def test_what_else_differs_is_said_and_nothing_is_booked(cli: Cli, home: Home, t
     cli("diagnose", "quiet-otter", "--apply", "1", "--to", str(tmp_path / "next.toml"))
     run_of(home, plan_of("data.workers=3", "layout.micro_batch=4"), name="both", step_s=0.25)
     said = cli("diagnose", "compare", "quiet-otter", "both").out
-    assert "obtained 4.00 ×   nothing is booked   (track record: no lever was measured yet)" in said
+    assert "obtained 4.00 ×   nothing is logged   (track record: no lever was measured yet)" in said
     assert "note: loader workers 0 → 3 was predicted to bring 2.00 ×, but more differs than that: layout.mi" in said
     answer = cli("diagnose", "compare", "quiet-otter", "both", "--json").json
     assert answer["predicted"] is None and len(answer["notes"]) == 1

@@ -33,7 +33,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def test_a_model_on_devices_gets_the_best_layout(cli: Cli) -> None:
     out = " ".join(cli("plan", *SMALL).out.split())  # wherever lines break
-    for word in ("memory / device", "fits", "step", "tokens/s/device", "limit next", "cost", "the quickest of"):
+    for word in ("memory / device", "fits", "step", "tokens/s/device", "limit next", "cost", "the fastest of"):
         assert word in out
     found = cli("plan", *SMALL, "--json").json
     plan = Plan.from_dict(found["plan"])

@@ -117,7 +117,7 @@ def test_too_few_micro_batches_leave_stages_idle() -> None:
     plan = plan_of("layout.pp=4", "layout.dp=2", "layout.micro_batch=8", "train.batch_tokens=65536")
     made = reading_of(plan, bubble_s=0.4)
     found = bubble(made, plan)
-    assert found is not None and found.share == pytest.approx(0.4) and "micro-batches a step: 2" in found.says
+    assert found is not None and found.share == pytest.approx(0.4) and "2 micro-batches per step" in found.says
     assert bubble(reading_of(plan, bubble_s=0.02), plan) is None
     verdict = diagnose(made, NOWHERE)
     assert verdict.cause == "bubble" and verdict.levers[0].speedup > 1.1
