@@ -73,7 +73,7 @@ def test_a_device_without_ceilings_is_measured_once(
         lambda *args, **kwargs: looks.append(kwargs) or ceilings_here(),
     )
     first = cli("profile", f"{module}:step", "--steps", "1")
-    assert "a quick look now" in first.out and looks[0]["quick"], first.err
+    assert "a quick measurement now" in first.out and looks[0]["quick"], first.err
     again = cli("profile", f"{module}:step", "--steps", "1", "--json")
     assert len(looks) == 1 and again.json["roofline"]["source"] == "measured"
 
