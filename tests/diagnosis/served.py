@@ -53,8 +53,8 @@ def requests(
                 tokens_in=inside,
                 tokens_out=out,
                 limit=out,
-                repeated=known,
-                repeats=before if known else 0,
+                shared_prefix=known,
+                prefix_source=before if known else 0,
             )
         )
         now += dice.expovariate(rate) if rate else 0.0

@@ -26,7 +26,7 @@ class RoundRobin:
         return running[begin : self._next]
 
 
-class BlockUpkeep:
+class CacheHousekeeping:
     """Registers filled blocks in the prefix cache and, where many are free, allocates the next block ahead, so that
     sequences do not all need one in the same step."""
 

@@ -35,7 +35,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, num_groups: int) -> None:
         self._pool = pool
         pool.evict = self._evicted
-        self.found = [DigestMap(pool.num_blocks) for _ in range(num_groups)]
+        self.by_digest = [DigestMap(pool.num_blocks) for _ in range(num_groups)]
         """for each group of layers: digest -> block"""
         self.digests, self.parents, self.chunks = ([b""] * pool.num_blocks for _ in range(3))
         """of each hashed block: its digest, the digest of the block before, its tokens"""
@@ -60,12 +60,12 @@ class PrefixCache:
 
     def find(self, group: int, digest: bytes, parent: bytes, chunk: bytes) -> int:
         """The block with these tokens after this parent, or 0."""
-        block = self.found[group].get(digest)
+        block = self.by_digest[group].get(digest)
         return block if self.chunks[block] == chunk and self.parents[block] == parent else NULL
 
     def add(self, blocks: list[int], group: int, chain: Chain, index: int) -> None:
         """Add computed blocks, from the chain's block `index` on; of two equal blocks the first is kept."""
-        by_digest, hashed = self.found[group], self._pool.hashed
+        by_digest, hashed = self.by_digest[group], self._pool.hashed
         for place, block in enumerate(blocks, index):
             digest = chain.digests[place]
             part = by_digest.parts[hash(digest) & by_digest.mask]
@@ -102,7 +102,7 @@ class PrefixCache:
     def _forget(self, block: int) -> None:
         assert self._pool.hashed[block], f"block {block} is not hashed"
         digest, group = self.digests[block], self.groups[block]
-        del self.found[group].part(digest)[digest]
+        del self.by_digest[group].part(digest)[digest]
         if not group:
             self.children.count(self.parents[block], -1)
             if self.first[block]:

@@ -74,7 +74,7 @@ def probe(cache: KVCache, seq: Sequence) -> int:
     low, high = 0, _last(cache, seq)
     while low < high:
         middle = (low + high + 1) // 2
-        block = cache.prefix_cache.found[group].get(chain.digests[middle - 1])
+        block = cache.prefix_cache.by_digest[group].get(chain.digests[middle - 1])
         if block and cache.pool.refs[block]:
             low = middle
         else:
@@ -108,7 +108,7 @@ def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
 
 def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> list[int]:
     """Blocks found from `index` on, without a gap: `PrefixCache.find` inlined, because a long prompt has thousands."""
-    names, by_digest = cache.prefix_cache, cache.prefix_cache.found[group]
+    names, by_digest = cache.prefix_cache, cache.prefix_cache.by_digest[group]
     parents, chunks, parts, mask = names.parents, names.chunks, by_digest.parts, by_digest.mask
     parent, blocks = seq.chain.parent(index), []
     for digest, chunk in zip(seq.chain.digests[index:stop], seq.chain.chunks[index:stop], strict=True):

@@ -126,13 +126,13 @@ class SamplingParams:
 
     def check_vocab(self, vocab: int) -> None:
         """Refuse tokens outside the vocabulary."""
-        named = {
+        tokens_by_field = {
             "stop_ids": self.stop_ids,
             "logit_bias": self.logit_bias,
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_tokens": [token for tokens in self.bad_tokens for token in tokens],
         }
-        for name, tokens in named.items():
+        for name, tokens in tokens_by_field.items():
             for token in tokens:
                 if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
                     raise BadInput(f"{name} has token {token!r} outside the vocabulary of {vocab:,}; leave it out")

@@ -95,12 +95,12 @@ def check_blocks(cache: KVCache, running: list[Sequence]) -> None:
 def check_names(cache: KVCache) -> None:
     """Names and blocks point to each other; every digest is that of its parent and tokens."""
     names, pool = cache.prefix_cache, cache.pool
-    _must(sum(map(len, names.found)) == names.num_hashed, "names and blocks differ in number")
+    _must(sum(map(len, names.by_digest)) == names.num_hashed, "names and blocks differ in number")
     children: Counter[bytes] = Counter()
     beginnings: Counter[bytes] = Counter()
     for block in (block for block in range(pool.num_blocks) if pool.hashed[block]):
         digest, parent, chunk = names.digests[block], names.parents[block], names.chunks[block]
-        _must(names.found[names.groups[block]].get(digest) == block, f"block {block} cannot be found by its name")
+        _must(names.by_digest[names.groups[block]].get(digest) == block, f"block {block} cannot be found by its name")
         _must(cache.digest(parent, chunk) == digest, f"block {block} has another text's name")
         if not names.groups[block]:
             children[parent] += 1
@@ -110,7 +110,7 @@ def check_names(cache: KVCache) -> None:
     _must(dict(+beginnings) == names.beginnings.plain(), "first blocks are miscounted")
     _must(not any(names.chunks[block] for block in range(pool.num_blocks) if not pool.hashed[block]), "a lost name")
     _must(len(names.ghosts) == names.num_ghosts, "what was evicted is miscounted")
-    _must(not set(names.ghosts.plain()) & set(names.found[0].plain()), "a cached block is remembered as evicted")
+    _must(not set(names.ghosts.plain()) & set(names.by_digest[0].plain()), "a cached block is remembered as evicted")
 
 
 def check_sequence(cache: KVCache, seq: Sequence) -> None:

@@ -67,7 +67,7 @@ class Deadlines:
         """Drop a finished sequence, so that its tokens are not kept until the deadline."""
         self._alive.pop(seq.order[1:], None)
 
-    def due(self, now: float) -> list[Sequence]:
+    def expired(self, now: float) -> list[Sequence]:
         """Sequences past their deadline, each once."""
         expired: dict[tuple[int, int], Sequence] = {}
         while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._alive):

@@ -36,18 +36,18 @@ def check(request: Request, settings: Settings, cache: KVCache, constraint: Make
 
 def completion_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
     """Tokens that a completion may have; ContextLengthExceeded where prompt and completion do not fit."""
-    room = max_model_len - prompt_tokens
-    if room < 1:
+    left = max_model_len - prompt_tokens
+    if left < 1:
         raise ContextLengthExceeded(
             f"the prompt has {prompt_tokens:,} tokens and prompt and completion may have {max_model_len:,} together; "
             f"shorten it to {max_model_len - 1:,} or raise serve.max_model_len and serve.kv_bytes"
         )
-    if max_tokens is not None and max_tokens > room:
+    if max_tokens is not None and max_tokens > left:
         raise ContextLengthExceeded(
             f"a prompt of {prompt_tokens:,} tokens and max_tokens={max_tokens:,} exceed max_model_len="
-            f"{max_model_len:,}; ask for at most {room:,}"
+            f"{max_model_len:,}; ask for at most {left:,}"
         )
-    return room if max_tokens is None else max_tokens
+    return left if max_tokens is None else max_tokens
 
 
 def _check_prompt(request: Request, settings: Settings) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Items
 
-from armillary.engine.cache.housekeeping import BlockUpkeep
+from armillary.engine.cache.housekeeping import CacheHousekeeping
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.prefix_lookup import search
 from armillary.engine.request.request import Request
@@ -51,7 +51,7 @@ class Scheduler:
         self.cache = cache
         self.request_table = RequestTable(settings, cache)
         self.admission = Admission(settings, cache)
-        self.upkeep = BlockUpkeep(cache)
+        self.housekeeping = CacheHousekeeping(cache)
         slowdown = settings.prefill_slowdown
         self.prefill_controller = (
             None if slowdown is None else PrefillController(slowdown, settings.attention_tokens, self._tile)
@@ -181,10 +181,10 @@ class Scheduler:
                     self.request_table.wake_forks(seq)
                     self._full = False
         self._fresh.clear()
-        self.upkeep.step(self.request_table.running)
-        due = self.request_table.deadlines.due(now)
-        self._end([(seq, Ending("deadline")) for seq in due], now)
-        decision.ended, self._ended = self._ended + due, []
+        self.housekeeping.step(self.request_table.running)
+        expired = self.request_table.deadlines.expired(now)
+        self._end([(seq, Ending("deadline")) for seq in expired], now)
+        decision.ended, self._ended = self._ended + expired, []
         if self.settings.rope_switch is not None:
             self._switch_rope(decision, self.settings.rope_switch)
 

@@ -235,8 +235,8 @@ def _fitted(parts: Array, wanted: Array, taken: Array, prior: Prior, tried: Trie
     if tried is not None:
         return _robust(parts, wanted, taken, prior, 0.0, _rescaled_to_run(parts, wanted, prior, tried))
     freely = _robust(parts, wanted, taken, prior, 0.0)
-    scatter = float(np.median(np.abs(parts @ freely - wanted) / taken))
-    return _robust(parts, wanted, taken, prior, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** prior.power)
+    noise = float(np.median(np.abs(parts @ freely - wanted) / taken))
+    return _robust(parts, wanted, taken, prior, _MOST_RIDGE * min(1.0, noise / _NOISY) ** prior.power)
 
 
 def _rescaled_to_run(parts: Array, wanted: Array, prior: Prior, tried: Tried) -> Tried:
@@ -303,12 +303,12 @@ def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: flo
     other kernels than many, so the fitted cost per decode is too high for large batches."""
     many = 16 * rows
     now = cost.decode_seconds(rows, context)
-    pace = now / planned.decode_seconds(rows, context)
-    then = pace * planned.decode_seconds(many, context)
+    speed = now / planned.decode_seconds(rows, context)
+    then = speed * planned.decode_seconds(many, context)
     each = max(0.0, then - now) / (many - rows)
     if each >= cost.decode_s + context * cost.context_s:
         return cost
-    key_s = min(each / max(context, 1.0), pace * planned.context_s)
+    key_s = min(each / max(context, 1.0), speed * planned.context_s)
     return replace(
         cost,
         base_s=now - rows * each,

@@ -28,9 +28,9 @@ class Arrival:
     """output tokens of each completion, the end token included"""
     limit: int
     """most output tokens allowed"""
-    repeated: int = 0
+    shared_prefix: int = 0
     """prompt tokens shared with an earlier request"""
-    repeats: int = 0
+    prefix_source: int = 0
     """number of that request"""
     answers: int = 1
     """completions of the prompt"""
@@ -65,8 +65,8 @@ def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Ar
         tokens_in=int(first["tokens_in"]),
         tokens_out=out,
         limit=max(out, int(first.get("tokens_limit", out))),
-        repeated=int(first.get("repeated_tokens", 0)),
-        repeats=int(first.get("prefix_source_request", 0)),
+        shared_prefix=int(first.get("repeated_tokens", 0)),
+        prefix_source=int(first.get("prefix_source_request", 0)),
         answers=len(many),
     )
 
@@ -86,8 +86,8 @@ def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
                 tokens_in=tokens_in,
                 tokens_out=out,
                 limit=out,
-                repeated=shared,
-                repeats=1 if shared else 0,
+                shared_prefix=shared,
+                prefix_source=1 if shared else 0,
             )
         )
         now += _gap(traffic, rng)
@@ -115,8 +115,8 @@ class Prompts:
         """The prompt of a request."""
         prompt = self._made.get(arrival.number)
         if prompt is None:
-            shared = min(arrival.repeated, arrival.tokens_in) if arrival.repeats != arrival.number else 0
-            prompt = [*self._text(arrival.repeats, shared), *[arrival.number] * (arrival.tokens_in - shared)]
+            shared = min(arrival.shared_prefix, arrival.tokens_in) if arrival.prefix_source != arrival.number else 0
+            prompt = [*self._text(arrival.prefix_source, shared), *[arrival.number] * (arrival.tokens_in - shared)]
             self._made[arrival.number] = prompt
         return prompt
 

@@ -141,7 +141,7 @@ def test_a_prefix_of_a_mixed_model_is_found_where_the_window_before_its_end_is_c
     assert again.cached_tokens == 16 and again.miss == "partial"
     names = scheduler.cache.prefix_cache
     # the window at the end is gone: the prefix before it counts
-    names.forget(names.found[1].get(again.chain.digests[3]))
+    names.forget(names.by_digest[1].get(again.chain.digests[3]))
     third = start(scheduler, "c", prompt, 1)
     step(scheduler, 30)
     assert third.cached_tokens == 12

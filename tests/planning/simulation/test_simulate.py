@@ -141,9 +141,9 @@ def test_what_cannot_be_served_is_counted() -> None:
 def test_prompts_share_what_they_shared() -> None:
     """Also where the one that is repeated repeats another, and goes on into an answer, and was not recorded."""
     first = Arrival(number=1, at_s=0, tokens_in=20, tokens_out=12, limit=12)
-    second = Arrival(number=2, at_s=1, tokens_in=40, tokens_out=4, limit=4, repeated=32, repeats=1)
-    third = Arrival(number=3, at_s=2, tokens_in=40, tokens_out=4, limit=4, repeated=36, repeats=2)
-    stranger = Arrival(number=9, at_s=2, tokens_in=20, tokens_out=4, limit=4, repeated=16, repeats=5)
+    second = Arrival(number=2, at_s=1, tokens_in=40, tokens_out=4, limit=4, shared_prefix=32, prefix_source=1)
+    third = Arrival(number=3, at_s=2, tokens_in=40, tokens_out=4, limit=4, shared_prefix=36, prefix_source=2)
+    stranger = Arrival(number=9, at_s=2, tokens_in=20, tokens_out=4, limit=4, shared_prefix=16, prefix_source=5)
     prompts = Prompts([first, second, third, stranger])
     assert prompts.of(second) == [1] * 32 + [2] * 8
     assert prompts.of(third) == [1] * 32 + [2] * 4 + [3] * 4
