@@ -32,7 +32,7 @@ def test_the_list_as_json_and_as_bare_names(cli: Cli) -> None:
 def test_one_model(cli: Cli) -> None:
     out = cli("models", "llama-3-8b").out
     assert "8,030,261,248 (8.03 B)" in out
-    assert "131 kB a token, 1.07 GB at 8,192 tokens" in out
+    assert "131 kB per token, 1.07 GB at 8,192 tokens" in out
     assert "can build it" in out and "weights in bf16   16.1 GB" in out
     assert cli("models", "llama-3-8b", "-q").out == f"{LLAMA_3_8B}\n"
 
