@@ -6,7 +6,8 @@ Nothing is written before every check has passed. The plan that comes out says a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from armillary.errors import BadLayout, BadRecipe
 from armillary.machine.machine import here
 from armillary.model.buildable import refuse_unbuildable
 from armillary.model.weights.hf_layout import rules
-from armillary.parallel.world import join_world
+from armillary.parallel.world import World, join_world
 from armillary.profiling.dtypes.choice import kept_precision, resolve_training, with_precision
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.fp8 import fp8_rule
@@ -235,30 +236,44 @@ def train_recipe(
     file = "" if isinstance(recipe, Recipe) else str(Path(recipe).absolute())
     choice = Choice(name=run, new=new, take_over=take_over, file=file)
     until = until or Until.of(ready.train)
-    with join_world(device) as world:
-        ranks = make_consensus(world)
-        begun = ranks.run_long(
-            "find the model", lambda: _started(ready, home, room=world.size, until=until, device=device)
-        )
+
+    def find() -> Start:
+        found = start(ready, home, starting_point(ready, home), room=world.size, until=until, device=device)
         if world.size == 1:
-            _refuse_many(begun.plan)
-            refuse_elsewhere(begun.plan)
-        opened = ranks.run_long(
-            "prepare the data", lambda: _opened(begun, choice, overrides) if world.is_main else None
+            _refuse_many(found.plan)
+            refuse_elsewhere(found.plan)
+        return found
+
+    def open_run(begun: Start) -> Run:
+        begun.prepare()
+        return begun.open_run(choice, overrides=overrides)
+
+    with join_world(device) as world:
+        return train_on_ranks(
+            world, find, open_run, lambda plan, run: nullcontext(watch), device=device, until=until, home=home
         )
-        found = ranks.broadcast(opened)
-        assert found is not None
-        plan = Plan.from_json(found.plan.read_text(), str(found.plan))  # a resumed run may keep what it had
-        return train(plan, found, device=device, until=until, watch=watch, home=home)
 
 
-def _started(recipe: Recipe, home: Home, *, room: int, until: Until | None, device: str | None) -> Start:
-    return start(recipe, home, starting_point(recipe, home), room=room, until=until, device=device)
-
-
-def _opened(begun: Start, choice: Choice, overrides: Sequence[str]) -> Run:
-    begun.prepare()
-    return begun.open_run(choice, overrides=overrides)
+def train_on_ranks(
+    world: World,
+    find: Callable[[], Start],
+    open_run: Callable[[Start], Run],
+    view: Callable[[Plan, Run], AbstractContextManager[Watch | None]],
+    *,
+    device: str | None,
+    until: Until | None,
+    home: Home,
+    say: Say = lambda text: None,
+) -> Trained:
+    """Train as one of the ranks of `world`: all find the model, the main rank prepares the data and opens the run for
+    all, and `view` shows its steps."""
+    ranks = make_consensus(world)
+    begun = ranks.run_long("find the model", find)
+    run = ranks.broadcast(ranks.run_long("prepare the data", lambda: open_run(begun) if world.is_main else None))
+    assert run is not None
+    plan = Plan.from_json(run.plan.read_text(), str(run.plan))  # as the main rank resolved it
+    with view(plan, run) as watch:
+        return train(plan, run, device=device, until=until, watch=watch, say=say, home=home)
 
 
 def _refuse_many(plan: Plan) -> None:

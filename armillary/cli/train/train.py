@@ -17,14 +17,12 @@ from armillary.cli.train.planning import begin, planned, refuse_days, seconds_le
 from armillary.cli.train.view import TrainView, outcome_of, say_end
 from armillary.cli.verb import moved, set_option, verb, yes_option
 from armillary.errors import ArmillaryError, BadInput
-from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
-    from armillary.parallel.world import World
     from armillary.store.runs import Run
     from armillary.training.prepare_run import Start
     from armillary.training.stopping import Until
@@ -271,27 +269,28 @@ def train_joined(
 ) -> None:
     """Train as one of the ranks that torchrun or srun started: the main rank prints, and opens the run for all."""
     from armillary.parallel.world import join_world
-    from armillary.training.loop import make_consensus
-    from armillary.training.loop import train as library_train
+    from armillary.training.prepare_run import train_on_ranks
 
     with join_world(device) as world:
-        shown, ranks = out if world.is_main else Output("silent"), make_consensus(world)
+        shown = out if world.is_main else Output("silent")
         try:
-            asked = {**planning, "devices": world.size}
-            begun = ranks.run_long("find the model", lambda: begin(shown, home, recipe, **asked))
-            opened = ranks.run_long("prepare the data", lambda: _opened(shown, begun, world, text, overrides, choice))
-            run = ranks.broadcast(opened)
-            assert run is not None
-            plan = Plan.from_json(run.plan.read_text(), str(run.plan))  # as the main rank resolved it
-            with TrainView(shown, plan, run) as view:
-                done = library_train(plan, run, device=device, until=until, watch=view, say=shown.warn, home=home)
+            done = train_on_ranks(
+                world,
+                lambda: begin(shown, home, recipe, **{**planning, "devices": world.size}),
+                lambda begun: _open_run(shown, begun, text, overrides, choice)[1],
+                lambda plan, run: TrainView(shown, plan, run),
+                device=device,
+                until=until,
+                home=home,
+                say=shown.warn,
+            )
         except Exception as error:
             said = _as_said(error, rank=world.rank)
             if said is error:
                 raise
             raise said from error
     outcome = outcome_of(done)
-    say_end(shown, run, outcome)
+    say_end(shown, done.run, outcome)
     shown.result(outcome, quiet=outcome["run"])
 
 
@@ -314,9 +313,3 @@ def _as_said(error: Exception, *, rank: int) -> BaseException:
             "again: the run continues from the last complete checkpoint"
         )
     return error
-
-
-def _opened(
-    out: Output, begun: Start, world: World, text: str, overrides: tuple[str, ...], choice: dict[str, Any]
-) -> Run | None:
-    return _open_run(out, begun, text, overrides, choice)[1] if world.is_main else None
