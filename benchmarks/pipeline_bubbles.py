@@ -26,8 +26,8 @@ import torch.distributed as dist
 from armillary.model.layers.attention_forms import plain
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline.pipeline import Passing, Pipeline, Rows
-from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.pipeline.pipeline import Pipeline, Rows, StageFns
+from armillary.parallel.pipeline.stage import make_stage_model
 from armillary.parallel.shard_weights import fill_random, materialise
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
@@ -79,14 +79,14 @@ def asleep(schedule: str, chunks: int, seconds: float) -> dict[str, Any]:
 
 def awake(schedule: str, chunks: int, world: Any) -> dict[str, Any]:
     """A real model; the median of the quicker half of all steps but the first, which makes connections."""
-    pipeline, passing, rows = real_stages(schedule, chunks, world)
+    pipeline, stage_fns, rows = real_stages(schedule, chunks, world)
     found = []
     for _ in range(STEPS):
         dist.barrier()
-        pipeline.step(rows, passing, num_micro_batches=MICRO_BATCHES)
+        pipeline.step(rows, stage_fns, num_micro_batches=MICRO_BATCHES)
         longest = max(gathered(pipeline.timer.take()[1]))
         found.append((idle_of_all(pipeline), longest, gathered(stage_times(pipeline))))
-        for parameter in pipeline.held.parameters():
+        for parameter in pipeline.model.parameters():
             parameter.grad = None
     quick = sorted(found[1:], key=lambda step: step[1])[: len(found) // 2]
     measured, seconds, works = sorted(quick)[len(quick) // 2]
@@ -99,11 +99,11 @@ def awake(schedule: str, chunks: int, world: Any) -> dict[str, Any]:
     }
 
 
-def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passing, Rows]:
+def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, StageFns, Rows]:
     layout = Layout(pp=world.size, schedule=schedule, interleave=chunks, precision="fp32")  # type: ignore[arg-type]
     mesh = make_mesh(layout, world)
     with torch.device("meta"):
-        held = hold(model(), layout, mesh.rank("pp"), sequence=SEQUENCE)
+        held = make_stage_model(model(), layout, mesh.rank("pp"), sequence=SEQUENCE)
     sharded = apply(held, layout, mesh, loss=loss_sum)
     materialise(held, "cpu")
     fill_random(held, seed=0)
@@ -111,14 +111,14 @@ def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passi
     rows = Rows(
         tokens_BT=tokens, positions_BT=torch.arange(SEQUENCE).expand_as(tokens), targets_BT=tokens, documents_BT=None
     )
-    passing = Passing(
+    stage_fns = StageFns(
         attends=lambda _: plain,
         autocast=nullcontext,
         scale=lambda loss: loss,
         loss=lambda chunk, hidden, y: sharded.loss_sum(hidden, y, model=chunk),
     )
     assert sharded.pipeline is not None
-    return sharded.pipeline, passing, rows
+    return sharded.pipeline, stage_fns, rows
 
 
 def stage_times(pipeline: Pipeline) -> list[float]:

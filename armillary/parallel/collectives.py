@@ -1,6 +1,6 @@
-"""Collectives that autograd goes through: what crosses tensor-parallel ranks forward has its opposite backward.
+"""Differentiable collectives: each has its opposite in the backward pass.
 
-They are torch's functional collectives, so a compiler sees them in its graph and can overlap them with products.
+They are torch's functional collectives, so a compiler sees them in its graph and can overlap them with GEMMs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 _ops = torch.ops._c10d_functional
 
 
-class Clock(Protocol):
-    """Where the time goes that exchanges take; `parallel.exposed_waits.ExposedWaits` is one."""
+class WaitTimer(Protocol):
+    """Times collectives; `parallel.exposed_waits.ExposedWaits` is one."""
 
     def mark(self) -> Any: ...
 
@@ -26,7 +26,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks of one axis, as the collectives want them."""
+    """The ranks of one mesh axis, as the functional collectives take them."""
 
     name: str
     """torch's name of the process group"""
@@ -34,8 +34,8 @@ class Group:
     """ranks in it"""
     rank: int
     """of this process"""
-    clocks: list[Clock] = field(default_factory=list, compare=False, repr=False)
-    """told of every exchange, which computing waits for; compiled code, which may overlap them, tells nobody"""
+    timers: list[WaitTimer] = field(default_factory=list, compare=False, repr=False)
+    """time every collective that computing waits for; compiled code, which may overlap them, is not timed"""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Group:
@@ -43,15 +43,15 @@ class Group:
         return cls(name=mesh.get_group().group_name, size=mesh.size(), rank=mesh.get_local_rank())
 
 
-def timed(group: Group, exchange: Callable[[], Tensor]) -> Tensor:
-    """An exchange, or the wait for one, of which the group's clocks are told."""
-    if not group.clocks or torch.compiler.is_compiling():
-        return exchange()
-    begins = [clock.mark() for clock in group.clocks]
-    made = exchange()
-    for clock, begin in zip(group.clocks, begins, strict=True):
-        clock.until_now(begin)
-    return made
+def timed(group: Group, collective: Callable[[], Tensor]) -> Tensor:
+    """Run a collective, or the wait for one, timed by the group's timers."""
+    if not group.timers or torch.compiler.is_compiling():
+        return collective()
+    begins = [timer.mark() for timer in group.timers]
+    result = collective()
+    for timer, begin in zip(group.timers, begins, strict=True):
+        timer.until_now(begin)
+    return result
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
@@ -67,9 +67,9 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The sum over ranks, of which each keeps its piece along `dim`."""
-    whole = (x if dim == 0 else torch.cat(x.chunk(group.size, dim=dim), dim=0)).contiguous()
-    return timed(group, lambda: _ops.wait_tensor(_ops.reduce_scatter_tensor(whole, "sum", group.size, group.name)))
+    """The sum over ranks, of which each rank keeps its shard along `dim`."""
+    full = (x if dim == 0 else torch.cat(x.chunk(group.size, dim=dim), dim=0)).contiguous()
+    return timed(group, lambda: _ops.wait_tensor(_ops.reduce_scatter_tensor(full, "sum", group.size, group.name)))
 
 
 class _Gather(torch.autograd.Function):
@@ -127,25 +127,25 @@ class _SumBoth(torch.autograd.Function):
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Every rank gets all shards; each rank's gradient is a part of the whole one: summed and cut."""
+    """All-gather; the gradient is reduce-scattered."""
     return _Gather.apply(x, group, dim)
 
 
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Parts of a sum become shards of it; gradients are gathered."""
+    """Reduce-scatter of partial sums; the gradient is all-gathered."""
     return _Scatter.apply(x, group, dim)
 
 
 def share(x: Tensor, group: Group) -> Tensor:
-    """The same tensor on every rank, used for different things: gradients are summed."""
+    """The same tensor on every rank, used for different things: the gradient is all-reduced."""
     return _Share.apply(x, group)
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """Parts of a sum become the sum, used for the same thing everywhere: the gradient is already whole."""
+    """All-reduce of partial sums, used for the same thing on every rank: the gradient is complete already."""
     return _Sum.apply(x, group)
 
 
 def summed_for_each(x: Tensor, group: Group) -> Tensor:
-    """Parts of a sum become the sum, used for different things: gradients are summed as well."""
+    """All-reduce of partial sums, used for different things: the gradient is all-reduced as well."""
     return _SumBoth.apply(x, group)

@@ -1,4 +1,4 @@
-"""Compiling block by block: blocks of one kind share one graph, and what FSDP does around a block stays outside it."""
+"""Compile per block: blocks of one class share one graph, and FSDP's hooks around a block stay outside it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from armillary.model.transformer import Transformer
 from armillary.parallel.collectives import Group
-from armillary.parallel.local_tensors import pieces_ready
+from armillary.parallel.local_tensors import local_shards_ready
 from armillary.parallel.mesh import Mesh
 
 
 def compile_blocks(model: Transformer, tp: Group | None = None, *, overlap: bool = False) -> None:
-    """Compile every block's forward; with `overlap`, exchanges of tensor parallelism are folded into the products."""
+    """Compile every block's forward; with `overlap`, tensor-parallel collectives are pipelined with the GEMMs."""
     if tp is not None and overlap:
-        _fold_exchanges(tp)
+        _pipeline_collectives(tp)
     for block in model.blocks.values():
         compiled = torch.compile(block.forward)
-        block.forward = compiled if tp is None else partial(_with_pieces, block, compiled)
+        block.forward = compiled if tp is None else partial(_with_local_shards, block, compiled)
 
 
 def can_fold(mesh: Mesh) -> bool:
@@ -35,9 +35,9 @@ def can_fold(mesh: Mesh) -> bool:
     return len(others) > 0 and all(torch.cuda.can_device_access_peer(0, other) for other in others)
 
 
-def _fold_exchanges(tp: Group) -> None:
-    """torch's asynchronous tensor parallelism: products are cut along with the gathers and scatters next to them, over
-    memory that the ranks of one machine share."""
+def _pipeline_collectives(tp: Group) -> None:
+    """torch's asynchronous tensor parallelism: GEMMs are split along with the all-gathers and reduce-scatters next to
+    them, over memory that the ranks of one machine share."""
     config: Any = importlib.import_module("torch._inductor.config")
     config._micro_pipeline_tp = True
     with warnings.catch_warnings():
@@ -46,6 +46,6 @@ def _fold_exchanges(tp: Group) -> None:
         enable_symm_mem_for_group(tp.name)
 
 
-def _with_pieces(block: nn.Module, compiled: Callable[..., Tensor], *args: Any) -> Tensor:
-    with pieces_ready(block):
+def _with_local_shards(block: nn.Module, compiled: Callable[..., Tensor], *args: Any) -> Tensor:
+    with local_shards_ready(block):
         return compiled(*args)

@@ -1,6 +1,6 @@
-"""Agreement: small things that all ranks must know together, sent through the host and never through the device.
+"""Consensus: small values that all ranks must agree on, exchanged through the host and never through the device.
 
-A rank that met an error says so before anybody waits for it in a collective, so that all raise the same line.
+A rank with an error tells the others before they wait for it in a collective, so that all raise the same error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class AgreedError(ArmillaryError):
-    """What one rank said, raised on every rank: the main one tells it."""
+    """An error of one rank, raised on every rank; the main rank prints it."""
 
 
 class Consensus:
-    """Of `size` ranks; with one rank nothing is sent."""
+    """Over `size` ranks; with one rank nothing is sent."""
 
     def __init__(self, *, rank: int, size: int, group: ProcessGroup | None = None) -> None:
-        """`group` must take tensors of the host; None is the default group."""
+        """`group` must take CPU tensors; None is the default group."""
         self.rank, self.size, self.group = rank, size, group
 
     @property
@@ -34,7 +34,7 @@ class Consensus:
         return self.rank == 0
 
     def total(self, *values: float) -> tuple[float, ...]:
-        """The sums over all ranks; whole numbers stay exact."""
+        """The sums over all ranks; integers stay exact."""
         if self.size == 1:
             return values
         sums = torch.tensor(values, dtype=torch.float64)
@@ -53,20 +53,20 @@ class Consensus:
         """Every rank's value, in order of rank."""
         if self.size == 1:
             return [value]
-        found: list[T] = [value] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """`work()` of every rank; where one of them ends with a line for people, all raise that line. Work that holds
-        collectives of its own must not raise between them on some ranks only."""
+        """Run `work()` on every rank; where one raises an ArmillaryError, all raise it. Work with collectives of its
+        own must not raise between them on some ranks only."""
         done, error = attempt(work)
         self.agree(error)
         return done  # type: ignore[return-value]
 
     def run_long(self, what: str, work: Callable[[], T]) -> T:
         """As `run_on_all`, for work that may take one rank hours while the others wait (`what`: 'prepare the data'): no
-        exchange times out, and a rank that ends is noticed."""
+        collective times out, and a rank that ends is noticed."""
         if self.size == 1:
             return work()
         with LongWait(rank=self.rank, size=self.size).working(what):
@@ -94,7 +94,7 @@ class Consensus:
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, ArmillaryError | None]:
-    """(what came of it, None), or (None, the line for people)."""
+    """(result, None) or (None, error)."""
     try:
         return work(), None
     except ArmillaryError as error:

@@ -1,7 +1,7 @@
-"""Data parallelism over whole copies: gradients are summed in buckets while the backward pass still runs.
+"""Data parallelism over full replicas: gradients are all-reduced in buckets while the backward pass still runs.
 
-What torch's DistributedDataParallel does, kept small so that names stay, sums stay sums (the loss is divided by the
-global count of targets before), and parameters may be cut by tensor parallelism.
+This is what torch's DistributedDataParallel does, kept small so that names stay, sums stay sums (the loss is divided by
+the global count of targets before), and parameters may be sharded by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor, Replicate
 
 @dataclass(kw_only=True)
 class Bucket:
-    """Gradients that travel together."""
+    """Gradients that are all-reduced together."""
 
     parameters: list[nn.Parameter]
     waiting: set[nn.Parameter] = field(default_factory=set)
-    """those whose gradient is not there yet"""
+    """those whose gradient is not computed yet"""
     work: dist.Work | None = None
 
 
 class Replicas:
-    """Sums gradients over `group`, bucket by bucket in the order in which a backward pass makes them."""
+    """All-reduces gradients over `group`, bucket by bucket in the order in which the backward pass computes them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, bucket_bytes: int) -> None:
         self.group = group
@@ -38,7 +38,7 @@ class Replicas:
             parameter.register_post_accumulate_grad_hook(self._ready)
 
     def arm(self) -> None:
-        """The next backward pass is the last of its step: send gradients as they get ready."""
+        """The next backward pass is the last of its step: reduce gradients as they get ready."""
         self.armed, self._next = True, 0
         for bucket in self.buckets:
             bucket.waiting = set(bucket.parameters)
@@ -54,7 +54,7 @@ class Replicas:
             self._next += 1
 
     def finish(self) -> None:
-        """Send what no gradient arrived for, and wait for all."""
+        """Reduce the buckets that are left, and wait for all."""
         self.armed = False
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
@@ -65,29 +65,29 @@ class Replicas:
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        """Gradients become pieces of what travels: nothing is held twice, and nothing is copied back."""
+        """Gradients become views of the bucket: nothing is stored twice, and nothing is copied back."""
         flat = torch.cat([_local_gradient(parameter).reshape(-1) for parameter in bucket.parameters])
-        for parameter, piece in zip(bucket.parameters, _pieces(flat, bucket.parameters), strict=True):
-            _replace_gradient(parameter, piece)
+        for parameter, view in zip(bucket.parameters, _views(flat, bucket.parameters), strict=True):
+            _replace_gradient(parameter, view)
         bucket.work = dist.all_reduce(flat, group=self.group, async_op=True)
 
 
 def _buckets(parameters: list[nn.Parameter], limit: int) -> list[Bucket]:
-    """Last layers first; one dtype a bucket."""
-    made: list[Bucket] = []
+    """Last layers first; one dtype per bucket."""
+    buckets: list[Bucket] = []
     size = 0
     for parameter in reversed(parameters):
-        fits = made and made[-1].parameters[0].dtype == parameter.dtype and size + parameter.nbytes <= limit
+        fits = buckets and buckets[-1].parameters[0].dtype == parameter.dtype and size + parameter.nbytes <= limit
         if not fits:
-            made.append(Bucket(parameters=[]))
+            buckets.append(Bucket(parameters=[]))
             size = 0
-        made[-1].parameters.append(parameter)
+        buckets[-1].parameters.append(parameter)
         size += parameter.nbytes
-    return made
+    return buckets
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part, made of zeros where this rank had no use for the parameter."""
+    """This rank's part; zeros where this rank did not use the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local_of(parameter.grad)
@@ -97,29 +97,29 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _pieces(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     """Views into `flat`, each shaped as a parameter's local gradient."""
     targets = [_local_gradient(parameter) for parameter in parameters]
     parts = flat.split([target.numel() for target in targets])
     return [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
 
 
-def _replace_gradient(parameter: nn.Parameter, piece: Tensor) -> None:
+def _replace_gradient(parameter: nn.Parameter, view: Tensor) -> None:
     if isinstance(parameter.grad, DTensor):
-        parameter.grad._local_tensor = piece
+        parameter.grad._local_tensor = view
     else:
-        parameter.grad = piece
+        parameter.grad = view
 
 
 @torch.no_grad()
 def sum_partial(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Gradients of which each tensor-parallel rank has a part, summed in one exchange."""
-    found = [p for p in parameters if isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)]
-    if not found:
+    """All-reduce the gradients of which each tensor-parallel rank has a partial sum, in one collective."""
+    partial = [p for p in parameters if isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)]
+    if not partial:
         return
-    flat = torch.cat([local_of(p.grad).reshape(-1) for p in found if p.grad is not None])
+    flat = torch.cat([local_of(p.grad).reshape(-1) for p in partial if p.grad is not None])
     dist.all_reduce(flat, group=group)
-    for parameter, piece in zip(found, _pieces(flat, found), strict=True):
+    for parameter, view in zip(partial, _views(flat, partial), strict=True):
         assert isinstance(parameter.grad, DTensor)
         placements = [Replicate() if x.is_partial() else x for x in parameter.grad.placements]
-        parameter.grad = DTensor.from_local(piece, parameter.grad.device_mesh, placements, run_check=False)
+        parameter.grad = DTensor.from_local(view, parameter.grad.device_mesh, placements, run_check=False)

@@ -1,7 +1,7 @@
-"""ZeRO stages and FSDP on torch's fully_shard: optimiser states, gradients and weights shared out over the shard axis.
+"""ZeRO stages and FSDP on torch's fully_shard: optimizer states, gradients and weights are sharded over the shard axis.
 
-All three stages keep each rank's shard of the fp32 weights and of their gradients and states between steps (Rajbhandari
-et al. 2020); they differ in what stays whole inside a step. With replicas besides (HSDP) shards are summed across them.
+In all three stages each rank has its shard of the fp32 weights, gradients and states between steps (Rajbhandari et al.
+2020); they differ in what stays unsharded inside a step. With replicas (HSDP) gradient shards are all-reduced.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def policy_of(precision: str) -> MixedPrecisionPolicy:
-    """Sums of gradients are taken in fp32; cos and sin, which come from outside, stay as they are."""
+    """Gradients are reduced in fp32; cos and sin, which come from outside, stay as they are."""
     half = HALF.get(precision)
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
 
 
-def shard_out(model: Transformer, mesh: DeviceMesh, *, zero: int, precision: str) -> None:
-    """Share the model out, block by block; `mesh` is the shard axis, or replicate and shard.
+def apply_fsdp(model: Transformer, mesh: DeviceMesh, *, zero: int, precision: str) -> None:
+    """Shard the model, block by block; `mesh` is the shard axis, or replicate and shard.
 
-    Embedding, last norm and head are the root's, which stay whole from the forward pass to the end of the backward
-    pass: the loss reads the head outside the forward pass.
+    Embedding, last norm and head belong to the root, which stays unsharded from the forward pass to the end of the
+    backward pass: the loss reads the head outside the forward pass.
     """
     policy = policy_of(precision)
     for block in model.blocks.values():
@@ -51,7 +51,7 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
 
 @contextmanager
 def micro_batch(model: nn.Module, *, zero: int, last: bool) -> Iterator[None]:
-    """One forward and backward of several: what travels now, and what stays whole for the next."""
+    """One of several forward and backward passes: what is reduced now, and what stays unsharded for the next."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last or zero > 1)
     model.set_requires_all_reduce(last)
@@ -60,6 +60,6 @@ def micro_batch(model: nn.Module, *, zero: int, last: bool) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Back to shards, after a forward pass without a backward one."""
+    """Reshard after a forward pass without a backward pass."""
     for module in _sharded(model):
         module.reshard()

@@ -1,6 +1,6 @@
 """The norm of all gradients over the mesh, and clipping by it.
 
-Every element counts once, whoever holds it: squares are summed over the axes along which a parameter is cut.
+Every element counts once: squares are summed over the axes along which a parameter is sharded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from armillary.parallel.ddp import local_of
 from armillary.parallel.mesh import Mesh
 
-CUTS = (
+SHARD_AXES = (
     (),
     ("shard",),
     ("tp",),
@@ -25,33 +25,35 @@ CUTS = (
     ("expert_shard", "ep"),
     ("expert_shard", "ep", "tp"),
 )
-"""the axes along which a parameter may be cut"""
+"""the axes along which a parameter may be sharded"""
 
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], mesh: Mesh, limit: float, *, copies: Iterable[Tensor] = ()) -> Tensor:
     """The norm before clipping; `limit` 0 only measures. `copies` are clipped but counted by another stage."""
-    found, twice = [parameter for parameter in parameters if parameter.grad is not None], set(map(id, copies))
-    gradients = [parameter.grad for parameter in found if parameter.grad is not None]
-    norm = gradient_norm([p.grad for p in found if p.grad is not None and id(p) not in twice], mesh)
+    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
+    copied = set(map(id, copies))
+    norm = gradient_norm([gradient for key, gradient in gradients.items() if key not in copied], mesh)
     if limit:
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # a scale of 1 is multiplied too: nobody waits for the device
-        torch._foreach_mul_([local_of(gradient) for gradient in gradients], scale)
+        scale = (limit / (norm + 1e-6)).clamp(
+            max=1.0
+        )  # a scale of 1 is applied too, so that nothing waits for the device
+        torch._foreach_mul_([local_of(gradient) for gradient in gradients.values()], scale)
     return norm
 
 
 def gradient_norm(gradients: list[Tensor], mesh: Mesh) -> Tensor:
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for gradient in gradients:
-        by_axes.setdefault(_cut_along(gradient), []).append(local_of(gradient))
+        by_axes.setdefault(_sharded_along(gradient), []).append(local_of(gradient))
     device = mesh.world.device
     wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
     zero = torch.zeros((), dtype=wide, device=device)
-    squares = {axes: _squares(by_axes[axes], wide) if axes in by_axes else zero for axes in CUTS}
+    squares = {axes: _squares(by_axes[axes], wide) if axes in by_axes else zero for axes in SHARD_AXES}
     for axis in ("shard", "expert_shard", "ep", "tp"):  # every rank takes part in the same sums, whatever it holds
-        cut = [axes for axes in CUTS if axis in axes]
-        summed = _summed(torch.stack([squares[axes] for axes in cut]), mesh, axis)
-        squares |= dict(zip(cut, summed, strict=True))
+        sharded = [axes for axes in SHARD_AXES if axis in axes]
+        summed = _summed(torch.stack([squares[axes] for axes in sharded]), mesh, axis)
+        squares |= dict(zip(sharded, summed, strict=True))
     return _summed(torch.stack(list(squares.values())).sum(), mesh, "pp").sqrt()
 
 
@@ -66,7 +68,7 @@ def _summed(values: Tensor, mesh: Mesh, axis: str) -> Tensor:
     return values
 
 
-def _cut_along(gradient: Tensor) -> tuple[str, ...]:
+def _sharded_along(gradient: Tensor) -> tuple[str, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     names = gradient.device_mesh.mesh_dim_names

@@ -1,7 +1,7 @@
-"""Process groups beside the default one, bounded by its timeout.
+"""Process groups with the timeout of the default group.
 
-torch gives every new group a timeout of its own (10 minutes for NCCL, 30 for gloo), whatever the default group was
-started with; a rank that is stuck in one of them would be noticed that much later.
+torch gives every new group its own timeout (10 minutes for NCCL, 30 for gloo), whatever the default group was started
+with; a rank that is stuck in one of them would be noticed that much later.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """What bounds an exchange of this group."""
+    """The timeout of this group's collectives."""
     backend = group._get_backend(group._device_types[0])
     return backend.options._timeout
 
 
 def default_timeout() -> timedelta:
-    """What bounds an exchange of all ranks, as `join_world` was told."""
-    everybody = dist.group.WORLD
-    assert everybody is not None, "several ranks have a process group"
-    return timeout_of(everybody)
+    """The timeout of the default group, as `join_world` set it."""
+    world = dist.group.WORLD
+    assert world is not None, "several ranks have a process group"
+    return timeout_of(world)
 
 
 def new_group(ranks: Sequence[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
     """A group of these ranks, or of all; every rank calls it."""
-    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=default_timeout())
-    return made
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=default_timeout())
+    return group
 
 
 def new_mesh(device_type: str, ranks: torch.Tensor, axes: Sequence[str]) -> DeviceMesh:
     """torch's mesh of these ranks, with a group for every axis; every rank calls it."""
-    made = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes))
-    for group in made.get_all_groups():
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(default_timeout(), group)
-    return made
+    return mesh

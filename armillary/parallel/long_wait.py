@@ -1,8 +1,7 @@
-"""Waiting for ranks whose work takes longer than any exchange may: preparing data, downloads, timing kernels.
+"""Long waits: ranks wait for work that takes longer than a collective's timeout, such as data preparation.
 
-A collective would time out, so ranks wait on the store they met through. Whoever works sends heartbeats there: it may
-take hours. Whoever fails says so; a process that ended is seen at once on its own machine, and elsewhere by its
-silence.
+A collective would time out, so ranks wait on the rendezvous store, where a working rank sends heartbeats: it may take
+hours. A failing rank says so; a process that ended is noticed at once on its own machine, and elsewhere by its silence.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from armillary.store.writer_process import Process
 
 BEAT_S = 1.0
 SILENT_S = 120.0
-"""without a heartbeat before a rank counts as lost: no library call was seen to keep other threads waiting that long"""
+"""without a heartbeat before a rank counts as lost: no library call was seen to block other threads that long"""
 POLL_S = 0.5
 
 
@@ -36,7 +35,7 @@ class RankLost(ArmillaryError):
 
 
 class LongWait:
-    """Of `size` ranks that meet after each piece of long work; all name the same pieces in the same order."""
+    """Over `size` ranks that wait for each other after each piece of long work; all name the same pieces in order."""
 
     def __init__(
         self, *, rank: int, size: int, store: Any = None, silent_s: float = SILENT_S, beat_s: float = BEAT_S
@@ -68,7 +67,7 @@ class LongWait:
                 self._store.add(self._key("beats", self._rank), 1)
 
     def _finish(self, *, failed: bool = False) -> int:
-        """Say that this rank's part is over; how many there have been."""
+        """Report that this rank's part is over; returns how many there have been."""
         if failed:
             self._store.set(self._key("failed", self._rank, self._read("done", self._rank) + 1), "")
         count: int = self._store.add(self._key("done", self._rank), 1)
@@ -87,7 +86,7 @@ class LongWait:
             ) from error
 
     def _wait_for(self, other: int, count: int, what: str) -> None:
-        """One after the other: the store is asked for one rank at a time, however many there are."""
+        """Polls the store for one rank at a time, however many there are."""
         beats, heard, pause = -1, time.monotonic(), 0.002
         while self._read("done", other) < count:
             if (last := self._read("beats", other)) != beats:
@@ -102,7 +101,7 @@ class LongWait:
             raise _lost(other, "failed", what)
 
     def _is_gone(self, other: int) -> bool:
-        """Known of processes of this machine that are numbered as we are."""
+        """Known only of processes in the same PID namespace."""
         key = self._key("process", other)
         if not self._store.check([key]):
             return False
@@ -110,8 +109,8 @@ class LongWait:
         return told.pop("namespace") == _namespace() and Process(**told).is_gone
 
     def _read(self, name: str, rank: int) -> int:
-        found: int = self._store.add(self._key(name, rank), 0)
-        return found
+        value: int = self._store.add(self._key(name, rank), 0)
+        return value
 
     def _key(self, *parts: str | int) -> str:
         return "/".join(map(str, ("long_wait", *parts)))

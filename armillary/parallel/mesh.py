@@ -1,8 +1,8 @@
 """The mesh: which ranks share which axis of a layout.
 
 Axes from the outermost to the innermost are pp, replicate, shard, tp (`spec.placement`): neighbours on the mesh are
-neighbours in a machine, so the axis that talks most gets the fastest links, however a launcher numbered the processes.
-Ranks that share a row (cp) share the weights too.
+neighbours in a machine, so the axis with most communication gets the fastest links, however a launcher numbered the
+processes. Ranks that share a row (cp) replicate the weights too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA_AXES = ("replicate", "shard")
 AXES = ("pp", *DATA_AXES, "tp")
 """outermost first"""
 EXPERT_AXES = ("expert_replicate", "expert_shard", "ep")
-"""into which the data axes are cut for experts, outermost first"""
+"""into which the data axes are split for experts, outermost first"""
 
 
 class Mesh:
@@ -46,7 +46,7 @@ class Mesh:
         self.cp, self.context = cp, context
         """ranks that share a row, and their group where there are several"""
         self.experts = experts
-        """the same ranks by the axes that experts are cut along, where ep does"""
+        """the same ranks by the axes of experts, with expert parallelism"""
 
     def size(self, axis: str) -> int:
         if axis in EXPERT_AXES:
@@ -58,7 +58,7 @@ class Mesh:
         return 0 if self.torch_mesh is None else self.torch_mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Those that differ from this rank in `axis` only; None where it is alone."""
+        """The ranks that differ from this one in `axis` only; None where it is alone."""
         if axis in EXPERT_AXES:
             return None if self.experts is None or self.size(axis) == 1 else self.experts[axis].get_group()
         return self.along(axis).get_group() if self.sizes[axis] > 1 else None
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def num_copies(self) -> int:
-        """Ranks with the same weights, or with shards of one copy: over these gradients are summed."""
+        """Ranks with the same weights, or with shards of one copy: gradients are reduced over these."""
         return prod(self.sizes[axis] for axis in DATA_AXES)
 
     @property
@@ -90,7 +90,7 @@ class Mesh:
 
 
 def make_mesh(layout: Layout, world: World) -> Mesh:
-    """The mesh of a layout over the processes there are; every rank calls it."""
+    """The mesh of a layout over the processes that run; every rank calls it."""
     sizes = axis_sizes(layout)
     if prod(sizes.values()) != world.size:
         _refuse_size(layout, world.size)
@@ -98,18 +98,18 @@ def make_mesh(layout: Layout, world: World) -> Mesh:
         return Mesh(sizes, world)
     places = _neighbours(world)
     ranks = torch.tensor(ranks_by_machine(places)).view(tuple(sizes.values()))
-    made = new_mesh(world.device.type, ranks, tuple(sizes))
+    torch_mesh = new_mesh(world.device.type, ranks, tuple(sizes))
     context = _own_group(ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp), world)
     machines = tuple(machine for machine, _ in places)
     experts = None
     if layout.ep > 1:
         shape = expert_axis_sizes(layout)
         experts = new_mesh(world.device.type, ranks.view(tuple(shape.values())), tuple(shape))
-    return Mesh(sizes, world, made, machines, cp=layout.cp, context=context, experts=experts)
+    return Mesh(sizes, world, torch_mesh, machines, cp=layout.cp, context=context, experts=experts)
 
 
 def _own_group(lines: torch.Tensor, world: World) -> dist.ProcessGroup | None:
-    """A group of each line of ranks, of which this rank's is given; None where it is alone."""
+    """Creates a group per line of ranks; returns this rank's, None where it is alone."""
     if lines.shape[1] == 1:
         return None
     groups = {tuple(line): new_group(line) for line in lines.tolist()}
@@ -118,14 +118,14 @@ def _own_group(lines: torch.Tensor, world: World) -> dist.ProcessGroup | None:
 
 def _neighbours(world: World) -> list[tuple[str, int]]:
     """(machine, number on it) of every rank."""
-    found: list[tuple[str, int]] = [("", 0)] * world.size
-    dist.all_gather_object(found, (socket.gethostname(), world.local_rank))
-    return found
+    places: list[tuple[str, int]] = [("", 0)] * world.size
+    dist.all_gather_object(places, (socket.gethostname(), world.local_rank))
+    return places
 
 
 def ranks_by_machine(places: list[tuple[str, int]]) -> list[int]:
-    """Ranks in the order of machines (as they first appear), and within one by their number on it: srun may deal ranks
-    out to machines in turn, torchrun does not."""
+    """Ranks in the order of machines (as they first appear), and within one by their number on it: srun may
+    distribute ranks round-robin over machines, torchrun does not."""
     machines = list(dict.fromkeys(machine for machine, _ in places))
     return sorted(range(len(places)), key=lambda rank: (machines.index(places[rank][0]), places[rank][1]))
 

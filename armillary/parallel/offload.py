@@ -1,7 +1,7 @@
-"""Activation offload: what a layer keeps for its backward pass waits in host memory, and is back one layer ahead.
+"""Activation offload: the saved tensors of a layer wait in host memory, and are fetched one layer ahead of their use.
 
-The last layer's stays, since it is wanted first. While a layer computes, what the one before kept travels out; two
-layers' activations are on the device at most, in the forward pass as in the backward pass. Weights stay where they are.
+Those of the last layer stay, since they are needed first. While a layer computes, the saved tensors of the previous one
+are copied out; at most two layers' activations are on the device, in both passes. Weights are not offloaded.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from armillary.model.transformer import Transformer
-from armillary.parallel.collectives import Clock
-from armillary.parallel.host_memory import Event, HostMemory, Lane, compute_after, computed
+from armillary.parallel.collectives import WaitTimer
+from armillary.parallel.host_memory import CopyStream, Event, HostMemory, compute_after, computed
 
 LEAST_BYTES = 1 << 14
-"""what is smaller is not worth a copy"""
+"""smaller tensors are not worth a copy"""
 MOST_TIMES = 4
-"""the memory that a tensor lies in moves as a whole, unless it is so many times larger"""
+"""the full storage of a tensor is copied, unless it is this many times larger than the tensor"""
 _FORMS = (
     "ToCopyBackward0",
     "TBackward0",
@@ -35,68 +35,68 @@ _FORMS = (
     "_ToTorchTensorBackward",
     "_StandingBackward",
 )
-"""what makes another form of a weight"""
+"""autograd nodes that give another form (cast, view) of a weight"""
 
 
 class Activations:
-    """Of a model's blocks, from the call of `offload_activations` on."""
+    """The offloaded activations of a model's blocks."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.memory, self.lane = device, HostMemory(device), Lane(device)
+        self.device, self.memory, self.copy_stream = device, HostMemory(device), CopyStream(device)
         self.least_bytes = LEAST_BYTES
-        self.clock: Clock | None = None
-        """hears how long the computation stood still for copies"""
-        self._leaving: Kept | None = None
+        self.timer: WaitTimer | None = None
+        """times how long the computation waits for copies"""
+        self._leaving: SavedTensors | None = None
 
     def call(self, block: nn.Module, last: bool, forward: Callable[..., Tensor], *args: Any) -> Tensor:
         """A block's forward pass."""
         if not torch.is_grad_enabled():
             return forward(*args)
-        before = self._leaving
-        kept = Kept(self, before if before is not None and before.number < args[-1] else None, args[-1], stays=last)
-        stays = Staying(block, args[1:])
-        with saved_tensors_hooks(partial(kept.pack, stays), Kept.unpack):
+        previous = self._leaving
+        earlier = previous if previous is not None and previous.number < args[-1] else None
+        saved = SavedTensors(self, earlier, args[-1], stays=last)
+        resident = ResidentTensors(block, args[1:])
+        with saved_tensors_hooks(partial(saved.pack, resident), SavedTensors.unpack):
             result = forward(*args)
         if not last:
-            kept.send()
-        if before is not None:
-            before.let_go()
-        self._leaving = None if last else kept
+            saved.send()
+        if previous is not None:
+            previous.release()
+        self._leaving = None if last else saved
         return result
 
     def can_move(self, tensor: Tensor) -> bool:
-        """Plain numbers of this device, enough of them, and most of what they keep alive."""
+        """Floating-point tensors of this device that are large enough and most of their storage."""
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == self.device.type
         if not plain or not tensor.is_floating_point():
             return False
         return self.least_bytes <= tensor.untyped_storage().nbytes() <= MOST_TIMES * tensor.nbytes
 
     def wait(self, event: Event) -> None:
-        """The computation waits for a copy."""
+        """The compute stream waits for a copy."""
         with self._timed():
             compute_after(event, self.device)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies launched inside travel beside the computation, once what was launched is computed; on a CPU it stands
-        still for them."""
-        with self.handling(), self.lane.on(computed(self.device)):
+        """Copies launched inside run beside the computation, after the work launched so far; a CPU waits for them."""
+        with self.handling(), self.copy_stream.on(computed(self.device)):
             yield
 
     def handling(self) -> AbstractContextManager[None]:
-        """The host sees to what is kept: the computation of a GPU goes on meanwhile, that of a CPU stands still."""
+        """Around the host's bookkeeping: a GPU computes meanwhile, a CPU waits, which is timed."""
         return nullcontext() if self.device.type == "cuda" else self._timed()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        begin = self.clock.mark() if self.clock is not None else None
+        begin = self.timer.mark() if self.timer is not None else None
         yield
-        if self.clock is not None:
-            self.clock.until_now(begin)
+        if self.timer is not None:
+            self.timer.until_now(begin)
 
 
-class Staying:
-    """The tensors of a call that do not move: weights in any form, and what all layers are handed."""
+class ResidentTensors:
+    """The tensors of a call that stay on the device: weights in any form, and the inputs that all layers share."""
 
     def __init__(self, block: nn.Module, shared: Iterable[Any]) -> None:
         self._block = block
@@ -105,12 +105,12 @@ class Staying:
     def __contains__(self, tensor: Tensor) -> bool:
         if _is_weight(tensor) or _address(tensor) in self._known:
             return True
-        # copies are made when they are first asked for, and experts' weights gathered after the block was entered
+        # copies are made on first use, and experts' weights are all-gathered after the block was entered
         self._known |= {_address(each) for each in (*self._block.parameters(), *self._copies())}
         return _address(tensor) in self._known
 
     def _copies(self) -> Iterator[Tensor]:
-        """Half-precision copies that products are made with."""
+        """16-bit copies of the weights."""
         for module in self._block.modules():
             for weights_16bit in (
                 getattr(module, "weights_16bit", None),
@@ -120,51 +120,51 @@ class Staying:
                     yield from (weights_16bit.copies[p] for p in self._block.parameters() if p in weights_16bit.copies)
 
 
-class Kept:
-    """What one call of a block keeps: on the device, on its way, on the host, or back again."""
+class SavedTensors:
+    """The saved tensors of one call of a block: on the device, being copied, on the host, or fetched again."""
 
-    def __init__(self, activations: Activations, before: Kept | None, number: int, *, stays: bool) -> None:
-        self._all, self.before, self.number, self._stays = activations, before, number, stays
-        self._here: list[Tensor | None] = []
-        self._there: list[Tensor] = []
+    def __init__(self, activations: Activations, previous: SavedTensors | None, number: int, *, stays: bool) -> None:
+        self._all, self.previous, self.number, self._stays = activations, previous, number, stays
+        self._on_device: list[Tensor | None] = []
+        self._on_host: list[Tensor] = []
         self._uses: list[int] = []
-        self._seen: dict[Any, int] = {}
+        self._index: dict[Any, int] = {}
         self._sent: Event = None
-        self._came: Event = None
-        self._coming = False
+        self._fetched: Event = None
+        self._fetching = False
 
     # --- forward
 
-    def pack(self, stays: Staying, tensor: Tensor) -> Any:
+    def pack(self, resident: ResidentTensors, tensor: Tensor) -> Any:
         with self._all.handling():
-            return self._packed(stays, tensor)
+            return self._packed(resident, tensor)
 
-    def _packed(self, stays: Staying, tensor: Tensor) -> Any:
-        if not self._all.can_move(tensor) or tensor in stays:
+    def _packed(self, resident: ResidentTensors, tensor: Tensor) -> Any:
+        if not self._all.can_move(tensor) or tensor in resident:
             return tensor
         if self._stays:
             return self, tensor.detach(), None
-        if (key := _address(tensor)) not in self._seen:  # several operators may keep parts of it, in several shapes
-            self._seen[key] = len(self._here)
-            self._here.append(_whole(tensor))
+        if (key := _address(tensor)) not in self._index:  # several operators may save parts of it, in several shapes
+            self._index[key] = len(self._on_device)
+            self._on_device.append(_storage(tensor))
             self._uses.append(0)
-        self._uses[self._seen[key]] += 1
-        return self, self._seen[key], (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._uses[self._index[key]] += 1
+        return self, self._index[key], (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def send(self) -> None:
-        """Everything, as soon as it is computed."""
-        self._seen.clear()
+        """Copy everything to the host, as soon as it is computed."""
+        self._index.clear()
         with self._all.copying():
-            for tensor in self._here:
+            for tensor in self._on_device:
                 assert tensor is not None
-                self._there.append(self._all.memory.like(tensor).copy_(tensor, non_blocking=True))
-        self._sent = self._all.lane.mark()
+                self._on_host.append(self._all.memory.like(tensor).copy_(tensor, non_blocking=True))
+        self._sent = self._all.copy_stream.mark()
 
-    def let_go(self) -> None:
-        """Of the device's memory, which is used again once the copies are done."""
-        if not self._coming:
+    def release(self) -> None:
+        """Free the device memory, which is reused once the copies are done."""
+        if not self._fetching:
             self._all.wait(self._sent)
-            self._here = [None] * len(self._here)
+            self._on_device = [None] * len(self._on_device)
 
     # --- backward
 
@@ -172,62 +172,62 @@ class Kept:
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        kept, what, form = packed
-        with kept._all.handling():
-            return kept.unpacked(what, form)  # type: ignore[no-any-return]
+        saved, what, form = packed
+        with saved._all.handling():
+            return saved.unpacked(what, form)  # type: ignore[no-any-return]
 
     def unpacked(self, what: Any, form: Any) -> Tensor:
-        """What was kept, and on its way what the layer before kept."""
-        self.come()
-        if self.before is not None:
-            self.before.come()
-            self.before = None
-        found = what if isinstance(what, Tensor) else self.give(what)
-        return found if form is None else found.view(form[0]).as_strided(*form[1:])
+        """The saved tensor; starts to fetch those of the previous layer."""
+        self.fetch()
+        if self.previous is not None:
+            self.previous.fetch()
+            self.previous = None
+        tensor = what if isinstance(what, Tensor) else self.get(what)
+        return tensor if form is None else tensor.view(form[0]).as_strided(*form[1:])
 
-    def give(self, index: int) -> Tensor:
-        if self._came is not None:
-            self._all.wait(self._came)
-            self._came = None
-        found = self._here[index]
-        if found is None:  # asked for again, by a second backward pass
-            return self._there[index].to(self._all.device)
+    def get(self, index: int) -> Tensor:
+        if self._fetched is not None:
+            self._all.wait(self._fetched)
+            self._fetched = None
+        tensor = self._on_device[index]
+        if tensor is None:  # a second backward pass
+            return self._on_host[index].to(self._all.device)
         self._uses[index] -= 1
         if not self._uses[index]:
-            self._here[index] = None
-        return found
+            self._on_device[index] = None
+        return tensor
 
-    def come(self) -> None:
-        """Fetch everything; nothing where it never left or is under way."""
-        if self._coming or not self._there:
+    def fetch(self) -> None:
+        """Copy everything to the device, unless it never left or is being fetched."""
+        if self._fetching or not self._on_host:
             return
-        self._coming = True
-        if self._here[0] is not None:  # wanted before it was let go
+        self._fetching = True
+        if self._on_device[0] is not None:  # needed before it was released
             self._all.wait(self._sent)
             return
-        self._here = [torch.empty_like(tensor, device=self._all.device) for tensor in self._there]
+        self._on_device = [torch.empty_like(tensor, device=self._all.device) for tensor in self._on_host]
         with self._all.copying():
-            for here, there in zip(self._here, self._there, strict=True):
-                assert here is not None
-                here.copy_(there, non_blocking=True)
-        self._came = self._all.lane.mark()
+            for tensor, copy in zip(self._on_device, self._on_host, strict=True):
+                assert tensor is not None
+                tensor.copy_(copy, non_blocking=True)
+        self._fetched = self._all.copy_stream.mark()
 
 
 def offload_activations(model: Transformer, device: torch.device) -> Activations:
-    """Wrap every block; call it after compiling and before the model is shared out."""
-    made, names = Activations(device), list(model.blocks)
+    """Wrap every block; called after compiling and before FSDP."""
+    activations, names = Activations(device), list(model.blocks)
     for name, block in model.blocks.items():
-        block.forward = partial(made.call, block, name == names[-1], block.forward)
-    return made
+        block.forward = partial(activations.call, block, name == names[-1], block.forward)
+    return activations
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All numbers of the memory it lies in, one after the other."""
+def _storage(tensor: Tensor) -> Tensor:
+    """Its full storage as a flat tensor."""
     return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """A parameter, or a cast or turned one."""
+    """A parameter, or a cast or transposed one."""
     if tensor.grad_fn is None:
         return isinstance(tensor, nn.Parameter)
     node: Any = tensor.grad_fn

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from armillary.model.fused.dispatch import fits
 from armillary.model.transformer import Transformer
-from armillary.parallel.local_tensors import become
+from armillary.parallel.local_tensors import swap_class
 
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "grouped_linear", "fp8_linear")
 _SAVED = ("attention", "reduce_scatter", "all_reduce", "all_to_all")
@@ -32,7 +32,7 @@ def recompute(model: Transformer, *, kind: str, every: int = 1) -> None:
         if kind == "selective" and block.fused is not None and fits(block):
             block.fused = fused.setdefault(id(block.fused), replace(block.fused, recompute=True))
         else:
-            become(block, _recomputing, kind, random)
+            swap_class(block, _recomputing, kind, random)
 
 
 def recomputed_blocks(model: Transformer, *, kind: str, every: int = 1) -> list[str]:

@@ -1,7 +1,7 @@
-"""Weights into shards and out of them, a tensor at a time: no device ever holds a whole model it was to share.
+"""Weights into shards and out of them, one tensor at a time: no device ever holds a full model that it shards.
 
-A model is built on meta, spread, given memory, and then every tensor is drawn or read whole on the host and this rank
-keeps its piece; so every layout starts from the same weights.
+A model is built on meta, sharded, given memory, and then every tensor is drawn or read in full on the host and this
+rank keeps its shard; so every layout starts from the same weights.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def materialise(model: Transformer, device: torch.device | str) -> None:
 
 @torch.no_grad()
 def fill_random(model: Transformer, *, seed: int, progress: Progress | None = None) -> None:
-    """What (seed, name) draws for each tensor, and this rank's piece of it; adapters included."""
-    model.initialize(seed=seed, progress=progress, put=put_piece)
+    """This rank's shard of what (seed, name) draws for each tensor; adapters included."""
+    model.initialize(seed=seed, progress=progress, put=copy_shard)
     fill_adapters(model, seed=seed)
 
 
@@ -43,65 +43,65 @@ def fill_from(model: Transformer, folder: Path | str, *, seed: int = 0, progress
     """The weights of a Hugging Face folder; adapters, which no folder has, are drawn."""
     with TensorFolder(Path(folder)) as stored:
         check_head(model.config, stored)
-        fill(model, stored, progress, put=put_piece)
+        fill(model, stored, progress, put=copy_shard)
     fill_adapters(model, seed=seed)
 
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, *, seed: int) -> None:
-    lora.draw(model, seed=seed, put=put_piece)
+    lora.draw(model, seed=seed, put=copy_shard)
 
 
 @torch.no_grad()
-def put_piece(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's piece of a whole tensor into a parameter."""
+def copy_shard(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's shard of a full tensor into a parameter."""
     if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
+        parameter.copy_(full)
         return
-    piece = whole
-    for mesh, placement in _cuts(parameter):
+    shard = full
+    for mesh, placement in _shardings(parameter):
         if not placement.is_replicate():
             dim = _dim(placement)
-            start, length = _span(piece.shape[dim], mesh.size(), mesh.get_local_rank())
-            piece = piece.narrow(dim, start, length)
-    parameter._local_tensor.copy_(piece)
+            start, length = _span(shard.shape[dim], mesh.size(), mesh.get_local_rank())
+            shard = shard.narrow(dim, start, length)
+    parameter._local_tensor.copy_(shard)
 
 
 @torch.no_grad()
-def whole(parameter: Tensor) -> Tensor:
-    """The whole of a parameter, on every rank; all ranks call it, in the same order."""
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A parameter, all-gathered on every rank; all ranks call it, in the same order."""
     if not isinstance(parameter, DTensor):
         return parameter.detach()
-    cuts = [(mesh, place) for mesh, place in _cuts(parameter) if not place.is_replicate()]
-    sizes = _sizes(parameter.shape, cuts)
-    piece = parameter.detach()._local_tensor
-    for (mesh, place), size in reversed(list(zip(cuts, sizes, strict=True))):
-        piece = _joined(piece, mesh, _dim(place), size)
-    return piece
+    shardings = [(mesh, place) for mesh, place in _shardings(parameter) if not place.is_replicate()]
+    sizes = _sizes(parameter.shape, shardings)
+    shard = parameter.detach()._local_tensor
+    for (mesh, place), size in reversed(list(zip(shardings, sizes, strict=True))):
+        shard = _joined(shard, mesh, _dim(place), size)
+    return shard
 
 
-def _sizes(shape: torch.Size, cuts: list[tuple[DeviceMesh, Placement]]) -> Iterator[int]:
-    """Along the dim that each cut goes through: the size before it, on this rank."""
+def _sizes(shape: torch.Size, shardings: list[tuple[DeviceMesh, Placement]]) -> Iterator[int]:
+    """For each sharding: the size of its dim before it, on this rank."""
     left = list(shape)
-    for mesh, place in cuts:
+    for mesh, place in shardings:
         dim = _dim(place)
         yield left[dim]
         left[dim] = _span(left[dim], mesh.size(), mesh.get_local_rank())[1]
 
 
-def _joined(piece: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
-    """Pieces of all ranks side by side; shorter ones are padded to travel."""
+def _joined(shard: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+    """All-gather along `dim`; shorter shards are padded."""
     longest = -(-size // mesh.size())
-    padding = [0, 0] * (piece.ndim - 1 - dim) + [0, longest - piece.shape[dim]]
-    return all_gather(F.pad(piece, padding), Group.of(mesh), dim).narrow(dim, 0, size)
+    padding = [0, 0] * (shard.ndim - 1 - dim) + [0, longest - shard.shape[dim]]
+    return all_gather(F.pad(shard, padding), Group.of(mesh), dim).narrow(dim, 0, size)
 
 
-def _cuts(tensor: DTensor) -> list[tuple[DeviceMesh, Placement]]:
-    """In the order in which a tensor was cut: tp first, then what FSDP cut of a tp rank's piece."""
+def _shardings(tensor: DTensor) -> list[tuple[DeviceMesh, Placement]]:
+    """In the order in which a tensor was sharded: tp first, then FSDP, which shards a tp rank's shard."""
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
-    found = [(tensor.device_mesh[name], place) for name, place in zip(names, tensor.placements, strict=True)]
-    return found[::-1]
+    placements = [(tensor.device_mesh[name], place) for name, place in zip(names, tensor.placements, strict=True)]
+    return placements[::-1]
 
 
 def _dim(placement: Placement) -> int:
@@ -109,7 +109,7 @@ def _dim(placement: Placement) -> int:
 
 
 def _span(size: int, parts: int, number: int) -> tuple[int, int]:
-    """(start, length) of one of the parts into which torch cuts `size`: equal ones, the last shorter or empty."""
+    """(start, length) of one of torch's shards of `size`: equal ones, the last shorter or empty."""
     each = -(-size // parts)
     start = min(number * each, size)
     return start, min(each, size - start)

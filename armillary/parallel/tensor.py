@@ -1,8 +1,8 @@
-"""Tensor parallelism: heads, MLPs and the vocabulary cut over ranks, with the tokens cut in between where asked.
+"""Tensor parallelism: heads, MLPs and the vocabulary are sharded over ranks, and with sequence parallelism the tokens.
 
-QKV and up are cut by rows, out and down by columns (Shoeybi et al. 2019), so a sub-layer needs one exchange before and
-one after; with sequence parallelism (Korthikanti et al. 2022) these are an all-gather and a reduce-scatter of tokens,
-and norms and residuals work on 1/tp of the tokens. Fused rows are grouped by head, so a cut holds whole heads.
+QKV and up are sharded by rows, out and down by columns (Shoeybi et al. 2019), so a sub-layer needs one collective
+before and one after; with sequence parallelism (Korthikanti et al. 2022) these are an all-gather and a reduce-scatter of
+tokens, and norms and residuals work on 1/tp of the tokens. Fused rows are grouped by head, so a shard has full heads.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from armillary.model.layers.norm import Norm
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.transformer import Block, Transformer
 from armillary.parallel.collectives import Group, all_gather, gather, scatter, share, summed, summed_for_each
-from armillary.parallel.expert.shard_experts import cut_routing
-from armillary.parallel.local_tensors import COLUMNS, ROWS, SAME, SHARED, become, local, localise
+from armillary.parallel.expert.shard_experts import shard_routing
+from armillary.parallel.local_tensors import COLUMNS, ROWS, SAME, SHARED, local, localise, swap_class
 from armillary.parallel.vocabulary import first_row, look_up
 
 # B batch, T tokens, H hidden
 
 
-def cut_by_tensor(
-    model: Transformer, mesh: DeviceMesh, *, cut_tokens: bool, gather_again: Collection[str] = ()
+def apply_tensor_parallel(
+    model: Transformer, mesh: DeviceMesh, *, shard_tokens: bool, regather: Collection[str] = ()
 ) -> Group:
-    """Cut a model (on meta or filled) over the ranks of `mesh`; its hidden states are cut along T with `cut_tokens`.
+    """Shard a model (on meta or filled) over the ranks of `mesh`; `shard_tokens` shards hidden states along T.
 
-    The blocks named in `gather_again` keep only their own tokens for the backward pass, which gathers the others once
-    more: worth it where activations are kept at all.
+    The blocks named in `regather` save only their own tokens for the backward pass, which all-gathers them again:
+    worth it where activations are saved at all.
     """
     group = Group.of(mesh)
-    copied = SHARED if cut_tokens else SAME
+    copied = SHARED if shard_tokens else SAME
     for name, block in model.blocks.items():
         assert isinstance(block, Block)
-        _cut_block(block, mesh, _Cutting(group=group, tokens=cut_tokens, again=name in gather_again))
+        _shard_block(block, mesh, _TensorSharding(group=group, tokens=shard_tokens, regather=name in regather))
     for norm in _norms(model):
         localise(norm, mesh, {"weight": copied, "bias": copied})
     if model.embedding is not None:
-        _cut_embedding(model.embedding, mesh, group, cut_tokens=cut_tokens)
+        _shard_embedding(model.embedding, mesh, group, shard_tokens=shard_tokens)
     if model.position_embedding is not None:
         localise(model.position_embedding, mesh, {"weight": copied})
-        if cut_tokens:
+        if shard_tokens:
             model.position_embedding.register_forward_pre_hook(partial(_own_positions, group))
     if model.output is not None:
         localise(model.output, mesh, {"weight": ROWS, "bias": ROWS})
@@ -59,97 +59,97 @@ def cut_by_tensor(
 
 
 def _norms(model: Transformer) -> list[Norm]:
-    """Those of the residual stream, which work on this rank's tokens."""
+    """The norms of the residual stream, which work on this rank's tokens."""
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-    found = [getattr(block, name) for block in model.blocks.values() for name in names] + [model.norm]
-    return [norm for norm in found if norm is not None]
+    norms = [getattr(block, name) for block in model.blocks.values() for name in names] + [model.norm]
+    return [norm for norm in norms if norm is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cutting:
-    """How the layers of a block are cut."""
+class _TensorSharding:
+    """How the layers of a block are sharded."""
 
     group: Group
-    """over whom"""
+    """the ranks"""
     tokens: bool
-    """between cut layers, tokens are cut too"""
-    again: bool
-    """the backward pass gathers tokens again rather than keeping them"""
+    """tokens are sharded between sharded layers"""
+    regather: bool
+    """the backward pass all-gathers tokens again rather than saving them"""
 
 
-def _cut_block(block: Block, mesh: DeviceMesh, cutting: _Cutting) -> None:
+def _shard_block(block: Block, mesh: DeviceMesh, sharding: _TensorSharding) -> None:
     attention, mlp = block.attention, block.mlp
-    _cut_rows(attention.qkv, mesh, cutting)
-    _cut_columns(attention.out, mesh, cutting)
+    _shard_rows(attention.qkv, mesh, sharding)
+    _shard_columns(attention.out, mesh, sharding)
     if isinstance(mlp, MLP):
-        _cut_rows(mlp.up, mesh, cutting)
-        _cut_columns(mlp.down, mesh, cutting)
+        _shard_rows(mlp.up, mesh, sharding)
+        _shard_columns(mlp.down, mesh, sharding)
     else:
         assert isinstance(mlp, MixtureOfExperts)
-        cut_routing(mlp, mesh, cutting.group, tokens=cutting.tokens)
-    _cut_heads(attention, mesh, cutting.group)
+        shard_routing(mlp, mesh, sharding.group, tokens=sharding.tokens)
+    _shard_heads(attention, mesh, sharding.group)
 
 
-# --- products
+# --- linear layers
 
 
-def _cut_rows(module: nn.Linear, mesh: DeviceMesh, cutting: _Cutting) -> None:
-    """Outputs are cut: every rank reads all tokens and makes its own heads or MLP rows."""
+def _shard_rows(module: nn.Linear, mesh: DeviceMesh, sharding: _TensorSharding) -> None:
+    """Column parallel in Megatron's terms: every rank reads all tokens and computes its own heads or MLP rows."""
     localise(module, mesh, {"weight": ROWS, "bias": ROWS, "lora_a": SHARED, "lora_b": ROWS})
-    module.cutting = cutting  # type: ignore[assignment]
-    become(module, _reading_all)
+    module.sharding = sharding  # type: ignore[assignment]
+    swap_class(module, _reading_all)
 
 
 @cache
 def _reading_all(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(module: Any, x_BTH: Tensor) -> Tensor:
-        x_BTH, cutting = _half(x_BTH), module.cutting
-        if not cutting.tokens:
-            return kind.forward(module, share(x_BTH, cutting.group))  # type: ignore[no-any-return]
-        whole_BTH = gather(x_BTH, cutting.group, dim=1)
-        if not cutting.again or torch.compiler.is_compiling():
-            return kind.forward(module, whole_BTH)  # type: ignore[no-any-return]
-        with gathering_again(x_BTH, whole_BTH, cutting.group):
-            return kind.forward(module, whole_BTH)  # type: ignore[no-any-return]
+        x_BTH, sharding = _half(x_BTH), module.sharding
+        if not sharding.tokens:
+            return kind.forward(module, share(x_BTH, sharding.group))  # type: ignore[no-any-return]
+        full_BTH = gather(x_BTH, sharding.group, dim=1)
+        if not sharding.regather or torch.compiler.is_compiling():
+            return kind.forward(module, full_BTH)  # type: ignore[no-any-return]
+        with regathering(x_BTH, full_BTH, sharding.group):
+            return kind.forward(module, full_BTH)  # type: ignore[no-any-return]
 
     return type(f"Reading{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _half(x: Tensor) -> Tensor:
-    """What autocast multiplies in a half format travels in it."""
+    """What autocast multiplies in 16 bits is communicated in 16 bits."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def gathering_again(piece_BTH: Tensor, whole_BTH: Tensor, group: Group) -> saved_tensors_hooks:
-    """Where autograd would keep the whole, keep the piece, and gather it when the backward pass asks."""
-    kept = piece_BTH.detach()
-    storage, size = whole_BTH.untyped_storage()._cdata, whole_BTH.numel()
+def regathering(shard_BTH: Tensor, full_BTH: Tensor, group: Group) -> saved_tensors_hooks:
+    """Where autograd would save the full tensor, save the shard, and all-gather it in the backward pass."""
+    saved = shard_BTH.detach()
+    storage, size = full_BTH.untyped_storage()._cdata, full_BTH.numel()
 
     def pack(tensor: Tensor) -> Tensor | torch.Size:
         same = tensor.untyped_storage()._cdata == storage
         return tensor.shape if same and tensor.numel() == size and tensor.is_contiguous() else tensor
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
-        return packed if isinstance(packed, Tensor) else all_gather(kept, group, dim=1).view(packed)
+        return packed if isinstance(packed, Tensor) else all_gather(saved, group, dim=1).view(packed)
 
     return saved_tensors_hooks(pack, unpack)
 
 
-def _cut_columns(module: nn.Linear, mesh: DeviceMesh, cutting: _Cutting) -> None:
-    """Inputs are cut: products are parts of a sum, to which the bias is added once."""
-    copied = SHARED if cutting.tokens else SAME
-    cuts = {"weight": COLUMNS, "bias": copied, "lora_a": COLUMNS, "lora_b": SHARED}
-    localise(module, mesh, cuts, aside="bias")
-    module.cutting = cutting  # type: ignore[assignment]
-    become(module, _making_parts)
+def _shard_columns(module: nn.Linear, mesh: DeviceMesh, sharding: _TensorSharding) -> None:
+    """Row parallel in Megatron's terms: GEMMs give partial sums, to which the bias is added once."""
+    copied = SHARED if sharding.tokens else SAME
+    specs = {"weight": COLUMNS, "bias": copied, "lora_a": COLUMNS, "lora_b": SHARED}
+    localise(module, mesh, specs, hidden="bias")
+    module.sharding = sharding  # type: ignore[assignment]
+    swap_class(module, _making_parts)
 
 
 @cache
 def _making_parts(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(module: Any, x_BTF: Tensor) -> Tensor:
-        part_BTH, group = kind.forward(module, x_BTF), module.cutting.group
-        out_BTH = scatter(part_BTH, group, dim=1) if module.cutting.tokens else summed(part_BTH, group)
+        part_BTH, group = kind.forward(module, x_BTF), module.sharding.group
+        out_BTH = scatter(part_BTH, group, dim=1) if module.sharding.tokens else summed(part_BTH, group)
         bias = local(module, "bias")
         return out_BTH if bias is None else out_BTH + bias.to(out_BTH.dtype)
 
@@ -159,20 +159,20 @@ def _making_parts(kind: type[nn.Module]) -> type[nn.Module]:
 # --- heads
 
 
-def _cut_heads(attention: Attention, mesh: DeviceMesh, group: Group) -> None:
-    """What belongs to a head goes with it: sinks, slopes, and the norms of queries and keys."""
+def _shard_heads(attention: Attention, mesh: DeviceMesh, group: Group) -> None:
+    """What belongs to a head is sharded with it: sinks, slopes, and the norms of queries and keys."""
     localise(attention, mesh, {"sinks_N": ROWS})
     if attention.slopes_N is not None:
         attention.local_heads = _own_part(attention.slopes_N, group)  # type: ignore[assignment]
-        become(attention, _with_local_slopes)
+        swap_class(attention, _with_local_slopes)
     for norm in (attention.q_norm, attention.k_norm):
         if norm is None:
             continue
-        cut = ROWS if attention.norm_whole else SHARED
-        localise(norm, mesh, {"weight": cut, "bias": cut})
+        spec = ROWS if attention.norm_whole else SHARED
+        localise(norm, mesh, {"weight": spec, "bias": spec})
         if attention.norm_whole:
             norm.group = group  # type: ignore[assignment]
-            become(norm, _over_ranks)
+            swap_class(norm, _over_ranks)
 
 
 def _own_part(heads_N: Tensor, group: Group) -> slice:
@@ -182,9 +182,9 @@ def _own_part(heads_N: Tensor, group: Group) -> slice:
 
 @cache
 def _with_local_slopes(kind: type[nn.Module]) -> type[nn.Module]:
-    """ALiBi slopes stay a whole buffer, which the attention layer makes anew; its code sees those of its heads."""
-    seen = property(lambda module: module._buffers["slopes_N"][module.local_heads])
-    return type(f"Sloped{kind.__name__}", (kind,), {"slopes_N": seen})
+    """ALiBi slopes stay a full buffer, which the attention layer rebuilds; its code reads those of its heads."""
+    local_slopes = property(lambda module: module._buffers["slopes_N"][module.local_heads])
+    return type(f"Sloped{kind.__name__}", (kind,), {"slopes_N": local_slopes})
 
 
 @cache
@@ -193,7 +193,7 @@ def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _norm_over_ranks(norm: Any, x: Tensor) -> Tensor:
-    """The norm over all heads of all ranks: means are sums over the ranks divided by the whole size."""
+    """The norm over all heads of all ranks: means are sums over the ranks divided by the full size."""
     wide = widen(x)
     if norm.kind == "layer":
         wide = wide - summed_for_each(wide.sum(-1, keepdim=True), norm.group) / norm.size
@@ -205,15 +205,15 @@ def _norm_over_ranks(norm: Any, x: Tensor) -> Tensor:
     return (normed if norm.bias is None else normed + widen(norm.bias)).to(x.dtype)
 
 
-# --- ends
+# --- embedding
 
 
-def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh, group: Group, *, cut_tokens: bool) -> None:
+def _shard_embedding(embedding: nn.Embedding, mesh: DeviceMesh, group: Group, *, shard_tokens: bool) -> None:
     localise(embedding, mesh, {"weight": ROWS})
     embedding.looks_up = partial(  # type: ignore[assignment]
-        look_up, first=first_row(embedding.num_embeddings, group), group=group, cut_tokens=cut_tokens
+        look_up, first=first_row(embedding.num_embeddings, group), group=group, shard_tokens=shard_tokens
     )
-    become(embedding, _by_rows)
+    swap_class(embedding, _by_rows)
 
 
 @cache
@@ -221,7 +221,7 @@ def _by_rows(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(module: Any, tokens_BT: Tensor) -> Tensor:
         return module.looks_up(tokens_BT, module.weight)  # type: ignore[no-any-return]
 
-    return type(f"Cut{kind.__name__}", (kind,), {"forward": forward})
+    return type(f"Sharded{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _own_positions(group: Group, module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
@@ -230,6 +230,6 @@ def _own_positions(group: Group, module: nn.Module, args: tuple[Tensor, ...]) ->
 
 
 def refuse_uneven(tokens: int, size: int) -> None:
-    """Sequence parallelism cuts tokens evenly."""
+    """Sequence parallelism needs equal shards."""
     if tokens % size:
-        raise BadLayout(f"tp={size} does not cut {tokens} tokens evenly; try --set layout.sequence_parallel=false")
+        raise BadLayout(f"tp={size} does not divide {tokens} tokens; try --set layout.sequence_parallel=false")

@@ -1,6 +1,6 @@
-"""Embedding and loss cut along the vocabulary: no rank holds all rows of the table or all logits of a token.
+"""Embedding and loss sharded along the vocabulary: no rank has all rows of the table or all logits of a token.
 
-Each rank looks up, or scores, the ids of its own rows; sums over the ranks make the whole. The cross entropy follows
+Each rank looks up, or scores, the ids of its own rows; an all-reduce gives the result. The cross entropy follows
 Shoeybi et al. 2019 (Megatron-LM): log Σ exp is reduced over ranks, and the target's logit comes from its owner.
 """
 
@@ -27,24 +27,24 @@ def first_row(vocab: int, group: Group) -> int:
     return min(group.rank * -(-vocab // group.size), vocab)
 
 
-def look_up(tokens_BT: Tensor, table_vH: Tensor, first: int, group: Group, *, cut_tokens: bool) -> Tensor:
-    """Embeddings of the tokens, whole [B, T, H] or cut along T."""
+def look_up(tokens_BT: Tensor, table_vH: Tensor, first: int, group: Group, *, shard_tokens: bool) -> Tensor:
+    """Embeddings of the tokens, [B, T, H] or sharded along T."""
     local_BT = tokens_BT - first
     elsewhere_BT = (local_BT < 0) | (local_BT >= len(table_vH))
     if len(table_vH):
-        found_BTH = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), table_vH)
-        found_BTH = found_BTH.masked_fill(elsewhere_BT[..., None], 0.0)
+        rows_BTH = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), table_vH)
+        rows_BTH = rows_BTH.masked_fill(elsewhere_BT[..., None], 0.0)
     else:  # more ranks than rows: nothing of its own, yet it takes part in the sum and its empty gradient
-        found_BTH = table_vH.sum().expand(*tokens_BT.shape, table_vH.shape[1])
-    return scatter(found_BTH, group, dim=1) if cut_tokens else summed(found_BTH, group)
+        rows_BTH = table_vH.sum().expand(*tokens_BT.shape, table_vH.shape[1])
+    return scatter(rows_BTH, group, dim=1) if shard_tokens else summed(rows_BTH, group)
 
 
 def loss_sum(
-    model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chunk: int, group: Group, cut_tokens: bool
+    model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chunk: int, group: Group, shard_tokens: bool
 ) -> Tensor:
     """Sum of the losses of all targets that count, the same on every rank; `chunk` tokens at a time (0: all)."""
-    whole_BTH = gather(hidden_BTH, group, dim=1) if cut_tokens else share(hidden_BTH, group)
-    hidden_MH, targets_M = whole_BTH.flatten(0, 1), targets_BT.flatten()
+    full_BTH = gather(hidden_BTH, group, dim=1) if shard_tokens else share(hidden_BTH, group)
+    hidden_MH, targets_M = full_BTH.flatten(0, 1), targets_BT.flatten()
     if not chunk or len(targets_M) <= chunk:
         return _sum(model, hidden_MH, targets_M, group)
     total = hidden_MH.new_zeros((), dtype=torch.promote_types(hidden_MH.dtype, torch.float32))
@@ -69,8 +69,8 @@ def _sum(model: Transformer, hidden_MH: Tensor, targets_M: Tensor, group: Group)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Each token's loss from this rank's logits; of them only exp(logit - max) is kept, of which the gradient is made
-    in place: a backward pass works once."""
+    """Each token's loss from this rank's logits. Only exp(logit - max) is saved, and the gradient is computed from it
+    in place: the backward pass can run once."""
 
     @staticmethod
     def forward(ctx: Any, logits_Mv: Tensor, own_M: Tensor, is_own_M: Tensor, group: Group) -> Tensor:
@@ -87,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """softmax - 1 at the target, times what comes in."""
+        """(softmax - 1 at the target) · incoming gradient."""
         exp_Mv, total_M, own_M, is_own_M = ctx.saved_tensors
         (grad_M,) = grads
         grad_Mv = exp_Mv.mul_((grad_M / total_M)[:, None])

@@ -1,7 +1,7 @@
-"""The processes that act as one: joined under torchrun or srun, or alone, and left in order or at once.
+"""The world of processes: joined under torchrun or srun, or alone, and left in order or aborted.
 
-A rank that fails closes its connections, so that peers who wait for it fail soon after instead of hanging; where even
-that is not possible, every exchange is bounded by a timeout.
+A rank that fails closes its connections, so that peers that wait for it fail soon after instead of hanging; where even
+that is not possible, every collective has a timeout.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from armillary.errors import BadInput, BadLayout
 from armillary.model.device import fit_threads, pick_device
 
 _SRUN_PORT = 29_400
-"""first port tried for a Slurm step; its job number is added, so that two jobs on one node do not meet"""
+"""first port tried for a Slurm step; its job number is added, so that two jobs on one node do not collide"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among those that act as one."""
+    """This process among those of the run."""
 
     rank: int
     """of this process, over all machines"""
@@ -45,8 +45,8 @@ class World:
 def join_world(device: str | None = None, *, timeout_s: float = 600.0) -> Iterator[World]:
     """Join the processes that torchrun or srun started, or be alone: one process needs no process group.
 
-    gloo on a CPU, NCCL on CUDA with gloo beside it for small things of the host. `timeout_s` bounds every exchange, so
-    a rank that died is noticed. A process group that is there already is used and left as it is.
+    gloo on a CPU; NCCL on CUDA, with gloo for CPU tensors. `timeout_s` bounds every collective, so a rank that died is
+    noticed. A process group that exists already is used and left as it is.
     """
     place = _place(os.environ)
     where = _device(device, place)
@@ -63,7 +63,7 @@ def join_world(device: str | None = None, *, timeout_s: float = 600.0) -> Iterat
     try:
         yield world
     except BaseException:
-        leave_at_once()
+        abort_world()
         raise
     dist.destroy_process_group()
 
@@ -73,8 +73,8 @@ def is_launched() -> bool:
     return _place(os.environ).size > 1
 
 
-def leave_at_once() -> None:
-    """Give up the process group without waiting for anybody: peers that wait for this rank fail soon after."""
+def abort_world() -> None:
+    """Abort the process group without waiting for other ranks: peers that wait for this rank fail soon after."""
     if not dist.is_initialized():
         return
     if "nccl" in dist.get_backend_config():
@@ -96,12 +96,12 @@ def _start(world: World, timeout_s: float) -> None:
     )
 
 
-# --- where a launcher put this process
+# --- what a launcher set
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """What a launcher says about this process."""
+    """What a launcher set for this process."""
 
     rank: int = 0
     size: int = 1
@@ -109,23 +109,28 @@ class _Place:
     local_size: int = 1
     """processes that share this one's cores"""
     own_gpu: bool = False
-    """a process may be shown no GPU but its own (srun --gpus-per-task)"""
+    """a process may see only its own GPU (srun --gpus-per-task)"""
     rendezvous: Mapping[str, str]
-    """variables through which torch meets the others, beyond those that are set"""
+    """environment variables of the rendezvous, beyond those that are set"""
 
 
 def _place(env: Mapping[str, str]) -> _Place:
     """torchrun's variables first, then those of a Slurm step; neither: alone."""
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size, local = (_number(env, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        beside = _number(env, "LOCAL_WORLD_SIZE") or 1
-        return _Place(rank=rank, size=size, local_rank=local, local_size=beside, rendezvous={})
+        local_size = _number(env, "LOCAL_WORLD_SIZE") or 1
+        return _Place(rank=rank, size=size, local_rank=local, local_size=local_size, rendezvous={})
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         rank, size, local = (_number(env, f"SLURM_{key}") for key in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
         port = _SRUN_PORT + _number(env, "SLURM_JOB_ID") % 10_000
-        met = {"MASTER_ADDR": first_host(env.get("SLURM_STEP_NODELIST", "localhost")), "MASTER_PORT": str(port)}
+        rendezvous = {"MASTER_ADDR": first_host(env.get("SLURM_STEP_NODELIST", "localhost")), "MASTER_PORT": str(port)}
         return _Place(
-            rank=rank, size=size, local_rank=local, local_size=_slurm_beside(env), own_gpu=True, rendezvous=met
+            rank=rank,
+            size=size,
+            local_rank=local,
+            local_size=_slurm_local_size(env),
+            own_gpu=True,
+            rendezvous=rendezvous,
         )
     return _Place(rendezvous={})
 
@@ -137,7 +142,7 @@ def _number(env: Mapping[str, str], key: str) -> int:
     return int(text)
 
 
-def _slurm_beside(env: Mapping[str, str]) -> int:
+def _slurm_local_size(env: Mapping[str, str]) -> int:
     """Tasks of a Slurm step that share cores: '4(x2)' on a node, or none where each is bound to cores of its own."""
     tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return 1 if "SLURM_CPUS_PER_TASK" in env or tasks is None else int(tasks.group())

@@ -167,7 +167,7 @@ class RunLifecycle:
 
     def _tensors(self) -> dict[str, Any]:
         """What is trained, and the states of its optimiser, under names that no layout changes."""
-        model, optimizer, called = self.trainer.model, self.trainer.optimizer, self.trainer.sharded.whole_name
+        model, optimizer, called = self.trainer.model, self.trainer.optimizer, self.trainer.sharded.full_name
         trained = {f"model.{name}": value for name, value in weights_by_name(model, optimizer, called).items()}
         buffers = dict(model.named_buffers())
         trained |= {f"model.{name}": value for name, value in model.state_dict().items() if name in buffers}

@@ -16,7 +16,7 @@ from torch import Tensor
 from armillary.model.layers.attention_forms import Attend
 from armillary.parallel.consensus import Consensus
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline.pipeline import Passing, Pipeline, Rows
+from armillary.parallel.pipeline.pipeline import Pipeline, Rows, StageFns
 from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
@@ -119,7 +119,9 @@ class Trainer:
     def _through_stages(self, pipeline: Pipeline, batch: DeviceBatch, num_targets: float) -> tuple[Tensor, Tensor]:
         count, waits = len(batch.row_targets) // self.layout.micro_batch, self.telemetry.waits
         with self.telemetry.phase("backward"):
-            local_loss = pipeline.step(self._rows(batch), self._passing(max(1.0, num_targets)), num_micro_batches=count)
+            local_loss = pipeline.step(
+                self._rows(batch), self._stage_fns(max(1.0, num_targets)), num_micro_batches=count
+            )
         begin = waits.mark()  # a stage that has finished waits here for the others to drain
         self.sharded.finish_gradients()
         waits.after_backward()
@@ -150,9 +152,9 @@ class Trainer:
             documents_BT=batch.documents_BT if batch.has_documents else None,
         )
 
-    def _passing(self, targets: float = 1.0) -> Passing:
+    def _stage_fns(self, targets: float = 1.0) -> StageFns:
         chunk, context = self.job.chunk_tokens(self.model.config.vocab), self.sharded.context
-        return Passing(
+        return StageFns(
             attends=self.choices.attend if context is None else context.attend,
             scale=self.scaler.scale,
             autocast=lambda: autocast(self.layout.precision, self.device, wanted=not self.sharded.is_fsdp),
@@ -162,7 +164,7 @@ class Trainer:
     def loss_sum(self, batch: DeviceBatch) -> Tensor:
         """Summed loss of a micro-batch. With pipeline stages: on the last of them, without a backward pass."""
         if self.sharded.pipeline is not None:
-            return self.sharded.pipeline.evaluate(self._rows(batch), self._passing())
+            return self.sharded.pipeline.evaluate(self._rows(batch), self._stage_fns())
         with autocast(self.layout.precision, self.device, wanted=not self.sharded.is_fsdp):
             with self.telemetry.phase("forward"):
                 batch, attend = self._local_tokens(batch)
@@ -177,7 +179,7 @@ class Trainer:
         documents_BT, context = batch.documents_BT if batch.has_documents else None, self.sharded.context
         if context is None:
             return batch, self.choices.attend(documents_BT)
-        return batch.tokens(context.cut), context.attend(documents_BT)
+        return batch.tokens(context.shard), context.attend(documents_BT)
 
     def _counters(self) -> dict[str, float]:
         counters = {"tokens_total": float(self.tokens)}

@@ -16,7 +16,7 @@ from armillary.model.transformer import build
 from armillary.parallel.apply import apply
 from armillary.parallel.groups import timeout_of
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.pipeline.stage import make_stage_model
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.training.loop import make_consensus
@@ -47,7 +47,7 @@ def made_for(layout: Layout) -> list[float]:
         mesh, config = make_mesh(layout, world), mixture()
         if layout.pp > 1:
             with torch.device("meta"):
-                model = hold(config, layout, mesh.rank("pp"), sequence=SEQUENCE)
+                model = make_stage_model(config, layout, mesh.rank("pp"), sequence=SEQUENCE)
         else:
             model = build(config, dtype=torch.float32, device="cpu", seed=1)
         apply(model, layout, mesh, loss=loss_sum)

@@ -28,9 +28,9 @@ from armillary.parallel.ddp import Replicas, sum_partial
 from armillary.parallel.grad_norm import clip
 from armillary.parallel.mesh import Mesh, make_mesh
 from armillary.parallel.recompute import recompute
-from armillary.parallel.shard_weights import fill_random, materialise, whole
-from armillary.parallel.tensor import cut_by_tensor
-from armillary.parallel.world import World, leave_at_once
+from armillary.parallel.shard_weights import fill_random, full_tensor, materialise
+from armillary.parallel.tensor import apply_tensor_parallel
+from armillary.parallel.world import World, abort_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.training.step.loss import loss_sum
@@ -70,7 +70,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     store = dist.FileStore(str(tmp_path_factory.mktemp("nccl") / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
     yield make_mesh(Layout(), World(rank=0, size=1, local_rank=0, device=device))
-    leave_at_once()
+    abort_world()
 
 
 def spread(way: Way, mesh: Mesh) -> tuple[Transformer, Group | None, Replicas | None]:
@@ -79,13 +79,13 @@ def spread(way: Way, mesh: Mesh) -> tuple[Transformer, Group | None, Replicas | 
     tp = None
     if way.tensor:
         again = set(model.blocks) if way.recompute == "none" else set()
-        tp = cut_by_tensor(model, mesh.along("tp"), cut_tokens=way.tensor == "cut", gather_again=again)
+        tp = apply_tensor_parallel(model, mesh.along("tp"), shard_tokens=way.tensor == "cut", regather=again)
     recompute(model, kind=way.recompute)
     if way.compile:
         torch._dynamo.reset()
         compile_blocks(model, tp)
     if way.zero:
-        data.shard_out(model, mesh.along("shard"), zero=way.zero, precision=way.precision)
+        data.apply_fsdp(model, mesh.along("shard"), zero=way.zero, precision=way.precision)
     materialise(model, mesh.world.device)
     fill_random(model, seed=1)
     group = mesh.along("replicate").get_group()
@@ -111,7 +111,7 @@ def trained(way: Way, mesh: Mesh) -> tuple[list[float], dict[str, Tensor]]:
                     loss = loss_sum(model, hidden, rows[:, 1:], chunk=128)
                 else:
                     cut = way.tensor == "cut"
-                    loss = vocabulary.loss_sum(model, hidden, rows[:, 1:], chunk=128, group=tp, cut_tokens=cut)
+                    loss = vocabulary.loss_sum(model, hidden, rows[:, 1:], chunk=128, group=tp, shard_tokens=cut)
                 (loss / (ROWS * SEQUENCE)).backward()
             losses.append(loss.item())
         if replicas is not None:
@@ -121,7 +121,7 @@ def trained(way: Way, mesh: Mesh) -> tuple[list[float], dict[str, Tensor]]:
         losses.append(clip(model.parameters(), mesh, 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {name: whole(parameter).float().clone() for name, parameter in model.named_parameters()}
+    return losses, {name: full_tensor(parameter).float().clone() for name, parameter in model.named_parameters()}
 
 
 @cache

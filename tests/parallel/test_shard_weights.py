@@ -14,7 +14,7 @@ from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.shard_weights import fill_from, fill_random, materialise, whole
+from armillary.parallel.shard_weights import fill_from, fill_random, full_tensor, materialise
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
@@ -51,7 +51,7 @@ def drawn(layouts: list[Layout], rank: int) -> list[tuple[dict[str, Tensor], int
         materialise(model, "cpu")
         fill_random(model, seed=3)
         held = sum(local(parameter).numel() for parameter in model.parameters())
-        found.append(({name: whole(p).clone() for name, p in model.named_parameters()}, held))
+        found.append(({name: full_tensor(p).clone() for name, p in model.named_parameters()}, held))
     return found
 
 
@@ -76,7 +76,7 @@ def read(folder: Path, layout: Layout) -> dict[str, Tensor]:
     model = on_meta(tiny(kv_heads=4), layout)
     materialise(model, "cpu")
     fill_from(model, folder)
-    return {name: whole(p).clone() for name, p in model.named_parameters()}
+    return {name: full_tensor(p).clone() for name, p in model.named_parameters()}
 
 
 def test_a_hugging_face_folder_is_read_into_shards(ranks: Ranks, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def load_shards(folder: Path, layout: Layout) -> dict[str, Tensor]:
     materialise(model, "cpu")
     fill_random(model, seed=8)
     dcp.load(dict(model.named_parameters()), checkpoint_id=folder)
-    return {name: whole(p).clone() for name, p in model.named_parameters()}
+    return {name: full_tensor(p).clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

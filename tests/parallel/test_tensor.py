@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from armillary.model.transformer import build
 from armillary.parallel.collectives import Group, gather
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.tensor import cut_by_tensor, gathering_again
+from armillary.parallel.tensor import apply_tensor_parallel, regathering
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.tables.train import TrainJob
@@ -24,7 +24,7 @@ def shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """(whole, on this rank) of every parameter."""
     model = build(tiny(kv_heads=4, mlp_bias=True, sinks=True, qk_norm="head"), dtype=torch.float32, device="meta")
     with join_world("cpu") as world:
-        cut_by_tensor(model, make_mesh(Layout(tp=4), world).along("tp"), cut_tokens=True)
+        apply_tensor_parallel(model, make_mesh(Layout(tp=4), world).along("tp"), shard_tokens=True)
     found = dict(model.named_parameters())
     assert all(isinstance(parameter, DTensor) for parameter in found.values())
     return {name: (tuple(p.shape), tuple(p.to_local().shape)) for name, p in found.items()}
@@ -51,7 +51,7 @@ def kept(again: bool) -> tuple[bool, Tensor, Tensor]:
     whole = gather(x, group, dim=1)
     storage = StorageWeakRef(whole.untyped_storage())
     if again:
-        with gathering_again(x, whole, group):
+        with regathering(x, whole, group):
             out = F.linear(whole, weight)
     else:
         out = F.linear(whole, weight)
@@ -83,9 +83,9 @@ class Told:
         self.closed += 1
 
 
-def told(cut_tokens: bool) -> tuple[int, int]:
+def told(shard_tokens: bool) -> tuple[int, int]:
     """Exchanges of one step of two layers, as they begin and as they end."""
-    layout = Layout(tp=2, precision="fp32", sequence_parallel=cut_tokens)
+    layout = Layout(tp=2, precision="fp32", sequence_parallel=shard_tokens)
     with join_world("cpu") as world:
         case, clock = Case(layout=layout), Told()
         sharded = spread(case, TrainJob(seed=1), world)

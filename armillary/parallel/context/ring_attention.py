@@ -1,9 +1,8 @@
-"""Ring attention (Liu et al., arXiv 2310.01889): each rank keeps the queries of its tokens while keys and values go
-round, so no rank ever holds those of the whole row.
+"""Ring attention (Liu et al., arXiv 2310.01889): each rank keeps the queries of its tokens while keys and values pass
+from rank to rank, so no rank ever holds those of the full row.
 
-A row is cut into 2·cp pieces, and rank r holds pieces r and 2·cp - 1 - r (zig-zag), so that every rank sees equally
-many earlier keys at every turn. Forward and backward are one operator each: compilers and selective recompute see no
-parts.
+A row is split into 2·cp pieces, and rank r holds pieces r and 2·cp - 1 - r (zig-zag), so that every rank has equally
+many visible keys at every iteration. Forward and backward are one operator each for compilers and selective recompute.
 """
 
 from __future__ import annotations
@@ -17,16 +16,23 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from armillary.kernels.core.dtype import widen
-from armillary.parallel.context.ring_attention_block import Options, Place, Whole, backward, forward, merge
+from armillary.parallel.context.ring_attention_block import (
+    BlockPosition,
+    FullSoftmax,
+    Options,
+    backward,
+    forward,
+    merge,
+)
 
 # B batch, T this rank's tokens, W all tokens of the row, N query heads, K KV heads, D head dim
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, Tensor? slopes, float scale, int window, "
-    "float softcap, str group, int[] meeting"
+    "float softcap, str group, int[] block_mask"
 )
 NONE, SOME, ALL = range(3)
-"""how two pieces of packed rows meet: no document is in both, some are, or both are of one"""
+"""mask of two pieces of packed rows: no document is in both, some are, or both are of one document"""
 
 
 def pieces(rank: int, size: int) -> tuple[int, int]:
@@ -34,20 +40,20 @@ def pieces(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def meetings(documents_BW: Tensor, size: int) -> list[int]:
-    """How every one of the 2·size pieces of rows meets every other: what cannot be seen need not be computed, and what
-    is of one document needs no mask. Pieces of many documents count as all that lie between their first and last."""
-    cut = documents_BW.unflatten(1, (2 * size, -1))
-    low, high = cut.amin(dim=2), cut.amax(dim=2)
+def make_block_mask(documents_BW: Tensor, size: int) -> list[int]:
+    """NONE, SOME or ALL for every pair of the 2·size pieces: NONE is not computed, and ALL needs no mask. A piece of
+    several documents counts as all documents between its first and last."""
+    split = documents_BW.unflatten(1, (2 * size, -1))
+    low, high = split.amin(dim=2), split.amax(dim=2)
     apart = ((high[:, :, None] < low[:, None]) | (low[:, :, None] > high[:, None])).all(dim=0)
-    one = ((low == high)[:, :, None] & (low == high)[:, None] & (low[:, :, None] == low[:, None])).all(dim=0)
-    found: list[int] = torch.where(apart, NONE, torch.where(one, ALL, SOME)).flatten().tolist()
-    return found
+    same = ((low == high)[:, :, None] & (low == high)[:, None] & (low[:, :, None] == low[:, None])).all(dim=0)
+    mask: list[int] = torch.where(apart, NONE, torch.where(same, ALL, SOME)).flatten().tolist()
+    return mask
 
 
-def seen_pairs(rank: int, source: int, size: int) -> Iterator[tuple[int, int]]:
-    """(piece of this rank's two, piece of the source's two) for those where a query may see a key: three on the
-    diagonal, of which two are half hidden, and two everywhere else."""
+def visible_pairs(rank: int, source: int, size: int) -> Iterator[tuple[int, int]]:
+    """(piece of this rank's two, piece of the source's two) where a query may see a key: three on the diagonal, of
+    which two are causal, and two everywhere else."""
     for query, q_piece in enumerate(pieces(rank, size)):
         for key, k_piece in enumerate(pieces(source, size)):
             if k_piece <= q_piece:
@@ -66,22 +72,22 @@ def ring_attention(
     window: int,
     softcap: float,
     group: str,
-    meeting: list[int],
+    block_mask: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, T, N, D], log Σ exp [B, N, T]) of this rank's queries over the keys of all; `documents` [B, W] are
-    those of the whole row, and `meeting` says of every piece and every other how they meet (empty: not known)."""
+    """(output [B, T, N, D], log Σ exp [B, N, T]) of this rank's queries over the keys of all ranks; `documents` [B, W]
+    are those of full rows, `block_mask` is that of all pairs of pieces (empty: not known)."""
     ring, options = _Ring(group), Options(scale=scale, window=window, softcap=softcap, slopes_N=slopes)
     out = torch.zeros_like(widen(q), memory_format=torch.contiguous_format)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     for source, (keys, values) in ring.round(torch.stack((k, v))):
-        for query, key, place in _places(ring, source, q.shape[1], documents, meeting):
-            if place.is_seen(keys.shape[1] // 2, window):
+        for query, key, place in _places(ring, source, q.shape[1], documents, block_mask):
+            if place.is_visible(keys.shape[1] // 2, window):
                 more = forward(q[:, query], keys[:, key], values[:, key], options, place)
                 out[:, query], lse[:, :, query] = merge(out[:, query], lse[:, :, query], *more)
     if sinks is not None:
-        whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        out = out * torch.exp(lse - whole).transpose(1, 2)[..., None]
-        lse = whole
+        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out = out * torch.exp(lse - with_sinks).transpose(1, 2)[..., None]
+        lse = with_sinks
     return out.to(q.dtype), lse
 
 
@@ -97,7 +103,7 @@ def _(
     window: int,
     softcap: float,
     group: str,
-    meeting: list[int],
+    block_mask: list[int],
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
@@ -122,29 +128,29 @@ def _ring_backward(
     window: int,
     softcap: float,
     group: str,
-    meeting: list[int],
+    block_mask: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV, this rank's part of the gradient of the sinks or empty); gradients of keys and values travel round
-    behind them, and are at home after the last turn."""
+    """(dQ, dK, dV, this rank's part of the gradient of the sinks or empty); gradients of keys and values pass from
+    rank to rank behind them, and are back after the last iteration."""
     ring, options = _Ring(group), Options(scale=scale, window=window, softcap=softcap, slopes_N=slopes)
-    whole = Whole.of(grad, widen(out), lse)
+    softmax = FullSoftmax.of(grad, widen(out), lse)
     dq = torch.zeros_like(widen(q), memory_format=torch.contiguous_format)
     sums: Tensor | None = None
     for source, (keys, values) in ring.round(torch.stack((k, v))):
         added = torch.zeros_like(widen(keys)).new_zeros((2, *keys.shape))
-        for query, key, place in _places(ring, source, q.shape[1], documents, meeting):
-            if place.is_seen(keys.shape[1] // 2, window):
-                made = backward(whole.queries(query), q[:, query], keys[:, key], values[:, key], options, place)
-                dq[:, query] += made[0]
-                added[0][:, key] += made[1]
-                added[1][:, key] += made[2]
-        sums = added if sums is None else ring.turn(sums) + added
+        for query, key, place in _places(ring, source, q.shape[1], documents, block_mask):
+            if place.is_visible(keys.shape[1] // 2, window):
+                grads = backward(softmax.queries(query), q[:, query], keys[:, key], values[:, key], options, place)
+                dq[:, query] += grads[0]
+                added[0][:, key] += grads[1]
+                added[1][:, key] += grads[2]
+        sums = added if sums is None else ring.rotate(sums) + added
     assert sums is not None
-    dk, dv = (ring.turn(sums) if ring.size > 1 else sums).to(k.dtype)
+    dk, dv = (ring.rotate(sums) if ring.size > 1 else sums).to(k.dtype)
     if sinks is None:
         return dq.to(q.dtype), dk.clone(), dv.clone(), q.new_empty(0)
     weights_BNT = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    return dq.to(q.dtype), dk.clone(), dv.clone(), -(weights_BNT * whole.delta_BNT).sum((0, 2)).to(sinks.dtype)
+    return dq.to(q.dtype), dk.clone(), dv.clone(), -(weights_BNT * softmax.delta_BNT).sum((0, 2)).to(sinks.dtype)
 
 
 @_ring_backward.register_fake
@@ -162,21 +168,21 @@ def _(
     window: int,
     softcap: float,
     group: str,
-    meeting: list[int],
+    block_mask: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window, ctx.softcap, ctx.group, ctx.meeting = inputs
+    *tensors, ctx.scale, ctx.window, ctx.softcap, ctx.group, ctx.block_mask = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, *output)
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     q, k, v, documents, sinks, slopes, out, lse = ctx.saved_tensors
-    settings = (ctx.scale, ctx.window, ctx.softcap, ctx.group, ctx.meeting)
+    settings = (ctx.scale, ctx.window, ctx.softcap, ctx.group, ctx.block_mask)
     dq, dk, dv, dsinks = _ring_backward(grad, out, lse, q, k, v, documents, sinks, slopes, *settings)
     return dq, dk, dv, None, None if sinks is None else dsinks, None, *(None,) * 5
 
@@ -185,23 +191,25 @@ ring_attention.register_autograd(_gradients, setup_context=_keep)
 
 
 def _places(
-    ring: _Ring, source: int, num_tokens: int, documents_BW: Tensor | None, meeting: list[int]
-) -> Iterator[tuple[slice, slice, Place]]:
-    """(this rank's tokens, the source's tokens, where they lie) of every pair of pieces that may meet."""
+    ring: _Ring, source: int, num_tokens: int, documents_BW: Tensor | None, block_mask: list[int]
+) -> Iterator[tuple[slice, slice, BlockPosition]]:
+    """(this rank's tokens, the source's tokens, their positions) of every pair of pieces that is not masked out."""
     size = num_tokens // 2
-    for query, key in seen_pairs(ring.rank, source, ring.size):
+    for query, key in visible_pairs(ring.rank, source, ring.size):
         at, other = pieces(ring.rank, ring.size)[query], pieces(source, ring.size)[key]
-        how = meeting[at * 2 * ring.size + other] if meeting else SOME
+        how = block_mask[at * 2 * ring.size + other] if block_mask else SOME
         if how == NONE:
             continue
         masking = None if how == ALL else documents_BW
         documents = [None if masking is None else masking[:, i * size : (i + 1) * size] for i in (at, other)]
-        place = Place(distance=(at - other) * size, causal=at == other, queries_BT=documents[0], keys_BS=documents[1])
+        place = BlockPosition(
+            distance=(at - other) * size, causal=at == other, queries_BT=documents[0], keys_BS=documents[1]
+        )
         yield slice(query * size, (query + 1) * size), slice(key * size, (key + 1) * size), place
 
 
 class _Ring:
-    """The ranks of a group, each of which hears from the one before and talks to the one after."""
+    """The ranks of a group, each of which receives from the previous one and sends to the next."""
 
     def __init__(self, group: str) -> None:
         self._group = _resolve_process_group(group)
@@ -209,16 +217,16 @@ class _Ring:
         self._next, self._last = (dist.get_global_rank(self._group, (self.rank + step) % self.size) for step in (1, -1))
 
     def round(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(whose, tensor) of every rank, this one's first; the next is on its way while one is used."""
-        now = own
-        for turn in range(self.size):
-            coming = self._swap(now) if turn + 1 < self.size else None
-            yield (self.rank - turn) % self.size, now
+        """(rank, its tensor) of every rank, this one's first; the next is received while one is used."""
+        current = own
+        for hop in range(self.size):
+            coming = self._swap(current) if hop + 1 < self.size else None
+            yield (self.rank - hop) % self.size, current
             if coming is not None:
-                now = coming()
+                current = coming()
 
-    def turn(self, tensor: Tensor) -> Tensor:
-        """The tensor of the rank before, for this one's."""
+    def rotate(self, tensor: Tensor) -> Tensor:
+        """Send the tensor to the next rank; returns that of the previous one."""
         return self._swap(tensor)()
 
     def _swap(self, tensor: Tensor) -> Any:

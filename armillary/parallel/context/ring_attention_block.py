@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, as a part of a larger softmax: outputs come with their log Σ exp, so parts
-can be merged, and gradients are taken against the log Σ exp and output of the whole.
+"""One block of ring attention: some queries over some keys, as a part of a larger softmax. Outputs come with their
+log Σ exp, so parts can be merged, and gradients use the log Σ exp and output of the full softmax.
 
-Scores are written out for a bounded number of queries at a time. A GPU uses our attention kernels for queries and keys
+Scores are materialized for a bounded number of queries at a time. A GPU uses our attention kernels for queries and keys
 of one piece of a row, and where nothing is masked inside a block.
 """
 
@@ -17,21 +17,21 @@ from torch import Tensor
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.requirements import has_triton
 
-# B batch, T queries, S keys, N query heads, K KV heads, G query heads a KV head, D head dim
+# B batch, T queries, S keys, N query heads, K KV heads, G query heads per KV head, D head dim
 
-_MOST_SCORES = 1 << 26
-"""scores that exist at once"""
+_MAX_SCORES = 1 << 26
+"""scores that are materialized at once"""
 _LN2 = math.log(2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a layer asks of its attention, as numbers and tensors."""
+    """The attention settings of a layer, as numbers and tensors."""
 
     scale: float
     """multiplies q·k"""
     window: int = 0
-    """keys a query sees, itself included; 0: all before it"""
+    """keys that a query attends to, itself included; 0: all before it"""
     softcap: float = 0.0
     """c·tanh(x/c) on the scores; 0: none"""
     slopes_N: Tensor | None = None
@@ -39,8 +39,8 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where queries and keys of a block lie in their row."""
+class BlockPosition:
+    """Position of the queries and keys of a block in their row."""
 
     distance: int
     """from the first key to the first query"""
@@ -51,34 +51,38 @@ class Place:
     keys_BS: Tensor | None = None
     """document of each key"""
 
-    def queries(self, start: int, stop: int) -> Place:
+    def queries(self, start: int, stop: int) -> BlockPosition:
         """The same for some of the queries."""
-        some = None if self.queries_BT is None else self.queries_BT[:, start:stop]
-        return Place(distance=self.distance + start, causal=self.causal, queries_BT=some, keys_BS=self.keys_BS)
+        queries_BT = None if self.queries_BT is None else self.queries_BT[:, start:stop]
+        return BlockPosition(
+            distance=self.distance + start, causal=self.causal, queries_BT=queries_BT, keys_BS=self.keys_BS
+        )
 
-    def is_seen(self, num_keys: int, window: int) -> bool:
-        """Whether any query may reach any key."""
+    def is_visible(self, num_keys: int, window: int) -> bool:
+        """Whether any query attends to any key."""
         return not window or self.distance - (num_keys - 1) < window
 
-    def is_open(self, num_queries: int, window: int) -> bool:
-        """Whether every query sees every key."""
+    def is_unmasked(self, num_queries: int, window: int) -> bool:
+        """Whether every query attends to every key."""
         return not self.causal and self.queries_BT is None and (not window or self.distance + num_queries <= window)
 
 
-def forward(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place) -> tuple[Tensor, Tensor]:
+def forward(
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, position: BlockPosition
+) -> tuple[Tensor, Tensor]:
     """(output [B, T, N, D], log Σ exp [B, N, T]), both at least fp32; a query that sees no key gives 0 and -inf."""
-    if _has_kernel(q_BTND, options, place):
-        return _kernel_forward(q_BTND, k_BSKD, v_BSKD, options, place)
+    if _has_kernel(q_BTND, options, position):
+        return _kernel_forward(q_BTND, k_BSKD, v_BSKD, options, position)
     parts = [
-        _forward(q_BTND[:, rows], k_BSKD, v_BSKD, options, place.queries(rows.start, rows.stop))
+        _forward(q_BTND[:, rows], k_BSKD, v_BSKD, options, position.queries(rows.start, rows.stop))
         for rows in _blocks(q_BTND, k_BSKD)
     ]
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """What the gradients of any part need to know of the whole softmax, for some queries."""
+class FullSoftmax:
+    """What the gradients of a block need of the full softmax, for some queries."""
 
     grad_BTND: Tensor
     """of the output"""
@@ -90,12 +94,12 @@ class Whole:
     """Σ_D grad · output"""
 
     @classmethod
-    def of(cls, grad_BTND: Tensor, out_BTND: Tensor, lse_BNT: Tensor) -> Whole:
+    def of(cls, grad_BTND: Tensor, out_BTND: Tensor, lse_BNT: Tensor) -> FullSoftmax:
         delta_BNT = (widen(grad_BTND) * out_BTND).sum(-1).transpose(1, 2)
         return cls(grad_BTND=grad_BTND, out_BTND=out_BTND, lse_BNT=lse_BNT, delta_BNT=delta_BNT)
 
-    def queries(self, rows: slice) -> Whole:
-        return Whole(
+    def queries(self, rows: slice) -> FullSoftmax:
+        return FullSoftmax(
             grad_BTND=self.grad_BTND[:, rows],
             out_BTND=self.out_BTND[:, rows],
             lse_BNT=self.lse_BNT[:, :, rows],
@@ -104,16 +108,16 @@ class Whole:
 
 
 def backward(
-    whole: Whole, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
+    softmax: FullSoftmax, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, position: BlockPosition
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v by this block, at least fp32."""
-    if _has_kernel(q_BTND, options, place):
-        return _kernel_backward(whole, q_BTND, k_BSKD, v_BSKD, options, place)
+    if _has_kernel(q_BTND, options, position):
+        return _kernel_backward(softmax, q_BTND, k_BSKD, v_BSKD, options, position)
     dk, dv = (torch.zeros_like(widen(x), memory_format=torch.contiguous_format) for x in (k_BSKD, v_BSKD))
     dq = []
     for rows in _blocks(q_BTND, k_BSKD):
-        part = place.queries(rows.start, rows.stop)
-        dq_part, dk_part, dv_part = _backward(whole.queries(rows), q_BTND[:, rows], k_BSKD, v_BSKD, options, part)
+        part = position.queries(rows.start, rows.stop)
+        dq_part, dk_part, dv_part = _backward(softmax.queries(rows), q_BTND[:, rows], k_BSKD, v_BSKD, options, part)
         dq.append(dq_part)
         dk += dk_part
         dv += dv_part
@@ -122,7 +126,7 @@ def backward(
 
 def _blocks(q_BTND: Tensor, k_BSKD: Tensor) -> Iterator[slice]:
     (B, T, N, _), S = q_BTND.shape, k_BSKD.shape[1]
-    size = max(1, _MOST_SCORES // (B * N * S))
+    size = max(1, _MAX_SCORES // (B * N * S))
     return (slice(start, min(T, start + size)) for start in range(0, T, size))
 
 
@@ -130,36 +134,38 @@ def _grouped(x_BTND: Tensor, num_kv: int) -> Tensor:
     return x_BTND.unflatten(2, (num_kv, -1))
 
 
-def _scores(q_BTKGD: Tensor, k_BSKD: Tensor, options: Options, place: Place) -> tuple[Tensor, Tensor | None]:
-    """(scores [B, K, G, T, S] with -inf where nothing is seen, tanh of the capped ones)."""
+def _scores(q_BTKGD: Tensor, k_BSKD: Tensor, options: Options, position: BlockPosition) -> tuple[Tensor, Tensor | None]:
+    """(scores [B, K, G, T, S] with -inf where nothing is visible, tanh of the capped ones)."""
     scores = widen(torch.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BSKD)) * options.scale
     bent = None
     if options.softcap:
         bent = torch.tanh(scores / options.softcap)
         scores = options.softcap * bent
     T, S = scores.shape[-2:]
-    if place.is_open(T, options.window) and options.slopes_N is None:
+    if position.is_unmasked(T, options.window) and options.slopes_N is None:
         return scores, bent
     distance_TS = (
-        place.distance + torch.arange(T, device=scores.device)[:, None] - torch.arange(S, device=scores.device)
+        position.distance + torch.arange(T, device=scores.device)[:, None] - torch.arange(S, device=scores.device)
     )
     if options.slopes_N is not None:
         slopes_KG = options.slopes_N.to(scores.dtype).view(1, k_BSKD.shape[2], -1, 1, 1)
         scores = scores - slopes_KG * distance_TS
-    return scores.masked_fill(~_seen(distance_TS, options.window, place), -torch.inf), bent
+    return scores.masked_fill(~_visible(distance_TS, options.window, position), -torch.inf), bent
 
 
-def _seen(distance_TS: Tensor, window: int, place: Place) -> Tensor:
-    seen = distance_TS >= 0
+def _visible(distance_TS: Tensor, window: int, position: BlockPosition) -> Tensor:
+    visible = distance_TS >= 0
     if window:
-        seen = seen & (distance_TS < window)
-    if place.queries_BT is None or place.keys_BS is None:
-        return seen
-    return seen & (place.queries_BT[:, None, None, :, None] == place.keys_BS[:, None, None, None, :])
+        visible = visible & (distance_TS < window)
+    if position.queries_BT is None or position.keys_BS is None:
+        return visible
+    return visible & (position.queries_BT[:, None, None, :, None] == position.keys_BS[:, None, None, None, :])
 
 
-def _forward(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place) -> tuple[Tensor, Tensor]:
-    scores, _ = _scores(_grouped(q_BTND, k_BSKD.shape[2]), k_BSKD, options, place)
+def _forward(
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, position: BlockPosition
+) -> tuple[Tensor, Tensor]:
+    scores, _ = _scores(_grouped(q_BTND, k_BSKD.shape[2]), k_BSKD, options, position)
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - finite(lse)[..., None])
     out = widen(torch.einsum("bkgts,bskd->btkgd", weights.to(v_BSKD.dtype), v_BSKD))
@@ -167,15 +173,15 @@ def _forward(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, p
 
 
 def _backward(
-    whole: Whole, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
+    softmax: FullSoftmax, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, position: BlockPosition
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_kv, half = k_BSKD.shape[2], q_BTND.dtype
-    q, grad = _grouped(q_BTND, num_kv), _grouped(whole.grad_BTND.to(half), num_kv)
-    scores, bent = _scores(q, k_BSKD, options, place)
-    weights = torch.exp(scores - finite(whole.lse_BNT).unflatten(1, (num_kv, -1))[..., None])
+    q, grad = _grouped(q_BTND, num_kv), _grouped(softmax.grad_BTND.to(half), num_kv)
+    scores, bent = _scores(q, k_BSKD, options, position)
+    weights = torch.exp(scores - finite(softmax.lse_BNT).unflatten(1, (num_kv, -1))[..., None])
     dv = widen(torch.einsum("bkgts,btkgd->bskd", weights.to(half), grad))
     dweights = widen(torch.einsum("btkgd,bskd->bkgts", grad, v_BSKD))
-    dscores = weights * (dweights - whole.delta_BNT.unflatten(1, (num_kv, -1))[..., None])
+    dscores = weights * (dweights - softmax.delta_BNT.unflatten(1, (num_kv, -1))[..., None])
     if bent is not None:
         dscores = dscores * (1.0 - bent * bent)
     dscores = (dscores * options.scale).to(half)
@@ -185,7 +191,7 @@ def _backward(
 
 
 def finite(lse: Tensor) -> Tensor:
-    """0 in place of -inf, for queries that see nothing: exp(-inf - 0) is the 0 that is wanted, -inf - -inf is not."""
+    """0 in position of -inf, for queries without keys: exp(-inf - 0) is the 0 that is needed, -inf - -inf is NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
@@ -199,35 +205,35 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 # --- on a GPU
 
 
-def _has_kernel(q: Tensor, options: Options, place: Place) -> bool:
-    """Queries over the keys of their own piece, whatever is asked; over another's where all of it is seen alike."""
-    clear = place.causal or (place.is_open(q.shape[1], options.window) and options.slopes_N is None)
+def _has_kernel(q: Tensor, options: Options, position: BlockPosition) -> bool:
+    """Queries over the keys of their own piece with any settings; over another piece where nothing is masked."""
+    clear = position.causal or (position.is_unmasked(q.shape[1], options.window) and options.slopes_N is None)
     return has_triton(q.device) and clear and q.dtype != torch.float64 and q.shape[-1] <= 256
 
 
 def _kernel_forward(
-    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, position: BlockPosition
 ) -> tuple[Tensor, Tensor]:
     from armillary.kernels.attention import attention_triton as attention_own  # needs triton
 
-    out, lse2 = attention_own._attention(q_BTND, k_BSKD, v_BSKD, *_asked(options, place))
+    out, lse2 = attention_own._attention(q_BTND, k_BSKD, v_BSKD, *_arguments(options, position))
     return widen(out), lse2 * _LN2
 
 
 def _kernel_backward(
-    whole: Whole, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
+    softmax: FullSoftmax, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, position: BlockPosition
 ) -> tuple[Tensor, Tensor, Tensor]:
     from armillary.kernels.attention import attention_triton as attention_own
 
-    grad, out, lse2 = whole.grad_BTND.to(q_BTND.dtype), whole.out_BTND.to(q_BTND.dtype), whole.lse_BNT / _LN2
+    grad, out, lse2 = softmax.grad_BTND.to(q_BTND.dtype), softmax.out_BTND.to(q_BTND.dtype), softmax.lse_BNT / _LN2
     dq, dk, dv, _ = attention_own._attention_backward(
-        grad, out.contiguous(), lse2.contiguous(), q_BTND, k_BSKD, v_BSKD, *_asked(options, place)
+        grad, out.contiguous(), lse2.contiguous(), q_BTND, k_BSKD, v_BSKD, *_arguments(options, position)
     )
     return widen(dq), widen(dk), widen(dv)
 
 
-def _asked(options: Options, place: Place) -> tuple[object, ...]:
+def _arguments(options: Options, position: BlockPosition) -> tuple[object, ...]:
     """(documents, blocks, sinks, slopes, scale, window, cap, whether later keys are hidden)."""
-    if not place.causal:
+    if not position.causal:
         return None, None, None, None, options.scale, 0, options.softcap, False
-    return place.queries_BT, None, None, options.slopes_N, options.scale, options.window, options.softcap, True
+    return position.queries_BT, None, None, options.slopes_N, options.scale, options.window, options.softcap, True

@@ -1,7 +1,7 @@
-"""Context parallelism: every row is cut among the cp ranks, which attend to each other's tokens through a ring.
+"""Context parallelism: every row is sharded over the cp ranks, which attend to each other's tokens through a ring.
 
-The ranks share the weights as data-parallel ones do, so gradients are summed over both. What a rank takes of a row, and
-the attention it hands to the model, is all there is to it: positions travel with their tokens.
+The ranks replicate the weights as data-parallel ranks do, so gradients are reduced over both. A rank's tokens of a row
+and the attention function of the model are all that differs: positions travel with their tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from armillary.kernels.core.compile import uncompiled
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.rope import inverse_frequencies
 from armillary.model.transformer import Transformer
-from armillary.parallel.context.ring_attention import meetings, pieces, ring_attention
-from armillary.parallel.local_tensors import become
+from armillary.parallel.context.ring_attention import make_block_mask, pieces, ring_attention
+from armillary.parallel.local_tensors import swap_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,32 +38,32 @@ class Context:
     def of(cls, group: dist.ProcessGroup) -> Context:
         return cls(group=group.group_name, size=group.size(), rank=group.rank())
 
-    def cut(self, x_BT: Tensor) -> Tensor:
-        """This rank's tokens of whole rows: two pieces of 2·cp, from both ends."""
+    def shard(self, x_BT: Tensor) -> Tensor:
+        """This rank's tokens of full rows: two of 2·cp pieces, from both ends."""
         if x_BT.shape[1] % (2 * self.size):
             raise BadLayout(
-                f"cp={self.size} does not cut {x_BT.shape[1]} tokens into {2 * self.size} equal pieces; "
+                f"cp={self.size} does not divide {x_BT.shape[1]} tokens into {2 * self.size} equal pieces; "
                 "try --set layout.cp=1"
             )
         cuts = x_BT.chunk(2 * self.size, dim=1)
         return torch.cat([cuts[piece] for piece in pieces(self.rank, self.size)], dim=1)
 
     @uncompiled
-    def whole(self, x_BT: Tensor) -> Tensor:
-        """Whole rows, from every rank's tokens of them: what `cut` undoes."""
+    def unshard(self, x_BT: Tensor) -> Tensor:
+        """Full rows, all-gathered from every rank's tokens: the inverse of `shard`."""
         of_ranks = [torch.empty_like(x_BT) for _ in range(self.size)]
         group = dist.distributed_c10d._resolve_process_group(self.group)
         dist.all_gather(of_ranks, x_BT.contiguous(), group=group)
         cuts = {
             piece: part
-            for rank, mine in enumerate(of_ranks)
-            for piece, part in zip(pieces(rank, self.size), mine.chunk(2, dim=1), strict=True)
+            for rank, tokens in enumerate(of_ranks)
+            for piece, part in zip(pieces(rank, self.size), tokens.chunk(2, dim=1), strict=True)
         }
         return torch.cat([cuts[piece] for piece in range(2 * self.size)], dim=1)
 
     def attend(self, documents_BW: Tensor | None) -> Attend:
-        """Attention over the whole row from this rank's tokens; documents are the whole row's, None where it is one."""
-        known = [] if documents_BW is None else meetings(documents_BW, self.size)
+        """Attention over full rows from this rank's tokens; `documents_BW` are those of full rows, None: one each."""
+        known = [] if documents_BW is None else make_block_mask(documents_BW, self.size)
         return partial(_attend, self.group, documents_BW, known)
 
 
@@ -78,25 +78,25 @@ def _attend(
     options: AttentionOptions,
 ) -> Tensor:
     q, k, v = (x.to(v_BTKD.dtype) for x in (q_BTND, k_BTKD, v_BTKD))
-    meeting = [] if torch.compiler.is_compiling() else known  # or every step's documents would be compiled anew
-    settings = (options.scale_for(q.shape[-1]), options.window, options.softcap, group, meeting)
+    block_mask = [] if torch.compiler.is_compiling() else known  # else every step's documents would be compiled again
+    settings = (options.scale_for(q.shape[-1]), options.window, options.softcap, group, block_mask)
     return ring_attention(q, k, v, documents_BW, options.sinks_N, options.slopes_N, *settings)[0]  # type: ignore[no-any-return]
 
 
 def agree_on_length(model: Transformer, context: Context) -> None:
-    """Rotary rules that look at the longest position must see that of all ranks."""
+    """RoPE scaling that depends on the longest position must use that of all ranks."""
     rotary = model.rotary
     if rotary is not None and rotary.rope.scaling in ("dynamic", "longrope") and rotary.fixed_length is None:
         rotary.ring = context.group  # type: ignore[assignment]
-        become(rotary, _seeing_all)
+        swap_class(rotary, _with_longest_of_all)
 
 
 @cache
-def _seeing_all(kind: type[nn.Module]) -> type[nn.Module]:
+def _with_longest_of_all(kind: type[nn.Module]) -> type[nn.Module]:
     def full(table: nn.Module, positions_BT: Tensor) -> Tensor:
         longest = positions_BT.max()
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=dist.distributed_c10d._resolve_process_group(table.ring))
-        made = inverse_frequencies(table.rope, table.rope.theta, table.dim, table.context, int(longest) + 1)
-        return made.to(positions_BT.device)
+        frequencies = inverse_frequencies(table.rope, table.rope.theta, table.dim, table.context, int(longest) + 1)
+        return frequencies.to(positions_BT.device)
 
     return type(f"Agreeing{kind.__name__}", (kind,), {"_full": full})

@@ -1,7 +1,7 @@
-"""Expert parallelism's dispatch: copies of tokens travel to the ranks that hold their experts, and back.
+"""Expert-parallel dispatch: tokens are sent by all-to-all to the ranks that hold their experts, and back.
 
-Two all-to-alls of rows a layer, forward and backward, and one of counts, which is the only thing the host waits for.
-The shared expert runs while the first is under way, in both directions.
+A layer has two all-to-alls of rows, forward and backward, and one of counts, the only one that the host waits for.
+The shared expert runs during the first, in both passes.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from armillary.parallel.collectives import Group, timed
 _ops = torch.ops._c10d_functional
 
 
-class ExchangedDispatch:
-    """`MixtureOfExperts.dispatch` where ranks of `group` hold equal parts of the experts, in order."""
+class AllToAllDispatch:
+    """`MixtureOfExperts.dispatch` where the ranks of `group` hold equal shares of the experts, in order."""
 
     def __init__(self, group: Group, grouped: Grouped) -> None:
         self.group, self.grouped = group, grouped
 
-    @uncompiled  # how many rows arrive differs from step to step: a compiler would begin anew
+    @uncompiled  # the number of rows differs from step to step: a compiler would recompile
     def __call__(
         self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, overlapped: Overlapped
     ) -> tuple[Tensor, Tensor | None]:
-        found, rows_PH = sorted_rows(experts, x_MH, weights_Mk, experts_Mk)
-        arriving_re, sent, received = self._counts(found.ends_E)
-        there, back = Trip(sent, received, self.group), Trip(received, sent, self.group)
-        travelling = there.start(rows_PH[: sum(sent)])  # dropped ones stay
+        order, rows_PH = sorted_rows(experts, x_MH, weights_Mk, experts_Mk)
+        arriving_re, sent, received = self._counts(order.ends_E)
+        dispatch, combine = AllToAllPlan(sent, received, self.group), AllToAllPlan(received, sent, self.group)
+        in_flight = dispatch.start(rows_PH[: sum(sent)])  # dropped rows are not sent
         overlapped_MH = overlapped()
-        out_RH = self._run(experts, there.arrive(travelling), arriving_re)
-        out_PH = back.arrive(back.start(out_RH))
+        out_RH = self._run(experts, dispatch.wait(in_flight), arriving_re)
+        out_PH = combine.wait(combine.start(out_RH))
         if len(out_PH) < len(rows_PH):
             out_PH = torch.cat((out_PH, out_PH.new_zeros(len(rows_PH) - len(out_PH), out_PH.shape[1])))
-        return sum_copies(experts, out_PH, found).to(x_MH.dtype), overlapped_MH
+        return sum_copies(experts, out_PH, order).to(x_MH.dtype), overlapped_MH
 
     def _counts(self, ends_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """(rows that arrive from each rank for each expert here, rows sent to each rank, rows received from each)."""
@@ -54,7 +54,7 @@ class ExchangedDispatch:
         return arriving_re, sent, received
 
     def _run(self, experts: Experts, arrived_RH: Tensor, arriving_re: Tensor) -> Tensor:
-        """Rows that came rank by rank, put into the order of experts and back."""
+        """Run the experts on rows that arrived ordered by rank: sorted by expert, and back."""
         ranks, local = arriving_re.shape
         numbers = torch.arange(local, device=arriving_re.device).repeat(ranks)
         experts_R = numbers.repeat_interleave(arriving_re.flatten(), output_size=len(arrived_RH))
@@ -65,22 +65,22 @@ class ExchangedDispatch:
         return permuted(out_RH, inverse_R, order_R)
 
 
-class Trip:
-    """Rows on their way between ranks, and the gradients on theirs back: `start`, other work, `arrive`."""
+class AllToAllPlan:
+    """An all-to-all of rows, and the opposite one of their gradients: `start`, other work, `wait`."""
 
     def __init__(self, sent: list[int], received: list[int], group: Group) -> None:
         """Counts of rows by rank."""
         self.sent, self.received, self.group = sent, received, group
-        self.returning: Tensor | None = None
+        self.gradients: Tensor | None = None
 
     def start(self, rows: Tensor) -> Tensor:
-        """What will hold the rows of others for this rank, once `arrive` was called."""
-        travelling: Tensor = _Start.apply(rows, self)
-        return travelling
+        """The received rows, valid after `wait`."""
+        in_flight: Tensor = _Start.apply(rows, self)
+        return in_flight
 
-    def arrive(self, travelling: Tensor) -> Tensor:
-        arrived: Tensor = _Arrive.apply(travelling, self)
-        return arrived
+    def wait(self, in_flight: Tensor) -> Tensor:
+        rows: Tensor = _Wait.apply(in_flight, self)
+        return rows
 
     def move(self, rows: Tensor, *, back: bool = False) -> Tensor:
         out, into = (self.sent, self.received) if back else (self.received, self.sent)
@@ -89,30 +89,30 @@ class Trip:
 
 
 class _Start(torch.autograd.Function):
-    """Rows set out; their gradients, which set out in `_Arrive`'s backward, are waited for here."""
+    """Sends the rows; the backward pass waits for their gradients, which `_Wait`'s backward sends."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.move(rows)
+    def forward(ctx: Any, rows: Tensor, plan: AllToAllPlan) -> Tensor:
+        ctx.plan = plan
+        return plan.move(rows)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        returning, ctx.trip.returning = ctx.trip.returning, None
-        assert returning is not None, "what arrived has a gradient"
-        return timed(ctx.trip.group, lambda: _ops.wait_tensor(returning)), None
+        gradients, ctx.plan.gradients = ctx.plan.gradients, None
+        assert gradients is not None, "received rows have a gradient"
+        return timed(ctx.plan.group, lambda: _ops.wait_tensor(gradients)), None
 
 
-class _Arrive(torch.autograd.Function):
-    """Rows are there. What was computed since they set out has its backward between these two as well, because autograd
-    runs the latest first."""
+class _Wait(torch.autograd.Function):
+    """Waits for the rows. What was computed since `_Start` has its backward between these two as well, because autograd
+    runs the latest node first."""
 
     @staticmethod
-    def forward(ctx: Any, travelling: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        return timed(trip.group, lambda: _ops.wait_tensor(travelling))
+    def forward(ctx: Any, in_flight: Tensor, plan: AllToAllPlan) -> Tensor:
+        ctx.plan = plan
+        return timed(plan.group, lambda: _ops.wait_tensor(in_flight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.trip.returning = ctx.trip.move(grad, back=True)
-        return grad, None  # only its shape matters: the gradients themselves are on their way
+        ctx.plan.gradients = ctx.plan.move(grad, back=True)
+        return grad, None  # only its shape matters: the gradients themselves are in flight

@@ -1,7 +1,7 @@
-"""The part of a model that one pipeline rank holds, and the chunks of it that micro-batches pass through.
+"""The layers of one pipeline rank, and the virtual stages of it that micro-batches pass through.
 
-A rank's chunks share one Transformer, `Held`, under the names of the whole model: what cuts, recomputes, compiles,
-fills and saves models sees that one. A chunk is a view of it, from hidden states to hidden states.
+A rank's virtual stages share one Transformer, `StageModel`, under the names of the full model: sharding, recompute,
+compilation, initialization and checkpoints see that one. A virtual stage is a view of some of its layers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from armillary.spec.layout_rules.pipeline_split import Span, chunks_of, split
 from armillary.spec.model import ModelConfig
 
 TIED, COPY = "embedding.weight", "output.weight"
-"""what two stages hold of a tied model, the first and the last; the whole model has the first"""
+"""the tied embedding on the first stage and its copy on the last; the full model has the first"""
 Attends = Callable[[Tensor | None], Attend]
 """the attention of a micro-batch, from its documents"""
 
 
-class Held(Transformer):
-    """All layers of one stage, which need not lie side by side."""
+class StageModel(Transformer):
+    """All layers of one stage, which need not be adjacent."""
 
     def __init__(self, config: ModelConfig, spans: tuple[Span, ...]) -> None:
         layers: Any = [layer for span in spans for layer in span.layers]
@@ -39,14 +39,14 @@ class Held(Transformer):
         return self.config.tied and self.output is not None and self.embedding is None
 
 
-def hold(config: ModelConfig, layout: Layout, stage: int, *, sequence: int) -> Held:
-    """What a stage of the layout holds, on the current default device."""
+def make_stage_model(config: ModelConfig, layout: Layout, stage: int, *, sequence: int) -> StageModel:
+    """The layers of a stage of the layout, on the current default device."""
     spans = split(config, layout.pp, layout.interleave, sequence=sequence)
-    return Held(config, chunks_of(spans, stage, layout.pp))
+    return StageModel(config, chunks_of(spans, stage, layout.pp))
 
 
 class Received(torch.autograd.Function):
-    """Hidden states that came from another stage; their gradient goes back there, so it lies in one piece."""
+    """Hidden states from another stage; their gradient is sent back there, so it is made contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -57,26 +57,26 @@ class Received(torch.autograd.Function):
         return grads[0].contiguous()
 
 
-class Chunk(Transformer):
+class VirtualStage(Transformer):
     """A view of some layers of a stage; micro-batches carry positions and documents with them."""
 
-    def __init__(self, held: Held, span: Span) -> None:
+    def __init__(self, model: StageModel, span: Span) -> None:
         nn.Module.__init__(self)
-        self.config, self.residual_dtype, self.span = held.config, held.residual_dtype, span
-        self.rotary = held.rotary
-        self.embedding = held.embedding if span.first else None
-        self.position_embedding = held.position_embedding if span.first else None
-        self.blocks = nn.ModuleDict({str(i): held.blocks[str(i)] for i in span.layers})
-        self.norm = held.norm if span.last else None
-        self.output = held.output if span.last else None
+        self.config, self.residual_dtype, self.span = model.config, model.residual_dtype, span
+        self.rotary = model.rotary
+        self.embedding = model.embedding if span.first else None
+        self.position_embedding = model.position_embedding if span.first else None
+        self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in span.layers})
+        self.norm = model.norm if span.last else None
+        self.output = model.output if span.last else None
         self.wire = torch.float32
         self.attends: Attends | None = None
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def forward(self, x: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """`attends` says how a micro-batch with these documents attends; what travels on has one format."""
+        """`attends` gives the attention for these documents; hidden states are sent on in the dtype `wire`."""
         assert self.attends is not None, "a pipeline's step hands it in"
         with self.autocast():
             x = x if self.span.first else Received.apply(x)
-            made = super().forward(x, positions_BT, self.attends(documents_BT))
-        return made if self.span.last else made.to(self.wire).contiguous()
+            hidden = super().forward(x, positions_BT, self.attends(documents_BT))
+        return hidden if self.span.last else hidden.to(self.wire).contiguous()

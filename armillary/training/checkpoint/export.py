@@ -32,7 +32,7 @@ def export_adapter(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consens
     """The adapters alone, as a folder that peft reads; every rank calls this."""
     config, error = sharded.model.config, None
     names = [f"{module}.{adapter}" for module in targets(config, job.lora_on) for adapter in NAMES]
-    tensors = {name: sharded.whole(name) for name in names}
+    tensors = {name: sharded.full_tensor(name) for name in names}
     if ranks.is_main:
         _, error = attempt(lambda: save_adapter(tensors, config, job, folder, base=base, overwrite=True))
     ranks.agree(error)
@@ -43,7 +43,7 @@ class Whole:
     """A parameter of all ranks by its name. Gathering needs every rank, so all ask for the same ones in one order."""
 
     def __init__(self, sharded: Sharded, job: TrainJob) -> None:
-        config, self._gathered = sharded.model.config, sharded.whole
+        config, self._gathered = sharded.model.config, sharded.full_tensor
         self._adapted = targets(config, job.lora_on) if job.lora_rank else {}
         self._scale = job.lora_scale
         self._names = [rule.name for rule in rules(config)]

@@ -20,8 +20,8 @@ from armillary.model.moe.experts import Router
 from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.mesh import Mesh, make_mesh
-from armillary.parallel.pipeline.pipeline import Passing, Rows
-from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.pipeline.pipeline import Rows, StageFns
+from armillary.parallel.pipeline.stage import make_stage_model
 from armillary.parallel.shard_weights import fill_random, materialise
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout_rules.placement import axis_sizes
@@ -74,7 +74,7 @@ def run(case: Case, world: World) -> Outcome:
         optimizer.zero_grad()
         losses.append(float(loss))
         norms.append(float(norm))
-    return Outcome(losses, norms, {name: sharded.whole(name).clone() for name in names(sharded)}, gauges)
+    return Outcome(losses, norms, {name: sharded.full_tensor(name).clone() for name in names(sharded)}, gauges)
 
 
 def names(sharded: Sharded) -> list[str]:
@@ -92,7 +92,7 @@ def spread(case: Case, job: TrainJob, world: World) -> Sharded:
     later = case.meta or case.layout.pp > 1
     if case.layout.pp > 1:
         with torch.device("meta"):
-            model: Transformer = hold(case.config, case.layout, mesh.rank("pp"), sequence=SEQUENCE)
+            model: Transformer = make_stage_model(case.config, case.layout, mesh.rank("pp"), sequence=SEQUENCE)
     elif case.meta:
         with torch.device("meta"):
             model = Transformer(case.config)
@@ -132,7 +132,7 @@ def train_step(sharded: Sharded, case: Case, step: int) -> tuple[Tensor, Tensor]
         positions_bT = torch.arange(SEQUENCE).expand_as(tokens_bT)
         if sharded.context is not None:
             attend = sharded.context.attend(documents_bT if case.documents else None)
-            tokens_bT, targets_bT, positions_bT = map(sharded.context.cut, (tokens_bT, targets_bT, positions_bT))
+            tokens_bT, targets_bT, positions_bT = map(sharded.context.shard, (tokens_bT, targets_bT, positions_bT))
         with sharded.accumulate(last=number + 1 == len(micro)):
             hidden = sharded.model(tokens_bT, positions_bT, attend)
             loss = sharded.loss_sum(hidden, targets_bT, chunk=case.chunk) / count
@@ -146,7 +146,7 @@ def pipelined(
 ) -> tuple[Tensor, Tensor]:
     """The same step through the stages."""
     assert sharded.pipeline is not None
-    cut = sharded.context.cut if sharded.context is not None else lambda x: x
+    cut = sharded.context.shard if sharded.context is not None else lambda x: x
     positions = torch.arange(SEQUENCE).expand_as(tokens)
     rows = Rows(
         tokens_BT=cut(tokens),
@@ -155,12 +155,12 @@ def pipelined(
         documents_BT=documents if case.documents else None,
     )
     attends = sharded.context.attend if sharded.context is not None else lambda x: plain if x is None else packed(x)
-    passing = Passing(
+    stage_fns = StageFns(
         attends=attends,
         autocast=nullcontext,
         scale=lambda loss: loss,
         loss=lambda model, hidden, y: sharded.loss_sum(hidden, y, chunk=case.chunk, model=model) / count,
     )
-    total = sharded.pipeline.step(rows, passing, num_micro_batches=case.accumulate)
+    total = sharded.pipeline.step(rows, stage_fns, num_micro_batches=case.accumulate)
     sharded.finish_gradients()
     return sharded.total(total), sharded.clip(case.clip)

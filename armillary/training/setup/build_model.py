@@ -14,7 +14,7 @@ from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.consensus import Consensus
 from armillary.parallel.mesh import Mesh
-from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.pipeline.stage import make_stage_model
 from armillary.parallel.shard_weights import fill_from, fill_random, materialise
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
@@ -90,7 +90,7 @@ def _without_memory(plan: Plan, mesh: Mesh) -> Transformer:
     assert plan.train is not None
     with torch.device("meta"):
         if plan.layout.pp > 1:
-            held: Transformer = hold(plan.model, plan.layout, mesh.rank("pp"), sequence=plan.train.sequence)
+            held: Transformer = make_stage_model(plan.model, plan.layout, mesh.rank("pp"), sequence=plan.train.sequence)
             return held.to(_dtype(plan))
         return Transformer(plan.model).to(_dtype(plan))
 

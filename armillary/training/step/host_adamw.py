@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from armillary.model.transformer import Transformer
-from armillary.parallel.collectives import Clock
+from armillary.parallel.collectives import WaitTimer
 from armillary.parallel.ddp import local_of
-from armillary.parallel.host_memory import Event, HostMemory, Lane, compute_after, computed, wait_for
+from armillary.parallel.host_memory import CopyStream, Event, HostMemory, compute_after, computed, wait_for
 from armillary.training.step.host_states import STATES, HostStates, Slice, flat, laid_out, slices_of, widest
 
 LAUNCHING = 2
@@ -47,10 +47,10 @@ class HostAdamW(torch.optim.AdamW):
         named = {p for group in self.param_groups for p in group["params"]}
         parameters = [p for p in model.parameters() if p in named]  # as the forward pass wants them
         self.device, self.ahead, self.memory = device, ahead, HostMemory(device)
-        self.clock: Clock | None = None
+        self.timer: WaitTimer | None = None
         """hears how long the step stood still for this"""
         self.slices = slices_of(parameters)
-        self.lanes = Lane(device), Lane(device)
+        self.lanes = CopyStream(device), CopyStream(device)
         """down and up"""
         self.states = HostStates(parameters, self.memory, folder)
         most = max((slice_.size for slice_ in self.slices), default=0)
@@ -136,10 +136,10 @@ class HostAdamW(torch.optim.AdamW):
         model.register_forward_hook(lambda *_: self._timed(self.finish))
 
     def _timed(self, work: Callable[[], None]) -> None:
-        begin = self.clock.mark() if self.clock is not None else None
+        begin = self.timer.mark() if self.timer is not None else None
         work()
-        if self.clock is not None:
-            self.clock.until_now(begin)
+        if self.timer is not None:
+            self.timer.until_now(begin)
 
 
 class Progress:
@@ -208,7 +208,7 @@ class _Step:
         for number, slice_ in enumerate(slices):
             following = None
             if number + 1 < len(slices):
-                states.soon(slices[number + 1])
+                states.prefetch(slices[number + 1])
                 if number and states.file_bytes:
                     wait_for(sent[number - 1])  # weights of a file go up through the buffer
                 following = self._down(slices[number + 1], buffers[(number + 1) % 2])
@@ -218,7 +218,7 @@ class _Step:
             if taken:
                 self._step(slice_, buffers[number % 2])
             sent.append(self._up(slice_, buffers[number % 2]) if taken else None)
-            states.done(slice_)
+            states.release(slice_)
             self.progress.add(sent[-1])
             coming = following
 
@@ -244,8 +244,8 @@ class _Step:
 
     def _down(self, slice_: Slice, buffer: Tensor) -> Event:
         """Gradients, as wide as they are summed."""
-        lane = self.optimizer.lanes[0]
-        with lane.on(self.ready):
+        copy_stream = self.optimizer.lanes[0]
+        with copy_stream.on(self.ready):
             for piece in slice_.pieces:
                 if piece.parameter not in self.stepped:
                     continue
@@ -256,7 +256,7 @@ class _Step:
                 else:
                     scaled = gradient if self.scale is None else gradient * self.scale
                     target.copy_(scaled, non_blocking=True)
-        return lane.mark()
+        return copy_stream.mark()
 
     def _step(self, slice_: Slice, buffer: Tensor) -> None:
         """AdamW of torch, once for all pieces with the same settings."""
@@ -288,8 +288,8 @@ class _Step:
 
     def _up(self, slice_: Slice, buffer: Tensor) -> Event:
         """New weights; what lies in a file goes through the buffer, which is pinned."""
-        lane, states = self.optimizer.lanes[1], self.optimizer.states
-        with lane.on(self.ready):
+        copy_stream, states = self.optimizer.lanes[1], self.optimizer.states
+        with copy_stream.on(self.ready):
             for piece in slice_.pieces:
                 if piece.parameter not in self.stepped:
                     continue
@@ -300,4 +300,4 @@ class _Step:
                 if target.dtype != source.dtype:  # widened there: the link is quicker than the host
                     source = source.to(target.device, non_blocking=True)
                 target.copy_(source, non_blocking=True)
-        return lane.mark()
+        return copy_stream.mark()

@@ -90,16 +90,16 @@ class HostStates:
     def of(self, parameter: nn.Parameter, name: str) -> Tensor:
         return self._found[parameter, name]
 
-    def soon(self, slice_: Slice) -> None:
+    def prefetch(self, slice_: Slice) -> None:
         """Begin to read what is stepped next."""
         if self._file is not None and self._reader is not None:
             for span in self._spans(slice_):
-                self._reader.submit(self._file.soon, *span)
+                self._reader.submit(self._file.prefetch, *span)
 
-    def done(self, slice_: Slice) -> None:
+    def release(self, slice_: Slice) -> None:
         if self._file is not None:
             for span in self._spans(slice_):
-                self._file.done(*span)
+                self._file.release(*span)
 
     def _spans(self, slice_: Slice) -> Iterator[tuple[int, int]]:
         """(first byte, byte after the last) of all that belongs to it."""

@@ -50,10 +50,10 @@ class Offloaded:
     def __init__(self, sharded: Sharded, optimizer: torch.optim.Optimizer) -> None:
         self._activations = sharded.activations
         self._optimizer = optimizer if isinstance(optimizer, HostAdamW) else None
-        self._clock = _Standstill(sharded.mesh.world.device)
+        self._timer = _Standstill(sharded.mesh.world.device)
         for part in (self._activations, self._optimizer):
             if part is not None:
-                part.clock = self._clock
+                part.timer = self._timer
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor of a CPU is elsewhere than on its "device"."""
@@ -66,7 +66,7 @@ class Offloaded:
             return {}
         size = self._activations.memory.peak if self._activations is not None else 0
         size += self._optimizer.host_bytes if self._optimizer is not None else 0
-        return {"offload_s": self._clock.take(), "offloaded_bytes": float(size)}
+        return {"offload_s": self._timer.take(), "offloaded_bytes": float(size)}
 
     def finish(self) -> None:
         """Wait for the last step."""

@@ -125,7 +125,7 @@ def _over_rows(mesh: Mesh) -> Callable[[Rule, Tensor], Tensor] | None:
     if mesh.context is None:
         return None
     context = Context.of(mesh.context)
-    return lambda rule, x_BTk: context.cut(rule(context.whole(x_BTk)))
+    return lambda rule, x_BTk: context.shard(rule(context.unshard(x_BTk)))
 
 
 def _mixtures(sharded: Sharded) -> list[tuple[int, object]]:

@@ -12,7 +12,7 @@ from armillary.errors import BadLayout
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.model.layers.attention_forms import packed, plain
 from armillary.parallel.context import ring_attention_block as ring_block
-from armillary.parallel.context.ring_attention import ALL, NONE, SOME, meetings, pieces, seen_pairs
+from armillary.parallel.context.ring_attention import ALL, NONE, SOME, make_block_mask, pieces, visible_pairs
 from armillary.parallel.context.shard_sequence import Context
 from armillary.parallel.mesh import Mesh, make_mesh
 from armillary.parallel.world import World, join_world
@@ -71,8 +71,8 @@ def ring_against_whole(size: int, names: tuple[str, ...]) -> list[str]:
             for docs in (None, documents):
                 theirs, ours = asked(name), asked(name)
                 whole = results(plain if docs is None else packed(docs), q, k, v, grad, theirs)
-                cut = results(ring.attend(docs), *map(ring.cut, (q, k, v, grad)), ours)
-                differ = max(float((a - ring.cut(b)).abs().max()) for a, b in zip(cut, whole, strict=True))
+                cut = results(ring.attend(docs), *map(ring.shard, (q, k, v, grad)), ours)
+                differ = max(float((a - ring.shard(b)).abs().max()) for a, b in zip(cut, whole, strict=True))
                 if ours.sinks_N is not None and theirs.sinks_N is not None:
                     summed = ours.sinks_N.grad.clone()
                     torch.distributed.all_reduce(summed, group=context)
@@ -93,14 +93,14 @@ def test_every_rank_has_as_much_to_do_in_every_turn() -> None:
     for size in (2, 3, 8):
         assert sorted(piece for rank in range(size) for piece in pieces(rank, size)) == list(range(2 * size))
         for rank in range(size):
-            counts = [len(list(seen_pairs(rank, source, size))) for source in range(size)]
+            counts = [len(list(visible_pairs(rank, source, size))) for source in range(size)]
             assert counts == [3 if source == rank else 2 for source in range(size)]
 
 
 def test_pieces_without_a_document_in_common_do_not_meet() -> None:
     """Four pieces of three tokens; a row of documents 0, 1 and 2, and the same beside a row of one document."""
     row = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 2]])
-    assert meetings(row, 2) == [
+    assert make_block_mask(row, 2) == [
         ALL,
         ALL,
         SOME,
@@ -118,15 +118,15 @@ def test_pieces_without_a_document_in_common_do_not_meet() -> None:
         NONE,
         ALL,
     ]
-    both = meetings(torch.cat((row, torch.zeros_like(row))), 2)
+    both = make_block_mask(torch.cat((row, torch.zeros_like(row))), 2)
     assert [both[i] for i in (0, 1, 2, 3, 12, 15)] == [ALL, ALL, SOME, SOME, SOME, ALL]
 
 
 def test_rows_are_cut_from_both_ends() -> None:
     row = torch.arange(8)[None]
-    assert [Context(group="", size=2, rank=r).cut(row).tolist() for r in (0, 1)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    assert [Context(group="", size=2, rank=r).shard(row).tolist() for r in (0, 1)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     with pytest.raises(BadLayout, match="cp=3 does not cut 8 tokens into 6 equal pieces"):
-        Context(group="", size=3, rank=0).cut(row)
+        Context(group="", size=3, rank=0).shard(row)
 
 
 def test_a_ring_lies_between_shards_and_tensor_parallel_ranks() -> None:
@@ -174,12 +174,12 @@ def test_a_wrong_cut_would_be_seen(ranks: Ranks) -> None:
 
 
 def in_plain_order(case: Case) -> list[object]:
-    cut = Context.cut
-    Context.cut = lambda self, x: x.chunk(self.size, dim=1)[self.rank]  # type: ignore[method-assign]
+    cut = Context.shard
+    Context.shard = lambda self, x: x.chunk(self.size, dim=1)[self.rank]  # type: ignore[method-assign]
     try:
         return many([case])  # type: ignore[return-value]
     finally:
-        Context.cut = cut  # type: ignore[method-assign]
+        Context.shard = cut  # type: ignore[method-assign]
 
 
 BLOCKS: dict[str, tuple[bool, dict[str, object]]] = {
@@ -204,12 +204,14 @@ def block_against_kernel(kind: str, device: str, dtype: torch.dtype) -> list[tup
     documents = (torch.arange(32)[None] // 9).to(device) if asked.get("documents") else None
     settings = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in asked.items() if key != "documents"}
     options = ring_block.Options(scale=0.3, **settings)  # type: ignore[arg-type]
-    place = ring_block.Place(distance=0 if causal else 32, causal=causal, queries_BT=documents, keys_BS=documents)
+    place = ring_block.BlockPosition(
+        distance=0 if causal else 32, causal=causal, queries_BT=documents, keys_BS=documents
+    )
     part = ring_block._forward(q, k, v, options, place)
     ours = ring_block._kernel_forward(q, k, v, options, place)
-    open_place = ring_block.Place(distance=64, causal=False)
+    open_place = ring_block.BlockPosition(distance=64, causal=False)
     rest = ring_block._forward(q, other_k, other_v, ring_block.Options(scale=0.3), open_place)
-    whole = ring_block.Whole.of(grad, *ring_block.merge(*part, *rest))
+    whole = ring_block.FullSoftmax.of(grad, *ring_block.merge(*part, *rest))
     wanted = (*part, *ring_block._backward(whole, q, k, v, options, place))
     return list(zip((*ours, *ring_block._kernel_backward(whole, q, k, v, options, place)), wanted, strict=True))
 

@@ -12,7 +12,7 @@ from armillary.kernels.gemm.grouped import grouped_linear
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.parallel.collectives import Group
 from armillary.parallel.expert import all_to_all as dispatch
-from armillary.parallel.expert.all_to_all import Trip
+from armillary.parallel.expert.all_to_all import AllToAllPlan
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
 from armillary.training.parity.case import Case, Outcome, tiny
@@ -111,9 +111,9 @@ def what_runs_meanwhile() -> list[str]:
     """Exchanges and the shared expert of a layer, in the order in which this rank begins them."""
     assert dist.group.WORLD is not None
     notes: list[str] = []
-    moved, waited = Trip.move, dispatch.timed
+    moved, waited = AllToAllPlan.move, dispatch.timed
 
-    def move(self: Trip, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    def move(self: AllToAllPlan, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
         notes.append("rows set out")
         return moved(self, rows, back=back)
 
@@ -121,7 +121,7 @@ def what_runs_meanwhile() -> list[str]:
         notes.append("waits")
         return waited(group, work)
 
-    Trip.move, dispatch.timed = move, wait  # type: ignore[method-assign]
+    AllToAllPlan.move, dispatch.timed = move, wait  # type: ignore[method-assign]
     try:
         mixture = MixtureOfExperts(tiny(moe=KINDS["shared"], layers=(LayerKind(mlp="moe"),)))
         for parameter in mixture.parameters():
@@ -130,12 +130,12 @@ def what_runs_meanwhile() -> list[str]:
         mixture.experts.up_E2FH.data, mixture.experts.down_EHF.data = (
             weight.chunk(2)[group.rank].contiguous() for weight in (mixture.experts.up_E2FH, mixture.experts.down_EHF)
         )
-        mixture.dispatch = dispatch.ExchangedDispatch(group, grouped_linear)
+        mixture.dispatch = dispatch.AllToAllDispatch(group, grouped_linear)
         whole = mixture._shared
         mixture._shared = lambda x: Noted.apply(whole(x), notes, "shared expert")  # type: ignore[method-assign]
         mixture(torch.randn(2, 6, mixture.router.weight.shape[1], requires_grad=True)).sum().backward()
     finally:
-        Trip.move, dispatch.timed = moved, waited  # type: ignore[method-assign]
+        AllToAllPlan.move, dispatch.timed = moved, waited  # type: ignore[method-assign]
     return notes
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from armillary.parallel.pipeline.pipeline import Passing, Pipeline, Rows
+from armillary.parallel.pipeline.pipeline import Pipeline, Rows, StageFns
 from armillary.parallel.pipeline.stage import Received
 from armillary.parallel.pipeline.stage_timer import Pass
 from armillary.planning.training.step_time import idle_s
@@ -159,7 +159,7 @@ def measured_idle(pipeline: Pipeline, *, num_micro_batches: int, steps: int = 2)
     step, which makes connections, does not count."""
     tokens = torch.zeros(num_micro_batches, 4, dtype=torch.int64)
     rows = Rows(tokens_BT=tokens, positions_BT=tokens, targets_BT=tokens, documents_BT=None)
-    passing = Passing(
+    stage_fns = StageFns(
         attends=lambda _: None,
         autocast=nullcontext,
         scale=lambda loss: loss,  # type: ignore[arg-type, return-value]
@@ -168,7 +168,7 @@ def measured_idle(pipeline: Pipeline, *, num_micro_batches: int, steps: int = 2)
     found = []
     for _ in range(steps + 1):
         dist.barrier(pipeline.group)
-        pipeline.step(rows, passing, num_micro_batches=num_micro_batches)
+        pipeline.step(rows, stage_fns, num_micro_batches=num_micro_batches)
         found.append(idle_of_all(pipeline))
     return min(found[1:])
 

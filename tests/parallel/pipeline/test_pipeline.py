@@ -13,7 +13,7 @@ from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.pipeline.stage import make_stage_model
 from armillary.parallel.pipeline.stage_timer import Pass
 from armillary.parallel.shard_weights import fill_from, materialise
 from armillary.parallel.world import join_world
@@ -93,7 +93,7 @@ def test_eight_stages(ranks: Ranks) -> None:
     check(ranks.run(8, many, cases, timeout_s=600)[0], cases)
 
 
-# --- what stages hold
+# --- what stages make_stage_model
 
 
 def filled_from(folder: str, config: ModelConfig) -> list[str]:
@@ -101,12 +101,12 @@ def filled_from(folder: str, config: ModelConfig) -> list[str]:
     with join_world("cpu") as world:
         mesh = make_mesh(layout(pp=2), world)
         with torch.device("meta"):
-            model = hold(config, layout(pp=2), mesh.rank("pp"), sequence=16)
+            model = make_stage_model(config, layout(pp=2), mesh.rank("pp"), sequence=16)
         sharded = apply(model, layout(pp=2), mesh, loss=loss_sum)
         materialise(model, "cpu")
         fill_from(model, folder)
         wanted = dict(build(config, dtype=torch.float32, device="cpu", seed=3).named_parameters())
-        return [name for name, value in wanted.items() if not torch.equal(sharded.whole(name), value)]
+        return [name for name, value in wanted.items() if not torch.equal(sharded.full_tensor(name), value)]
 
 
 def test_stages_fill_from_a_folder_and_give_back_the_whole(ranks: Ranks, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_stages_that_sleep_idle_as_the_formula_says(ranks: Ranks, stages: int) -
 def test_a_stage_knows_the_layers_it_holds() -> None:
     with torch.device("meta"):
         whole = {name for name, _ in Transformer(deep(tied=True)).named_parameters()}
-        held = [hold(deep(tied=True), layout(pp=2), stage, sequence=16) for stage in (0, 1)]
+        held = [make_stage_model(deep(tied=True), layout(pp=2), stage, sequence=16) for stage in (0, 1)]
     names = [{name for name, _ in stage.named_parameters()} for stage in held]
     assert names[0] | names[1] == whole | {"output.weight"} and not names[0] & names[1]
     assert (held[0].has_copy, held[1].has_copy) == (False, True)
