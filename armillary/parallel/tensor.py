@@ -1,8 +1,8 @@
 """Tensor parallelism: heads, MLPs and the vocabulary are sharded over ranks, and with sequence parallelism the tokens.
 
 QKV and up are sharded by rows, out and down by columns (Shoeybi et al. 2019), so a sub-layer needs one collective
-before and one after; with sequence parallelism (Korthikanti et al. 2022) these are an all-gather and a reduce-scatter of
-tokens, and norms and residuals work on 1/tp of the tokens. Fused rows are grouped by head, so a shard has full heads.
+before and one after. With sequence parallelism (Korthikanti et al. 2022) these are an all-gather and a reduce-scatter
+of tokens, and norms and residuals work on 1/tp of the tokens. Fused rows are grouped by head: a shard has full heads.
 """
 
 from __future__ import annotations

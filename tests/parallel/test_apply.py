@@ -155,5 +155,5 @@ def refuses_odd_tokens() -> str:
 
 def test_tensor_parallelism_says_what_it_cannot_cut(ranks: Ranks) -> None:
     assert set(ranks.run(2, refuses_odd_tokens)) == {
-        "tp=2 does not cut 7 tokens evenly; try --set layout.sequence_parallel=false"
+        "tp=2 does not divide 7 tokens; try --set layout.sequence_parallel=false"
     }

@@ -125,7 +125,7 @@ def test_pieces_without_a_document_in_common_do_not_meet() -> None:
 def test_rows_are_cut_from_both_ends() -> None:
     row = torch.arange(8)[None]
     assert [Context(group="", size=2, rank=r).shard(row).tolist() for r in (0, 1)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
-    with pytest.raises(BadLayout, match="cp=3 does not cut 8 tokens into 6 equal pieces"):
+    with pytest.raises(BadLayout, match="cp=3 does not divide 8 tokens into 6 equal pieces"):
         Context(group="", size=3, rank=0).shard(row)
 
 
