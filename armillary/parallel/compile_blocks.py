@@ -31,8 +31,8 @@ def can_fold(mesh: Mesh) -> bool:
     """Whether tensor-parallel ranks share memory: GPUs of one machine that reach each other."""
     if mesh.world.device.type != "cuda" or not mesh.is_on_one_machine("tp"):
         return False
-    others = range(1, torch.cuda.device_count())
-    return len(others) > 0 and all(torch.cuda.can_device_access_peer(0, other) for other in others)
+    peers = range(1, torch.cuda.device_count())
+    return len(peers) > 0 and all(torch.cuda.can_device_access_peer(0, other) for other in peers)
 
 
 def _pipeline_collectives(tp: Group) -> None:

@@ -63,10 +63,10 @@ class Start:
     def open_run(self, choice: Choice | None = None, *, text: str = "", overrides: Sequence[str] = ()) -> Run:
         """The run to go on with, taken over and planned anew; else a new one. Its checkpoints say where it goes on."""
         choice = choice or Choice()
-        found = self.to_resume(choice)
-        if found is None:
+        unfinished = self.to_resume(choice)
+        if unfinished is None:
             return self.create_run(name=choice.name, file=choice.file, text=text, overrides=overrides)
-        return self.keeping(found).take_over(found, choice, text=text, overrides=overrides)
+        return self.keeping(unfinished).take_over(unfinished, choice, text=text, overrides=overrides)
 
     def to_resume(self, choice: Choice, say: Say = lambda text: None) -> Run | None:
         """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
@@ -85,12 +85,12 @@ class Start:
         to auto: a run that goes on elsewhere stays the run it is, and says where auto would now differ."""
         before, plan = Plan.from_json(run.plan.read_text(), str(run.plan)), self.plan
         if self.recipe.layout.precision == "auto" and before.layout.precision not in ("auto", plan.layout.precision):
-            found = kept_precision(before.layout.precision, plan.chosen["layout.precision"])
+            precision = kept_precision(before.layout.precision, plan.chosen["layout.precision"])
             plan = replace(
                 plan,
-                layout=with_precision(plan.layout, found),
-                notes=(*plan.notes, found.warning),
-                chosen={**plan.chosen, "layout.precision": found.reason},
+                layout=with_precision(plan.layout, precision),
+                notes=(*plan.notes, precision.warning),
+                chosen={**plan.chosen, "layout.precision": precision.reason},
             )
         if self.recipe.train.compile == "auto" and before.train is not None and plan.train is not None:
             plan = replace(plan, train=replace(plan.train, compile=before.train.compiled))
@@ -100,11 +100,11 @@ class Start:
         self, run: Run, choice: Choice, *, text: str = "", overrides: Sequence[str] = (), say: Say = lambda text: None
     ) -> Run:
         """Go on with a run, with the recipe as it is now and planned anew."""
-        mine = run.claim(take_over=choice.take_over, say=say, steps=self.recipe.train.steps)
+        claimed = run.claim(take_over=choice.take_over, say=say, steps=self.recipe.train.steps)
         file = choice.file or run.recipe_file
-        mine.write_recipe(to_dict(self.recipe), text=text, overrides=overrides, file=file)
-        mine.write_plan(self.plan)
-        return mine
+        claimed.write_recipe(to_dict(self.recipe), text=text, overrides=overrides, file=file)
+        claimed.write_plan(self.plan)
+        return claimed
 
     def create_run(self, *, name: str = "", file: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
         """The run's folder with recipe and plan; `text` is the recipe file as it was given."""
@@ -207,11 +207,11 @@ def starting_point(recipe: Recipe, home: Home) -> ModelSource:
 
 def refuse_elsewhere(plan: Plan) -> None:
     """What is planned for other machines cannot be started from here; under torchrun or srun it is there already."""
-    found, cluster = here(), plan.cluster
-    same = found.chip.name == cluster.chip.name and found.num_devices >= plan.layout.num_devices
+    machine, cluster = here(), plan.cluster
+    same = machine.chip.name == cluster.chip.name and machine.num_devices >= plan.layout.num_devices
     if cluster.name != "here" and not same:
         raise BadRecipe(
-            f"{cluster.name} is not this machine, which has {found.text()}; try --set hardware.on=here, "
+            f"{cluster.name} is not this machine, which has {machine.text()}; try --set hardware.on=here, "
             "start it there with torchrun or srun, or plan only with --dry-run"
         )
 
@@ -238,11 +238,11 @@ def train_recipe(
     until = until or Until.of(ready.train)
 
     def find() -> Start:
-        found = start(ready, home, starting_point(ready, home), room=world.size, until=until, device=device)
+        begun = start(ready, home, starting_point(ready, home), room=world.size, until=until, device=device)
         if world.size == 1:
-            _refuse_many(found.plan)
-            refuse_elsewhere(found.plan)
-        return found
+            _refuse_many(begun.plan)
+            refuse_elsewhere(begun.plan)
+        return begun
 
     def open_run(begun: Start) -> Run:
         begun.prepare()

@@ -129,14 +129,16 @@ class RunLifecycle:
 
     def save(self, step: int) -> dict[str, float]:
         begin = time.perf_counter()
-        made = checkpoint.save(self.run, step, self._tensors(), self._facts(), self.trainer.ranks, allowed=self.allowed)
+        saved = checkpoint.save(
+            self.run, step, self._tensors(), self._facts(), self.trainer.ranks, allowed=self.allowed
+        )
         self.saved = step
         ranks, keep = self.trainer.ranks, self.job.keep
         ranks.run_on_all(lambda: checkpoint.prune(self.run, step, keep) if ranks.is_main else [])
         seconds = time.perf_counter() - begin
         self.clock.saved(seconds)
         self.trainer.telemetry.exclude(seconds)
-        return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(made.bytes)}
+        return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(saved.bytes)}
 
     def end(self, first: int, step: int, *, finished: bool) -> Trained:
         """A stopped run is saved to go on; a finished one is exported for everything else."""
@@ -196,5 +198,5 @@ def text_mark(plan: Plan) -> str:
     indices = [Path(folder) / INDEX for folder in plan.data.paths or (plan.data.path,)]
     if not all(path.is_file() for path in indices):
         return ""
-    sums = [found for path in indices for found in re.findall(r'"sha256": ?"([0-9a-f]+)"', path.read_text())]
+    sums = [checksum for path in indices for checksum in re.findall(r'"sha256": ?"([0-9a-f]+)"', path.read_text())]
     return blake2b("".join(sums).encode(), digest_size=8).hexdigest()

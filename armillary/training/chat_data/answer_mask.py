@@ -119,11 +119,11 @@ def _begin(tokenizer: Tokenizer, talk: Conversation, number: int, text: str) -> 
         if prompt != bare and text.startswith(prompt):
             return len(prompt)
     try:
-        others = [_render(tokenizer, talk, number + 1, last=last) for last in _STANDS_IN]
+        alternatives = [_render(tokenizer, talk, number + 1, last=last) for last in _STANDS_IN]
     except ArmillaryError:  # a template that takes no other content: the prompt is all there is to go by
-        others = [prompt] if number else []
-    alike = takewhile(lambda column: len(set(column)) == 1, zip(text, *others, strict=False))
-    return sum(1 for _ in alike) if others else 0
+        alternatives = [prompt] if number else []
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(text, *alternatives, strict=False))
+    return sum(1 for _ in alike) if alternatives else 0
 
 
 def _end(tokenizer: Tokenizer, text: str, begin: int) -> int:
@@ -136,5 +136,5 @@ def _end(tokenizer: Tokenizer, text: str, begin: int) -> int:
 @lru_cache(maxsize=8)
 def _turn_ends(tokenizer: Tokenizer) -> Sequence[str]:
     """The texts of special tokens, and of those that end a generation."""
-    found = (tokenizer.backend.id_to_token(each) for each in {*tokenizer.eos_ids, *tokenizer.special_ids})
-    return tuple(sorted(text for text in found if text))
+    tokens = (tokenizer.backend.id_to_token(each) for each in {*tokenizer.eos_ids, *tokenizer.special_ids})
+    return tuple(sorted(text for text in tokens if text))

@@ -74,8 +74,8 @@ def _messages(record: Mapping[str, Any], origin: str, key: str) -> list[dict[str
     response = next((name for name in _RESPONSES if name in record), None)
     if prompt is None or response is None:
         keys = ", ".join(map(str, record)) or "nothing"
-        found = f"{origin} has neither messages nor a prompt and a response (it has {keys})"
-        raise BadData(f"{found}; name its list of messages with --set data.key=NAME")
+        problem = f"{origin} has neither messages nor a prompt and a response (it has {keys})"
+        raise BadData(f"{problem}; name its list of messages with --set data.key=NAME")
     asked = _side(record[prompt], "user", origin, prompt)
     if prompt == "instruction" and isinstance(record.get("input"), str) and record["input"].strip():
         asked[-1]["content"] += "\n\n" + record["input"]
@@ -98,15 +98,15 @@ def _turns(value: Any, origin: str, name: str) -> list[dict[str, Any]]:
 def _turn(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise BadData(f"{where} is not a table; write it as role and content")
-    found = {name: item for name, item in value.items() if item is not None}  # Parquet fills lacking keys with null
-    role = found.pop("role", None) or found.pop("from", None)
+    fields = {name: item for name, item in value.items() if item is not None}  # Parquet fills lacking keys with null
+    role = fields.pop("role", None) or fields.pop("from", None)
     if not isinstance(role, str):
         raise BadData(f"{where} has no role; add role = user or assistant")
-    if "content" not in found and "value" in found:
-        found["content"] = found.pop("value")
-    if "content" not in found and "tool_calls" not in found:
+    if "content" not in fields and "value" in fields:
+        fields["content"] = fields.pop("value")
+    if "content" not in fields and "tool_calls" not in fields:
         raise BadData(f"{where} has no content; add it, or leave the message out")
-    return {"role": _ROLES.get(role, role), "content": ""} | found
+    return {"role": _ROLES.get(role, role), "content": ""} | fields
 
 
 def _decoded(value: Any, origin: str) -> Any:

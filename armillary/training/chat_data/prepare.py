@@ -48,11 +48,11 @@ def make_chat(
         limit = settings["shard_tokens"]
         writers = {s: stack.enter_context(ShardWriter(folder, s, dtype, shard_tokens=limit)) for s in SPLITS}
         for record, talk in _conversations(corpus, progress, "encoding"):
-            found = samples(tokenizer, talk)
-            if not found:
+            talk_samples = samples(tokenizer, talk)
+            if not talk_samples:
                 skipped.append(f"{talk.origin}: no answer to learn")
             held_out = text_hash(talk.identity, settings["seed"]) < below
-            for sample in found:
+            for sample in talk_samples:
                 writers["validation" if held_out else "train"].add(sample.ids, sample.answers)
             size += record.num_bytes
     index = Index(

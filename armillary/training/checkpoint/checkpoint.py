@@ -166,12 +166,12 @@ def prune(run: Run, step: int, keep: int) -> list[int]:
     seal names in full length; later ones, which a run that goes on from further back will overwrite, are left alone."""
     if not keep or size_faults(run.checkpoint(step)):
         return []
-    before = [one for one in run.checkpoint_steps() if one < step]
-    whole = [one for one in before if not size_faults(run.checkpoint(one))]
-    stay = whole[len(whole) - (keep - 1) :] if len(whole) >= keep else whole
-    gone = [one for one in before if one not in stay]
-    for one in gone:
-        remove_folder(run.checkpoint(one))
+    before = [number for number in run.checkpoint_steps() if number < step]
+    complete = [number for number in before if not size_faults(run.checkpoint(number))]
+    stay = complete[len(complete) - (keep - 1) :] if len(complete) >= keep else complete
+    gone = [number for number in before if number not in stay]
+    for number in gone:
+        remove_folder(run.checkpoint(number))
     return gone
 
 
@@ -187,9 +187,9 @@ def newest(run: Run, ranks: Consensus, say: Callable[[str], None] = lambda text:
 
 def _damage(folder: Path, ranks: Consensus) -> list[str]:
     """What is wrong with a checkpoint, the same on every rank; they share the reading."""
-    found = ranks.broadcast(size_faults(folder))
-    if found:
-        return found
+    faults = ranks.broadcast(size_faults(folder))
+    if faults:
+        return faults
     changed = ranks.run_on_all(lambda: content_faults(folder, share=ranks.rank, of=ranks.size))
     return [each for part in ranks.gather(changed) for each in part]
 

@@ -52,13 +52,13 @@ class Whole:
     def __call__(self, name: str) -> Tensor:
         assert name == self._names[self._next], "asked in the order of the rules"
         self._next += 1
-        found = self._gathered(name)
+        tensor = self._gathered(name)
         module = name.removesuffix(".weight")
         if module not in self._adapted or module == name:
-            return found
+            return tensor
         a, b = (self._gathered(f"{module}.{adapter}") for adapter in NAMES)
         added = change(a, b, self._adapted[module], scale=self._scale)
-        return (found.to(added.dtype) + added).to(found.dtype)
+        return (tensor.to(added.dtype) + added).to(tensor.dtype)
 
     def rest(self) -> None:
         """Take part in what is left: on ranks that do not write, all of it."""

@@ -70,10 +70,10 @@ def changes_since(run: Run, recipe: Recipe, weights: str) -> list[KeyChange]:
         raise BadInput(f"run {run.name} cannot be read ({error}); name another, {_NEW}") from error
     if plan.train is None:
         raise BadInput(f"run {run.name} is a server's; name another, {_NEW}")
-    found = recipe_changes(before, recipe)
+    changes = recipe_changes(before, recipe)
     if plan.weights != weights:
-        found.append(KeyChange(key=WEIGHTS, kind="defining", before=plan.weights, now=weights))
-    return found
+        changes.append(KeyChange(key=WEIGHTS, kind="defining", before=plan.weights, now=weights))
+    return changes
 
 
 def texts(changes: Sequence[KeyChange], kind: str) -> list[str]:
@@ -89,8 +89,8 @@ def _named(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say) -
     if choice.new:
         raise BadInput(f"run {run.name} is there already; give --new another name with --run, or none")
     changes = changes_since(run, recipe, weights)
-    if others := texts(changes, "defining"):
-        raise BadInput(f"run {run.name} was started with another recipe ({_few(others)}); put that back, {_NEW}")
+    if defining := texts(changes, "defining"):
+        raise BadInput(f"run {run.name} was started with another recipe ({_few(defining)}); put that back, {_NEW}")
     longer = any(change.key == "train.steps" for change in changes) and run.state.step < recipe.train.steps
     if run.state.shown == "finished" and not longer:
         raise BadInput(f"run {run.name} is finished; give it more with --set train.steps=…, {_NEW}")
@@ -142,5 +142,5 @@ def _source(run: Run) -> str:
     return str(model.get("path") or model.get("name", ""))
 
 
-def _few(others: Sequence[str]) -> str:
-    return ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

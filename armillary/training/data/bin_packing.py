@@ -74,13 +74,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     for size, first, count in zip((-sizes).tolist(), firsts.tolist(), counts.tolist(), strict=True):
         items = order[first : first + count]
         while len(items):
-            room, found = space.take(size, len(items))
-            if not len(found):
-                room, found = capacity, np.arange(used, used + -(-len(items) // (capacity // size)))
-                used += len(found)
-            bins[items[: len(found)]] = found
-            items = items[len(found) :]
-            space.put(room - size, found)
+            room, bin_number = space.take(size, len(items))
+            if not len(bin_number):
+                room, bin_number = capacity, np.arange(used, used + -(-len(items) // (capacity // size)))
+                used += len(bin_number)
+            bins[items[: len(bin_number)]] = bin_number
+            items = items[len(bin_number) :]
+            space.put(room - size, bin_number)
     return bins
 
 
@@ -101,9 +101,9 @@ class _Space:
         room = size + int(rooms.argmax()) if rooms.any() else 0
         if not room:
             return 0, np.empty(0, np.int64)
-        found = self._bins[room].pop()
-        if len(found) > count:
-            self._bins[room].append(found[count:])
-            found = found[:count]
+        bin_number = self._bins[room].pop()
+        if len(bin_number) > count:
+            self._bins[room].append(bin_number[count:])
+            bin_number = bin_number[:count]
         self._any[room] = bool(self._bins[room])
-        return room, found
+        return room, bin_number

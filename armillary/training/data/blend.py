@@ -110,9 +110,9 @@ def blended(parts: Sequence[Part], sources: np.ndarray, positions: np.ndarray) -
     shape = (len(sources), parts[0].sequence)
     arrays: dict[str, np.ndarray] = {name: np.empty(shape, dtype) for name, dtype in LAYOUT.items()}
     for source, here in _each(sources):
-        found = parts[source].rows_at(positions[here])
+        part_rows = parts[source].rows_at(positions[here])
         for name, array in arrays.items():
-            array[here] = getattr(found, name)
+            array[here] = getattr(part_rows, name)
     return Batch(**arrays)
 
 

@@ -109,8 +109,8 @@ def find_corpus(source: str | Path, *, key: str = "text", cache: Cache | None = 
         return _of_file(text, path, key)
     names = numbered(text)
     if glob.has_magic(text) or len(names) > 1:
-        found = [Path(each) for name in names for each in sorted(glob.glob(name, recursive=True))]
-        files = [file for file in found if file.is_file()]
+        matches = [Path(each) for name in names for each in sorted(glob.glob(name, recursive=True))]
+        files = [file for file in matches if file.is_file()]
         if not files:
             raise NotFound(f"no file matches '{text}'; check the pattern")
         return _of_files(text, Path(os.path.commonpath([file.parent for file in files])), files, key)
@@ -120,14 +120,14 @@ def find_corpus(source: str | Path, *, key: str = "text", cache: Cache | None = 
 
 def numbered(text: str) -> list[str]:
     """`a-{08..11}.tar` as a-08.tar … a-11.tar, the notation of WebDataset; other texts as they are."""
-    found = re.search(r"\{(\d+)\.\.(\d+)\}", text)
-    if not found:
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", text)
+    if not match:
         return [text]
-    first, last = found.groups()
+    first, last = match.groups()
     if int(last) < int(first):
-        raise BadInput(f"{found.group()} in '{text}' counts down; write the smaller number first")
+        raise BadInput(f"{match.group()} in '{text}' counts down; write the smaller number first")
     middle = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-    return [name for each in middle for name in numbered(text[: found.start()] + each + text[found.end() :])]
+    return [name for each in middle for name in numbered(text[: match.start()] + each + text[match.end() :])]
 
 
 def _in_store(source: str, key: str, cache: Cache | None) -> Corpus:
@@ -165,13 +165,13 @@ def _of_file(source: str, path: Path, key: str) -> Corpus:
 _TAKES = ".txt, .md, .jsonl, .parquet, .tar and source code"
 
 
-def _of_files(source: str, root: Path, found: Iterable[Path], key: str) -> Corpus:
-    paths = sorted(found, key=lambda path: path.as_posix())
+def _of_files(source: str, root: Path, candidates: Iterable[Path], key: str) -> Corpus:
+    paths = sorted(candidates, key=lambda path: path.as_posix())
     names = tuple(path.relative_to(root).as_posix() for path in paths if reader_of(path))
-    others = [path for path in paths if not reader_of(path)]
+    unreadable = [path for path in paths if not reader_of(path)]
     if not names:
-        raise BadData(f"nothing to read in {source} ({_suffixes(others)}); it takes {_TAKES}")
-    skipped = tuple(Skipped(origin=path.relative_to(root).as_posix(), why="unknown suffix") for path in others)
+        raise BadData(f"nothing to read in {source} ({_suffixes(unreadable)}); it takes {_TAKES}")
+    skipped = tuple(Skipped(origin=path.relative_to(root).as_posix(), why="unknown suffix") for path in unreadable)
     return Corpus(source=source, root=root, names=names, key=key, skipped=skipped)
 
 

@@ -102,8 +102,8 @@ class Index:
     @classmethod
     def _parse(cls, table: Mapping[str, Any], folder: str) -> Index:
         if table.get("version") != VERSION:
-            found = table.get("version")
-            raise BadData(f"{folder} has token format {found}, this program reads {VERSION}; prepare the data again")
+            version = table.get("version")
+            raise BadData(f"{folder} has token format {version}, this program reads {VERSION}; prepare the data again")
         try:
             index = build(cls, table, NAME)
         except BadInput as error:

@@ -81,10 +81,10 @@ def fits(shards: TokenShards, sequence: int) -> tuple[Fit, Fit]:
     )
     rows = int(WholeRows(shards=shards, sequence=sequence).edges[-1])
     used = int(np.maximum(lengths - 1, 0).sum())
-    whole = Fit(
+    fit = Fit(
         packing="whole",
         rows=rows,
         cut_fraction=float((lengths > sequence + 1).mean()) if len(lengths) else 0.0,
         padding_fraction=1 - used / (rows * sequence) if rows else 0.0,
     )
-    return stream, whole
+    return stream, fit

@@ -65,9 +65,9 @@ def _pieces(file: Any) -> Iterator[str]:
 def _cut(text: str) -> int:
     """Where to cut: after the last blank line, else after the last line, else right here."""
     for mark in ("\n\n", "\n"):
-        found = text.rfind(mark, PIECE // 2, PIECE)
-        if found >= 0:
-            return found + len(mark)
+        position = text.rfind(mark, PIECE // 2, PIECE)
+        if position >= 0:
+            return position + len(mark)
     return PIECE
 
 

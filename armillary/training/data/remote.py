@@ -63,11 +63,11 @@ class Remote:
         with self._said("."):
             system, root = self._system("")
             listed = system.find(root, detail=True).items()
-            found = {path.removeprefix(root).lstrip("/"): about["size"] for path, about in listed}
+            sizes = {path.removeprefix(root).lstrip("/"): about["size"] for path, about in listed}
         for name in names:
-            if name not in found:
+            if name not in sizes:
                 raise _missing(self.address(name))
-        return {name: found[name] for name in names}
+        return {name: sizes[name] for name in names}
 
     def version(self, name: str) -> str:
         """A text that changes when the file does, as far as the store tells."""
@@ -85,8 +85,8 @@ class Remote:
         with self._said(pattern):
             system, root = self._system("")
             root = root.rstrip("/")
-            found = system.find(root) if pattern == "**" else system.glob(f"{root}/{pattern}")
-            return sorted(path.removeprefix(root).lstrip("/") for path in map(str, found))
+            paths = system.find(root) if pattern == "**" else system.glob(f"{root}/{pattern}")
+            return sorted(path.removeprefix(root).lstrip("/") for path in map(str, paths))
 
     def _system(self, name: str) -> tuple[Any, str]:
         try:

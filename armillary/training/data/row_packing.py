@@ -56,9 +56,9 @@ class StreamRows:
     @property
     def edges(self) -> np.ndarray:
         """A window belongs to the shard it starts in."""
-        whole = max(0, self.shards.num_tokens - 1) // self.sequence
-        found: np.ndarray = np.minimum(-(-self.shards.starts // self.sequence), whole)
-        return found
+        num_rows = max(0, self.shards.num_tokens - 1) // self.sequence
+        edges: np.ndarray = np.minimum(-(-self.shards.starts // self.sequence), num_rows)
+        return edges
 
     def make(self, numbers: np.ndarray) -> Batch:
         """Windows may reach beyond the end: padding is a document of its own, and not learnt."""
@@ -81,10 +81,10 @@ class StreamRows:
         learnt: np.ndarray = np.zeros(shape, bool)
         for row, number in enumerate(numbers.tolist()):
             start = number * self.sequence
-            found = self.shards.read(start, shape[1])
-            count = len(found)
+            tokens = self.shards.read(start, shape[1])
+            count = len(tokens)
             begins = self.shards.document_starts(start, count) - start
-            ids[row, :count], first[row, begins] = found, begins
+            ids[row, :count], first[row, begins] = tokens, begins
             first[row, count : count + 1] = count
             learnt[row, :count] = self.shards.read_answers(start, count) if self.shards.has_answers else True
         return ids, first, learnt

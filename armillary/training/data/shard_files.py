@@ -165,9 +165,9 @@ class _Missing(BadData):
 def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
         raise _Missing(f"{path} is missing; prepare the data again")
-    found = path.stat().st_size
-    if found != size:
-        raise BadData(f"{path} has {found} bytes instead of {size}; prepare the data again")
+    size_now = path.stat().st_size
+    if size_now != size:
+        raise BadData(f"{path} has {size_now} bytes instead of {size}; prepare the data again")
 
 
 def check_sum(path: Path, sha256: str) -> None:

@@ -209,12 +209,12 @@ class TokenShards:
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Positions in `start … start + count` at which a document starts."""
-        found = []
+        starts = []
         for shard, first, last in self._within(start, count):
             documents = self.files.offsets(shard)[:-1]
             low, high = (int(np.searchsorted(documents, np.uint64(edge))) for edge in (first, last))
-            found.append(documents[low:high].astype(np.int64) + self.starts[shard])
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+            starts.append(documents[low:high].astype(np.int64) + self.starts[shard])
+        return np.concatenate(starts) if starts else np.empty(0, np.int64)
 
     def _within(self, start: int, count: int) -> list[tuple[int, int, int]]:
         """(shard, first, last) of the pieces a stretch of the row is made of."""

@@ -48,9 +48,9 @@ class HeldOut:
         arrays["positions_BT"][:] = np.arange(self.sequence)
         there = positions < self.num_samples
         if there.any():
-            found = self._rows.make(positions[there])
+            part_rows = self._rows.make(positions[there])
             for name, array in arrays.items():
-                array[there] = getattr(found, name)
+                array[there] = getattr(part_rows, name)
         return Batch(**arrays)
 
 

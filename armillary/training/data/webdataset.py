@@ -26,9 +26,9 @@ def read_tar(path: Path, origin: str, key: str) -> Iterator[Document | Skipped]:
     and .md. A list of whole numbers is token ids. Samples without any of it (images) are counted as skipped."""
     without = 0
     for name, files in _samples(path):
-        found = list(_documents(files, key, f"{origin}:{name}", path))
-        without += not found
-        yield from found
+        documents = list(_documents(files, key, f"{origin}:{name}", path))
+        without += not documents
+        yield from documents
     if without:
         yield Skipped(origin=origin, why=f"{without} samples without .{' .'.join(_wanted(key))}")
 
@@ -80,10 +80,10 @@ def _documents(files: dict[str, bytes], key: str, where: str, path: Path) -> Ite
             continue
         try:
             text = files[suffix].decode("utf-8-sig")
-            found = json.loads(text) if suffix.endswith("json") else text
+            content = json.loads(text) if suffix.endswith("json") else text
         except ValueError as error:
             raise BadData(f"{where}.{suffix} in {path} is not readable ({error}); pack it again") from None
-        value: Any = found.get(key) if isinstance(found, dict) else found
+        value: Any = content.get(key) if isinstance(content, dict) else content
         if isinstance(value, str) and value.strip():
             yield Document(text=value, origin=where)
             return

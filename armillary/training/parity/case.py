@@ -79,13 +79,13 @@ def batch(case: Case, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return drawn[:, :-1], targets, documents
 
 
-def error(found: Outcome, wanted: Outcome) -> dict[str, float]:
+def error(outcome: Outcome, wanted: Outcome) -> dict[str, float]:
     """The largest relative differences: of losses, gradient norms and weights (each to its own norm)."""
-    assert found.weights.keys() == wanted.weights.keys()
+    assert outcome.weights.keys() == wanted.weights.keys()
     return {
-        "loss": max(map(_relative, found.losses, wanted.losses)),
-        "norm": max(map(_relative, found.norms, wanted.norms)),
-        "weights": max(_relative(found.weights[name], tensor) for name, tensor in wanted.weights.items()),
+        "loss": max(map(_relative, outcome.losses, wanted.losses)),
+        "norm": max(map(_relative, outcome.norms, wanted.norms)),
+        "weights": max(_relative(outcome.weights[name], tensor) for name, tensor in wanted.weights.items()),
     }
 
 

@@ -106,10 +106,10 @@ def measure(strategy: str, world: int, cases: Sequence[Case]) -> Row:
     """Run every case on the ranks there are, and on the main one alone; what others give is not worth sending."""
     worst: dict[str, dict[str, float]] = {}
     for case in cases:
-        found = steps(case)
+        outcome = steps(case)
         if dist.get_rank() == 0:
             kept = worst.setdefault(case.dtype, {})
-            for name, value in error(found, alone(case.alone())).items():
+            for name, value in error(outcome, alone(case.alone())).items():
                 kept[name] = max(value, kept.get(name, 0.0))
     return Row(strategy, world, len(cases), worst)
 

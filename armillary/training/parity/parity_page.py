@@ -45,8 +45,8 @@ def _line(row: Row) -> str:
 
 def rows_of(text: str) -> list[Row]:
     """The rows of a page; one without its columns is left out."""
-    found = (_parsed(line) for line in text.splitlines() if line.startswith("| ") and _WHERE in line)
-    return [row for row in found if row is not None]
+    parsed = (_parsed(line) for line in text.splitlines() if line.startswith("| ") and _WHERE in line)
+    return [row for row in parsed if row is not None]
 
 
 def _parsed(line: str) -> Row | None:

@@ -115,8 +115,8 @@ def layout_of(strategy: str, ranks: int, **also: object) -> Layout | None:
     ep = dp if given.get("ep") == "all" else int(given.get("ep", 1))
     shard = dp // 2 if given.get("shard") == "half" else None
     # ep next to dp is only told apart from ep alone where some ranks make_stage_model the same experts
-    whole = given.get("ep") == 2 and inner == 1 and dp == ep
-    if alone or whole or shard == 1 or dp * fixed["cp"] % ep:
+    all_experts = given.get("ep") == 2 and inner == 1 and dp == ep
+    if alone or all_experts or shard == 1 or dp * fixed["cp"] % ep:
         return None
     fields = {
         key: given[key] for key in ("zero", "sequence_parallel", "schedule", "interleave", "offload") if key in given

@@ -261,12 +261,12 @@ class _Step:
     def _step(self, slice_: Slice, buffer: Tensor) -> None:
         """AdamW of torch, once for all pieces with the same settings."""
         states, state = self.optimizer.states, self.optimizer.state
-        found: dict[tuple[float, float], list[Any]] = {}
+        groups: dict[tuple[float, float], list[Any]] = {}
         for piece in slice_.pieces:
             if piece.parameter in self.stepped:
                 rates = self.rates[piece.parameter]
-                found.setdefault((float(rates["lr"]), rates["weight_decay"]), []).append(piece)
-        for (rate, decay), pieces in found.items():
+                groups.setdefault((float(rates["lr"]), rates["weight_decay"]), []).append(piece)
+        for (rate, decay), pieces in groups.items():
             rates = self.rates[pieces[0].parameter]
             weights, *moments = (
                 [states.of(p.parameter, name)[p.begin : p.end] for p in pieces] for name in ("weight", *STATES)

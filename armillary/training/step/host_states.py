@@ -49,18 +49,18 @@ class Slice:
 
 def slices_of(parameters: Iterable[nn.Parameter], most: int = SLICE) -> list[Slice]:
     """This rank's numbers of all parameters, in order, `most` at a time."""
-    made: list[list[Piece]] = [[]]
+    slices: list[list[Piece]] = [[]]
     used = 0
     for parameter in parameters:
         begin, count = 0, local_of(parameter).numel()
         while begin < count:
             if used == most:
-                made.append([])
+                slices.append([])
                 used = 0
             end = min(count, begin + most - used)
-            made[-1].append(Piece(parameter=parameter, begin=begin, end=end, at=used))
+            slices[-1].append(Piece(parameter=parameter, begin=begin, end=end, at=used))
             used, begin = used + end - begin, end
-    return [Slice(tuple(pieces)) for pieces in made if pieces]
+    return [Slice(tuple(pieces)) for pieces in slices if pieces]
 
 
 class HostStates:
@@ -113,21 +113,21 @@ def _places(
     parameters: Iterable[nn.Parameter], names: Sequence[str]
 ) -> tuple[dict[tuple[nn.Parameter, str], int], int]:
     """Where each lies in a file, and the file's size."""
-    found, at = {}, 0
+    places, at = {}, 0
     for parameter in parameters:
         for name in names:
-            found[parameter, name] = at
+            places[parameter, name] = at
             size = local_of(parameter).numel() * widest([parameter]).itemsize
             at += -(-size // _ALIGNED) * _ALIGNED
-    return found, at
+    return places, at
 
 
 def widest(parameters: Iterable[Tensor]) -> torch.dtype:
     """What sums are taken in: fp32 at least."""
-    found = torch.float32
+    dtype = torch.float32
     for parameter in parameters:
-        found = torch.promote_types(found, parameter.dtype)
-    return found
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
 
 
 def flat(parameter: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ def add_lora(model: Transformer, job: TrainJob, *, precision: str = "fp32") -> N
         return
     if precision in HALF:
         model.to(HALF[precision])
-    mine = {name for name, _ in model.named_modules()}  # a pipeline stage has some
-    wanted = {name: target for name, target in targets(model.config, job.lora_on).items() if name in mine}
+    present = {name for name, _ in model.named_modules()}  # a pipeline stage has some
+    wanted = {name: target for name, target in targets(model.config, job.lora_on).items() if name in present}
     attach(model, wanted, rank=job.lora_rank, scale=job.lora_scale, dropout=job.lora_dropout)
     if not next(model.parameters()).is_meta:
         draw(model, seed=job.seed)
@@ -65,9 +65,9 @@ def merged(model: Transformer, job: TrainJob) -> Transformer:
     if not any(adapters(model)):
         return model
     first = next(model.parameters())
-    whole = build(model.config, dtype=first.dtype, device=first.device)
-    whole.load_state_dict(merged_tensors(model.state_dict(), model.config, job))
-    return whole.train(model.training)
+    full_model = build(model.config, dtype=first.dtype, device=first.device)
+    full_model.load_state_dict(merged_tensors(model.state_dict(), model.config, job))
+    return full_model.train(model.training)
 
 
 def _targets(config: ModelConfig, job: TrainJob) -> dict[str, Target]:
@@ -88,10 +88,10 @@ def save_adapter(
 ) -> Path:
     """Write `adapter_config.json` and `adapter_model.safetensors` with Hugging Face's names; `base` is the model they
     belong to."""
-    found = dict(peft_tensors(tensors, config, job))
+    adapter = dict(peft_tensors(tensors, config, job))
     with staged_folder(folder, overwrite=overwrite) as staged:
-        write_tensors(staged / "adapter_model.safetensors", found)
-        text = json.dumps(peft_config(found, config, job, base=base), indent=2)
+        write_tensors(staged / "adapter_model.safetensors", adapter)
+        text = json.dumps(peft_config(adapter, config, job, base=base), indent=2)
         (staged / "adapter_config.json").write_text(text + "\n")
     return folder
 
@@ -99,13 +99,13 @@ def save_adapter(
 def peft_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: TrainJob) -> dict[str, Tensor]:
     """lora_A and lora_B of every projection that a Hugging Face model has."""
     by_name = {rule.name: rule for rule in rules(config)}
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for module, target in _targets(config, job).items():
         a, b = (tensors[f"{module}.{name}"].detach().to("cpu", torch.float32) for name in NAMES)
         for name, (own_a, own_b) in _unfused(by_name[f"{module}.weight"], target, a, b, job.lora_rank).items():
             prefix = f"base_model.model.{name.removesuffix('.weight')}"
-            found[f"{prefix}.lora_A.weight"], found[f"{prefix}.lora_B.weight"] = own_a, own_b
-    return found
+            renamed[f"{prefix}.lora_A.weight"], renamed[f"{prefix}.lora_B.weight"] = own_a, own_b
+    return renamed
 
 
 def _unfused(rule: Rule, target: Target, a: Tensor, b: Tensor, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -113,18 +113,18 @@ def _unfused(rule: Rule, target: Target, a: Tensor, b: Tensor, rank: int) -> dic
     outputs = rule.split(expand_b(b, target))
     if target.one_a:
         return {rule.hf_names[0]: (a.contiguous(), outputs[0].contiguous())}
-    found, number = {}, 0
+    parts, number = {}, 0
     for name, output, on in zip(rule.hf_names, outputs, target.chosen, strict=True):
         if on:
             own = slice(number * rank, (number + 1) * rank)
-            found[name] = (a[own].contiguous(), output[:, own].contiguous())
+            parts[name] = (a[own].contiguous(), output[:, own].contiguous())
             number += 1
-    return found
+    return parts
 
 
-def peft_config(found: Mapping[str, Tensor], config: ModelConfig, job: TrainJob, *, base: str) -> dict[str, object]:
+def peft_config(adapter: Mapping[str, Tensor], config: ModelConfig, job: TrainJob, *, base: str) -> dict[str, object]:
     """What peft reads; modules by their last name, or in full where experts have modules of the same names."""
-    modules = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in found})
+    modules = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapter})
     short = sorted({name.rpartition(".")[2] for name in modules})
     return {
         "peft_type": "LORA",

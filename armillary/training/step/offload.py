@@ -28,7 +28,7 @@ def optimizer_of(
     if layout.offload not in OPTIMIZER_OUT:
         return make_optimizer(model, job, layout.precision, None if weights_16bit is None else weights_16bit.copies)
     assert layout.offload != "nvme" or folder is not None, "a folder for the states"
-    made = HostAdamW(
+    optimizer = HostAdamW(
         model,
         parameter_groups(model, job.weight_decay),
         device=device,
@@ -40,8 +40,8 @@ def optimizer_of(
     if weights_16bit is not None and layout.precision == "bf16" and layout.num_devices == 1 and not job.lora_rank:
         narrow(model, weights_16bit, summed=layout.num_micro_batches(job.batch_tokens, job.sequence) > 1)
     if device.type == "cuda" and sharded.pipeline is None and not sharded.is_fsdp and not job.compiled:
-        made.run_beside(model)
-    return made
+        optimizer.run_beside(model)
+    return optimizer
 
 
 class Offloaded:

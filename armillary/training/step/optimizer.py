@@ -34,15 +34,15 @@ def make_optimizer(
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Decayed and not; parameters on different meshes (experts and others) go through different passes."""
-    found: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             decays = parameter.ndim >= 2 and "bias" not in name
-            found.setdefault((decays, mesh), []).append(parameter)
+            groups.setdefault((decays, mesh), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for (decays, _), parameters in sorted(found.items(), key=lambda item: not item[0][0])
+        for (decays, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
 
 
@@ -135,14 +135,14 @@ def states_by_name(
     """AdamW's states under the names of their parameters (`called` in the whole model), made where there are none yet,
     for checkpoints."""
     names = {parameter: called(name) for name, parameter in model.named_parameters()}
-    found: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
     if isinstance(optimizer, HostAdamW):
         optimizer.finish()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter] or _first_state(optimizer, parameter, on_device=bool(group.get("fused")))
-            found |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
-    return found
+            states |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
+    return states
 
 
 def _first_state(optimizer: torch.optim.Optimizer, parameter: Tensor, *, on_device: bool) -> dict[str, Tensor]:

@@ -79,9 +79,9 @@ class CpuMeter(NoMeter):
 
     def sizes(self) -> Sizes:
         """At the peak; what layers have in flight in the backward pass counts as activations, as in a plan."""
-        found = self._watch.peak()
-        found["activations"] = found.get("activations", 0) + found.pop("backward", 0)
-        return {f"memory_{name}_bytes": float(size) for name, size in found.items()}
+        peak = self._watch.peak()
+        peak["activations"] = peak.get("activations", 0) + peak.pop("backward", 0)
+        return {f"memory_{name}_bytes": float(size) for name, size in peak.items()}
 
 
 class GpuMeter(NoMeter):
@@ -126,8 +126,8 @@ class GpuMeter(NoMeter):
     def sizes(self) -> Sizes:
         """At the peak; gradients are those that were there when its phase began, what the backward pass had in flight
         counts as activations."""
-        found = self._held | self._then
-        return {f"memory_{name}_bytes": float(size) for name, size in found.items()}
+        peak = self._held | self._then
+        return {f"memory_{name}_bytes": float(size) for name, size in peak.items()}
 
 
 def make_meter(

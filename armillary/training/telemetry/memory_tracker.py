@@ -67,23 +67,23 @@ class MemoryWatch(TorchDispatchMode):
 
     def peak(self) -> dict[str, int]:
         """Tag -> bytes at the moment when most was alive."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for key, (tag, size) in self._at_most.items():
             name = "gradients" if key in self._gradients and tag in ("activations", "backward", "loss") else tag
-            found[name] = found.get(name, 0) + size
-        return found
+            sizes[name] = sizes.get(name, 0) + size
+        return sizes
 
     # --- what torch tells
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it then runs its local operators, which come here
-        made = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         tag = "weights" if func in _COPIES and self._is_weight(args[0]) else self._tag
-        for leaf in tree_leaves(made):
+        for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):
                 self._see(leaf, tag)
-        return made
+        return outputs
 
     def _is_weight(self, tensor: Any) -> bool:
         known = self._alive.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None

@@ -77,14 +77,14 @@ class Throughput:
         """MFU only where the chip's peak is known: by the convention its dense 16-bit peak, whatever the precision."""
         rate = self._tokens / seconds
         each = rate / self._devices
-        found = {
+        gauges = {
             "step_s": seconds,
             "data_wait_s": data_wait_s,
             "data_wait_fraction": min(1.0, data_wait_s / seconds),
             "tokens_per_s": rate,
             "tokens_per_s_per_device": each,
         }
-        return found | {"mfu": each * self._flops / self._peak} if self._peak else found
+        return gauges | {"mfu": each * self._flops / self._peak} if self._peak else gauges
 
 
 def _flops_per_token(plan: Plan) -> float:

@@ -70,24 +70,24 @@ def device_roofline(device: torch.device, home: Home | None) -> Roofline:
     own = roofline_for(device_name(device, threads=threads), home)
     if threads >= cores or (own.flops and own.bytes_per_s):
         return own
-    whole, part = roofline_for(device_name(device), home), threads / cores
-    flops = {dtype: peak * part for dtype, peak in whole.flops.items()} | dict(own.flops)
-    shared = whole.bytes_per_s * part if whole.bytes_per_s else None
-    return replace(whole, flops=flops, bytes_per_s=own.bytes_per_s or shared)
+    all_cores, part = roofline_for(device_name(device), home), threads / cores
+    flops = {dtype: peak * part for dtype, peak in all_cores.flops.items()} | dict(own.flops)
+    shared = all_cores.bytes_per_s * part if all_cores.bytes_per_s else None
+    return replace(all_cores, flops=flops, bytes_per_s=own.bytes_per_s or shared)
 
 
 def shares(judged: Judged, spent: Budget) -> dict[str, float]:
     """The step budget as shares of the step, kernels launched, and the share in kernels too short for any roofline."""
     if spent.wall_s <= 0:
         return {}
-    found = {budget_gauge(part): seconds / spent.wall_s for part, seconds in spent.parts.items()}
+    fractions = {budget_gauge(part): seconds / spent.wall_s for part, seconds in spent.parts.items()}
     table = [row for row in rows(judged, spent) if row.kind == ("kernel" if spent.device >= 0 else "operator")]
     working = [row for row in table if row.device_s or spent.device >= 0]
     kernels = spent.kernels
     judged_s = kernels.useful_s + kernels.inefficient_s
     reached = {"roofline_fraction": kernels.useful_s / judged_s} if judged_s > 0.5 * kernels.seconds > 0 else {}
     return (
-        found
+        fractions
         | reached
         | {
             "kernels": float(sum(row.calls for row in working)),
@@ -120,8 +120,8 @@ def _short_s(working: list[Row], spent: Budget) -> float:
 def _passes_s(working: list[Row], spent: Budget) -> float:
     """Time of passes over memory that could be one, beyond what their calls cost."""
     each = 0.0 if spent.device >= 0 else _call_s(working)
-    mine = [row for row in working if row.work in PASSES and row.bound != "overhead"]
-    return sum(max(0.0, row.seconds - row.calls * each) for row in mine)
+    fusible = [row for row in working if row.work in PASSES and row.bound != "overhead"]
+    return sum(max(0.0, row.seconds - row.calls * each) for row in fusible)
 
 
 def _stalled_s(spent: Budget) -> float:
@@ -157,16 +157,16 @@ def without_rank_waits(parts: dict[str, float], bubble: float, waited: float = 0
         return parts
     waits = min(bubble, parts["comm_exposed_s"])
     rest = min(bubble - waits, parts["overhead_s"])
-    whole = sum(parts[f"{part}_s"] for part in ("compute", "comm_exposed", "overhead"))
+    step_s = sum(parts[f"{part}_s"] for part in ("compute", "comm_exposed", "overhead"))
     apart = parts | {
         "comm_exposed_s": parts["comm_exposed_s"] - waits,
         "overhead_s": parts["overhead_s"] - rest,
         "bubble_s": waits + rest,
     }
-    if "host_fraction" not in parts or whole <= 0:
+    if "host_fraction" not in parts or step_s <= 0:
         return apart
-    shares = _moved(apart, "idle_fraction", bubble / whole, ("comm_exposed_fraction", *STANDING))
-    return _moved(shares, "comm_exposed_fraction", waited / whole - shares["comm_exposed_fraction"], STANDING)
+    shares = _moved(apart, "idle_fraction", bubble / step_s, ("comm_exposed_fraction", *STANDING))
+    return _moved(shares, "comm_exposed_fraction", waited / step_s - shares["comm_exposed_fraction"], STANDING)
 
 
 def without_core_contention(parts: dict[str, float], seconds: float, ran_s: float, queued_s: float) -> dict[str, float]:
@@ -174,8 +174,8 @@ def without_core_contention(parts: dict[str, float], seconds: float, ran_s: floa
     others had the cores, in Python as often as it is in Python. What it neither ran nor queued it did stand still."""
     if "host_stall_fraction" not in parts or seconds <= 0:
         return parts
-    others = sum(parts[budget_gauge(part)] for part in ("comm_exposed", "idle"))
-    stood = 1 - (ran_s + queued_s) / seconds - others
+    waits = sum(parts[budget_gauge(part)] for part in ("comm_exposed", "idle"))
+    stood = 1 - (ran_s + queued_s) / seconds - waits
     python = sum(parts[budget_gauge(part)] for part in ("launch_gap", "host"))
     stall = parts["host_stall_fraction"]
     return parts | {"host_stall_fraction": max(0.0, stall - python * queued_s / seconds, min(stall, stood))}
@@ -183,23 +183,23 @@ def without_core_contention(parts: dict[str, float], seconds: float, ran_s: floa
 
 def _moved(shares: dict[str, float], to: str, share: float, where: tuple[str, ...]) -> dict[str, float]:
     """Shares with `share` of the step counted as `to`, taken from the others in their order, as far as there is any."""
-    left, made = max(0.0, share), dict(shares)
+    left, moved = max(0.0, share), dict(shares)
     for name in where:
-        taken = min(left, made[name])
-        made |= {name: made[name] - taken, to: made[to] + taken}
+        taken = min(left, moved[name])
+        moved |= {name: moved[name] - taken, to: moved[to] + taken}
         left -= taken
         if name in ("host_fraction", "sync_fraction"):
-            made["host_stall_fraction"] = max(0.0, made.get("host_stall_fraction", 0.0) - taken)
-    return made
+            moved["host_stall_fraction"] = max(0.0, moved.get("host_stall_fraction", 0.0) - taken)
+    return moved
 
 
 def comm_s(judged: Judged, spent: Budget) -> float:
     """Time in which any communication ran, hidden or not; on a GPU of its kernels, else of the host's operators."""
     trace, window = judged.trace, spent.window
-    mine = (trace.start < window.high) & (trace.end > window.low)
-    mine &= judged.work == judged.works.index("collective")
-    mine &= (trace.on_device & (trace.device == spent.device)) if spent.device >= 0 else ~trace.on_device
-    events = np.flatnonzero(mine)
+    selected = (trace.start < window.high) & (trace.end > window.low)
+    selected &= judged.work == judged.works.index("collective")
+    selected &= (trace.on_device & (trace.device == spent.device)) if spent.device >= 0 else ~trace.on_device
+    events = np.flatnonzero(selected)
     return float(length(*clip(trace.start[events], trace.end[events], *window.span))) if len(events) else 0.0
 
 

@@ -80,10 +80,10 @@ class Trackers:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"train": {"lr": 1}} as {"train.lr": 1}."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        flattened |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flattened
 
 
 def _tensorboard(run: Run, recipe: Mapping[str, Any], start: int) -> Sink:
@@ -133,14 +133,14 @@ def _wandb(run: Run, recipe: Mapping[str, Any], start: int) -> Sink:
     """Its own settings hold: `wandb login`, or WANDB_MODE=offline to keep everything in the run's folder."""
     import wandb
 
-    found = wandb.init(
+    tracked_run = wandb.init(
         project=PROJECT, name=run.name, id=run.id, resume="allow", config=dict(recipe), dir=str(run.folder)
     )
 
     def send(step: int, gauges: Mapping[str, float]) -> None:
-        found.log(dict(gauges), step=step, commit=True)
+        tracked_run.log(dict(gauges), step=step, commit=True)
 
-    return Sink(send=send, close=found.finish)
+    return Sink(send=send, close=tracked_run.finish)
 
 
 OPENERS: dict[str, Callable[[Run, Mapping[str, Any], int], Sink]] = {
