@@ -1,6 +1,6 @@
 """The training loop: step, validate, save, write down; stop when asked, and end with a checkpoint and an export.
 
-Every rank runs it; the main rank writes. Whatever ends it, the last whole checkpoint is there to go on from.
+Every rank runs it; the main rank writes. However it ends, the run can resume from the last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ def _train(
 
 
 def make_consensus(world: World) -> Consensus:
-    """Over gloo, which talks through the host, whatever the devices talk through."""
+    """Over gloo, which exchanges CPU tensors, whatever backend the devices use."""
     group = new_group(backend="gloo") if world.size > 1 and world.device.type == "cuda" else None
     return Consensus(rank=world.rank, size=world.size, group=group)
 
 
 def out_of_memory(plan: Plan, world: World) -> ArmillaryError:
-    """What to try when the device is full, whatever the plan had said."""
+    """What to try when the device is out of memory."""
     layout = plan.layout
     most = 2 if splits_backward(layout) else 3
     less = f"layout.micro_batch={layout.micro_batch // 2}" if layout.micro_batch > 1 else f"layout.zero={most}"

@@ -109,7 +109,7 @@ def _cache(data: Data) -> Cache | None:
 
 
 def may_hold_out(data: Data) -> bool:
-    """Whether some text could be held out: of shards that are prepared already only opening them tells."""
+    """Whether some text could be held out; for shards that are prepared already, this is known only after opening."""
     return data.held_out > 0 or bool(data.path or data.paths) or any(is_prepared(source) for source in _sources(data))
 
 
@@ -117,7 +117,7 @@ def may_hold_out(data: Data) -> bool:
 
 
 def prepare_data(asked: Data, planned: Data, progress: Progress = _SILENT) -> tuple[Prepared, ...]:
-    """The text of each source as shards, made now or earlier. A folder that the store named is made anew when the text
+    """The text of each source as shards, made now or earlier. A folder that the store named is rebuilt when the text
     has changed; one that a person named is left alone."""
     named = bool(asked.path or asked.paths)
     folders = planned.paths or (planned.path,)
@@ -205,7 +205,7 @@ def _room(shards: TokenShards, mix: int) -> int:
 
 
 def _packing(shards: TokenShards, data: Data) -> Packing:
-    """Conversations are never cut: an answer without its question teaches little."""
+    """Conversations are never split: a response without its prompt teaches little."""
     return "whole" if shards.has_answers else data.packing
 
 

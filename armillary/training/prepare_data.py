@@ -1,4 +1,4 @@
-"""`prepare`: a source of text becomes a folder of token shards with its tokenizer, whole or not at all.
+"""`prepare`: writes a source of text as a folder of token shards with its tokenizer, completely or not at all.
 
 Two passes stream the text: one surveys it (sizes, held-out documents, a sample for the tokenizer), one encodes it.
 """
@@ -40,7 +40,7 @@ class Prepared:
     seconds: float
     """time this call took"""
     remade: str = ""
-    """what was wrong with a folder that was there and was made again; empty where nothing was"""
+    """what was wrong with an existing folder that was rebuilt; empty where nothing was"""
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +76,7 @@ def prepare(
     """Turn `source` into token shards in `out`, with a BPE of `vocab` ids trained on it or the given tokenizer folder.
 
     `shuffle` mixes the documents; `format="chat"` reads conversations and marks their answers. Sources in a store are
-    fetched into `cache`. A finished folder from the same source and settings is used again; another one is replaced
+    fetched into `cache`. A finished folder from the same source and settings is reused; another one is replaced
     only on `overwrite`.
     """
     begin = time.monotonic()

@@ -1,6 +1,6 @@
 """From a recipe to a run: find the model, check that everything divides and can be exported, prepare the data.
 
-Nothing is written before every check has passed. The plan that comes out says all that a rank needs.
+Nothing is written before every check has passed. The resulting plan has everything that a rank needs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Start:
         return prepare_data(self.recipe.data, self.plan.data, progress)
 
     def open_run(self, choice: Choice | None = None, *, text: str = "", overrides: Sequence[str] = ()) -> Run:
-        """The run to go on with, taken over and planned anew; else a new one. Its checkpoints say where it goes on."""
+        """The run to resume, taken over with a new plan; else a new run. It resumes from its last checkpoint."""
         choice = choice or Choice()
         unfinished = self.to_resume(choice)
         if unfinished is None:
@@ -69,11 +69,11 @@ class Start:
         return self.keeping(unfinished).take_over(unfinished, choice, text=text, overrides=overrides)
 
     def to_resume(self, choice: Choice, say: Say = lambda text: None) -> Run | None:
-        """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
+        """The run to resume; None where a new one is to be created. BadInput where the user has to decide."""
         return run_to_resume(self.home, self.recipe, self.plan.weights, choice, say)
 
     def unfinished(self) -> Run | None:
-        """The newest run of this recipe that nobody runs and that is not done."""
+        """The newest run of this recipe that is not running and not done."""
         return unfinished_run(self.home, self.recipe, self.plan.weights)
 
     def changes_since(self, run: Run) -> list[KeyChange]:
@@ -82,7 +82,7 @@ class Start:
 
     def keeping(self, run: Run) -> Start:
         """The same with the precision and the compilation that the run was started with, where the recipe leaves them
-        to auto: a run that goes on elsewhere stays the run it is, and says where auto would now differ."""
+        to auto: a run resumed elsewhere keeps its precision, and warns where auto would now differ."""
         before, plan = Plan.from_json(run.plan.read_text(), str(run.plan)), self.plan
         if self.recipe.layout.precision == "auto" and before.layout.precision not in ("auto", plan.layout.precision):
             precision = kept_precision(before.layout.precision, plan.chosen["layout.precision"])
@@ -99,7 +99,7 @@ class Start:
     def take_over(
         self, run: Run, choice: Choice, *, text: str = "", overrides: Sequence[str] = (), say: Say = lambda text: None
     ) -> Run:
-        """Go on with a run, with the recipe as it is now and planned anew."""
+        """Resume a run with the recipe as it is now and a new plan."""
         claimed = run.claim(take_over=choice.take_over, say=say, steps=self.recipe.train.steps)
         file = choice.file or run.recipe_file
         claimed.write_recipe(to_dict(self.recipe), text=text, overrides=overrides, file=file)
@@ -132,7 +132,7 @@ def start(
     device: str | None = None,
 ) -> Start:
     """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
-    of `source`, or from scratch where it has none. `room` is how many processes may share a processor's cores, where
+    of `source`, or from scratch where it has none. `room` is how many processes may share a CPU's cores, where
     that was asked for, and `fills` how many devices must all be used; `until` is a goal that must be within reach. A
     precision of auto is resolved for the device."""
     config = recipe.model_config(source.config)
@@ -197,7 +197,7 @@ def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:
 
 def starting_point(recipe: Recipe, home: Home) -> ModelSource:
     """The recipe's model: a name of the catalogue or a bare config.json is trained from scratch; a folder, a run, a
-    release or a Hub id goes on from its weights, unless the recipe asks for its shape only."""
+    release or a Hub id starts from its weights, unless the recipe asks for its shape only."""
     source = resolve_model(recipe.model.source, home, need_weights=False)
     if recipe.train.from_scratch:
         return replace(source, folder=None)
@@ -229,8 +229,8 @@ def train_recipe(
     watch: Watch | None = None,
 ) -> Trained:
     """Train what a recipe (or its file) says, from the beginning or from where its unfinished run stands. One device is
-    this process; for more, every process that torchrun or srun started calls this. `run` names the run, `new` begins
-    one whatever there is, and `take_over` goes on with one that another process is running."""
+    this process; for more, every process that torchrun or srun started calls this. `run` names the run, `new` creates
+    a new one in any case, and `take_over` resumes one that another process is running."""
     home = home or Home.default()
     ready = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     file = "" if isinstance(recipe, Recipe) else str(Path(recipe).absolute())

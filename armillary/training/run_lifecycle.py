@@ -1,6 +1,6 @@
-"""The course of a run between its steps: going on, validating, saving, ending.
+"""The lifecycle of a run between its steps: resume, validate, save, end.
 
-What is saved goes by names that no layout changes, so a run goes on on any.
+Tensors are saved under names that do not depend on the layout, so a run can resume on any layout.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Trained:
     export: Path | None
     """the Hugging Face folder of a finished run"""
     resumed_at: int = 0
-    """step it went on from"""
+    """step it resumed from"""
     saved: int | None = None
     """step of its last checkpoint; none where it did not come to one"""
 
 
 class RunLifecycle:
-    """What happens between the steps of a run: going on, validating, saving, ending."""
+    """Resumes, validates, saves and ends a run."""
 
     def __init__(
         self, run: Run, trainer: Trainer, until: Until | None, *, allowed: Callable[[], None] | None = None
     ) -> None:
-        """`allowed()` raises where the run is another process's by now: nothing may be written then."""
+        """`allowed()` raises where another process has taken the run over: nothing may be written then."""
         self.allowed = allowed or (lambda: None)
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
         self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
@@ -67,7 +67,7 @@ class RunLifecycle:
         trainer.batches.save_due = self.clock.due
 
     def resume(self, step: int) -> int:
-        """Take everything from the checkpoint of `step`, the one to go on with; 0: there is none."""
+        """Restore everything from the checkpoint of `step`; 0: there is none."""
         if self.trainer.ranks.is_main:
             sweep_folder(self.run.folder / "checkpoints")
         if not step:
@@ -141,7 +141,7 @@ class RunLifecycle:
         return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(saved.bytes)}
 
     def end(self, first: int, step: int, *, finished: bool) -> Trained:
-        """A stopped run is saved to go on; a finished one is exported for everything else."""
+        """A stopped run is saved to be resumed; a finished one is exported."""
         trainer, ranks = self.trainer, self.trainer.ranks
         if step > self.saved and step > first:
             self.save(step)
@@ -168,7 +168,7 @@ class RunLifecycle:
         )
 
     def _tensors(self) -> dict[str, Any]:
-        """What is trained, and the states of its optimiser, under names that no layout changes."""
+        """Trained tensors and optimizer states, under names that do not depend on the layout."""
         model, optimizer, called = self.trainer.model, self.trainer.optimizer, self.trainer.sharded.full_name
         trained = {f"model.{name}": value for name, value in weights_by_name(model, optimizer, called).items()}
         buffers = dict(model.named_buffers())

@@ -1,6 +1,6 @@
 """Conversations out of records: chat messages, ShareGPT turns, or a prompt with its response.
 
-Which of them a record is shows in its keys; whatever is wrong with one is said with its file and line.
+The keys of a record show which form it has; an error names its file and line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages in order, and what else the chat template is told."""
+    """Messages in order, and the other inputs of the chat template."""
 
     messages: tuple[dict[str, Any], ...]
     """role and content at least; weight 0 on an assistant's message keeps it out of the loss"""
@@ -137,4 +137,4 @@ PLAIN = """\
 """The space before an answer belongs to it: a word and the space before it are usually one token."""
 
 TEMPLATES = {"chatml": CHAT_TEMPLATE, "plain": PLAIN}
-"""what data.template takes besides files"""
+"""values of data.template besides files"""

@@ -1,4 +1,4 @@
-"""Conversations become token shards: ids with a mask of the answers beside them, and the tokenizer with its template.
+"""Prepares conversations: token shards with a mask of the responses, and the tokenizer with its template.
 
 Two passes over the records: one to see how many there are and which are held out, one to render and encode them.
 """
@@ -112,7 +112,7 @@ def _held_out_below(corpus: Corpus, share: float, seed: int, progress: Progress)
 
 
 def _trained(corpus: Corpus, vocab: int, progress: Progress) -> Tokenizer:
-    """A tokenizer of what is said, from records spread over the whole corpus."""
+    """A tokenizer trained on the messages of records sampled over the full corpus."""
     texts = [text for _, talk in _conversations(corpus, progress, "reading") for text in _texts(talk)]
     order = np.random.default_rng(0).permutation(len(texts))
     chosen, size = [], 0

@@ -27,7 +27,7 @@ class Record:
 
 
 def records(corpus: Corpus) -> Iterator[Record]:
-    """Every record of the corpus in order; files of other kinds beside them (a README) are left out."""
+    """Every record of the corpus in order; other files (a README) are left out."""
     if not any(name.lower().endswith(_SUFFIXES) for name in corpus.names):
         raise BadData(f"{corpus.source} holds no records of conversations; give .jsonl or .parquet files")
     for path, name in corpus.local_files():

@@ -1,13 +1,13 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped, on any layout and any number of ranks.
+"""Checkpoints: everything a run needs to resume as if it had never stopped, on any layout and number of ranks.
 
     checkpoints/STEP/
       __RANK_0.distcp  .metadata   tensors by our names, through torch.distributed.checkpoint
-      state.json                   step, loss scale, kernel choices, layout: what is no tensor
+      state.json                   step, loss scale, kernel choices, layout: everything but tensors
       rng.pt                       random state of every rank
       manifest.json                every file with its size and checksum; written last
 
-A folder is written under a hidden name and renamed when it is whole, so a folder with a number is a good one. Old ones
-go (`prune`) once a newer one is whole, sealed and on disk.
+A folder is written under a hidden name and renamed when it is complete, so a folder with a number is complete. Old
+ones are deleted (`prune`) once a newer one is complete and on disk.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def save(
     allowed: Callable[[], None] = lambda: None,
 ) -> Saved:
     """Write checkpoint `step`: each rank its part of the tensors, the main rank the rest. All ranks call this, and all
-    raise the same line when one of them cannot write; what was there before is then untouched. `allowed()` may raise,
-    too: it is asked before anything is written and again before the folder gets its name."""
+    raise the same error when one of them cannot write; older checkpoints are then untouched. `allowed()` may raise,
+    too: it is called before anything is written and before the folder is renamed."""
     target = run.checkpoint(step)
     ranks.run_on_all(allowed)
     with ExitStack() as stack:
@@ -150,20 +150,20 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def kernels_of(run: Run, step: int) -> dict[str, str]:
-    """The kernels that a checkpoint was made with: a run that goes on uses the same."""
+    """The kernels of a checkpoint, which a resumed run uses too."""
     return dict(read_facts(run.checkpoint(step)).get("kernels", {})) if step else {}
 
 
 def saved_steps(run: Run) -> list[int]:
-    """Steps with a whole checkpoint, in order; one that lost a file or was cut short does not count. Contents are not
-    read: `newest` does."""
+    """Steps with a complete checkpoint, in order; one with a missing or truncated file does not count. Contents are not
+    read: `newest` reads them."""
     return [step for step in run.checkpoint_steps() if not size_faults(run.checkpoint(step))]
 
 
 def prune(run: Run, step: int, keep: int) -> list[int]:
-    """Delete checkpoints before the one of `step`, which was just written, so that `keep` whole ones stay with it
-    counted (0: all stay); gives the steps deleted. Nothing goes unless that one has its seal and every file that the
-    seal names in full length; later ones, which a run that goes on from further back will overwrite, are left alone."""
+    """Delete checkpoints before the one of `step`, which was just written, so that `keep` complete ones are left,
+    it included (0: all are kept); returns the deleted steps. Nothing is deleted unless that one has its manifest and
+    every file of it in full length; later ones, which a run resumed from further back will overwrite, are left."""
     if not keep or size_faults(run.checkpoint(step)):
         return []
     before = [number for number in run.checkpoint_steps() if number < step]
@@ -176,7 +176,7 @@ def prune(run: Run, step: int, keep: int) -> list[int]:
 
 
 def newest(run: Run, ranks: Consensus, say: Callable[[str], None] = lambda text: None) -> int:
-    """The step of the newest checkpoint that is what was written, or 0; the main rank names those it passes over."""
+    """The step of the newest undamaged checkpoint, or 0; the main rank names those that it skips."""
     steps, passed = ranks.broadcast([0, *run.checkpoint_steps()]), []
     while (step := steps.pop()) and (damage := _damage(run.checkpoint(step), ranks)):
         passed.append(f"checkpoint {step} of run {run.name} is damaged ({damage[0]})")
@@ -186,7 +186,7 @@ def newest(run: Run, ranks: Consensus, say: Callable[[str], None] = lambda text:
 
 
 def _damage(folder: Path, ranks: Consensus) -> list[str]:
-    """What is wrong with a checkpoint, the same on every rank; they share the reading."""
+    """What is wrong with a checkpoint, the same on every rank; each rank reads a share."""
     faults = ranks.broadcast(size_faults(folder))
     if faults:
         return faults
@@ -195,7 +195,7 @@ def _damage(folder: Path, ranks: Consensus) -> list[str]:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Says which error of the disk it was, on whatever rank: torch's own stream only tells of a wrong position."""
+    """Raises the disk's own error: torch's stream only reports a wrong position."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
@@ -212,7 +212,7 @@ class _Writer(dcp.FileSystemWriter):
 
 @contextmanager
 def _plain(folder: Path) -> Any:
-    """Errors of the disk as one line, wherever in torch they come from."""
+    """Disk errors as one line, wherever in torch they come from."""
     try:
         yield
     except CheckpointException as error:

@@ -1,6 +1,6 @@
 """When the next checkpoint is due, where the recipe leaves it open: every ten minutes, and rarely enough.
 
-Only the main rank decides: its answer travels with the small exchange before each step (feed.py), so all ranks save
+Only the main rank decides: its decision is part of the all-reduce before each step (step_batches), so all ranks save
 after the same step and no collective is added.
 """
 

@@ -1,4 +1,4 @@
-"""Which run to go on with: the newest unfinished one of this recipe, whatever in it may have been edited freely.
+"""Which run to resume: the newest unfinished one of this recipe, even if keys that may be edited freely differ.
 
 A recipe's keys are free, noted or defining (spec/tables/key_class.py). A run continues when no
 defining key differs; where one does, or where another process is running the run, the command stops and says so:
@@ -27,17 +27,17 @@ class Choice:
     """What the person asked for: which run, and how."""
 
     name: str = ""
-    """a run to go on with, or to begin; empty: the newest of the recipe"""
+    """a run to resume, or to create; empty: the newest of the recipe"""
     new: bool = False
-    """begin a new run whatever there is"""
+    """create a new run even if there is an unfinished one"""
     take_over: bool = False
-    """go on with a run that another process is running, which then stops"""
+    """resume a run that another process is running, which then stops"""
     file: str = ""
     """the recipe's file, by which runs of one recipe know each other"""
 
 
 def run_to_resume(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say = lambda text: None) -> Run | None:
-    """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
+    """The run to resume; None where a new one is to be created. BadInput where the user has to decide."""
     if choice.name:
         return _named(home, recipe, weights, choice, say)
     if choice.new:
@@ -50,7 +50,7 @@ def run_to_resume(home: Home, recipe: Recipe, weights: str, choice: Choice, say:
 
 
 def unfinished_run(home: Home, recipe: Recipe, weights: str) -> Run | None:
-    """The newest run of this recipe, started from these weights, that nobody runs and that is not done; None where the
+    """The newest run of this recipe, started from these weights, that is not running and not done; None where the
     newest one is done, or there is none."""
     for run in _same(home, recipe, weights):
         state = run.state.shown
@@ -98,7 +98,7 @@ def _named(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say) -
 
 
 def _free(run: Run, choice: Choice, say: Say) -> Run:
-    """A run that nobody else runs, or that may be taken from whoever does."""
+    """A run that no other process runs, or that may be taken over."""
     if not choice.take_over and run.is_held_elsewhere(say):
         raise BadInput(f"{run.held_text}; stop it, go on with it here with --take-over, {_NEW}")
     return run

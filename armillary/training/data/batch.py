@@ -46,7 +46,7 @@ class Batch:
 
 class BatchSource(Protocol):
     """What a trainer and its loader read from: token shards, blends of them, or conversations. It must pickle, because
-    worker processes read too, and be quick to unpickle: files are opened again, not carried."""
+    worker processes read too, and be quick to unpickle: files are reopened, not pickled."""
 
     @property
     def sequence(self) -> int:

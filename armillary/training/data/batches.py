@@ -1,4 +1,4 @@
-"""Batches of one set of token shards: `at(step)` depends on the seed and the step only, whatever the number of ranks.
+"""Batches of one set of token shards: `at(step)` depends on the seed and the step only, not on the number of ranks.
 
 Rows come in a new random order each epoch; which documents are neighbours in a row was settled when they were packed.
 """

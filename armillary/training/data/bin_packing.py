@@ -1,8 +1,8 @@
-"""Packing whole documents into rows: best fit, longest first, so that few rows have padding and no document is cut
+"""Packing of complete documents into rows: best fit, longest first, so that few rows have padding and none is split
 that fits into one.
 
-Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). Longer documents are cut into full rows,
-and what is left of them is packed like the others.
+Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). Longer documents are split into full
+rows, and the rest of them is packed like the others.
 """
 
 from __future__ import annotations

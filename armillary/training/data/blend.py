@@ -83,7 +83,7 @@ class Blend:
     """Training batches of several sources."""
 
     parts: tuple[Part, ...]
-    """the sources; each keeps its own order and begins it again when it is through"""
+    """the sources; each keeps its own order and starts a new epoch by itself"""
     turns: Turns
     """whose row comes when"""
     batch: int

@@ -1,4 +1,4 @@
-"""A folder on this machine for what is fetched from stores: bounded, shared by all ranks, every file whole.
+"""Local cache of files from object stores: bounded, shared by all ranks, every file complete.
 
 A file is fetched by one process while the others wait for it, checked, and renamed into place. When the folder is full,
 what was not used for longest goes; whoever still has such a file open keeps reading it.
@@ -25,7 +25,7 @@ _LOCKS = 64
 _TRIES = 3
 _PAUSE_S = 0.2
 _ABANDONED_S = 3600
-"""a file on its way that nobody wrote to for so long was left by a process that died"""
+"""a partial file that was not written to for so long was left by a process that died"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Cache:
         return path
 
     def _fetch(self, remote: Remote, name: str, path: Path, size: int | None, sha256: str | None) -> None:
-        partial = path.with_name(f".{path.name}.partial")  # of nobody else: the lock is held
+        partial = path.with_name(f".{path.name}.partial")  # of no other process: the lock is held
         for number in range(1, _TRIES + 1):
             try:
                 with self._room(remote.address(name), partial, size or 0) as file:

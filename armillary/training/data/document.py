@@ -1,4 +1,4 @@
-"""A document: one text to learn from, or ids that somebody made of one already."""
+"""A document: one text to train on, or its token ids."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Shard:
     """Two files: token ids one after another, and where each document starts."""
 
     file: str
-    """ids, relative to the folder; the offsets are beside it, with suffix .idx"""
+    """ids, relative to the folder; the offsets are in the same place, with suffix .idx"""
     tokens: int
     """ids in it"""
     documents: int

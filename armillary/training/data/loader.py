@@ -65,7 +65,7 @@ class DeviceBatch:
         return [self._rows(start, start + rows) for start in range(0, len(self.row_targets), rows)]
 
     def tokens(self, cut: Callable[[Tensor], Tensor]) -> DeviceBatch:
-        """Some tokens of every row; what is known of rows stays that of whole ones."""
+        """Some tokens of every row; counts per row stay those of full rows."""
         cuts: dict[str, Any] = {name: cut(getattr(self, name)) for name in LAYOUT}
         return replace(self, **cuts)
 
@@ -123,7 +123,7 @@ class Loader:
         with record_function(WAIT):
             item = self._ready.get()
         if isinstance(item, BaseException):
-            self._ready.put(item)  # asked again, it fails again
+            self._ready.put(item)  # it fails again when called again
             raise item
         batch: DeviceBatch = item.arrive() if isinstance(item, _Travelling) else item
         self.wait_s = time.perf_counter() - begin

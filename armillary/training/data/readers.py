@@ -1,4 +1,4 @@
-"""One reader per file format: a file becomes a stream of documents, never held whole.
+"""One reader per file format: a file is read as a stream of documents, never loaded in full.
 
 Text and source code, JSON Lines (a text under one key), Parquet (a text column) and WebDataset tars; `.gz` is unpacked.
 """
@@ -19,7 +19,7 @@ from armillary.training.data.document import Document, Skipped
 from armillary.training.data.webdataset import read_tar
 
 PIECE = 256 * 1024
-"""characters after which a text file is cut, at a blank line, into several documents"""
+"""characters after which a text file is split, at a blank line, into several documents"""
 
 
 Reader = Callable[[Path, str, str], Iterator[Document | Skipped]]
@@ -39,7 +39,7 @@ def reader_of(path: Path) -> Reader | None:
 
 
 def read_text(path: Path, origin: str, key: str) -> Iterator[Document | Skipped]:
-    """The file as one document, or as pieces of at most PIECE characters cut at blank lines."""
+    """The file as one document, or as pieces of at most PIECE characters split at blank lines."""
     try:
         with opened(path) as file:
             for number, text in enumerate(_pieces(file)):
@@ -63,7 +63,7 @@ def _pieces(file: Any) -> Iterator[str]:
 
 
 def _cut(text: str) -> int:
-    """Where to cut: after the last blank line, else after the last line, else right here."""
+    """Where to split: after the last blank line, else after the last line, else right here."""
     for mark in ("\n\n", "\n"):
         position = text.rfind(mark, PIECE // 2, PIECE)
         if position >= 0:

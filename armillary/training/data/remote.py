@@ -44,14 +44,14 @@ class Remote:
                     yield piece
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where the store does not tell."""
+        """Bytes of a file; None where the store does not report it."""
         with self._said(name):
             system, path = self._system(name)
             size = system.info(path).get("size")
             return None if size is None else int(size)
 
     def facts(self, names: Sequence[str]) -> list[tuple[int, str]]:
-        """Size (0 where the store does not tell) and version of many files."""
+        """Size (0 where the store does not report it) and version of many files."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda name: (self.size(name) or 0, self.version(name)), names))
 
@@ -70,7 +70,7 @@ class Remote:
         return {name: sizes[name] for name in names}
 
     def version(self, name: str) -> str:
-        """A text that changes when the file does, as far as the store tells."""
+        """A text that changes when the file does, as far as the store reports it."""
         with self._said(name):
             system, path = self._system(name)
             return str(system.ukey(path))

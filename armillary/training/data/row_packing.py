@@ -1,6 +1,6 @@
-"""Rows of T positions made from token shards: cut from the stream of documents, or filled with whole ones.
+"""Rows of T tokens from token shards: windows of the stream of documents, or rows of complete documents.
 
-Both number their rows shard by shard. A document never looks into another, nor predicts its first token.
+Both number their rows shard by shard. A document never attends to another, nor predicts its first token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _stacked(rows: list[tuple[np.ndarray, ...]]) -> Batch:
 @dataclass(frozen=True, kw_only=True)
 class StreamRows:
     """Windows of T + 1 ids, each starting at the last one of the window before: every id is a target once. Documents
-    are cut where a window ends; what is left at the end of the last shard is dropped, or padded on request."""
+    are split where a window ends; what is left at the end of the last shard is dropped, or padded on request."""
 
     shards: TokenShards
     """what is read"""
@@ -92,7 +92,7 @@ class StreamRows:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRows:
-    """Rows filled with whole documents by best fit, shard by shard; a row ends in padding where nothing fits."""
+    """Rows of complete documents by best fit, shard by shard; a row ends in padding where nothing fits."""
 
     shards: TokenShards
     """what is read"""

@@ -1,4 +1,4 @@
-"""The order in which samples are seen: a pure function of (seed, step), whatever the number of ranks.
+"""The order in which samples are seen: a pure function of (seed, step) for any number of ranks.
 
 Every epoch is its own permutation, computed for the asked positions only by a keyed Feistel network with cycle
 walking (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): no table, so no limit in size.
@@ -62,7 +62,7 @@ def permuted(places: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndar
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _keys(seed, epoch)
     out = _feistel(places.astype(np.uint64), half, keys)
-    # the network permutes 4^half ≥ size numbers: whoever lands outside walks on along the cycle until inside
+    # the network permutes 4^half ≥ size numbers: a number outside follows the cycle until it is inside
     while (outside := out >= np.uint64(size)).any():
         out[outside] = _feistel(out[outside], half, keys)
     return out.astype(np.int64)

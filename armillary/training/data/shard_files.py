@@ -1,4 +1,4 @@
-"""The files of a split's shards as memory maps: beside their index on disk, or in a store and fetched when touched.
+"""The files of a split's shards as memory maps: on disk, or in an object store and fetched on access.
 
 Sizes are checked when they are opened, offsets when they are first read, checksums when first opened or when fetched.
 """
@@ -63,7 +63,7 @@ class ShardFiles:
         self._maps: dict[str, tuple[Path, np.ndarray]] = {}
 
     def check_sizes(self) -> None:
-        """Name the first file that is missing or has another size than it should, as far as a store tells."""
+        """Name the first file that is missing or has another size than it should, as far as a store reports it."""
         files = [file for files in self._shards for file in files]
         if isinstance(self._place, Path):
             for file in files:
@@ -112,13 +112,13 @@ class ShardFiles:
         known = self._maps.get(file.name)
         if known is not None and self._still_sound(known[0], file.size):
             return known[1]
-        # what the cache has given up is let go here too, or the disk would not get its space back
+        # files that the cache has deleted are unmapped here too, or the disk would not get its space back
         self._maps = {name: (path, ids) for name, (path, ids) in self._maps.items() if path.exists()}
         self._maps[file.name] = self._open(file)
         return self._maps[file.name][1]
 
     def _still_sound(self, path: Path, size: int) -> bool:
-        """To read a map of a file that was cut short ends the process without a word, so its size is looked at again. A
+        """Reading a map of a file that was truncated kills the process, so its size is checked again. A
         file of ours that was removed can still be read; one of the cache that was given up is fetched again."""
         try:
             return os.stat(path).st_size == size
@@ -140,7 +140,7 @@ class ShardFiles:
         raise AssertionError("the loop returns or raises")
 
     def _compare(self, path: Path, sha256: str) -> None:
-        """With its checksum, if that is wanted: what came from a store was compared as it came."""
+        """With its checksum, if requested: files from a store were compared as they were fetched."""
         if not self._verify or not isinstance(self._place, Path):
             return
         if self._cache is None:

@@ -146,7 +146,7 @@ class TokenShards:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Opened anew where it is unpickled: a memory map would travel as its bytes."""
+        """Reopened where it is unpickled: a memory map would be pickled as its bytes."""
         return _reopen, (str(self.folder), self.split, self.cache, self.verified, self.index)
 
     @property
@@ -196,7 +196,7 @@ class TokenShards:
         return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
 
     def _checked(self, shard: int, first: int, last: int) -> np.ndarray:
-        """Ids that the model has a row for: on a GPU, one beyond would end the whole process without a name."""
+        """Ids that the model has a row for: on a GPU, an id beyond would abort the process without naming it."""
         ids = self.files.ids(shard)[first:last]
         if int(ids.max()) >= self.index.vocab:
             raise _beyond(self.files.name(shard), self.index.vocab)

@@ -1,4 +1,4 @@
-"""A first look over a corpus: how much there is, which documents are held out, and a sample to train a tokenizer on.
+"""A survey of a corpus: how much there is, which documents are held out, and a sample to train a tokenizer on.
 
 All of it depends on what the documents say, not on their order or the files they are in, and memory stays bounded.
 """

@@ -1,6 +1,6 @@
 """From a corpus to token shards: survey it, train a tokenizer where none is given, encode, and mix where asked.
 
-Everything streams: memory holds a group of documents at a time, whatever the size of the corpus.
+Everything streams: memory holds a group of documents at a time, for a corpus of any size.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _LARGEST = 1 << 28
 
 def read_tar(path: Path, origin: str, key: str) -> Iterator[Document | Skipped]:
     """A document for each sample: what has the suffix `key`, or stands under `key` in its .json; for `text`, also .txt
-    and .md. A list of whole numbers is token ids. Samples without any of it (images) are counted as skipped."""
+    and .md. A list of integers is token ids. Samples without any of it (images) are counted as skipped."""
     without = 0
     for name, files in _samples(path):
         documents = list(_documents(files, key, f"{origin}:{name}", path))
@@ -34,7 +34,7 @@ def read_tar(path: Path, origin: str, key: str) -> Iterator[Document | Skipped]:
 
 
 def _samples(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Name and files of each sample; members of a sample stand beside each other."""
+    """Name and files of each sample; members of a sample are adjacent."""
     name = ""
     files: dict[str, bytes] = {}
     try:

@@ -51,7 +51,7 @@ class Slots:
             view[...] = array
 
     def read(self, slot: int) -> Batch:
-        """A copy: the slot may be filled again at once."""
+        """A copy: the slot may be refilled at once."""
         return Batch(**{name: view.copy() for name, view in self._views(slot).items()})
 
     def _views(self, slot: int) -> dict[str, np.ndarray]:
@@ -79,7 +79,7 @@ class Worker:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve({theirs.fileno()})"
         with theirs:
             fds = (theirs.fileno(), descriptor)
-            # a process group of its own: Ctrl-C in a terminal, or a signal to the whole job, is the parent's business
+            # a process group of its own: Ctrl-C in a terminal, or a signal to the job, is handled by the parent
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=fds, stdin=subprocess.DEVNULL, process_group=0
             )
@@ -207,7 +207,7 @@ def _serve(descriptor: int) -> None:
                 slots.write(slot, batches.at(step, rank=rank, world=world))
             except ArmillaryError as error:
                 pipe.send(error)
-            except Exception:  # told to the parent, which raises it
+            except Exception:  # sent to the parent, which raises it
                 pipe.send(traceback.format_exc())
             else:
                 pipe.send(None)

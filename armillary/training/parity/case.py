@@ -49,7 +49,7 @@ class Case:
     """of experts"""
     lora_on: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
     meta: bool = False
-    """built without weights, which are drawn when it is spread"""
+    """built on the meta device; weights are drawn after sharding"""
     compile: bool = False
 
     def alone(self) -> Case:
@@ -90,7 +90,7 @@ def error(outcome: Outcome, wanted: Outcome) -> dict[str, float]:
 
 
 def _relative(found: Tensor | float, wanted: Tensor | float) -> float:
-    """|found - wanted| / |wanted|, and infinite where either is no number."""
+    """|found - wanted| / |wanted|, and infinite where either is not finite."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found, wanted))
     assert a.shape == b.shape
     value = float((a - b).norm() / b.norm().clamp_min(1e-30))

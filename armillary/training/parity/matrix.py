@@ -62,7 +62,7 @@ def cases_of(strategy: str, world: int, formats: Sequence[str] = FORMATS) -> lis
 
 
 def cases_of_layout(given: Layout, formats: Sequence[str] = FORMATS, *, experts: bool) -> list[Case]:
-    """The variants of a layout of somebody's own, on a tiny model with experts or without."""
+    """The variants of a user's layout, on a tiny model with experts or without."""
 
     def layout(recompute: str, every: int) -> Layout:
         plain = replace(given, precision="fp32", micro_batch=1)

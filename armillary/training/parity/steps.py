@@ -1,7 +1,7 @@
-"""A few training steps of a tiny model on any layout, to hold layouts against one process.
+"""A few training steps of a tiny model on any layout, to compare layouts with one process.
 
 `steps(case)` runs on every rank, or alone where the layout is of one device; what comes back is the losses, gradient
-norms and whole weights.
+norms and full weights.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def run(case: Case, world: World) -> Outcome:
         router_z_loss=1e-3,
         expert_capacity=case.capacity,
     )
-    sharded = spread(case, job, world)
+    sharded = shard_model(case, job, world)
     routers = Routers(sharded, job)
     optimizer = optimizer_of(sharded, job, folder=Path(tempfile.gettempdir()))
     for group in optimizer.param_groups:
-        group["lr"] = 3e-3  # at 1e-2 one process that cuts its batch in four differs from itself by 8e-6
+        group["lr"] = 3e-3  # at 1e-2 one process with four micro-batches differs from itself by 8e-6
     losses, norms, gauges = [], [], []
     for step in range(case.steps):
         routers.start()
@@ -78,16 +78,16 @@ def run(case: Case, world: World) -> Outcome:
 
 
 def names(sharded: Sharded) -> list[str]:
-    """Of the whole model's parameters."""
+    """Of the full model's parameters."""
     if sharded.pipeline is None:
         return [name for name, _ in sharded.model.named_parameters()]
     with torch.device("meta"):
         return [name for name, _ in Transformer(sharded.model.config).named_parameters()]
 
 
-def spread(case: Case, job: TrainJob, world: World) -> Sharded:
-    """The model with its first weights, spread before or after they are drawn."""
-    # alone even among ranks, where make_mesh would ask the others
+def shard_model(case: Case, job: TrainJob, world: World) -> Sharded:
+    """The model with its initial weights, sharded before or after they are drawn."""
+    # alone even among ranks, where make_mesh would communicate
     mesh = make_mesh(case.layout, world) if world.size > 1 else Mesh(axis_sizes(case.layout), world)
     later = case.meta or case.layout.pp > 1
     if case.layout.pp > 1:

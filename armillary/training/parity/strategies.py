@@ -114,7 +114,7 @@ def layout_of(strategy: str, ranks: int, **also: object) -> Layout | None:
     dp, alone = ranks // inner, not fills and not given.get("only") and ranks < 2 * inner
     ep = dp if given.get("ep") == "all" else int(given.get("ep", 1))
     shard = dp // 2 if given.get("shard") == "half" else None
-    # ep next to dp is only told apart from ep alone where some ranks make_stage_model the same experts
+    # ep next to dp is only told apart from ep alone where some ranks hold the same experts
     all_experts = given.get("ep") == 2 and inner == 1 and dp == ep
     if alone or all_experts or shard == 1 or dp * fixed["cp"] % ep:
         return None

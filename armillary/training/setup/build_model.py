@@ -1,4 +1,4 @@
-"""What a run starts from: its text, and its model, random or from a folder, spread over the ranks."""
+"""Opens the data of a run and builds its model, random or from a folder, sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Started(NamedTuple):
 def start_model(
     plan: Plan, mesh: Mesh, ranks: Consensus, *, names: Mapping[str, str] | None = None, home: Home | None = None
 ) -> Started:
-    """The model with its first weights, spread as the layout says. The main rank chooses its kernels for all, unless
+    """The model with its initial weights, sharded by the layout. The main rank selects the kernels for all, unless
     `names` has what was chosen when the run began; what it finds is kept in `home`. Where ranks share the weights none
-    ever holds the whole: the model is built without memory, cut, and each rank keeps its piece of every tensor."""
+    ever holds the full model: it is built on meta, sharded, and each rank keeps its shard of every tensor."""
     job, layout, device = plan.train, plan.layout, mesh.world.device
     assert job is not None
     copies = layout.tp == layout.pp == layout.ep == 1 and (layout.zero == 0 or mesh.num_copies == 1)
-    model = ranks.run_long("load the model", lambda: _whole(plan, device) if copies else _without_memory(plan, mesh))
+    model = ranks.run_long("load the model", lambda: _full_model(plan, device) if copies else _on_meta(plan, mesh))
     ranks.run_on_all(lambda: add_lora(model, job, precision=layout.precision))
     choices = _choices(plan, model, device, ranks, names or {}, home)
     sharded = ranks.run_on_all(lambda: apply(model, layout, mesh, loss=choices.loss, compile=job.compiled))
@@ -79,14 +79,14 @@ def _dtype(plan: Plan) -> torch.dtype:
     return base_dtype(plan.train, plan.layout.precision)
 
 
-def _whole(plan: Plan, device: torch.device) -> Transformer:
+def _full_model(plan: Plan, device: torch.device) -> Transformer:
     assert plan.train is not None
     if plan.weights:
         return load_model(plan.weights, dtype=_dtype(plan), device=device)
     return build(plan.model, dtype=_dtype(plan), device=device, seed=plan.train.seed)
 
 
-def _without_memory(plan: Plan, mesh: Mesh) -> Transformer:
+def _on_meta(plan: Plan, mesh: Mesh) -> Transformer:
     assert plan.train is not None
     with torch.device("meta"):
         if plan.layout.pp > 1:

@@ -1,4 +1,4 @@
-"""The matrix products of a run's fused blocks: timed once for a device and its shapes, then remembered.
+"""Selects the GEMMs of a run's fused blocks: timed once per device and shapes, then cached.
 
 Timing takes some seconds on a hot chip, so it is done for runs that last and only where nothing says otherwise.
 """
@@ -20,7 +20,7 @@ from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choice, save_choice
 
 _WORTH_S, _FLOPS_PER_S = 200.0, 5e14
-"""how long a run must be expected to take, on a chip of that speed, for its products to be timed"""
+"""how long a run must be expected to take, on a chip of that speed, for its GEMMs to be timed"""
 
 
 def choose_products(
@@ -33,7 +33,7 @@ def choose_products(
     home: Home | None,
     timed: bool,
 ) -> tuple[Gemms, dict[str, str]]:
-    """The products, and what they are called in the run's names; `names` says what was chosen earlier."""
+    """The GEMMs, and their names in the run's choices; `names` are earlier choices."""
     known = {key: name for key, name in (names or {}).items() if key.startswith("product ")}
     wanted = timed and not names and device.type == "cuda" and layout.precision == "bf16"
     if wanted and _is_worth_it(config, job, layout):

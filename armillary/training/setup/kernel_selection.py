@@ -39,7 +39,7 @@ from armillary.training.step.loss import LossSum, loss_sum, through
 _SLOW_TO_BUILD = ("compile", "flex")
 """versions that torch's compiler would have to build, for tens of seconds a run"""
 BLOCK, FUSED = "block", "fused"
-"""the name under which blocks as a whole are remembered, and how they run where they are not left to their layers"""
+"""the name of the choice for blocks, and its value where blocks run as fused passes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class Choices:
     """What a run computes with."""
 
     names: dict[str, str] = field(default_factory=dict)
-    """what -> the version chosen for it; given to `use_kernels`, it chooses the same again"""
+    """what -> the version selected for it; `use_kernels` selects the same from it"""
     attention: dict[tuple[int | None, bool], AttentionFunction] = field(default_factory=dict)
     """(window, whether rows hold several documents) -> the function"""
     loss: LossSum = loss_sum
     """head and cross-entropy, by `training.loss.loss_sum`'s signature"""
     weights_16bit: Weights16Bit | None = None
-    """copies of the weights that products are made with"""
+    """16-bit copies of the weights, for GEMMs"""
 
     @property
     def copies(self) -> Mapping[Tensor, Tensor]:
@@ -77,8 +77,8 @@ def use_kernels(
 ) -> Choices:
     """Choose for the model's shapes (or take what `names` says) and set the functions on its layers.
 
-    Called after adapters are added and before the model is cut, on rank 0 with `names` None, on the others with what
-    rank 0 chose. Deterministic jobs, and `timed` False, take the first version that agrees without timing any. `device`
+    Called after adapters are added and before the model is sharded, on rank 0 with `names` None, on the others with rank
+    0's choices. Deterministic jobs, and `timed` False, take the first version that agrees without timing any. `device`
     is where the model will be, while it is still on meta.
     """
     device = device or next(model.parameters()).device
@@ -123,7 +123,7 @@ def use_kernels(
 
 
 def _fp8(device: torch.device) -> Callable[..., Tensor]:
-    """Layers in fp8 by themselves: the library's products where there are some, else the rounded numbers'."""
+    """fp8 layers outside fused blocks: the library's GEMMs where available, else the emulation."""
     version = FP8_LINEAR.version("triton+cublas")
     assert version is not None
     return FP8_LINEAR.reference if lacking(version.needs, device.type) else version.load()
@@ -173,7 +173,7 @@ def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]])
 def _sort_experts(
     model: Transformer, job: TrainJob, grouped: Callable[..., Tensor], weights_16bit: Weights16Bit | None = None
 ) -> None:
-    """Experts take their tokens sorted, all in one product, and their weights from the copies where there are some."""
+    """Experts take sorted tokens, in one grouped GEMM, and the 16-bit copies of their weights where there are some."""
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
             layer.dispatch = SortedDispatch(grouped, drops=job.expert_capacity is not None)
@@ -196,7 +196,7 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, weights_16bit: W
 
 
 def _narrow_gradients(model: Transformer, dtype: torch.dtype) -> None:
-    """Gradients of matrices stay in the format their product gives them, which is exact: nothing is added to them."""
+    """Gradients of matrices keep the dtype of their GEMM, which is exact: nothing is accumulated into them."""
     for module in model.modules():
         matrices = [module.weight] if isinstance(module, nn.Linear) else []
         matrices += [module.up_E2FH, module.down_EHF] if isinstance(module, Experts) else []

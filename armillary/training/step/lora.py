@@ -1,6 +1,6 @@
 """LoRA training: adapters on a frozen model, merged into it on export or written as a folder that `peft` loads.
 
-Everything that is written works on whole tensors by name, so it is the same however a run was sharded.
+Everything that is written works on full tensors by name, so it does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: TrainJob) -> dict[str, Tensor]:
-    """Whole tensors by our names, adapters added to the matrices they belong to. Sums are taken in fp32 at least and
+    """Full tensors by our names, adapters added to the matrices they belong to. Sums are taken in fp32 at least and
     kept in the matrix's own format."""
     plain = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
     for module, target in _targets(config, job).items():
@@ -61,7 +61,7 @@ def merged_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: Trai
 
 
 def merged(model: Transformer, job: TrainJob) -> Transformer:
-    """A model without adapters that computes the same, for export; on a single device, where parameters are whole."""
+    """A model without adapters that computes the same, for export; on a single device, without sharding."""
     if not any(adapters(model)):
         return model
     first = next(model.parameters())

@@ -46,7 +46,7 @@ def loss_sum(model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chun
 
 def through(linear_loss: Callable[..., Tensor], weights_16bit: Weights16Bit | None = None) -> LossSum:
     """`loss_sum` by a version of `kernels.linear_cross_entropy`, which bounds its memory by itself; heads that are
-    wrapped, cut or have a bias take the plain form."""
+    wrapped, sharded or have a bias take the plain form."""
 
     def loss(model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chunk: int) -> Tensor:
         head = model.embedding if model.output is None else model.output

@@ -1,6 +1,6 @@
 """fp16 needs its loss scaled, so that small gradients do not vanish; a step whose gradients overflowed is skipped.
 
-torch's GradScaler, made to work on gradients that are cut over ranks: every rank looks at its own part, and all skip
+torch's GradScaler for gradients that are sharded over ranks: every rank checks its own part, and all skip
 together (Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2).
 """
 

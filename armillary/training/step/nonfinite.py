@@ -1,7 +1,7 @@
-"""Steps whose loss or gradients are no numbers: the device has not taken them (optim.update); here the run hears of it.
+"""Steps whose loss or gradients are not finite: the device has skipped the update (optimizer.update).
 
-The recipe says what follows (`train.on_nonfinite`): the run stops, with the weights it had before that step, or goes on
-with the next batch. fp16 always goes on, with a smaller loss scale.
+`train.on_nonfinite` says what follows: the run stops, with the weights it had before that step, or continues with the
+next batch. fp16 always continues, with a smaller loss scale.
 """
 
 from __future__ import annotations

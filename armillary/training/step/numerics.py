@@ -1,4 +1,4 @@
-"""Number formats and determinism of a run, set for its duration and put back after it."""
+"""Matmul precision and determinism of a run, set for its duration and restored after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
-    """fp32 products through tf32 units where asked, and only kernels that give the same bits each time where asked."""
+    """fp32 GEMMs on tf32 units, and deterministic kernels only, as requested."""
     before = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     torch.set_float32_matmul_precision("high" if tf32 else before[0])
     if deterministic:
@@ -28,11 +28,11 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""precision -> what products run in, over weights in fp32; with fp8, those that are not in fp8"""
+"""precision -> dtype of GEMMs over fp32 weights; with fp8, of those that are not in fp8"""
 
 
 def autocast(precision: str, device: torch.device, *, wanted: bool = True) -> AbstractContextManager[object]:
-    """Matrix products in a half format over fp32 weights; nothing where weights are cast in another way."""
+    """16-bit GEMMs over fp32 weights; nothing where weights are cast in another way."""
     half = HALF.get(precision)
     return torch.autocast(device.type, half) if half is not None and wanted else nullcontext()
 

@@ -1,4 +1,4 @@
-"""The optimiser of a run: on the device, or on the host where the layout says so, as far beside the steps as can be."""
+"""The optimizer of a run: on the device, or on the host with optimizer offload, overlapped with the next step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.optimizer import make_optimizer, parameter_groups
 
 OPTIMIZER_OUT = ("optimizer", "both", "nvme")
-"""values of layout.offload under which the optimiser's states leave the device"""
+"""values of layout.offload with which the optimizer states leave the device"""
 
 
 def optimizer_of(
     sharded: Sharded, job: TrainJob, *, weights_16bit: Weights16Bit | None = None, folder: Path | None = None
 ) -> torch.optim.AdamW:
-    """`weights_16bit` are the copies that products are made with; `folder` is on the disk that nvme means."""
+    """`weights_16bit` are the copies for GEMMs; `folder` is on the disk for offload=nvme."""
     layout, model, device = sharded.layout, sharded.model, sharded.mesh.world.device
     if layout.offload not in OPTIMIZER_OUT:
         return make_optimizer(model, job, layout.precision, None if weights_16bit is None else weights_16bit.copies)
@@ -45,12 +45,12 @@ def optimizer_of(
 
 
 class Offloaded:
-    """What a run keeps elsewhere than on its device, and how long its steps stand still for it."""
+    """What a run offloads to the host, and how long its steps wait for it."""
 
     def __init__(self, sharded: Sharded, optimizer: torch.optim.Optimizer) -> None:
         self._activations = sharded.activations
         self._optimizer = optimizer if isinstance(optimizer, HostAdamW) else None
-        self._timer = _Standstill(sharded.mesh.world.device)
+        self._timer = _CopyWaits(sharded.mesh.world.device)
         for part in (self._activations, self._optimizer):
             if part is not None:
                 part.timer = self._timer
@@ -74,8 +74,8 @@ class Offloaded:
             self._optimizer.finish()
 
 
-class _Standstill(ExposedWaits):
-    """Copies outlast the steps that began them: what has not ended yet is counted with the next."""
+class _CopyWaits(ExposedWaits):
+    """Copies outlast the steps that started them: those that have not ended are counted with the next step."""
 
     def take(self) -> float:
         ended = [pair for pair in self._pairs if not self._timer.on_gpu or pair[1].query()]
@@ -87,7 +87,7 @@ class _Standstill(ExposedWaits):
 
 
 def narrow(model: nn.Module, weights_16bit: Weights16Bit, *, summed: bool) -> None:
-    """Hold the weights of products in the format they are multiplied in and no other: their fp32 form is elsewhere.
+    """Keep the weights of GEMMs in the dtype of the GEMMs only: their fp32 form is on the host.
     Gradients that are summed over micro-batches are summed in fp32 as before."""
     for weight in matrices(model):
         if weight.requires_grad and hasattr(weight, "grad_dtype"):
@@ -108,7 +108,7 @@ def widen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def matrices(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Weights of matrix products."""
+    """Weights of GEMMs."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             yield module.weight

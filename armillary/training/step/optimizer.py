@@ -1,4 +1,4 @@
-"""AdamW and its learning rate: one function of the step, written down once.
+"""AdamW and its learning-rate schedule.
 
 Weight decay acts on matrices only; norms, biases and sinks are left alone.
 """
@@ -76,13 +76,13 @@ def update(
     known: Callable[[Tensor], None] = lambda norm: None,
     loss: Tensor | None = None,
 ) -> Tensor:
-    """Clip, step, forget the gradients; gives their norm before clipping, to `known` as soon as nothing can change it.
+    """Clip, step, free the gradients; returns their norm before clipping, and passes it to `known` once it is final.
     Nothing here waits for the device. A step whose gradients (or `loss`, the mean over all ranks) are not finite leaves
     weights and states as they are, decided on the device: the norm is not finite where any gradient of any rank is not,
     and it is the same on all of them."""
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
-    if isinstance(optimizer, adamw.AdamW):  # whole gradients on every rank: clipped on their way through the kernel
+    if isinstance(optimizer, adamw.AdamW):  # unsharded gradients: the kernel clips them
         norm = sharded.norm_of_all(adamw.gradient_norm(sharded.model.parameters()))
         known(norm)
         check = norm if loss is None else norm + loss
@@ -120,7 +120,7 @@ def _checked_step(optimizer: torch.optim.Optimizer, check: Tensor) -> None:
 def weights_by_name(
     model: nn.Module, optimizer: torch.optim.Optimizer, called: Callable[[str], str] = str
 ) -> dict[str, Tensor]:
-    """The parameters that train, wherever their fp32 form is, under their names in the whole model."""
+    """The parameters that train, wherever their fp32 form is, under their names in the full model."""
     on_host = isinstance(optimizer, HostAdamW)
     return {
         called(name): optimizer.weight(parameter) if on_host else parameter.detach()  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ def weights_by_name(
 def states_by_name(
     model: nn.Module, optimizer: torch.optim.Optimizer, called: Callable[[str], str] = str
 ) -> dict[str, Tensor]:
-    """AdamW's states under the names of their parameters (`called` in the whole model), made where there are none yet,
+    """AdamW's states under the names of their parameters (`called` in the full model), created where there are none,
     for checkpoints."""
     names = {parameter: called(name) for name, parameter in model.named_parameters()}
     states: dict[str, Tensor] = {}

@@ -22,7 +22,7 @@ from armillary.spec.tables.train import TrainJob
 TAIL = 0.1
 """an expert with less than this share of the mean load hardly learns"""
 NEAR = 0.5
-"""share of the mean load by which an expert must be off for its bias to move by the whole rate"""
+"""share of the mean load by which an expert must be off for its bias to move by the full rate"""
 
 
 class Routers:
@@ -108,7 +108,7 @@ class Routers:
 
 
 def _over(mesh: Mesh) -> Callable[[Tensor], Tensor] | None:
-    """Sums over the ranks that share a row, where it is cut."""
+    """Sums over the ranks that share a row, with context parallelism."""
     if mesh.context is None:
         return None
 
@@ -121,7 +121,7 @@ def _over(mesh: Mesh) -> Callable[[Tensor], Tensor] | None:
 
 
 def _over_rows(mesh: Mesh) -> Callable[[Rule, Tensor], Tensor] | None:
-    """Applies a rule to rows that ranks share, where they are cut."""
+    """Applies a rule to full rows, with context parallelism."""
     if mesh.context is None:
         return None
     context = Context.of(mesh.context)

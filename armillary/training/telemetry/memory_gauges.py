@@ -1,7 +1,7 @@
 """Memory of one step by what it is for, under the gauge names of a plan: through the allocator on a GPU, through a
 watch over every operator on a CPU.
 
-Weights, gradients and optimiser states are what this rank holds; activations are what the forward pass keeps.
+Weights, gradients and optimizer states are those of this rank; activations are what the forward pass saves.
 """
 
 from __future__ import annotations

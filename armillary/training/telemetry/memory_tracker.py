@@ -1,6 +1,6 @@
 """Memory by what it is for, measured on a CPU: every storage that operators make is seen, from its birth to its end.
 
-A dispatch mode around one step; tensors cut over ranks are opened to their local part first. What operators use inside
+A dispatch mode around one step; sharded tensors count with their local part. What operators use inside
 themselves is not seen. The categories are those of a plan, at the moment when most was alive.
 """
 
@@ -25,7 +25,7 @@ class MemoryWatch(TorchDispatchMode):
     """`with MemoryWatch() as watch: … with watch.phase("loss"): …`, then `watch.peak()`."""
 
     def __init__(self, elsewhere: Callable[[Tensor], bool] = lambda tensor: False) -> None:
-        """What is `elsewhere`, waiting on the host for its turn, is not counted."""
+        """What is `elsewhere`, offloaded to the host, is not counted."""
         super().__init__()
         self._elsewhere = elsewhere
         self._tag = "activations"
@@ -37,10 +37,10 @@ class MemoryWatch(TorchDispatchMode):
         self._gradients: set[int] = set()
         self._resize: Any = None
 
-    # --- what the caller tells
+    # --- called by the meter
 
     def hold(self, tensors: Iterable[Tensor], tag: str) -> None:
-        """Tensors that are there already: weights, optimiser states."""
+        """Tensors that exist already: weights, optimizer states."""
         for tensor in tensors:
             self._see(local(tensor), tag)
 
@@ -73,7 +73,7 @@ class MemoryWatch(TorchDispatchMode):
             sizes[name] = sizes.get(name, 0) + size
         return sizes
 
-    # --- what torch tells
+    # --- called by torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -111,7 +111,7 @@ class MemoryWatch(TorchDispatchMode):
         self._total -= self._alive.pop(key, ("", 0))[1]
 
     def __enter__(self) -> MemoryWatch:
-        """FSDP grows and empties the storage of gathered weights in place, which no operator tells of."""
+        """FSDP grows and empties the storage of gathered weights in place, which no operator shows."""
         original, watch = UntypedStorage.resize_, self
 
         def resize(storage: UntypedStorage, size: int) -> UntypedStorage:

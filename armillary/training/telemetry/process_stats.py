@@ -43,7 +43,7 @@ PROFILER = "profiler window"
 
 
 def memory_gauges(device: torch.device) -> dict[str, float]:
-    """Now and most so far: the allocator's on a GPU; on a CPU, whose memory is the host's, the whole process's."""
+    """Now and most so far: the allocator's on a GPU; on a CPU, whose memory is the host's, the process's."""
     host = {"host_memory_bytes": peak_resident_bytes()}
     if device.type != "cuda":
         return host | {"memory_bytes": resident_bytes(), "memory_peak_bytes": peak_resident_bytes()}
@@ -74,7 +74,7 @@ class Throughput:
         self._peak = chip.flops.get("bf16") if chip.kind != "cpu" else None
 
     def gauges(self, seconds: float, data_wait_s: float) -> dict[str, float]:
-        """MFU only where the chip's peak is known: by the convention its dense 16-bit peak, whatever the precision."""
+        """MFU only where the chip's peak is known: by convention its dense 16-bit peak, for every precision."""
         rate = self._tokens / seconds
         each = rate / self._devices
         gauges = {

@@ -34,7 +34,7 @@ NO_ROOFLINE = Roofline(device="not asked")
 CHEAPEST = 0.25
 """share of the operators' calls, the cheapest, whose cost is taken for what any call costs"""
 PASSES = ("elementwise", "norm", "copy")
-"""classes of work that only pass over memory, and that compilers join"""
+"""classes of memory-bound work that compilers fuse"""
 STANDING = ("host_fraction", "sync_fraction", "launch_gap_fraction")
 """shares in which a rank that waits for others may be seen: its main thread stands in Python or in a call"""
 LONG_S = 1e-3
@@ -99,7 +99,7 @@ def shares(judged: Judged, spent: Budget) -> dict[str, float]:
 
 
 def _call_s(working: list[Row]) -> float:
-    """What any call costs a processor, whatever its work: that of its cheapest operators."""
+    """The cost of a torch call on a CPU apart from its work: that of the cheapest operators."""
     before, total = 0, sum(row.calls for row in working)
     for seconds, calls in sorted((row.seconds / row.calls, row.calls) for row in working):
         before += calls
@@ -110,7 +110,7 @@ def _call_s(working: list[Row]) -> float:
 
 def _short_s(working: list[Row], spent: Budget) -> float:
     """Time that follows the number of kernels rather than their work: on a GPU kernels too short for any roofline; on a
-    processor what any call costs, of every operator."""
+    CPU the cost of a call, of every operator."""
     if spent.device >= 0:
         return sum(row.seconds for row in working if row.bound == "overhead")
     each = _call_s(working)
@@ -204,7 +204,7 @@ def comm_s(judged: Judged, spent: Budget) -> float:
 
 
 FIRST = (7, 9, 11)
-"""early steps of this process that are profiled whatever the interval"""
+"""early steps of this process that are profiled in addition to the interval"""
 FIRST_S = 4.0
 """seconds for analysing the early profiles, after which no more of them are taken"""
 

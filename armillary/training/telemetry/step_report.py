@@ -1,4 +1,4 @@
-"""What a step of training reports to whoever watches."""
+"""The report of a training step."""
 
 from __future__ import annotations
 

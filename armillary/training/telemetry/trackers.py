@@ -1,4 +1,4 @@
-"""Gauges sent on to TensorBoard, MLflow or Weights & Biases, beside gauges.jsonl, which is always written.
+"""Gauges sent on to TensorBoard, MLflow or Weights & Biases, in addition to gauges.jsonl, which is always written.
 
 Each is imported only where it is asked for. One that is not installed is said before the run starts; one that fails
 later is said once and left alone: no tracker stops a run.
@@ -46,7 +46,7 @@ class Trackers:
     def __init__(
         self, names: Sequence[str], run: Run, *, say: Say, recipe: Mapping[str, Any] | None = None, start: int = 0
     ) -> None:
-        """`say` takes one line where a tracker fails; `start` is the step a resumed run goes on from; `recipe` is filed
+        """`say` takes one line where a tracker fails; `start` is the step from which a run resumes; `recipe` is filed
         with the run."""
         check_trackers(names)
         self._say, self._open = say, dict[str, Sink]()

@@ -93,7 +93,7 @@ def test_eight_stages(ranks: Ranks) -> None:
     check(ranks.run(8, many, cases, timeout_s=600)[0], cases)
 
 
-# --- what stages make_stage_model
+# --- what stages hold
 
 
 def filled_from(folder: str, config: ModelConfig) -> list[str]:
