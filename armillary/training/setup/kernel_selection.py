@@ -78,8 +78,8 @@ def use_kernels(
     """Choose for the model's shapes (or take what `names` says) and set the functions on its layers.
 
     Called after adapters are added and before the model is sharded, on rank 0 with `names` None, on the others
-    with rank 0's choices. Deterministic jobs, and `timed` False, take the first version that agrees without timing any. `device`
-    is where the model will be, while it is still on meta.
+    with rank 0's choices. Deterministic jobs, and `timed` False, take the first version that agrees without timing.
+    `device` is where the model will be, while it is still on meta.
     """
     device = device or next(model.parameters()).device
     _sort_experts(model, job, grouped_linear)
