@@ -189,14 +189,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from armillary.model.layers.attention_forms import plain
 from armillary.parallel.compile_blocks import compile_blocks
-from armillary.parallel.tensor import cut_by_tensor
+from armillary.parallel.tensor import apply_tensor_parallel
 from armillary.model.transformer import build
 from tests.parallel.test_parallel_on_gpu import CONFIG
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 mesh = DeviceMesh("cuda", torch.arange(2), mesh_dim_names=("tp",))
 model = build(CONFIG, dtype=torch.bfloat16, device="cuda", seed=1)
-compile_blocks(model, cut_by_tensor(model, mesh, cut_tokens=True), overlap=True)
+compile_blocks(model, apply_tensor_parallel(model, mesh, shard_tokens=True), overlap=True)
 x = torch.randn(2, 64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 cos_sin = model.rotary(torch.arange(128, device="cuda").expand(2, -1))
 with _test_mode():
