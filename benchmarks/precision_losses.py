@@ -20,7 +20,7 @@ from typing import Any
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.training.prepare_run import train_recipe
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 
 LAST, EVERY = 20, 50
 """steps whose losses are averaged, and between two words about how it goes"""

@@ -6,14 +6,17 @@ and FSDP comes last. A pipeline stage is treated alike; FSDP shards its virtual 
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.fsdp import FSDPModule
 
 from armillary.model.transformer import Transformer
@@ -21,11 +24,11 @@ from armillary.model.weights.hf_weights import full_names
 from armillary.parallel import fsdp as data
 from armillary.parallel import vocabulary
 from armillary.parallel.collectives import Group, WaitTimer
-from armillary.parallel.compile_blocks import can_fold, compile_blocks
 from armillary.parallel.context.shard_sequence import Context, agree_on_length
 from armillary.parallel.ddp import Replicas, sum_partial
 from armillary.parallel.expert.shard_experts import apply_expert_parallel, fsdp_experts, is_of_expert
 from armillary.parallel.grad_norm import clip
+from armillary.parallel.local_tensors import local_shards_ready
 from armillary.parallel.mesh import DATA_AXES, Mesh
 from armillary.parallel.offload import Activations, offload_activations
 from armillary.parallel.pipeline.pipeline import make_pipeline
@@ -231,3 +234,36 @@ class Sharded:
             if group is not None:
                 dist.all_reduce(value, group=group)
         return value
+
+
+def compile_blocks(model: Transformer, tp: Group | None = None, *, overlap: bool = False) -> None:
+    """Compile every block's forward; with `overlap`, tensor-parallel collectives are pipelined with the GEMMs."""
+    if tp is not None and overlap:
+        _pipeline_collectives(tp)
+    for block in model.blocks.values():
+        compiled = torch.compile(block.forward)
+        block.forward = compiled if tp is None else partial(_with_local_shards, block, compiled)
+
+
+def can_fold(mesh: Mesh) -> bool:
+    """Whether tensor-parallel ranks share memory: GPUs of one machine that reach each other."""
+    if mesh.world.device.type != "cuda" or not mesh.is_on_one_machine("tp"):
+        return False
+    peers = range(1, torch.cuda.device_count())
+    return len(peers) > 0 and all(torch.cuda.can_device_access_peer(0, other) for other in peers)
+
+
+def _pipeline_collectives(tp: Group) -> None:
+    """torch's asynchronous tensor parallelism: GEMMs are split along with the all-gathers and reduce-scatters next to
+    them, over memory that the ranks of one machine share."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # called needless by its deprecation, while the compiler still asks whether it was called (2.11 to 2.13)
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(tp.name)
+
+
+def _with_local_shards(block: nn.Module, compiled: Callable[..., Tensor], *args: Any) -> Tensor:
+    with local_shards_ready(block):
+        return compiled(*args)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.errors import BadLayout
-from armillary.parallel.groups import new_group, new_mesh
-from armillary.parallel.world import World
+from armillary.parallel.world import World, new_group, new_mesh
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import axis_sizes, expert_axis_sizes
 

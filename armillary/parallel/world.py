@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.errors import BadInput, BadLayout
 from armillary.model.device import fit_threads, pick_device
@@ -164,3 +165,33 @@ def _device(asked: str | None, place: _Place) -> torch.device:
         return torch.device("cuda", 0)
     number, have = place.local_rank + 1, f"{count} GPU{'s' * (count != 1)}"
     raise BadLayout(f"process {number} on this machine has no GPU, there are {have}; try --devices {count}")
+
+
+# --- process groups: torch gives each new one its own timeout (10 min for NCCL, 30 for gloo), not the default group's
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The timeout of this group's collectives."""
+    backend = group._get_backend(group._device_types[0])
+    return backend.options._timeout
+
+
+def default_timeout() -> timedelta:
+    """The timeout of the default group, as `join_world` set it."""
+    world = dist.group.WORLD
+    assert world is not None, "several ranks have a process group"
+    return timeout_of(world)
+
+
+def new_group(ranks: Sequence[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of these ranks, or of all; every rank calls it."""
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=default_timeout())
+    return group
+
+
+def new_mesh(device_type: str, ranks: torch.Tensor, axes: Sequence[str]) -> DeviceMesh:
+    """torch's mesh of these ranks, with a group for every axis; every rank calls it."""
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(default_timeout(), group)
+    return mesh

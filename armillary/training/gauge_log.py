@@ -14,7 +14,7 @@ from armillary.errors import ArmillaryError
 from armillary.store.gauges import GaugeWriter
 from armillary.store.runs import Run
 from armillary.training.telemetry.process_stats import source_of
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.telemetry.trackers import Trackers
 from armillary.training.trainer import Trainer
 

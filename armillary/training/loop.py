@@ -12,8 +12,7 @@ import torch
 
 from armillary.errors import ArmillaryError
 from armillary.parallel.consensus import Consensus
-from armillary.parallel.groups import new_group
-from armillary.parallel.world import World, join_world
+from armillary.parallel.world import World, join_world, new_group
 from armillary.spec.layout_rules.trainer import splits_backward
 from armillary.spec.plan import Plan
 from armillary.store.home import Home

@@ -28,7 +28,7 @@ from armillary.training.step.numerics import seed
 from armillary.training.step.offload import widen
 from armillary.training.step.optimizer import states_by_name, weights_by_name
 from armillary.training.stopping import Until
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 
 

@@ -30,8 +30,7 @@ from armillary.training.step.optimizer import learning_rate, set_learning_rate, 
 from armillary.training.step.router_balance import Routers
 from armillary.training.step_batches import StepBatches, Stop
 from armillary.training.telemetry.async_readback import StepValues
-from armillary.training.telemetry.step_report import StepReport
-from armillary.training.telemetry.step_telemetry import NullTelemetry, StepTelemetry
+from armillary.training.telemetry.step_telemetry import NullTelemetry, StepReport, StepTelemetry
 
 Meanwhile = Callable[[], None]
 

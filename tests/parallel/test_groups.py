@@ -14,10 +14,9 @@ from torch.distributed import distributed_c10d
 
 from armillary.model.transformer import build
 from armillary.parallel.apply import apply
-from armillary.parallel.groups import timeout_of
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.pipeline.stage import make_stage_model
-from armillary.parallel.world import World, join_world
+from armillary.parallel.world import World, join_world, timeout_of
 from armillary.spec.layout import Layout
 from armillary.training.loop import make_consensus
 from armillary.training.parity.case import SEQUENCE, mixture

@@ -22,8 +22,8 @@ from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer
 from armillary.parallel import fsdp as data
 from armillary.parallel import vocabulary
+from armillary.parallel.apply import compile_blocks
 from armillary.parallel.collectives import Group
-from armillary.parallel.compile_blocks import compile_blocks
 from armillary.parallel.ddp import Replicas, sum_partial
 from armillary.parallel.grad_norm import clip
 from armillary.parallel.mesh import Mesh, make_mesh
@@ -188,7 +188,7 @@ from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from armillary.model.layers.attention_forms import plain
-from armillary.parallel.compile_blocks import compile_blocks
+from armillary.parallel.apply import compile_blocks
 from armillary.parallel.tensor import apply_tensor_parallel
 from armillary.model.transformer import build
 from tests.parallel.test_parallel_on_gpu import CONFIG

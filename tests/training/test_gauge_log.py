@@ -15,7 +15,7 @@ from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.training.gauge_log import Recorder
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 
 
 def recorder(run: Run, device: str, seen: list[int]) -> Recorder:

@@ -25,7 +25,7 @@ from armillary.store.resolve_model import resolve_model
 from armillary.store.runs import find_run
 from armillary.training.loop import train
 from armillary.training.prepare_run import Start, start, starting_point, train_recipe
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 from tests.model.families import transformers
 

@@ -25,7 +25,7 @@ from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.checkpoint import saved_steps
 from armillary.training.loop import train
 from armillary.training.prepare_run import Start, start, starting_point
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 

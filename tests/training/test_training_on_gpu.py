@@ -12,7 +12,7 @@ from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.training.loop import train
 from armillary.training.prepare_run import start, starting_point
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from tests.training.checkpoint.test_checkpoint import Cut
 from tests.training.checkpoint.test_checkpoint import losses as written
 from tests.training.test_loop import losses

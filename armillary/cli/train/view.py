@@ -13,7 +13,7 @@ from armillary.units import bytes_text, scaled, seconds_text
 
 if TYPE_CHECKING:
     from armillary.training.run_lifecycle import Trained
-    from armillary.training.telemetry.step_report import StepReport
+    from armillary.training.telemetry.step_telemetry import StepReport
 
 CATEGORIES = ("weights", "master", "gradients", "optimizer", "activations", "loss", "buffers", "other")
 _SPLIT = ("compute_s", "comm_exposed_s", "bubble_s", "overhead_s")

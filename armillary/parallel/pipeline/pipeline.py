@@ -17,16 +17,40 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from armillary.model.weights.hf_weights import full_names
 from armillary.parallel.ddp import local_of
 from armillary.parallel.fsdp import HALF
 from armillary.parallel.mesh import Mesh
-from armillary.parallel.pipeline.schedule import make_schedule
 from armillary.parallel.pipeline.stage import COPY, TIED, Attends, StageModel, VirtualStage
 from armillary.parallel.pipeline.stage_timer import StageTimer, timed
 from armillary.parallel.shard_weights import full_tensor
 from armillary.spec.layout import Layout
+
+# GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377), interleaved 1F1B (arXiv
+# 2104.04473), zero-bubble ZB-H1 (Qi et al., arXiv 2401.10241); the planner has the bubble of each
+_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SEVERAL = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+
+
+def make_schedule(
+    name: str, stages: list[PipelineStage], num_micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """Gradients are summed, not averaged: the loss is divided by the number of targets of the step."""
+    settings: dict[str, Any] = {"n_microbatches": num_micro_batches, "loss_fn": loss, "scale_grads": False}
+    if name == "1f1b" and num_micro_batches < stages[0].num_stages:
+        name = "gpipe"  # the same order, where the pipeline is never full; torch refuses to call it 1F1B
+    if name in _SINGLE:
+        (stage,) = stages
+        return _SINGLE[name](stage, **settings)
+    return _SEVERAL[name](stages, **settings)
+
 
 Loss = Callable[[VirtualStage, Tensor, Tensor], Tensor]
 """loss(last virtual stage, hidden, targets) of a micro-batch, already divided by the number of targets"""

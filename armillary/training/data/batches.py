@@ -5,18 +5,51 @@ Rows come in a new random order each epoch; which documents are neighbours in a 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
+from threading import Thread
 
 import numpy as np
 
-from armillary.errors import BadData, BadInput
+from armillary.errors import ArmillaryError, BadData, BadInput
 from armillary.training.data.batch import Batch
-from armillary.training.data.prefetch import Ahead
 from armillary.training.data.remote import Remote
 from armillary.training.data.row_packing import Packing, Rows, make_rows
-from armillary.training.data.sample_order import ids_at
+from armillary.training.data.sample_order import group_at, ids_at, shard_order
+from armillary.training.data.shard_files import ShardFiles
 from armillary.training.data.shards import TokenShards
+
+
+class ShardPrefetcher:
+    """While one group of a store's shards is read, fetches the next one to this machine.
+
+    Only for orders that go through the shards in groups; a fetch that fails is reported when the shard is read.
+    """
+
+    def __init__(self, files: ShardFiles, edges: np.ndarray, *, mix: int, seed: int) -> None:
+        self._files, self._edges, self._mix, self._seed = files, edges, mix, seed
+        self._fetched: tuple[int, int] | None = None
+
+    def advance(self, position: int) -> None:
+        """Rows up to `position` of the endless order are being read: fetch the group after theirs."""
+        epoch, place = divmod(position, int(self._edges[-1]))
+        group = int(group_at(np.array([place]), self._edges, self._mix, seed=self._seed, epoch=epoch)[0])
+        last = (len(self._edges) - 2) // self._mix
+        following = (epoch, group + 1) if group < last else (epoch + 1, 0)
+        if following != self._fetched:
+            self._fetched = following
+            Thread(target=self._fetch, args=following, name="fetch ahead", daemon=True).start()
+
+    def shards(self, epoch: int, group: int) -> list[int]:
+        """Numbers of the shards of a group."""
+        order = shard_order(len(self._edges) - 1, seed=self._seed, epoch=epoch)
+        return order[group * self._mix : (group + 1) * self._mix].tolist()
+
+    def _fetch(self, epoch: int, group: int) -> None:
+        with suppress(ArmillaryError):
+            for shard in self.shards(epoch, group):
+                self._files.fetch(shard)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +88,7 @@ class Batches:
     @cached_property
     def _ahead(self) -> Ahead | None:
         grouped = isinstance(self.shards.folder, Remote) and 0 < self.mix < self.shards.num_shards
-        return Ahead(self.shards.files, self.rows.edges, mix=self.mix, seed=self.seed) if grouped else None
+        return ShardPrefetcher(self.shards.files, self.rows.edges, mix=self.mix, seed=self.seed) if grouped else None
 
     def __getstate__(self) -> dict[str, object]:
         """Without what is made when it is first used: a worker makes its own."""
@@ -81,7 +114,7 @@ class Batches:
     def rows_at(self, positions: np.ndarray) -> Batch:
         """The rows at these positions of the endless order of epochs."""
         if self._ahead is not None and len(positions):
-            self._ahead.reading(int(positions[-1]))
+            self._ahead.advance(int(positions[-1]))
         return self.rows.make(ids_at(self.seed, positions, self.rows.edges, mix=self.mix))
 
 

@@ -1,12 +1,20 @@
-"""Step clock: host time of a step, and of the loop between two steps."""
+"""Timers of a step: host time of the step and of the loop between two steps, and device time of recompute."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from armillary.parallel.exposed_waits import ExposedWaits
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 """Linux: nanoseconds that a thread ran, nanoseconds that it waited for a core, time slices"""
@@ -67,3 +75,42 @@ def rank_spread(work_s: Sequence[float]) -> dict[str, float]:
     slowest = max(range(len(work_s)), key=lambda rank: work_s[rank])
     middle = sorted(work_s)[(len(work_s) - 1) // 2]
     return {"rank_spread_s": work_s[slowest] - middle, "slowest_rank": float(slowest)}
+
+
+class RecomputeTimer:
+    """`with timed(): …` around a step, then `take()`.
+
+    A block with recompute calls its `watched` function; the timer sets that to the block's plain forward between two
+    marks, taken only while a backward pass runs. Fused passes that recompute their own norms are not timed, nor are
+    compiled blocks.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, enabled: bool = True) -> None:
+        """`enabled` is False for compiled blocks, which a new `watched` would compile again."""
+        blocks = getattr(model, "blocks", None) if enabled else None
+        self._blocks: list[Any] = [] if blocks is None else [b for b in blocks.values() if hasattr(b, "watched")]
+        self._spans = ExposedWaits(device)
+
+    @contextmanager
+    def timed(self) -> Iterator[dict[str, float]]:
+        for block in self._blocks:
+            block.watched = partial(self._run, type(block).plain)
+        try:
+            yield {}
+        finally:
+            for block in self._blocks:
+                del block.watched
+
+    def take(self) -> dict[str, float]:
+        """recompute_s of the last step, once the device has run it; nothing where nothing was recomputed."""
+        seconds = self._spans.take()
+        return {"recompute_s": seconds} if seconds else {}
+
+    def _run(self, forward: Any, *args: Any) -> Any:
+        if torch._C._current_graph_task_id() < 0:  # the forward pass
+            return forward(*args)
+        begin = self._spans.mark()
+        try:
+            return forward(*args)
+        finally:  # torch raises out of it as soon as all saved tensors are recomputed
+            self._spans.until_now(begin)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,9 +31,20 @@ from armillary.training.telemetry.profiled_step import (
     without_core_contention,
     without_rank_waits,
 )
-from armillary.training.telemetry.recompute_timer import RecomputeTimer
-from armillary.training.telemetry.step_clock import StepClock, queued_s, rank_spread
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_clock import RecomputeTimer, StepClock, queued_s, rank_spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step measured; the keys of `gauges` are gauge names."""
+
+    step: int
+    gauges: dict[str, float]
+    sources: dict[str, str] = field(default_factory=dict)
+    """how gauges were measured that are not measured in the usual way"""
+    save: bool = False
+    """whether the ranks agreed on a checkpoint after it"""
+
 
 MEASURED_STEP = 1
 """the step of this process whose memory is measured by category: the first that starts with optimizer states"""

@@ -32,7 +32,7 @@ from armillary.training.loop import train
 from armillary.training.prepare_run import Start, start, starting_point
 from armillary.training.run_lifecycle import RunLifecycle
 from armillary.training.step.numerics import seed
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 
 Make = Callable[..., Recipe]

@@ -17,7 +17,7 @@ from armillary.training.checkpoint.checkpoint import prune, saved_steps
 from armillary.training.checkpoint.interval import APART, EVERY_S, SaveClock, interval_steps
 from armillary.training.loop import train
 from armillary.training.prepare_run import Start, start, starting_point
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from tests.ranks import Ranks
 from tests.training.test_many_ranks import on_ranks
 

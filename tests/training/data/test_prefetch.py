@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from armillary.errors import BadData
-from armillary.training.data.prefetch import Ahead
+from armillary.training.data.batches import ShardPrefetcher
 from armillary.training.data.sample_order import ids_at
 
 SIZES = np.array([10, 10, 5, 15, 10])
@@ -35,7 +35,7 @@ def settled(files: Files) -> list[int]:
 @pytest.mark.parametrize("mix", [1, 2, 3])
 def test_the_group_that_is_read_next_is_the_one_fetched(mix: int) -> None:
     files = Files()
-    ahead = Ahead(files, EDGES, mix=mix, seed=4)  # type: ignore[arg-type]
+    ahead = ShardPrefetcher(files, EDGES, mix=mix, seed=4)  # type: ignore[arg-type]
     ids = ids_at(4, np.arange(150), EDGES, mix=mix)
     shards = (np.searchsorted(EDGES, ids, side="right") - 1).tolist()
     groups = -(-5 // mix)
@@ -47,7 +47,7 @@ def test_the_group_that_is_read_next_is_the_one_fetched(mix: int) -> None:
             assert sorted(set(shards[first : first + count])) == wanted
             files.fetched.clear()
             for position in range(first, first + count):
-                ahead.reading(position)
+                ahead.advance(position)
             after = ahead.shards(epoch, group + 1) if group + 1 < groups else ahead.shards(epoch + 1, 0)
             fetched = settled(files)
             assert set(fetched) <= set(after) and (fetched == sorted(after) or 3 in after)

@@ -30,7 +30,7 @@ from armillary.store.home import Home
 from armillary.training.prepare_run import start, starting_point, train_recipe
 from armillary.training.step.lora import add_lora, base_dtype, is_adapter, merged, peft_tensors, save_adapter
 from armillary.training.step.optimizer import make_optimizer
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from tests.model.families import random_model
 
 TINY = catalogue.model("armillary-2m").config

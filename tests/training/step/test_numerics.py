@@ -12,7 +12,7 @@ from armillary.errors import ArmillaryError
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.training.step.loss_scaler import LossScaler
-from armillary.training.telemetry.step_report import StepReport
+from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 from tests.training.test_loop import alone, begin, losses

@@ -27,8 +27,7 @@ from armillary.training.telemetry.profiled_step import (
     without_core_contention,
     without_rank_waits,
 )
-from armillary.training.telemetry.recompute_timer import RecomputeTimer
-from armillary.training.telemetry.step_clock import StepClock, queued_s, rank_spread
+from armillary.training.telemetry.step_clock import RecomputeTimer, StepClock, queued_s, rank_spread
 
 
 def test_storages_are_counted_from_birth_to_end() -> None:

@@ -14,8 +14,7 @@ from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.training.prepare_run import start, starting_point
 from armillary.training.telemetry.profiled_step import FIRST
-from armillary.training.telemetry.step_report import StepReport
-from armillary.training.telemetry.step_telemetry import NullTelemetry, StepTelemetry
+from armillary.training.telemetry.step_telemetry import NullTelemetry, StepReport, StepTelemetry
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 
