@@ -86,7 +86,7 @@ class Batches:
         return make_rows(self.shards, self.sequence, self.packing)
 
     @cached_property
-    def _ahead(self) -> Ahead | None:
+    def _ahead(self) -> ShardPrefetcher | None:
         grouped = isinstance(self.shards.folder, Remote) and 0 < self.mix < self.shards.num_shards
         return ShardPrefetcher(self.shards.files, self.rows.edges, mix=self.mix, seed=self.seed) if grouped else None
 

@@ -235,7 +235,7 @@ def choose_gemms(
     home: Home | None,
     timed: bool,
 ) -> tuple[Gemms, dict[str, str]]:
-    """The GEMMs of fused blocks, timed once per device and shapes and then cached, and their names in the run's choices;
+    """The GEMMs of fused blocks, timed once per device and shapes and cached, and their names in the choices;
     `names` are earlier choices. Timing takes some seconds on a hot chip, so only long runs do it."""
     known = {key: name for key, name in (names or {}).items() if key.startswith("product ")}
     wanted = timed and not names and device.type == "cuda" and layout.precision == "bf16"
