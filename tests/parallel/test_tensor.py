@@ -16,7 +16,7 @@ from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import Case, tiny
-from armillary.training.parity.steps import spread, train_step
+from armillary.training.parity.steps import shard_model, train_step
 from tests.ranks import Ranks
 
 
@@ -88,7 +88,7 @@ def told(shard_tokens: bool) -> tuple[int, int]:
     layout = Layout(tp=2, precision="fp32", sequence_parallel=shard_tokens)
     with join_world("cpu") as world:
         case, clock = Case(layout=layout), Told()
-        sharded = spread(case, TrainJob(seed=1), world)
+        sharded = shard_model(case, TrainJob(seed=1), world)
         sharded.add_timer(clock)
         train_step(sharded, case, 0)
     return clock.open, clock.closed
