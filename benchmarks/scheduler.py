@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from armillary.engine.cache.kv_cache import KVCache
-from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.scheduler.scheduler import Scheduler
@@ -28,10 +28,10 @@ from armillary.engine.scheduler.settings import Settings
 Row = dict[str, float | str]
 LONG = 100_000
 VOCAB = 150_000
-GROUPS = {"all": WHOLE, "window": (Group(), Group(sees="window", reach=1024))}
+GROUPS = {"all": FULL_ATTENTION, "window": (Group(), Group(sees="window", reach=1024))}
 
 
-def make(running: int, num_blocks: int, groups: tuple[Group, ...] = WHOLE) -> Scheduler:
+def make(running: int, num_blocks: int, groups: tuple[Group, ...] = FULL_ATTENTION) -> Scheduler:
     settings = Settings(
         max_model_len=131_072, vocab=VOCAB, max_running=running, attention_tokens=20_000.0, ageing_s=5.0
     )

@@ -60,7 +60,7 @@ def test_generate_refuses(words: list[str], expected: str, cli: Cli, model: Path
         ({"rope_theta": "zzz"}, "wrong kind"),
         ({"rope_theta": -3}, "must be above 0"),
         ({"rms_norm_eps": -3}, "must be above 0"),
-        ({"head_dim": 10**30}, "whole number"),
+        ({"head_dim": 10**30}, "integer"),
         ({"num_hidden_layers": 10**30}, "num_layers"),
         ({"rope_scaling": {"rope_type": "yarn"}, "max_position_embeddings": None}, "config.json"),
         (

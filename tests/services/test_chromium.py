@@ -10,7 +10,7 @@ import pytest
 
 from armillary.diagnosis.report.diagnosis_page import page as demo_page
 from armillary.profiling.report.profile_page import write_page
-from tests.diagnosis.circles import made_circle
+from tests.diagnosis.demo_reports import made_report
 from tests.profiling.profiles import made_profile
 from tests.serving.tiny import make_folder, run_server
 
@@ -42,7 +42,7 @@ def test_the_profile_report(tmp_path: Path) -> None:
 
 
 def test_the_demo_report(tmp_path: Path) -> None:
-    (tmp_path / "demo.html").write_text(demo_page(made_circle()), encoding="utf-8")
+    (tmp_path / "demo.html").write_text(demo_page(made_report()), encoding="utf-8")
     document = rendered((tmp_path / "demo.html").as_uri(), tmp_path / "chromium")
     assert document.count("<section") == 9 and 'aria-label="Loss over steps' in document
     assert "interrupted after step 80, resumed" in visible(document)

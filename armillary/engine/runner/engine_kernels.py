@@ -73,7 +73,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     normed = NormCase(rows=batch, columns=config.hidden, kind=config.norm, plus_one=config.norm_plus_one, **on)
     ffn = config.ffn or config.hidden
     apart = config.qk_norm == "all" and config.norm == "rms" and not config.norm_plus_one
-    qk: dict[str, Any] = {"norm": config.norm, "whole": config.qk_norm == "all"}
+    qk: dict[str, Any] = {"norm": config.norm, "all_heads": config.qk_norm == "all"}
     if apart or config.qk_norm == "none":
         qk = {"norm": "none"}
     small = SmallLinearCase(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)

@@ -38,7 +38,7 @@ class RecordingWindow:
         self.lost = False
         """whether torch still records a thread that has ended or cannot be stopped from here"""
         self.script = StepDetector(ended=self._end_of_step, restart=self._restart, compiling=self._compiling)
-        self.theirs = UserProfiler(self._yield_to_user)
+        self.user_profiler = UserProfiler(self._yield_to_user)
         self.children = ChildProcesses()
         self._cold = TraceRecorder()
         self._in_cold = False
@@ -49,10 +49,10 @@ class RecordingWindow:
 
     def open(self) -> None:
         self.script.watch()
-        self.theirs.watch()
+        self.user_profiler.watch()
         self.children.watch()
         os.register_at_fork(after_in_child=self._forget)
-        with self.theirs.ours():
+        with self.user_profiler.ours():
             self._cold.start()
         self._cold.begin_step()
         self._in_cold = True
@@ -78,7 +78,7 @@ class RecordingWindow:
 
     def _forget(self) -> None:
         """Stop following the script, as in a forked child."""
-        for watcher in (self.script, self.theirs, self.children):
+        for watcher in (self.script, self.user_profiler, self.children):
             watcher.release()
         if not self.own:
             self._cold.drop_hooks()
@@ -96,7 +96,7 @@ class RecordingWindow:
             if optimizer is not None:
                 self.recorder.see(optimizer)
             self._next_recorded()
-        elif self.theirs.running:
+        elif self.user_profiler.running:
             self._last = 0.0
         elif self.seen >= SKIP:
             self._time_plain()
@@ -115,7 +115,7 @@ class RecordingWindow:
 
     def _start(self) -> None:
         self.recorder = TraceRecorder(hooks=not self.script.compiled)
-        with self.theirs.ours():
+        with self.user_profiler.ours():
             self.recorder.start()  # the step that follows pays what the first recorded one costs
 
     def _next_recorded(self) -> None:
@@ -136,7 +136,7 @@ class RecordingWindow:
             self.recorder.abandon()
             self.recorder, self.lost = None, True
             return
-        with self.theirs.ours():
+        with self.user_profiler.ours():
             self.recorder.stop()
 
     def _restart(self) -> None:
@@ -174,7 +174,7 @@ class RecordingWindow:
         self._in_cold = False
         self._limit(0.0)
         self._cold.end_step()
-        with self.theirs.ours():
+        with self.user_profiler.ours():
             self._cold.stop()
 
     def _limit(self, seconds: float) -> None:

@@ -117,10 +117,10 @@ def test_beats_count_no_time_in_which_the_process_was_stopped() -> None:
     clock.now += 3600.0  # the machine slept
     heartbeat.beat(3600.0)
     assert sent[-1].step_s == 5.0
-    worker._last_turn = clock.now
+    worker._last_iteration = clock.now
     clock.now += 0.25
     heartbeat.beat(0.25)
-    assert len(sent) == 7, "a turn that has just begun needs no beat"
+    assert len(sent) == 7, "an iteration that has just begun needs no heartbeat"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="stops a process by a signal")

@@ -113,8 +113,8 @@ def test_a_step_runs_beside_the_next_forward_pass_whose_layers_wait_for_theirs(m
     monkeypatch.setattr("armillary.training.step.host_adamw.slices_of", lambda parameters: slices_of(parameters, 1500))
     ours, theirs, host, plain = pair()
     host.run_beside(ours)  # type: ignore[arg-type]
-    go, original = threading.Event(), host.states.done
-    monkeypatch.setattr(host.states, "done", lambda slice_: go.wait(20) and original(slice_))
+    go, original = threading.Event(), host.states.release
+    monkeypatch.setattr(host.states, "release", lambda slice_: go.wait(20) and original(slice_))
     give_gradients(ours, theirs, seed=0)
     host.step()
     plain.step()
@@ -128,7 +128,7 @@ def test_a_step_runs_beside_the_next_forward_pass_whose_layers_wait_for_theirs(m
 def test_what_fails_beside_the_steps_is_raised_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _, host, _ = pair()
     host.ahead = True
-    monkeypatch.setattr(host.states, "done", lambda slice_: 1 / 0)
+    monkeypatch.setattr(host.states, "release", lambda slice_: 1 / 0)
     give_gradients(ours, seed=0)
     host.step()
     with pytest.raises(ZeroDivisionError):
@@ -140,7 +140,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(ArmillaryError, match=r"no room for .* GB of optimiser states in .*; free some, or --set"):
+    with pytest.raises(ArmillaryError, match=r"no room for .* GB of optimizer states in .*; free some, or --set"):
         pair(tmp_path)
 
 

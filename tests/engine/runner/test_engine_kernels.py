@@ -1,0 +1,31 @@
+"""Kernel cases of an engine on a GPU, built without one: every family's shapes are described by fields that exist."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from armillary.engine.runner import engine_kernels
+from armillary.kernels.core.op import Case, Op
+from armillary.spec.catalogue import models
+
+
+@pytest.mark.parametrize("name", sorted(models()))
+def test_cases_of_a_gpu_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: dict[str, Case] = {}
+
+    def chosen(op: Op, case: Case, **_: Any) -> SimpleNamespace:
+        cases[op.name] = case
+        return SimpleNamespace(version="triton", run=torch.add)
+
+    monkeypatch.setattr(engine_kernels, "choose", chosen)
+    monkeypatch.setattr(engine_kernels, "has_triton", lambda device: False)
+    config = models()[name].config
+    engine_kernels.pick_kernels(config, dtype=torch.bfloat16, device=torch.device("cuda"), batch=8)
+    assert {"norm", "add_norm", "qkv_cache", "paged_attention", "sample"} <= set(cases)
+    assert {case.device for case in cases.values()} == {"cuda"} and ("grouped_linear" in cases) == (
+        config.moe is not None
+    )
