@@ -20,7 +20,7 @@ def test_a_server_outlives_a_model_that_is_gone(tmp_path: Path) -> None:
     with run_server(folder) as server:
         shutil.move(folder / "model.safetensors", tmp_path / "away")
         os.kill(server.engine_pids()[0], signal.SIGKILL)
-        server.until(lambda: server.log.read_text().count("starting it again") >= 2, 60)
+        server.until(lambda: server.log.read_text().count("restarting it") >= 2, 60)
         status, answer = server.post("/v1/completions", {"prompt": "def"})
         assert status == 503 and answer["error"]["code"] == "engine_unavailable"
         assert server.get("/health")[0] == 200 and server.get("/ready")[0] == 503
