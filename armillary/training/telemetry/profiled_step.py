@@ -18,7 +18,7 @@ import torch
 
 from armillary.machine.cores import compute_threads
 from armillary.machine.device_name import device_name
-from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
+from armillary.profiling.analysis.kernel_time import KERNEL_PARTS, LONG_STALL_S, call_s
 from armillary.profiling.analysis.op_table import rows
 from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.analysis.roofline_attribution import Judged, judge
@@ -31,14 +31,10 @@ from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
 NO_ROOFLINE = Roofline(device="not asked")
-CHEAPEST = 0.25
-"""share of the operators' calls, the cheapest, whose cost is taken for what any call costs"""
 PASSES = ("elementwise", "norm", "copy")
 """classes of memory-bound work that compilers fuse"""
 STANDING = ("host_fraction", "sync_fraction", "launch_gap_fraction")
 """shares in which a rank that waits for others may be seen: its main thread stands in Python or in a call"""
-LONG_S = 1e-3
-"""a stretch of Python beyond what comes between two operators"""
 
 
 @contextmanager
@@ -98,28 +94,18 @@ def shares(judged: Judged, spent: Budget) -> dict[str, float]:
     )
 
 
-def _call_s(working: list[Row]) -> float:
-    """The cost of a torch call on a CPU apart from its work: that of the cheapest operators."""
-    before, total = 0, sum(row.calls for row in working)
-    for seconds, calls in sorted((row.seconds / row.calls, row.calls) for row in working):
-        before += calls
-        if before >= CHEAPEST * total:
-            return seconds
-    return 0.0
-
-
 def _short_s(working: list[Row], spent: Budget) -> float:
     """Time that follows the number of kernels rather than their work: on a GPU kernels too short for any roofline; on a
     CPU the cost of a call, of every operator."""
     if spent.device >= 0:
         return sum(row.seconds for row in working if row.bound == "overhead")
-    each = _call_s(working)
+    each = call_s(working)
     return sum(min(row.seconds, row.calls * each) for row in working)
 
 
 def _passes_s(working: list[Row], spent: Budget) -> float:
     """Time of passes over memory that could be one, beyond what their calls cost."""
-    each = 0.0 if spent.device >= 0 else _call_s(working)
+    each = 0.0 if spent.device >= 0 else call_s(working)
     fusible = [row for row in working if row.work in PASSES and row.bound != "overhead"]
     return sum(max(0.0, row.seconds - row.calls * each) for row in fusible)
 
@@ -130,7 +116,7 @@ def _stalled_s(spent: Budget) -> float:
     return sum(
         seconds
         for length_s, causes in held
-        if length_s >= LONG_S
+        if length_s >= LONG_STALL_S
         for (part, _), seconds in causes.items()
         if part in ("host", "sync")
     )
