@@ -4,8 +4,6 @@ The names below are the verbs of the command line and their nouns; each is loade
 `import armillary` is quick and needs no torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

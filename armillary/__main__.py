@@ -1,7 +1,5 @@
 """`python -m armillary` is the same as `armillary`."""
 
-from __future__ import annotations
-
 import sys
 
 from armillary.cli.main import main

@@ -3,8 +3,6 @@
 The command line prints the message and exits with code 2; a traceback means a bug of ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

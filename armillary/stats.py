@@ -1,7 +1,5 @@
 """Percentiles and confidence intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt

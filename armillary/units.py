@@ -3,8 +3,6 @@
 Decimal prefixes throughout (1 GB = 1e9 bytes), as vendors and rooflines use; `GiB` is read, never written.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from math import floor, log10

@@ -1,7 +1,5 @@
 """`armillary completion`: the script that makes TAB complete verbs, options and names."""
 
-from __future__ import annotations
-
 import click
 from click.shell_completion import get_completion_class
 

@@ -1,7 +1,5 @@
 """`armillary doctor`: what this machine has, what will and will not work, and how to get the rest."""
 
-from __future__ import annotations
-
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
 from armillary.machine.doctor import Check

@@ -3,8 +3,6 @@
 Peaks are dense; what a vendor quotes with sparsity is shown apart, because no transformer step reaches it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any

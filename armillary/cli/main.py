@@ -3,8 +3,6 @@
 Only click and the table of verbs are imported here; torch, rich and numpy come with the verbs that need them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """`armillary models`: the catalogue as a table, or everything known about one model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -11,8 +11,6 @@ rich is imported only when a table or a bar is drawn.
     out.result({"loss": 3.41}, quiet="2026-11-15-quiet-otter")     # --json prints the object, --quiet the text
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@ All three share `update(n, **live)`, `n` more units are done and `live` are the 
 `at(done, total)`, for work that counts by itself.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from types import TracebackType

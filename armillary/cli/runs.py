@@ -1,7 +1,5 @@
 """`armillary runs`: the runs of this home, newest first, or everything about one."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

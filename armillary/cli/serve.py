@@ -1,7 +1,5 @@
 """`armillary serve`: a model behind an OpenAI-compatible HTTP server."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec

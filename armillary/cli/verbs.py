@@ -3,8 +3,6 @@
 A verb's module is imported only when the verb is run, so that `armillary --help` stays quick.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

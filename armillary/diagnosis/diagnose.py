@@ -4,8 +4,6 @@ The cause with the largest share among those that a lever acts on names the loop
 having, the run is healthy and the verdict says how much is left.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

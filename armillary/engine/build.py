@@ -1,7 +1,5 @@
 """Builds an engine from its parts: scheduler, KV cache, executor, loop and output text."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

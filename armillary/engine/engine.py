@@ -4,8 +4,6 @@
 stopped.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

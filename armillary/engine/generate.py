@@ -1,7 +1,5 @@
 """Generation with an engine sized for the given prompts: `armillary.generate`, the verb `generate` and the demo."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path

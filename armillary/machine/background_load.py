@@ -3,8 +3,6 @@
 Ceilings of a CPU that other processes use are far too low, and consistently so: their spread does not show it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

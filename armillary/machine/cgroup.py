@@ -5,8 +5,6 @@ its own are invisible; version 1 still reports their memory limit (`hierarchical
 cgroups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath

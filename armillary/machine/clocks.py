@@ -4,8 +4,6 @@ A ceiling is comparable only with its clock beside it: chips slow down when they
 are read through NVML where the extra `nvidia` is installed and else through nvidia-smi, which every driver brings.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

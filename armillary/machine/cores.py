@@ -4,8 +4,6 @@ A process with a quota of 1 CPU of 64 that starts 64 threads is throttled by the
 affinity only, neither cpusets nor quotas.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ units, because a Skylake and a Sapphire Rapids may both be an "Intel(R) Xeon(R) 
 Apple: the brand string. A CPU whose features an environment variable restricts counts as another CPU.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -4,8 +4,6 @@ A GPU has its driver's name, a CPU its model and number of compute threads: two 
 sixty-four.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from armillary.machine.cores import compute_threads

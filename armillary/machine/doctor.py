@@ -4,8 +4,6 @@
 imported inside a check, because only torch itself knows what it can do.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

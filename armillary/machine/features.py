@@ -4,8 +4,6 @@ Names are the kernel's names in /proc/cpuinfo, on a Mac too. A CPU without nativ
 300 times slower than fp32 (0.25 GFLOP/s against 73 on a Neoverse-N1): features are an estimate, and a probe decides.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

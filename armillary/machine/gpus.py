@@ -4,8 +4,6 @@ The drivers' tools rather than NVML, because every GPU machine has them, while t
 package. What a tool does not report stays None. Parsing is separate, so that it is tested without a GPU.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -4,8 +4,6 @@ The CPU is read from the system's files, because psutil knows neither its featur
 psutil leaves out the overlay of a container and network file systems. What the system does not report stays unknown.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Mapping

@@ -4,8 +4,6 @@
 match. What the system does not report stays None until it is measured.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 from collections import Counter

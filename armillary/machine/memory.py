@@ -4,8 +4,6 @@ A process that takes more than `limit_bytes` is killed, whatever /proc/meminfo r
 that psutil reads: it knows neither cgroup limits nor the memory of allowed NUMA nodes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

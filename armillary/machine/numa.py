@@ -1,7 +1,5 @@
 """NUMA nodes: their cores and memory."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

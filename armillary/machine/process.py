@@ -3,8 +3,6 @@
 Read from /proc, because training and the engine run on machines without psutil, which has no peak on Linux anyway.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

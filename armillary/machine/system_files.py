@@ -3,8 +3,6 @@
 Readers of this package take a `root`, the folder that stands for /, so that they are tested on trees of other machines.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path

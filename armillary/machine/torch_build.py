@@ -1,7 +1,5 @@
 """Whether the installed torch can use a GPU, found without importing it."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import cache

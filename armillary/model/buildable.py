@@ -3,8 +3,6 @@
 Counting and planning work for every shape; the module raises for the others.
 """
 
-from __future__ import annotations
-
 from armillary.errors import BadModel
 from armillary.spec.model import ModelConfig
 

@@ -1,7 +1,5 @@
 """The device to run on, its threads, and its free memory."""
 
-from __future__ import annotations
-
 import torch
 
 from armillary.errors import BadInput

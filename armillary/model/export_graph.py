@@ -3,8 +3,6 @@
 The file is read back and compared with the module it came from, on batches it was not traced with.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings

@@ -1,7 +1,5 @@
 """A model's own sampling defaults from its generation_config.json, for fields that a request leaves out."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from math import isfinite

@@ -4,8 +4,6 @@ Projections that are fused into one matrix here keep their own A and B, so that 
 model; B's rows are in the fused order, so a contiguous shard of the outputs holds whole heads and gate-up pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from hashlib import blake2b
 

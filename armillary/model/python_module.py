@@ -1,7 +1,5 @@
 """A user's module: `FILE.py:NAME`, where NAME is a torch module or a callable that returns one."""
 
-from __future__ import annotations
-
 import sys
 from difflib import get_close_matches
 from importlib.util import module_from_spec, spec_from_file_location

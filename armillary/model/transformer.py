@@ -10,8 +10,6 @@ and `engine/runner/forward.py` (serving; tests/engine/runner/test_reference_exec
 test_executor.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from hashlib import blake2b
 

@@ -3,8 +3,6 @@
 A rank with an error tells the others before they wait for it in a collective, so that all raise the same error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -4,8 +4,6 @@ This is what torch's DistributedDataParallel does, kept small so that names stay
 the global count of targets before), and parameters may be sharded by tensor parallelism.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

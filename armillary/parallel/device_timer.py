@@ -3,8 +3,6 @@
 On a GPU a mark is a CUDA event, read when the device has passed it; on a CPU it is a clock reading.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ The places are FSDP's waits for all-gathered weights, tensor- and expert-paralle
 backward pass, where the last gradients are reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

@@ -4,8 +4,6 @@ In all three stages each rank has its shard of the fp32 weights, gradients and s
 2020); they differ in what stays unsharded inside a step. With replicas (HSDP) gradient shards are all-reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

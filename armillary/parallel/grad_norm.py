@@ -3,8 +3,6 @@
 Every element counts once: squares are summed over the axes along which a parameter is sharded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ Buffers are pinned where there is a GPU. On a CPU, whose memory is the host's al
 the memory that offloading frees can be measured there too.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

@@ -4,8 +4,6 @@ Checkpoints, optimizers and FSDP see the full shape and its placements; forward 
 plain local tensor, so kernels, compilers and the model's own code need not know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial

@@ -4,8 +4,6 @@ A collective would time out, so ranks wait on the rendezvous store, where a work
 hours. A failing rank says so; a process that ended is noticed at once on its own machine, and elsewhere by its silence.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

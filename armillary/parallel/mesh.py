@@ -5,8 +5,6 @@ neighbours in a machine, so the axis with most communication gets the fastest li
 processes. Ranks that share a row (cp) replicate the weights too.
 """
 
-from __future__ import annotations
-
 import socket
 from math import prod
 

@@ -5,8 +5,6 @@ the cheap rest; either on one layer in `every`. This module decides for all of t
 their norms and activations themselves, the others are wrapped in torch's checkpoint.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any

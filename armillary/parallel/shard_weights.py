@@ -4,8 +4,6 @@ A model is built on meta, sharded, given memory, and then every tensor is drawn 
 rank keeps its shard; so every layout starts from the same weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

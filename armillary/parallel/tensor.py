@@ -5,8 +5,6 @@ before and one after. With sequence parallelism (Korthikanti et al. 2022) these 
 of tokens, and norms and residuals work on 1/tp of the tokens. Fused rows are grouped by head: a shard has full heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, partial

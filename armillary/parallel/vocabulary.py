@@ -4,8 +4,6 @@ Each rank looks up, or scores, the ids of its own rows; an all-reduce gives the 
 Shoeybi et al. 2019 (Megatron-LM): log Σ exp is reduced over ranks, and the target's logit comes from its owner.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

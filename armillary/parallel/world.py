@@ -4,8 +4,6 @@ A rank that fails closes its connections, so that peers that wait for it fail so
 that is not possible, every collective has a timeout.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Past errors: how far the plans of earlier runs on this kind of device were from their measured step times."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path

@@ -4,8 +4,6 @@ Every chart is drawn twice, for wide and for narrow screens. Values become text 
 caller passes, and every text is escaped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape

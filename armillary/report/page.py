@@ -3,8 +3,6 @@
 Pages fit phones and desktops, in light and dark mode; every text that is passed in is escaped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files

@@ -3,8 +3,6 @@
 Also reads hardware strings: `h100x64` (chips in their default node), `dgx-h200x8` (nodes).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

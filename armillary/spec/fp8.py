@@ -4,8 +4,6 @@ fp8: the projections of attention and of dense MLPs, where their sizes are multi
 embedding, norms, attention itself, the head with its loss, routers and experts, and projections with adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The suffix of a name is its unit: `_s` seconds, `_bytes` bytes, `_usd` dollars, 
 `_per_s` a rate, `_total` a monotonic counter. The `memory_…_bytes` of the categories add up to memory_peak_bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

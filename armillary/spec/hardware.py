@@ -4,8 +4,6 @@ All rates are dense and one-directional per device, in SI units; an unpublished 
 never a guess. The rows are in hardware.toml, each figure with its source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod

@@ -4,8 +4,6 @@ An adapter adds scale·B·A to a frozen matrix, A [rank, inputs] and B [outputs,
 projection that a Hugging Face folder names has its own adapter, also where ours are fused into one matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

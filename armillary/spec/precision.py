@@ -5,8 +5,6 @@ shapes of the run, never the name of an architecture: CPUs without bf16 units em
 fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ Tables are frozen dataclasses; an unknown table or key is refused with the neare
 neither model nor machine: `model_config` and `cluster` resolve those.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 A resumed run compares the recipe it was started with and the present one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

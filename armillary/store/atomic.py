@@ -4,8 +4,6 @@ Content is written beside its target under a hidden name `.NAME.partial-…` and
 leaves only the hidden name, which the next write of the same target removes.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

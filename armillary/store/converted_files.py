@@ -3,8 +3,6 @@
 Records are in the user's cache rather than beside the file, so that replacing the file is not enough to be trusted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -4,8 +4,6 @@ Each record is a single append, so that a killed writer loses at most its last r
 and the next writer removes it. A run that resumes removes the records of the steps that it repeats.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -3,8 +3,6 @@
 `armillary.model` reads the tensors. Pickled weights are never loaded.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

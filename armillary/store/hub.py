@@ -3,8 +3,6 @@
 Only config, safetensors and tokenizer of the top folder are downloaded, never pickled weights.
 """
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from pathlib import Path

@@ -4,8 +4,6 @@ A record is the result of `kernels.choose` for one key (operation, case, library
 only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Not the filelock package, because the gauges file itself is locked: filelock ope
 own, and cannot lock a descriptor that is already open.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

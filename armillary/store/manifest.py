@@ -4,8 +4,6 @@ The files of a release are hashed while they are copied. Each rank hashes the ch
 a run resumes, its share of all of them; older checkpoints have sizes only, or their checksums in a table of their own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping

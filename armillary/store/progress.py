@@ -3,8 +3,6 @@
 The command line passes a callback that moves its own bar; libraries that draw tqdm bars report to it too.
 """
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Callable

@@ -6,8 +6,6 @@
 A version is published atomically by a rename; an alias moves by replacing one small file.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Elsewhere they consist of plain renames: `rename_new` may then replace an empty 
 in which the target is missing (and restores it when interrupted).
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -3,8 +3,6 @@
 Every verb with a model argument calls `resolve_model`, so that all accept the same names.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

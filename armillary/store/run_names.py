@@ -3,8 +3,6 @@
 There are 64 × 64 names, and an id begins with the date, so that a short name rarely occurs twice.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Collection
 

@@ -3,8 +3,6 @@
 A NaN loss must neither become null nor make the file unreadable for other programs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import numbers

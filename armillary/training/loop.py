@@ -3,8 +3,6 @@
 Every rank runs it; the main rank writes. However it ends, the run can resume from the last complete checkpoint.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 

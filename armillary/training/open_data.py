@@ -3,8 +3,6 @@
 Text is prepared once, into the store; a source that is a folder of shards already, here or at a URL, is read as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b

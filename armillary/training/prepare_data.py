@@ -3,8 +3,6 @@
 Two passes stream the text: one surveys it (sizes, held-out documents, a sample for the tokenizer), one encodes it.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Tensors are saved under names that do not depend on the layout, so a run can resume on any layout.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping

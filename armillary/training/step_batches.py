@@ -5,8 +5,6 @@ so that all ranks stop or fail before the same step and save after the same step
 while the device works on the current one.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Measured peaks as tables: every figure with its spread, and beside the catalogue's peak where the chip is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages 4 and 5 of the demo: the trained model behind a real server process, and what its clients see under load."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

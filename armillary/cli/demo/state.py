@@ -1,7 +1,5 @@
 """The state that the stages of the demo share: output, store, recipe, and the report so far."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

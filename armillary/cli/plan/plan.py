@@ -1,7 +1,5 @@
 """`armillary plan`: predict before anything runs; search layouts, explain every term, judge against a table."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training plan for people: memory and step as stacked bars, throughput, what limits it, what it costs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """`plan search`: the best layouts, why the first wins, what limits it next; or the catalogue's nodes ranked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from armillary.cli.output import Output

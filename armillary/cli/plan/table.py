@@ -1,7 +1,5 @@
 """`plan table`: predictions beside the measurements of a CSV, and how far off they are."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Here training and profiling meet: neither knows of the other, a callable is handed from one to the other.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

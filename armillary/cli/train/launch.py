@@ -4,8 +4,6 @@ Ctrl-C and SIGTERM are passed on to every rank, which save and end by themselves
 down; the first that had something to say is quoted.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """One rank of `armillary train --parity`: `python -m armillary.cli.train.parity_rank ORDERS`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -3,8 +3,6 @@
 It reads the plan from the run's folder, trains, and leaves its outcome, or one line on what went wrong, as a file.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

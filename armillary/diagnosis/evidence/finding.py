@@ -1,7 +1,5 @@
 """Finding: one cause that costs time, with its evidence and its levers, priced before they are applied."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -6,8 +6,6 @@ prompt token. R + W requests are in the system, so by Little's law their time is
 1 / throughput = output tokens · s(n) / n.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 

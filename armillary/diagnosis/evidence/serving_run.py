@@ -4,8 +4,6 @@ After a step with requests still waiting, one bottleneck kept them out: all rows
 budget of prompt tokens was spent, or KV cache blocks were lacking; with static batching, the batch itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

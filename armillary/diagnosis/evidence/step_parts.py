@@ -4,8 +4,6 @@ A median hides a loader that is late every fourth step, and one hiccup of a busy
 is a winsorised mean: values above the 90th percentile count as the 90th percentile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf

@@ -5,8 +5,6 @@ for seconds, so a straggler must be the slowest rank nearly always, by more than
 pipeline stage with more work is not a straggler.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise

@@ -7,8 +7,6 @@ come out right names these runs. Which recordings are for tuning and which for j
 Limits of reading, such as warm-up steps and bytes per file, are beside the readers.
 """
 
-from __future__ import annotations
-
 from typing import Self
 
 JUDGEMENT = "judgement"

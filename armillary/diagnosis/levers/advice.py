@@ -3,8 +3,6 @@
 Gains follow from Amdahl's law over the recorded budget; where a gain is an upper bound, the basis says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from math import ceil
 

@@ -3,8 +3,6 @@
 The user's text is edited where that is enough, so that its comments stay; otherwise the recipe is written anew.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace

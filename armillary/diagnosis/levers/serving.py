@@ -5,8 +5,6 @@ queue grows without end; else the latency that the cause stretches. Of several v
 gains nearly as much as the best is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from statistics import median

@@ -4,8 +4,6 @@ Both sides of a speed-up are simulated, so that what the simulation leaves out i
 simulation on the unchanged run is reported beside it. Side effects of a change are read off the same replay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Levers of training: the changes that act on each cause, priced by the planner on the measured step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from armillary.diagnosis.evidence.finding import Cause, Finding, Lever

@@ -4,8 +4,6 @@ The planner says how each part changes (predicted after over predicted before); 
 is. Operations too short for any roofline follow the number of launches rather than the work in them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

@@ -3,8 +3,6 @@
 An outcome is logged only where the lever is all that differs and was predicted before run b began.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

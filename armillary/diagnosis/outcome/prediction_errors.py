@@ -3,8 +3,6 @@
 What cannot be measured here stays in the list, with the reason in place of a figure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

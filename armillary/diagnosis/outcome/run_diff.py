@@ -3,8 +3,6 @@
 A lever is credited with an outcome only where nothing else differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any

@@ -4,8 +4,6 @@ One JSON line per prediction or outcome. Lines are only ever added: the first pr
 outcome of each pair of runs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

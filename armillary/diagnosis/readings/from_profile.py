@@ -3,8 +3,6 @@
 As in our own runs, the time a step waits for its batch is apart, and the shares of the budget are of the rest.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

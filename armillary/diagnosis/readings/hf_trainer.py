@@ -4,8 +4,6 @@ Dicts say what was learnt and, at the end, how long it took; the bar says when e
 the numbers of the dicts as texts.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the readers of other people's logs share: plain lines, clock times, numbers, and steps put in order."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime

@@ -4,8 +4,6 @@
 checkpoints and validations, so what the clock shows beyond it is theirs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

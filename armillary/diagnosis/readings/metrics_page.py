@@ -3,8 +3,6 @@
 Percentiles are interpolated in the histograms' buckets, so they are as exact as those are fine.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whatever a person points at, as a Reading: a run, gauges.jsonl, a server's address, a trace, another's log."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

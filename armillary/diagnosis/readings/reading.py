@@ -3,8 +3,6 @@
 Run folders, metrics pages of servers, traces and logs of other programs all become a Reading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -4,8 +4,6 @@ A step that was recorded by the profiler is slower than the others: it tells whe
 take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

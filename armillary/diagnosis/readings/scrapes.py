@@ -3,8 +3,6 @@
 Where enough happened between two scrapes, their difference is used rather than the totals since the server started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ vLLM: vllm/v1/metrics/loggers.py, names of engines before it last; SGLang: its p
 Inference: its metrics page; ours: the gauge's name with armillary_ before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

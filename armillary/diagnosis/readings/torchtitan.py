@@ -4,8 +4,6 @@ The line is 'step: 10  loss: 5.1  grad_norm: 2.3  memory: 26.1GiB(32.9%)  tps: 3
 (wps before 2025) is tokens a second of one device, memory what the allocator has reserved at most.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

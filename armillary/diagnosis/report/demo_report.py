@@ -1,7 +1,5 @@
 """The record of a demo run, from measuring to measuring again, from which the report page is made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

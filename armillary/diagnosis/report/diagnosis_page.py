@@ -3,8 +3,6 @@
 The file stands alone: no script, no font, no address is loaded; it fits a phone.
 """
 
-from __future__ import annotations
-
 from html import escape
 
 from armillary.diagnosis.evidence.finding import Lever, evidence_text, value_text

@@ -4,8 +4,6 @@ Each rule is a function of the measurement and the plan. Shares of a recorded st
 that they compare with waiting for data and for other ranks.
 """
 
-from __future__ import annotations
-
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Rule
 from armillary.diagnosis.evidence.step_parts import Parts, computing, launch_overhead_share, parts_of
 from armillary.diagnosis.evidence.thresholds import (

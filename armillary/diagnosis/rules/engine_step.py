@@ -1,7 +1,5 @@
 """Rules on engine steps: prefill that stretches decodes, and a host that holds the device up."""
 
-from __future__ import annotations
-
 from armillary.diagnosis.evidence.finding import Evidence, Finding
 from armillary.diagnosis.evidence.serving_run import ServingRun
 from armillary.diagnosis.evidence.thresholds import (

@@ -3,8 +3,6 @@
 Where running requests lack blocks themselves, evicted prefixes are not a cause of their own.
 """
 
-from __future__ import annotations
-
 from armillary.diagnosis.evidence.finding import Evidence, Finding
 from armillary.diagnosis.evidence.serving_run import ServingRun, blocks, prompt_of_ttft, queue, waiting, with_queue
 from armillary.diagnosis.evidence.thresholds import (

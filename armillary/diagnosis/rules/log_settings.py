@@ -1,7 +1,5 @@
 """Rules on the settings in other programs' logs: pipeline stages, recompute, and low MFU."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever, Rule

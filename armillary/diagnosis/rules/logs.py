@@ -3,8 +3,6 @@
 They do not fire on our own runs, whose records are more exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil

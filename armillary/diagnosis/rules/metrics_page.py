@@ -3,8 +3,6 @@
 With no step or request to replay, gains follow from Little's law over the page's means: see evidence/server_load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil

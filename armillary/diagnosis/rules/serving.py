@@ -4,8 +4,6 @@ Several causes show as the same queue. A rule fires where its cause is the deepe
 batching, then too few rows, blocks or budget; only a well-set server that still cannot keep up needs more replicas.
 """
 
-from __future__ import annotations
-
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Rule
 from armillary.diagnosis.evidence.serving_run import (
     ServingRun,

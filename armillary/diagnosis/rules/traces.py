@@ -1,7 +1,5 @@
 """Rules for traces of other programs: Python between launches, and GEMMs in 32 bits."""
 
-from __future__ import annotations
-
 import re
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever, Rule

@@ -1,7 +1,5 @@
 """Rules of the training loop: do many devices act as one, and is any work needless?"""
 
-from __future__ import annotations
-
 from statistics import median
 
 from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Rule

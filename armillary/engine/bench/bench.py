@@ -1,7 +1,5 @@
 """Benchmark of the engine (`bench serve`): offline throughput by batching mode, and latency of a single stream."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items

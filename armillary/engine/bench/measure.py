@@ -1,7 +1,5 @@
 """Throughput and latency of an engine: tokens per second, TTFT, inter-token latency, and bytes per decode step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items

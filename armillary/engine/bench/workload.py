@@ -1,7 +1,5 @@
 """Requests for engine benchmarks: random tokens, fixed or random lengths, from a seed."""
 
-from __future__ import annotations
-
 from random import Random
 
 from armillary.engine.request.request import Request

@@ -5,8 +5,6 @@ middle are O(1). Blocks without a hash go to the front; hashed ones (see prefix_
 evicted last, least recently used first. Block 0 is never allocated: tables point to it where nothing is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 NULL = 0

@@ -4,8 +4,6 @@ A dictionary that has to grow copies itself, which at a hundred thousand entries
 ones takes microseconds, and at different times.
 """
 
-from __future__ import annotations
-
 _PARTS = 256
 _ENTRIES = 256
 """expected in a part: with fewer blocks there are fewer parts"""

@@ -1,7 +1,5 @@
 """Periodic cache work for running sequences, a few of them per step: even work instead of all at once."""
 
-from __future__ import annotations
-
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.request.sequence import Sequence
 

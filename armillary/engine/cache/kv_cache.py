@@ -4,8 +4,6 @@ It moves no data: what the executor has to do is left in `table_updates` (block-
 which go out with the next decision. The work per step is bounded: long tables are searched and freed in slices.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence as Items
 from typing import NamedTuple

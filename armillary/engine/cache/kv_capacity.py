@@ -6,8 +6,6 @@ blocks     ⌊budget / block⌋ − 1: the null block is never used
 sequence   Σ over groups of ⌈tokens / block_tokens⌉ blocks, windowed groups no more than window and step need
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from math import ceil

@@ -4,8 +4,6 @@ All layers of a group see the same past: all tokens, a sliding window, or their 
 layers (the last of a kind may be padded), so a block has the same size in every group and one pool serves them all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ A digest is never trusted alone: tokens and parent are compared, so a collision 
 Evicted digests are remembered for a while, so that a miss can be explained.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from armillary.engine.cache.block_hash import Chain

@@ -4,8 +4,6 @@ Full-attention layers need every block from the first on, windowed layers only t
 model with both, the longest prefix for which all layers have their blocks is taken.
 """
 
-from __future__ import annotations
-
 from armillary.engine.cache.block_pool import NULL
 from armillary.engine.cache.kv_cache import KVCache, TableUpdate
 from armillary.engine.request.counters import Totals

@@ -5,8 +5,6 @@ of its prompt came before, and in which request: enough to simulate the same req
 done when a request is submitted, outside the steps; memory is bounded by dropping the older half.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Output of sequences: text as it comes, stop strings, and why a sequence ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import repeat

@@ -1,7 +1,5 @@
 """Stop strings, searched for as the text grows: a possible beginning of one is held back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Items
 
 

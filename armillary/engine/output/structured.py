@@ -3,8 +3,6 @@
 A structure is compiled once and copied per sequence; allowed tokens are computed while a step runs.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

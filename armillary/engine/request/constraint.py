@@ -4,8 +4,6 @@ The engine asks a constraint for the allowed next tokens and advances it by each
 schemas, regular expressions and grammars implements it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol
 

@@ -1,7 +1,5 @@
 """Counters of an engine since it started."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """One request as it enters the engine: tokens, sampling parameters and priority."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Sampling parameters of a request, checked when they are created, before the request is queued."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite

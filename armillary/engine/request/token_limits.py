@@ -4,8 +4,6 @@ vLLM's `allowed_token_ids` and `bad_words`: the latter are sequences of tokens w
 others have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from armillary.engine.request.constraint import Constraint

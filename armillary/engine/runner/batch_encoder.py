@@ -3,8 +3,6 @@
 It keeps a copy of the block tables on the host, so that a step's slots are looked up before it is sent.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 On a device without graphs the same function is called as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A token that one step samples is written here and read by the next: the host only sends rows and positions.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The engine's kernels, chosen once when it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Tokens come back by an asynchronous copy that `tokens` waits for, so the host sc
 CPU the same code runs without graphs and without padding. `PlainExecutor` is the reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

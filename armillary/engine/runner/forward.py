@@ -5,8 +5,6 @@ activation, down), or six for a few tokens, where norms, gate and residual are f
 for the device, so that a step can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

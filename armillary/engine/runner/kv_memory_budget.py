@@ -8,8 +8,6 @@ use counts as in use. A CPU would take long for such a step, so there it is coun
 group where that is less than the machine's.
 """
 
-from __future__ import annotations
-
 import gc
 
 import torch

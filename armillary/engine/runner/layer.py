@@ -1,8 +1,6 @@
 """A layer of the model as the engine runs it: its linear functions and norms as plain tensors, and attention
 options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

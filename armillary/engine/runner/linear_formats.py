@@ -4,8 +4,6 @@ PackedDense keeps bf16 weights in the layout of the CPU's matrix units (oneDNN),
 torch's own GEMM packs them in every call, which for a few tokens takes longer than the GEMM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial

@@ -3,8 +3,6 @@
 Faster executors must give the same tokens. It executes a decision in the documented order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

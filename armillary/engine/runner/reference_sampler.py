@@ -1,7 +1,5 @@
 """Reference sampling: every sequence by its own parameters and seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Items
 
 import torch

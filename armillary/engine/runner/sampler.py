@@ -4,8 +4,6 @@ Both read sampling parameters from the rows on the device and write the tokens w
 with both kinds of rows each takes its own path: what one request needs costs the others a few launches.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 The tokens themselves are on the device already.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ KV heads, several hold the same one. Every rank samples the tokens itself, from 
 that the next step finds them on its own device.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

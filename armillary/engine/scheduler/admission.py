@@ -5,8 +5,6 @@ length, from finished sequences (many requests set no limit); the share, which r
 while there is none (SGLang's new-token ratio is the same idea).
 """
 
-from __future__ import annotations
-
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.prefix_lookup import probe
 from armillary.engine.request.sequence import Sequence

@@ -4,8 +4,6 @@ An executor has `launch` (start a step, return a handle) and `tokens` (wait for 
 device on a virtual clock, or a fake in a test.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items

@@ -5,8 +5,6 @@ attention costs as much as the rest of the model. So a step's time stays about t
 steps of short prompts are as full as they may be.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import sqrt
 

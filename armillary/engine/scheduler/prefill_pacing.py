@@ -9,8 +9,6 @@ time jumps from one padded size to the next. So where a chunk size was measured,
 the line only for the attention added since.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from statistics import median
 

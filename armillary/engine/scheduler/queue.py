@@ -4,8 +4,6 @@ The order never changes: a request's key is its arrival plus `ageing_s` per prio
 time, waiting requests move ahead of later ones at the same rate, and none starves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from heapq import heappop, heappush
 

@@ -3,8 +3,6 @@
 Work in proportion to the prompt (copying, checking, hashing) is done here, outside the steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from armillary.engine.cache.kv_cache import KVCache

@@ -1,7 +1,5 @@
 """The request table: all requests in the engine, the queue, the running batch with its rows, deadlines, preemption."""
 
-from __future__ import annotations
-
 from bisect import insort
 from operator import attrgetter
 

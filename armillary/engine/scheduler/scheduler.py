@@ -5,8 +5,6 @@ decision may be in flight while the next is made. There are no phases: the compu
 catch up with its tokens. Decodes go first, prefill chunks fill the rest of the step, then waiting requests start.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence as Items
 

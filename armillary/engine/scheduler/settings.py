@@ -1,7 +1,5 @@
 """Scheduler settings: limits of a step, of the queue and of a request."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ works of (2^(i-1), 2^i]. A step of work w takes at most as long as one of its cl
 seen, it takes at most w/w' times as long as the largest step so far, of work w', because weights are read once.
 """
 
-from __future__ import annotations
-
 from armillary.engine.scheduler.decision import Decision, StepWork
 
 _CLASSES = 48

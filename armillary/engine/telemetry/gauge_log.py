@@ -4,8 +4,6 @@ Every request is recorded, and every k-th step, with k such that about 50 steps 
 itself, so step times can be fitted to any sample of them.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Steps and requests as records for gauges.jsonl, under the names of `spec/gauges.py`."""
 
-from __future__ import annotations
-
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.scheduler import Scheduler

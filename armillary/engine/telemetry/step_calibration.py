@@ -5,8 +5,6 @@ after many cached ones, and the time of such a step cannot be fitted to the othe
 free rows; requests overwrite what it leaves in the cache. Cheap shapes come first.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

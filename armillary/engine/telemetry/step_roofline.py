@@ -4,8 +4,6 @@ bytes   weights in GEMMs · itemsize + Σ context · KV bytes per token
 FLOPs   2 · weights · tokens + 4 · heads · head_dim · layers · Σ query · context
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from armillary.engine.scheduler.decision import StepWork

@@ -4,8 +4,6 @@ Every version takes q [B, T, N, D] and k, v [B, S, K, D] (N a multiple of K) and
 the keys up to t + S - T; a query that sees no key gives zeros.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

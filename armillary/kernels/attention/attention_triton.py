@@ -4,8 +4,6 @@ The mask is reduced on the device to ranges (documents) or lists (block-sparse m
 what is not visible and nothing waits for the CPU.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

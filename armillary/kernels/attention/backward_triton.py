@@ -4,8 +4,6 @@ Both recompute the scores from the saved log-sum-exp. A program of the first sum
 keys, so grouped heads need no second pass and results are deterministic.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Attention by torch's flex_attention, which compiles mask and score modifications into its kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

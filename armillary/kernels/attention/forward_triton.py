@@ -4,8 +4,6 @@ A query block sees three ranges of key blocks: some at the far edge (window, sta
 the many that are fully visible, and those on the diagonal. A block-sparse mask gives a list of key blocks instead.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Everything is computed on the device, so nothing waits for the CPU. Where docume
 document is one contiguous run; otherwise it may continue anywhere in the row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Measured on an H200 at 8k tokens and head dim 128; the comparisons are in benchmarks/.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ dtypes, fp64 for fp32). A 16-bit result may be off by 2e-2, and by at most twice
 dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite

@@ -1,7 +1,5 @@
 """Key of a stored choice of kernels: the device's name, and the versions of libraries and kernels."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 from importlib import metadata

@@ -1,7 +1,5 @@
 """All operations by name, as `bench kernels` lists them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from armillary.errors import unknown

@@ -4,8 +4,6 @@ It is called when a model is built or benchmarked, never inside a step. The stor
 may be timed, the first deterministic version in the op's own order is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import inf

@@ -1,7 +1,5 @@
 """The torch.compile version of a reference: static shapes, a compiler cache per load."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import wraps

@@ -1,7 +1,5 @@
 """Dtypes by name, and the wider dtypes that sums and references are computed in."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

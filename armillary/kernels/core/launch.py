@@ -1,7 +1,5 @@
 """Helpers for Triton launches: the current device, grid sizes, tiles that fit shared memory, launch options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

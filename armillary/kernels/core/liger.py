@@ -4,8 +4,6 @@ Its activation and rotary kernels want gate and up, q and k as tensors of their 
 apart is counted with them.
 """
 
-from __future__ import annotations
-
 import torch
 from liger_kernel.transformers import functional as liger
 from torch import Tensor

@@ -5,8 +5,6 @@ its own that ends in `OP = Op(...)`; its Triton kernels are in a second file tha
 a machine without triton still has the reference.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field

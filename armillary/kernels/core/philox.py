@@ -1,8 +1,6 @@
 """Counter-based random numbers, Philox 4×32 with ten rounds (Salmon et al., SC 2011), in plain torch: the twin of the
 kernels' generator. Each 32-bit word is a pure function of (seed, counter)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

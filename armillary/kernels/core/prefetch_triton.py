@@ -1,7 +1,5 @@
 """L2 prefetch, for kernels that start before the previous one has ended."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 A pool is one long row of random values; buffers and matrices are slices of it, so that many of them cost one fill.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

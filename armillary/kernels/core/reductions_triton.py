@@ -3,8 +3,6 @@
 The order is fixed, so the result is deterministic. Two gradients are summed by one launch.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

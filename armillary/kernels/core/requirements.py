@@ -1,7 +1,5 @@
 """Requirements of a version beside torch (triton, a compiler, GPU units), and why one is not met, in one line each."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import sysconfig

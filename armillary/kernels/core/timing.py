@@ -6,8 +6,6 @@ A GPU that reaches its power limit slows down within a tenth of a second, so bur
 peak speed, and one long run its sustained speed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

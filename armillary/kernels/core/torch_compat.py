@@ -1,7 +1,5 @@
 """What differs between torch 2.11 and 2.13, in one place."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ all sets are captured in one CUDA graph and their backward passes in a second, s
 CPU.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import warnings

@@ -3,8 +3,6 @@
 Nothing is written in between, so the source values are computed twice.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ are powers of two, the transposed operand is computed from the fp8 rows: only ex
 numbers are rounded twice. So the source is read once, and only fp8 afterwards.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

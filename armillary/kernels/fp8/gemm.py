@@ -5,8 +5,6 @@ Forward GEMMs keep sums in the tensor cores' own accumulators; GEMMs for gradien
 numbers, promote them to fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

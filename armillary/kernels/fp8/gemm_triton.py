@@ -3,8 +3,6 @@
 Tiles are loaded by TMA; sums stay in the tensor cores' accumulators (`fast`), or are added up in fp32 after every step.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

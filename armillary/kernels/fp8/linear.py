@@ -6,8 +6,6 @@ scales, and a GEMM that sums over tokens takes the largest scale of all tokens. 
 multiplies the rounded numbers in the inputs' dtype.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -4,8 +4,6 @@
 and returns bf16.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A weight is quantised once and used many times: by every micro-batch of a step, 
 or the SwiGLU before the GEMM writes fp8 rows and their scales directly, so that its result is never written in bf16.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -3,8 +3,6 @@
 `fp8_matmul` uses our own GEMM kernel, `library_matmul` `torch._scaled_mm`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

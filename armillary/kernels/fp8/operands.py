@@ -6,8 +6,6 @@ original layout, and the largest of them for the transposed layout ('token': row
 passes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ The tensor cores multiply fp8 only when both operands are contiguous along the s
 pass are written transposed while they are quantised.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ A GPU at its power limit runs slower than in a burst, and not every algorithm by
 tenths of a second while the GPU stays busy. Where cuBLASLt is not available, or torch is as fast, torch is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial

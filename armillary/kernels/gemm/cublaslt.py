@@ -5,8 +5,6 @@ and torch copies the addend before it multiplies, which the library does not nee
 loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Forward, backward to the input, and the weight's gradient: by itself, or accumulated over micro-batches in fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

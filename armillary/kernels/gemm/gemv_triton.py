@@ -5,8 +5,6 @@ flight. A program's first loads, all of them where rows are short, are issued be
 which never writes weights; a norm is part of the sum, so that no separate kernel comes before it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

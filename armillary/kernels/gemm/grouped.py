@@ -4,8 +4,6 @@
 know how many rows each expert has; the kernels read that on the device, so nothing waits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -5,8 +5,6 @@ the next expert, which it does not store, and sums over rows (weight gradients) 
 pointers they are masked when they are loaded.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ By TMA the weights are one tall matrix. From compute capability 8.0 on, and for 
 the same kernels load by plain pointers. Launches depend on shapes only, so that CUDA graphs can hold them.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 The operations around it are fused: an RMS norm of the input, SwiGLU over alternating gate and up rows, a residual.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

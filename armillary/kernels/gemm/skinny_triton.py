@@ -7,8 +7,6 @@ they prefetch the first of their weights into L2, which no previous kernel write
 so that norm and sum cost next to nothing. One token has its own kernel (gemv_triton.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

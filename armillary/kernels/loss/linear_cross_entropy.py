@@ -4,8 +4,6 @@ The reference holds all logits; `chunked` (in its own file) holds those of a chu
 gradients in one pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

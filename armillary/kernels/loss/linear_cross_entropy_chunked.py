@@ -6,8 +6,6 @@ has as many tokens as fit the memory that dW and its fp32 sum need anyway, becau
 once.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Triton kernels of linear + cross-entropy: a chunk of logits becomes its losses and, in place, its gradient."""
 
-from __future__ import annotations
-
 import math
 
 import torch

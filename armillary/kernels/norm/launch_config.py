@@ -4,8 +4,6 @@ A row is held in pieces of WIDTH columns, a power of two, of which each thread r
 a row synchronise less; more threads hide more latency.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from armillary.kernels.core.launch import ceil_div, power_of_two

@@ -4,8 +4,6 @@ y = x̂·w + b with x̂ = x·rsqrt(mean(x²) + ε) (Zhang & Sennrich, arXiv 1910
 al., arXiv 1607.06450); `plus_one` is Gemma's 1 + w. Statistics are at least fp32 for every dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -5,8 +5,6 @@ gradient for its own rows, and a second kernel adds those sums in a fixed order,
 too wide for the registers are processed in pieces.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,7 +8,6 @@ adds those up.
 
 # mypy: disable-error-code="assignment, var-annotated"
 # (a tuple that grows by one tile per piece)
-from __future__ import annotations
 
 import triton
 import triton.language as tl

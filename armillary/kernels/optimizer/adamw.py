@@ -3,8 +3,6 @@
 Its state is torch's (step, exp_avg, exp_avg_sq), so that checkpoints of one can be read by the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A parameter's gradient, value and both averages are read once; value, averages a
 are written once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The last worker to arrive could do it as well, by a counter; on an H200 that was slower (benchmarks/).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -4,8 +4,6 @@ The inputs of a step are one packed array, in which each part has its offset. By
 together longer than a layer of a small model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ computed. Where several workers share a (sequence, head), each writes a partial 
 up in a fixed order. The query heads of a KV head (and its few queries) are the rows of one tile.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

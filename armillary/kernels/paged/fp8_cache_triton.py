@@ -6,8 +6,6 @@ bytes but not for single bytes: two neighbours stay together until they are in r
 multiplied separately.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

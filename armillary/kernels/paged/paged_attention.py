@@ -5,8 +5,6 @@ contiguous block, so a cache manager copies or moves `cache[page]`; the keys of 
 Only the page dim may be strided (pages of several layers may be adjacent).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

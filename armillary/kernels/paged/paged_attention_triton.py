@@ -5,8 +5,6 @@ programs that fit a multiprocessor together. The launches depend on shapes and o
 data, so a CUDA graph that holds them serves any lengths.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

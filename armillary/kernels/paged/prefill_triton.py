@@ -6,8 +6,6 @@ group); keys before the first query of the chunk need no causal mask and have th
 contexts are too few programs for the GPU: their keys are split too, and `combine_prefill` adds up.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Rows of the projection are grouped per KV head as [q…, k, v]. The cache is tha
 heads, page size, head dim].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ that are rotated with each other and the rest, and is written once: queries to t
 their page.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ stream.
 The reference is `qkv_cache`, then `paged_attention`; single_token_triton.py does both in two short launches.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

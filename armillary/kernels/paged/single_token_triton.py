@@ -6,8 +6,6 @@ projection and the next GEMM is short: QK norm, rotary positions, one tile, and 
 sequence. The caller guarantees that lengths, tables, slots, cos and sin were written before the previous kernel began.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

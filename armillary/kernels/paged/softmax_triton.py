@@ -3,8 +3,6 @@
 Scores are in base 2. Their scale factor is applied where the maximum is subtracted: one operation for both.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

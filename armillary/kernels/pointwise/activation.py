@@ -4,8 +4,6 @@ SwiGLU and GeGLU are Shazeer's (arXiv 2002.05202); 'swiglu_clamped' is GPT-OSS's
 clamped gate and up. The arithmetic is at least fp32, the result is rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """MLP activations in Triton: gate and up are separated in registers, so memory is read and written in one stream."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ is then an exponential of a polynomial, and there is no division, because the ex
 GPU can do at copy bandwidth.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Rows of the fused weight are grouped per KV head as [q…, k, v]; the results q,
 needs them, and in q and k the first 2·R dims of every head are rotated (Su et al., arXiv 2104.09864).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A program takes some heads of one token, so that cos and sin are read once for all of them.
 """
 
-from __future__ import annotations
-
 from math import log2
 from typing import Any
 

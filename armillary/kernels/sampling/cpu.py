@@ -3,8 +3,6 @@
 A token whose weight would be below 1 can neither be drawn nor change a sum, so the rest gives the same token.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

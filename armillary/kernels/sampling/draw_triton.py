@@ -4,8 +4,6 @@ Bits of positive floats are ordered like the floats, so a threshold is an intege
 over the candidates, or over all weights of the row where the candidates do not suffice.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -1,7 +1,5 @@
 """Log-probabilities of chosen tokens and of the likeliest ones, from raw logits: before penalties and filters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -6,8 +6,6 @@ A token is ranked by an integer that holds its logit's bits and, below them, its
 have an order. Rows where too many tokens reach the bound (masked or all equal) are searched as a whole.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ CPU. Weights are integers computed by a fixed sequence of exactly rounded operat
 on their order: a request gets the same tokens in any batch, on a CPU, on a GPU, fast or slow.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

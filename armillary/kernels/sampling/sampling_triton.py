@@ -5,8 +5,6 @@ collected, and the thresholds of top-k and top-p are found among them; a row who
 flat distributions) is searched as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Kernels that use these are launched with `enable_fp_fusion=False`: a fused multiply-add would round once, not twice.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

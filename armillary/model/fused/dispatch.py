@@ -3,8 +3,6 @@
 Checked at every call, because a layer may be wrapped (adapters, tensor parallelism, hooks) after it was built.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

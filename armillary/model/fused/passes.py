@@ -6,8 +6,6 @@ multiply in, and with `recompute` the outputs of norms and activations are recom
 saved. `tests/model/fused/test_passes.py` and `test_passes_fp8.py` hold these functions to `transformer.Block`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

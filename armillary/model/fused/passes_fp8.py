@@ -5,8 +5,6 @@ are quantised in both layouts by their own kernels, and the backward pass keeps 
 bytes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

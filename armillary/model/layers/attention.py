@@ -4,8 +4,6 @@ Rows of the fused weight are grouped per KV head as [q…, k, v], so a contiguou
 heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Self
 

@@ -4,8 +4,6 @@
 reference functions in plain torch; faster ones have the same signature.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -3,8 +3,6 @@
 Alternating rows let a contiguous shard of the output dim hold whole gate/up pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Statistics are computed in fp32 for every input dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Frequencies follow Su et al. 2021; linear (Chen et al. 2023), dynamic NTK, llama
 and longrope (Ding et al. 2024) stretch them. Cos and sin are computed once per forward pass, in fp32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Self

@@ -3,8 +3,6 @@
 A weight keeps its dtype (fp32, or bf16 as FSDP gathers it) and its name; it is rounded where it is multiplied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any

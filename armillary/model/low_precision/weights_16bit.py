@@ -4,8 +4,6 @@ The parameters are the master weights. A copy remembers the version of the param
 when the parameter has been written since (a load, another optimizer); our AdamW writes both at once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

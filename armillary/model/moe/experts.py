@@ -3,8 +3,6 @@
 `plain_dispatch` gathers tokens expert by expert: the slow twin of the sorted and the all-to-all dispatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Self
 

@@ -10,8 +10,6 @@ sharded; where ranks share a sequence, its choices are gathered first. A dropped
 others stay as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil

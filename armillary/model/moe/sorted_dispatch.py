@@ -4,8 +4,6 @@ Moving rows is a permutation and its inverse, forward and backward, so there are
 device. A token's experts are summed in the order of their numbers, as in the plain dispatch.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ The result has an end of text, chat tokens and a small chat template, so that a 
 later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import tokenizers

@@ -1,7 +1,5 @@
 """Conversion of any named model to a Hugging Face folder with a given dtype and shard size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from armillary.kernels.core.dtype import parse_dtype

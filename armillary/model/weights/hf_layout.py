@@ -4,8 +4,6 @@ A `Rule` names one of our tensors, the Hugging Face tensors it is built from, an
 list of rules of a config is the complete mapping.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

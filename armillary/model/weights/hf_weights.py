@@ -4,8 +4,6 @@ Tensors are fused at load and split at save; no pickle is ever read. A folder is
 when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

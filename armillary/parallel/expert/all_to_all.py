@@ -4,8 +4,6 @@ A layer has two all-to-alls of rows, forward and backward, and one of counts, th
 The shared expert runs during the first, in both passes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ ep ranks are neighbours among those that read different rows: each holds E/ep ex
 their tokens (`all_to_all`). Gradients of an expert are reduced only over the ranks that hold the same experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any

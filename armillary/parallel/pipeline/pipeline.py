@@ -4,8 +4,6 @@ Every stage reads the same rows: the first stage the tokens, the last the target
 documents. Hidden states and their gradients are sent from rank to rank.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager

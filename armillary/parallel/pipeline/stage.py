@@ -4,8 +4,6 @@ A rank's virtual stages share one Transformer, `StageModel`, under the names of 
 compilation, initialization and checkpoints see that one. A virtual stage is a view of some of its layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 Marks lie around every pass of a micro-batch through a virtual stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

@@ -9,8 +9,6 @@ A spot hour costs more than its price: interruptions lose work and time, so the 
 failures.py expects at the rate of interruption.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil, isfinite
 from statistics import median

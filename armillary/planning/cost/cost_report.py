@@ -1,7 +1,5 @@
 """Cost, goodput and storage of a plan as text."""
 
-from __future__ import annotations
-
 from armillary.planning.cost.cost import Offer, TrainingCost, offers
 from armillary.planning.cost.failures import Goodput
 from armillary.planning.cost.ownership import NoPrice, owned

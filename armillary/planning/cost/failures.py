@@ -11,8 +11,6 @@ With mean time between failures M (of all devices together), a checkpoint that s
 J. W. Young, CACM 17 (1974); J. T. Daly, Future Generation Computer Systems 22 (2006).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import exp, expm1, isfinite, log, log1p, sqrt
 

@@ -6,8 +6,6 @@ month          the first at which capex + running costs so far are below the ren
 utilisation    above which the used hours of a year cost less owned than rented
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import isfinite
 

@@ -9,8 +9,6 @@
 A tier is fast enough when the bandwidth of all nodes together is at least the need.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import isfinite
 

@@ -4,8 +4,6 @@ Rows whose config_id ends in an even hex digit fit, the others judge. Coordinate
 mean absolute error, which is simple, and there are at most two factors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -7,8 +7,6 @@ length, as many at once as the KV cache holds, at most 2,048 per rank; DEPn and 
 engine called decode receives its prompts from a prefill pool.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping

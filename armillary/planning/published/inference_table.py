@@ -4,8 +4,6 @@ The error of a row is predicted / measured − 1 of its first published figure a
 time to first token; the other figures are predicted too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Tables spell names in many ways. A name is reduced to letters, versions and size
 parameters are nearest to the row's is chosen; no model is better than a wrong one.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

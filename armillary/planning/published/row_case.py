@@ -5,8 +5,6 @@ open (gated or plain MLP, tied or not) is chosen so that the parameters are near
 catalogue's chip in its default node, with the stated network.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ The columns show whether it is a training or an inference table. Rows that canno
 and the share that could be is part of the result.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

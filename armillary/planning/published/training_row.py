@@ -4,8 +4,6 @@ Rules: no micro_batch means 1; no interleave 1; no recompute is selective for ex
 that reports a speed fits its device, else none; an unknown ZeRO stage 1; all releases of a framework are one framework.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The error of a row is predicted / measured − 1 of its published figure: tokens
 the convention it states. Memory is compared with what the allocator counted, and an OOM row with the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

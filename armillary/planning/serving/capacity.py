@@ -4,8 +4,6 @@ Bisection finds the highest rate: every latency grows with the rate. Devices fol
 replicas = ⌈rate / highest rate⌉, money from devices · price / tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import ceil, isfinite
 

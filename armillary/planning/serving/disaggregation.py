@@ -7,8 +7,6 @@ KV cache per request (DistServe, arXiv 2401.09670; Splitwise, arXiv 2311.18677):
     transfer = KV bytes of the prompt per device / (bandwidth of its link · share)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from armillary.errors import BadInput

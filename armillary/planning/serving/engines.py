@@ -4,8 +4,6 @@ Rates of the chip itself are in efficiency.toml; these are of serving: skinny GE
 all-reduces. All are in engines.toml, the fitted ones with their source, their date and the command that fits them.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

@@ -5,8 +5,6 @@ data-parallel); pp stages shard the layers. A step is a few groups of equal sequ
 depend on their number.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -9,8 +9,6 @@
 With pipeline stages, pp batches are in flight, each with a pp-th of the requests.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

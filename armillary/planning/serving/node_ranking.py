@@ -1,7 +1,5 @@
 """Ranking of the catalogue's nodes for serving: which meet the objectives of some traffic, and what tokens cost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -14,8 +14,6 @@ The running batch varies like a Poisson number: b₉₉ = b + 2.33·√b, and b 
 only prefills or only decodes (disaggregated pools) has the other part at zero.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log, sqrt

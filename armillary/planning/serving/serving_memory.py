@@ -7,8 +7,6 @@
 Tokens are stored in blocks (Kwon et al., PagedAttention, arXiv 2309.06180), so a sequence takes full blocks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

@@ -1,7 +1,5 @@
 """Serving plan: the chosen way to serve a model, priced, as a Plan that every engine can read."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 from typing import Any

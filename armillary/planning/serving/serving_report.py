@@ -1,7 +1,5 @@
 """Serving plan as text: memory, latencies and cost of a deployment, and every term with its numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from armillary.planning.serving.capacity import Capacity

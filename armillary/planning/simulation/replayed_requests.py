@@ -4,8 +4,6 @@ A recorded request says which earlier request shares a prefix with it and how ma
 shared prefixes can be generated without storing any text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random

@@ -5,8 +5,6 @@ rates        tokens and requests over the time from the first arrival to the las
 totals       from the last record
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Requests are recorded or random; a step takes as long as a `StepCost` says. So a
 or of the number of replicas can be tried on the same requests, in the code that would serve them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

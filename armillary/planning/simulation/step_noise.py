@@ -4,8 +4,6 @@ Percentiles of gaps depend on it. Short steps are noisier than long ones, and st
 without, so a simulated step samples the noise of similar steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import frexp

@@ -5,8 +5,6 @@ function needs (after Korthikanti et al., arXiv 2205.05198, who count 34·hidden
 without dropout and with flash attention the same sum is 32). Recompute stores less, unfused software more.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

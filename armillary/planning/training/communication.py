@@ -4,8 +4,6 @@ Each collective has an overlap window: the computation that runs beside it. The 
 part is the excess of the collective; hidden communication still takes multiprocessors from compute (contention).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The rule behind `train.compile = "auto"`: whether compiling the blocks of a run pays off."""
 
-from __future__ import annotations
-
 import shutil
 import sysconfig
 from dataclasses import replace

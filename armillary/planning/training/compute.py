@@ -4,8 +4,6 @@ Operations with their FLOPs and bytes come from spec. The layout shards each one
 it: GEMMs by size and dtype, attention by head dim and length, the rest by the bytes it moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 

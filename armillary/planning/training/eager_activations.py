@@ -4,8 +4,6 @@ The counts are per token: every operator that needs its input or output in the b
 stores the full tensor it belongs to. Norms run in fp32 whatever the dtype of the GEMMs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

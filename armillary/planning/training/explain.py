@@ -3,8 +3,6 @@
 The values are the prediction's own terms; the formulas are those of docs/planning.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Other software is taken to read an operand once and to write it plain and transp
 (spec.fp8), and its casts are counted one by one: they depend on what shares a scale (layout.fp8_scaling).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ weights are temporary (peak_memory), and their peak counts. The first and the la
 the most micro-batches in flight, the other the logits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 
 import numpy as np

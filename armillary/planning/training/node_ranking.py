@@ -1,7 +1,5 @@
 """Ranking of the catalogue's nodes for a training job: which fit it, how fast they are and what they cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil

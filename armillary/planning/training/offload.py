@@ -5,8 +5,6 @@ weights our trainer hides it behind the next forward pass, whose first layer wai
 Activations are copied beside forward and backward pass; only the excess is exposed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from armillary.planning.device_model.layout_arrays import OFFLOADS, PRECISIONS, Array, Bools, Layouts

@@ -4,8 +4,6 @@ Weights, gradients, moments and master weights are 2 + 2 + 8 + 4 = 16 bytes per 
 stages shard them one after the other (Rajbhandari et al., arXiv 1910.02054).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

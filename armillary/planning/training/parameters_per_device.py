@@ -4,8 +4,6 @@ Counts come from spec.arithmetic.params. Tensor parallelism shards projections a
 experts; norms and router are replicated.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

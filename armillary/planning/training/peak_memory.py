@@ -5,8 +5,6 @@ layer's backward pass the logits are freed, and what it recomputes is allocated 
 the backward pass every gradient is allocated, and the activations of one layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import numpy as np

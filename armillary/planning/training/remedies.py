@@ -4,8 +4,6 @@ One setting is changed at a time, then two; of the changes that fit, the fastest
 helps, a larger number of devices is named.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Memory is computed first for the full space, time for what fits. The Pareto fron
 in both time and memory; dollars follow time, since all devices are paid for either way.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

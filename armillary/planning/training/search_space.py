@@ -4,8 +4,6 @@ dp × zero × tp × pp × interleave × cp × ep × micro-batch × recompute × 
 the others are combined freely, as arrays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

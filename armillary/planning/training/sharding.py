@@ -4,8 +4,6 @@ column: the outputs of the GEMM are sharded; row: its inputs; heads: its work; s
 (only with sequence parallelism); experts: routed tokens and weights. Context parallelism shards all of them as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ taken to divide layers evenly: where they divide over all chunks, the projection
 otherwise embedding and projection take the place of a layer each (as for Llama 3 405B: 126 layers in 8 × 16 places).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

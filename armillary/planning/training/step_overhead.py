@@ -1,7 +1,5 @@
 """Overhead per step: optimizer, kernel launches, stragglers, data loading and fixed costs."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from armillary.planning.device_model.layout_arrays import FULL, Array, Layouts

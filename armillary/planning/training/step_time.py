@@ -4,8 +4,6 @@ The maximum is taken per overlap window, so it equals T_compute plus the communi
 (T_exposed). `plan`, `explain`, `table` and `search` print the terms under these names.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

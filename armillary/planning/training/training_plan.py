@@ -1,7 +1,5 @@
 """Training plan: the time, memory, cost and goodput of one layout, as a Plan that every rank can read."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

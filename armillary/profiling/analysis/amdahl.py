@@ -1,7 +1,5 @@
 """Amdahl's law: the overall speedup from speeding up a part of the time (Amdahl, AFIPS 1967)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf

@@ -1,7 +1,5 @@
 """From a trace to a Profile: the step budget, the tables, the gaps, the memory and the findings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

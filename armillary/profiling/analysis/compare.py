@@ -1,7 +1,5 @@
 """Comparison of two profiles (eager and compiled, before and after), per step: budgets, kernels and operators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ element, of autograd between operators, and of short Python code. Longer Python 
 thread communicates or computes meanwhile.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from armillary.profiling.analysis.idle_gaps import CAUSE_OF_STATE, GLUE_S, Stretch

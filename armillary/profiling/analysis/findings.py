@@ -1,7 +1,5 @@
 """Findings of a profile in plain words, each with the speedup if what it names cost nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ prepares; longer than GLUE_S it is the program's own time. After a synchronisati
 the time to refill it is charged to the synchronisation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 

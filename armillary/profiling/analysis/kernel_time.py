@@ -4,8 +4,6 @@ Time whose least time is not known (no shapes in the trace, no ceiling of the de
 neither useful nor wasted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Memory over time from the allocator's own events: the peak, its time, and what was allocated then."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Work of nested operators: a wrapper has none of its own; one that does the work keeps the time of its parts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from armillary.profiling.trace.host_calls import Host

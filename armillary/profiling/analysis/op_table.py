@@ -1,7 +1,5 @@
 """The tables of a profile: one row per operator and per kernel, over all its calls."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Time is at least FLOPs / peak and at least bytes / bandwidth (Williams, Waterman
 from `armillary bench` where this device was measured, else from the catalogue; `source` says which.
 """
 
-from __future__ import annotations
-
 from armillary.errors import NotFound
 from armillary.machine.gpus import Gpu
 from armillary.machine.machine import chip_of

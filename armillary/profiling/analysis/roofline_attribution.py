@@ -1,7 +1,5 @@
 """Each operator and kernel of a trace against the roofline: its FLOPs, its bytes, and the least time they need."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -5,8 +5,6 @@ from the host runs alone, or the device is idle and the host says why. Without a
 work: see cpu_budget.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -3,8 +3,6 @@
 Where they contradict each other, the model is dropped and the time counts as unjudged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

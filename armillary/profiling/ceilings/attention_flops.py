@@ -4,8 +4,6 @@ Pairs that the mask leaves out are not counted. It is timed without pauses, as t
 at several lengths: short sequences reach a tenth of what long ones do, which no other ceiling shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

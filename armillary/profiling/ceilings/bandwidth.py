@@ -5,8 +5,6 @@ kind copy, read, write and triad come from memory: buffers rotate through a pool
 Points of kind cache use the same buffers repeatedly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

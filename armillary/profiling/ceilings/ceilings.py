@@ -4,8 +4,6 @@ Every section lists its cases first, so that progress can be shown; when the tim
 counted and reported, not guessed.
 """
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Rank 0 says how often an operation is repeated, all ranks time it, and the slowe
 through a pipe, one size at a time, so that progress can be shown.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -7,8 +7,6 @@ bandwidth is what each link carries (`spec.layer_ops.wire_factor`). The model is
 weighted down (Huber 1964).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

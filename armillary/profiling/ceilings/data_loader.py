@@ -4,8 +4,6 @@ A factory makes the batches; it is called in every worker with the worker's numb
 its own share. Start-up is left out: the clock runs from the first batch on.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

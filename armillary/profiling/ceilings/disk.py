@@ -4,8 +4,6 @@ Files are opened with O_DIRECT; a file system that refuses it is written through
 dropped, and the point says so. Threads keep several requests in flight, as a loader's workers do.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

@@ -5,8 +5,6 @@ measurement can tell by how much; a CPU spends much of a step in them. Bytes are
 (spec.arithmetic.eager_ops).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

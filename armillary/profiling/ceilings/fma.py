@@ -4,8 +4,6 @@ Norms, softmaxes and activations run there. The loop needs a compiler for the de
 GEMM runs on the same units, so it is the ceiling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any

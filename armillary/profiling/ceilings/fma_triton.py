@@ -3,8 +3,6 @@
 It is a file of its own because Triton reads its source and must be there at import.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

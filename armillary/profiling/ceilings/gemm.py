@@ -5,8 +5,6 @@ them. A point counts 2·m·n·k operations: [m, k] times [k, n]. It is what shor
 is measured for one square.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Pageable memory goes through the driver's staging buffer and blocks the host; pi
 What offloading costs depends on both.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any

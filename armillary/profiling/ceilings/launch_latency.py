@@ -3,8 +3,6 @@
 A step of thousands of small operations is bound by it, however fast the device computes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 The sections of `bench ceilings` take one of these and give points in the form `store.peaks` keeps.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`"auto"` dtypes resolved for a training run or a server, and a check of dtypes that were asked for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from armillary.profiling.dtypes.rates import RunShape, cluster_rates, run_shape

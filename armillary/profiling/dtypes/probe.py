@@ -4,8 +4,6 @@ Feature flags say what to expect: a dtype without units is tried on one small GE
 shows it to be emulated (one call at full size would take seconds there).
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterator

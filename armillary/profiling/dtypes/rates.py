@@ -5,8 +5,6 @@ second; the result is kept beside the ceilings), a chip of the catalogue is take
 torch a CPU is judged by its feature flags alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec

@@ -5,8 +5,6 @@ Compilers are the slow part of a cold run, so that worker processes compile ever
 caches; then one process alone checks and times.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence

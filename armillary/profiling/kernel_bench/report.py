@@ -1,7 +1,5 @@
 """The kernel bench as one HTML page: bars of every version's share of the ceiling, per operation and case."""
 
-from __future__ import annotations
-
 from html import escape
 
 from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured

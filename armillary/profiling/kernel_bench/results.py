@@ -1,7 +1,5 @@
 """Results of the kernel bench: a row per case, a figure per version, and whether the target is met."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from armillary.profiling.kernel_bench.targets import Bar

@@ -4,8 +4,6 @@ A bar belongs to some cases of an operation; the bench says whether each holds, 
 own kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

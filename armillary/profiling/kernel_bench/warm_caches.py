@@ -1,8 +1,6 @@
 """Compiling ahead of the bench: worker processes run each version of a case once, so that the compilers' caches on disk
 hold what the timing process will ask for."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import time

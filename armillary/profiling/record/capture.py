@@ -4,8 +4,6 @@ The same steps are first timed without the profiler, so that the profile can say
 What is profiled is handed in as a callable: training, serving and anybody's code alike.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

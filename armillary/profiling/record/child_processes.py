@@ -1,7 +1,5 @@
 """Child processes that a script starts: they are not recorded, and the profile of the waiting parent says so."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

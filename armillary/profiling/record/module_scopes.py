@@ -4,8 +4,6 @@ Hooks that torch calls for every module are put in place for the window only, so
 that torch.compile made is left alone: a hook would make it compile again.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

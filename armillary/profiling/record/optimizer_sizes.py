@@ -3,8 +3,6 @@
 Sizes are read once an optimiser, from a hook that torch calls before every step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.compiler import is_compiling

@@ -4,8 +4,6 @@ torch's own stacks trace every call, which makes Python-heavy steps several time
 function begins at; samples cost a few per cent and name the very line. `sample_events` turns them into trace events.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

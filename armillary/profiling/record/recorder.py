@@ -3,8 +3,6 @@
 Only torch and the standard library are used, because this also runs inside other people's scripts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ step of inference; where there is neither, the whole run is one step, up to a li
 recording at a time, of one thread: the thread that began it ends it, and it yields to the script's own profiler.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

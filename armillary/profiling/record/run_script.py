@@ -6,8 +6,6 @@ REQUEST is a JSON file that says how many steps to record and where the trace go
 that says what was seen. Only torch and the standard library are used, as the script may have an environment of its own.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -4,8 +4,6 @@ A sample says where Python was at one moment; drawn as an event it must not seem
 times are exact. So it is clipped to the interval between two exact events, and left out inside operators.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping

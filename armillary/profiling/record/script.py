@@ -1,7 +1,5 @@
 """Profiling a user's unmodified script: it runs with a recording window, and its trace is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

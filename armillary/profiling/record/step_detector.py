@@ -5,8 +5,6 @@ result of torch.compile is followed instead. The hook on optimisers stays, empty
 an optimiser's step again.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

@@ -3,8 +3,6 @@
 torchrun turns its options into one command for every rank in a single function, which is followed here.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Every way of torch to record (torch.profiler, torch.autograd.profiler, nvtx rang
 functions, which are followed here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The file stands alone: no script, no font, no address is loaded. Every text from
 names are full of angle brackets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A profile in words: the same short texts on the terminal and on the page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from armillary.profiling.analysis.analyse import amdahl_of

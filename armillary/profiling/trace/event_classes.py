@@ -3,8 +3,6 @@
 Names are all that is left of a kernel inside a CUDA graph, so the patterns are ordered from the most specific on.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -4,8 +4,6 @@ A segment is an interval in which one event was the innermost on its thread. Seg
 sums over them count every moment once.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass

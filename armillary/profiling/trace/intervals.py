@@ -1,7 +1,5 @@
 """Time intervals as numpy arrays: unions, coverage, and lengths in which overlap counts once."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from armillary.profiling.trace.trace import Array

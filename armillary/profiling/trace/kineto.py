@@ -4,8 +4,6 @@ Every version since 2021 is read: categories and argument names changed over tim
 names of their own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypeGuard
 

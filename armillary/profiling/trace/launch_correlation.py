@@ -1,7 +1,5 @@
 """Correlation of device events with the call that launched them and the operator they belong to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

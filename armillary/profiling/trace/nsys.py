@@ -4,8 +4,6 @@ It holds launches, kernels, copies and NVTX ranges. torch's `emit_nvtx` writes o
 CUDA calls of the host are known.
 """
 
-from __future__ import annotations
-
 import re
 import sqlite3
 from collections.abc import Iterator

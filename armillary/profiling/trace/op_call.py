@@ -1,7 +1,5 @@
 """One operator call of a trace: its tensor arguments, their dtypes, and its scalar arguments as text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

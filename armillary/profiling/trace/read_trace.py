@@ -1,7 +1,5 @@
 """Reading a trace file: torch-profiler (Kineto) JSON, plain or gzipped, or Nsight Systems' SQLite; without torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from armillary.errors import BadData, NotFound

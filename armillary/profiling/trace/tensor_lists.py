@@ -4,8 +4,6 @@ A list of more than thirty tensors is written as []. Where the recording says ho
 a list is replaced by one tensor with that many elements (the mean, where there are several parameter groups).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Millions of events fit in memory because a column holds one number per event and every text is kept once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

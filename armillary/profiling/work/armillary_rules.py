@@ -3,8 +3,6 @@
 Attention over packed documents or cache pages has none: the part that the mask keeps is not in a trace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 

@@ -1,7 +1,5 @@
 """Rules for attention: which arguments are queries, keys and values, and where the mask is told, kernel by kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from armillary.profiling.trace.op_call import Call, NoModel, Shape, Tensor

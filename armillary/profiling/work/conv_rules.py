@@ -1,7 +1,5 @@
 """Rules for convolutions, plain and transposed, and for what changes an image's size: pooling and upsampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 

@@ -3,8 +3,6 @@
 A list of indices has no shapes in most traces; then a write is known by its values, and a read is not known at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 

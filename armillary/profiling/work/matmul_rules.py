@@ -1,7 +1,5 @@
 """Rules for GEMMs: plain, batched, grouped by expert, and the recurrent layers that are made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations

@@ -1,8 +1,6 @@
 """The rules by which an operator's arguments give its FLOPs and bytes: memory-bound operators here, GEMMs,
 convolutions, attention and indices in files of their own, and one table of names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from math import prod

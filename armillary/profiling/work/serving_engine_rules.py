@@ -1,7 +1,5 @@
 """Rules for the kernels that serving engines (vLLM, SGLang, AITER) bring along, where their arguments say enough."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from armillary.profiling.trace.op_call import Call

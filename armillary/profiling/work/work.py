@@ -5,8 +5,6 @@ is assumed to read and write each tensor once, which is the least it can do; GEM
 operators of other libraries without a rule have no model, rather than a wrong one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """API keys: a file with one key per line, and the check of a request against them."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One HTTP request and its response over ASGI: a bounded body, JSON, and server-sent events."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Limits of request bodies: size and time of each body, and the bytes of all bodies together."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

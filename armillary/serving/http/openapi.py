@@ -1,7 +1,5 @@
 """Building blocks of the servers' OpenAPI 3.1 documents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from armillary import __version__

@@ -1,7 +1,5 @@
 """The error of a request in the form that OpenAI's clients read: {"error": {message, type, param, code}}."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _TYPES = {

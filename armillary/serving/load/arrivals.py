@@ -5,8 +5,6 @@ its gap, so that bursts and ramps combine. The number of requests is fixed to th
 count), so that a short test offers exactly its rate.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from math import sqrt
 from random import Random

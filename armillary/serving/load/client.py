@@ -3,8 +3,6 @@
 A time stamp is taken when bytes arrive, before they are parsed.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

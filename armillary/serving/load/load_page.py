@@ -1,7 +1,5 @@
 """A load report as one self-contained HTML file: tables, distributions, the test over time, the rates tried."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 

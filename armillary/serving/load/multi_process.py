@@ -1,7 +1,5 @@
 """A load test with several sending processes: each sends every n-th request, or serves its share of the clients."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """Probes a server before a test: the model's name, the API, supported extras, and characters per token."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

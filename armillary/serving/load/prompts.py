@@ -3,8 +3,6 @@
 Only the server knows its tokens: a `PromptCutter` converts tokens to text, by a tokenizer or by the server's counts.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from dataclasses import dataclass
 from functools import cache

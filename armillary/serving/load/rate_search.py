@@ -5,8 +5,6 @@ flight does not grow over the test by more than its noise. A failed rate is trie
 machine is no limit of the server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt

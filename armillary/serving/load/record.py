@@ -1,7 +1,5 @@
 """Requests of a load test and their results; all times are seconds since the start of the test."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

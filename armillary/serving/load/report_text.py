@@ -1,7 +1,5 @@
 """A load report as text and table rows for terminal, page and JSON, and the definition of each figure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The requests of a test as send times and lengths, from [traffic] or from a recorded trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import exp, log1p, sqrt

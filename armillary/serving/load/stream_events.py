@@ -1,7 +1,5 @@
 """Events of a streamed response: text, end, usage, errors."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 The window goes from the end of the warm-up to the end of the test; requests due in it count.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The server under test: its address and the form of its requests."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, Literal

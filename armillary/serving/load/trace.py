@@ -4,8 +4,6 @@ Azure: TIMESTAMP, ContextTokens, GeneratedTokens (Azure Public Dataset, CC-BY). 
 input_length, output_length, hash_ids, one for each block of 512 prompt tokens; equal ids are equal text.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Iterator

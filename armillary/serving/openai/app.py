@@ -1,7 +1,5 @@
 """Routes of the OpenAI-compatible server: API keys, admission, and errors in one form."""
 
-from __future__ import annotations
-
 import sys
 import time
 import traceback

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions: conversations through the model's chat template, with tools and structured outputs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """POST /v1/completions: text or token ids continued, with echo and the prompt's log-probabilities."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from functools import partial

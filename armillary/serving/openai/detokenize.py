@@ -3,8 +3,6 @@
 The engine generates until the server aborts it after a stop string; tokens beyond the stop string are dropped here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The completions of one HTTP request: prompts go to the engine, deltas come back, choice by choice."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """From the fields of a validated body to the engine's sampling parameters and limits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Log-probabilities in the forms of OpenAI's two endpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The OpenAPI document of the OpenAI-compatible server, derived from the classes of `schemas.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Writes the response of a generation, complete or as server-sent events; a `ChoiceFormatter` per endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable

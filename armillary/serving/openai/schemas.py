@@ -4,8 +4,6 @@ msgspec decodes and validates bodies with these classes, and `openapi.py` derive
 Other fields are refused where they would constrain the output, and else ignored (`unknown_fields.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The served model: its name, tokenizer, engine and limits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The structure that an output must match, from `response_format`, vLLM's `structured_outputs` or its older `guided_*`
 fields, of which a body may have one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Prompts have their own threads; /tokenize and /detokenize, on which no completion waits, share another one.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -7,8 +7,6 @@
 | llama3 | the complete output is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>` |
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping

@@ -3,8 +3,6 @@
 Spans are created when a request has ended, from times that the server records anyway; the library's thread sends them.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

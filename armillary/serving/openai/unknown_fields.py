@@ -1,8 +1,6 @@
 """Fields of a body that `schemas.py` does not define: a field that would constrain the output is refused, because an
 output that ignores it would look like one that obeys it; any other field is logged once."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, cast

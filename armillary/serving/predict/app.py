@@ -1,7 +1,5 @@
 """The predict server's routes: /predict, /health, /ready, /schema, /metrics, /openapi.json."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -4,8 +4,6 @@ One batch runs at a time. Rows that arrive while it runs form the next batch, wh
 delay applies only while the model is idle and a batch is incomplete. A batch of a preferred size starts at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -3,8 +3,6 @@
 A request runs on the version that validated it; the old version finishes its queue and closes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path

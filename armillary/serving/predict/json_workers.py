@@ -3,8 +3,6 @@
 `python -m armillary.serving.predict.json_workers FD` is a worker; numbers travel as arrays, which is cheap.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import queue

@@ -1,7 +1,5 @@
 """Prometheus metrics of the predict server, and the mean latency of /health."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

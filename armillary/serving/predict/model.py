@@ -1,7 +1,5 @@
 """A model file of any format as a schema and a function of arrays."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path

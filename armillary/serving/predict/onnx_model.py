@@ -1,7 +1,5 @@
 """ONNX models (.onnx) through onnxruntime; a dimension without a number is free."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The OpenAPI document of a predict server, with the shapes of the loaded model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from armillary.serving.http import openapi

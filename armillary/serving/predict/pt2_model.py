@@ -1,7 +1,5 @@
 """Models of torch.export (.pt2): the file states shapes, dtypes and free dimensions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

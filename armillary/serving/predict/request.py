@@ -4,8 +4,6 @@
 {"inputs": {"name": […], …}}      the same by name, for any number of inputs
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, cast

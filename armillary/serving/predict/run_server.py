@@ -1,7 +1,5 @@
 """Run the predict server: load the model, listen, serve until a signal, drain, and exit with 0."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inputs and outputs of a model: names, dtypes and shapes, as far as its file states them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs a torch callable on arrays: dtypes, device, threads, no gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

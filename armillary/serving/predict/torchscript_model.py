@@ -1,7 +1,5 @@
 """TorchScript models (.pt): the file states no shapes; they are derived from the first layer where possible."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Files that need pickle are never loaded, because unpickling runs their code. ONNX files and weights hold no code.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from io import BytesIO

@@ -1,7 +1,5 @@
 """Versions of a model file: one file that may be replaced, or a folder of numbered version folders."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 When the engine dies, its requests fail with one clear line each; the server keeps running and starts the next engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import traceback

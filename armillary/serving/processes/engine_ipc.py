@@ -4,8 +4,6 @@ Both ends are processes of ours, and no other process can reach the socket. Neit
 server writes through asyncio, and the engine queues what the kernel does not accept for a thread to send.
 """
 
-from __future__ import annotations
-
 import pickle
 import select
 import socket

@@ -4,8 +4,6 @@
 socket, and checks and hashes prompts. The process ends when the server's end of the socket is closed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

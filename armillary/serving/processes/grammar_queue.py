@@ -4,8 +4,6 @@ Every grammar is first compiled in a process that can be killed (`GrammarSandbox
 new grammars had a first attempt, so that slow grammars delay other requests by at most one attempt.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import traceback

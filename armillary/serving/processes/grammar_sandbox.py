@@ -4,8 +4,6 @@ ends or takes all memory fails one request and no other.
 `python -m armillary.serving.processes.grammar_sandbox FD`. That process holds the tokenizer and forks per grammar.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import select

@@ -4,8 +4,6 @@ Short steps need no heartbeat: each sends a message of its own. Times are counte
 stopped, or a machine that slept, does not report a step of an hour.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ stopped or holds the GIL; or heartbeats arrive while a step does not end, and th
 duration of a step of that size, so that a slow machine has time and a fast one is not waited for.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

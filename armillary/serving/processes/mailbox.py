@@ -3,8 +3,6 @@
 The request's handler takes them when it is ready; the client of the engine never waits for a handler.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass

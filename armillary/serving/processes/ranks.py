@@ -1,7 +1,5 @@
 """The processes of one engine: as many as it has ranks, started together, ended together."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -3,8 +3,6 @@
 An observation takes less than a microsecond, because there is one per token; prometheus_client only writes the page.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections import Counter

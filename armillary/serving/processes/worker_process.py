@@ -4,8 +4,6 @@ It runs `python -m MODULE FD`, is started with the first message and again after
 socket is closed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -4,8 +4,6 @@ A span is (queries, keys): the queries are the last of the keys, so (T, T) is a 
 decode step over a cache of C - 1 tokens plus itself, (c, past + c) a prefill chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ operators forward and fourteen backward. The counts are per element; norms, rota
 autocast rounds the operands of GEMMs to 16 bits. A test counts the operators again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from armillary.spec.arithmetic.ops import Op, size_of

@@ -2,8 +2,6 @@
 sampling, collectives. Nearly all of them are memory-bound, so the bytes count.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from armillary.spec.arithmetic.ops import FP32_BYTES, INDEX_BYTES, Op, size_of

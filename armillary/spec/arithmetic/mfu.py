@@ -4,8 +4,6 @@ MFU counts what the model needs: 6 per weight of a GEMM (4 if frozen) and attent
 recompute (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). HFU counts what the chip executes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ result written once (compulsory traffic, the roofline's convention: Williams et 
 attention_ops, the operations around the GEMMs in layer_ops, the list of a model in workload.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

@@ -3,8 +3,6 @@
 Counts follow the tensors of the module in `armillary.model`, so they equal `sum(p.numel())` on the meta device.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

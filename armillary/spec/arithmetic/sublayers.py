@@ -4,8 +4,6 @@ A piece is one forward operation with its backward operations; residual adds are
 into the GEMM before them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import ceil
 

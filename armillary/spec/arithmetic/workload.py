@@ -3,8 +3,6 @@
 Their sum is the work of the model, and each is a row of a profile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

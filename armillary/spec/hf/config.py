@@ -4,8 +4,6 @@ Reading covers every family of the catalogue; writing covers those whose weights
 refuses a shape that the family cannot express.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace

@@ -3,8 +3,6 @@
 Defaults that files leave out are in hf_defaults.toml.
 """
 
-from __future__ import annotations
-
 from armillary.spec.hf.layers import Fields, Raw, all_sliding, kinds, upper_sliding, with_window
 from armillary.spec.hf.rope import read_rope
 

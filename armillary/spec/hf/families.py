@@ -1,7 +1,5 @@
 """Which reader a Hugging Face model_type has: one table over the dense families and those with experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from armillary.spec.hf import dense, moe

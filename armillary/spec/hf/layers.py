@@ -3,8 +3,6 @@
 Files say it by `layer_types`, or by rules that differ between families.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

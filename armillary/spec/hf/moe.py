@@ -3,8 +3,6 @@
 Defaults that files leave out are in hf_defaults.toml.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from math import log

@@ -4,8 +4,6 @@ Old files have `rope_theta` and `rope_scaling`; new ones one `rope_parameters` t
 layers differ. We read both and write the old spelling, which every release of every reader understands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Case: what a layout is checked against: a model, and what is known of devices, sequence and batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from armillary.spec.layout import Layout

@@ -5,8 +5,6 @@ hidden is never sharded, so neither is checked); ranks divide the tokens of a se
 in `rules`, each rule is a test and a sentence that ends with a change after which the test holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

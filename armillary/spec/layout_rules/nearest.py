@@ -4,8 +4,6 @@ It is found by following the rules' suggestions one after the other, and then re
 needed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace

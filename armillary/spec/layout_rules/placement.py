@@ -6,8 +6,6 @@ numbered along the innermost tier first, as launchers do; an axis is as fast as 
 crosses.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 

@@ -3,8 +3,6 @@
 Each rule is a test and a sentence; the sentence ends with a change after which that test holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 As in `rules`, each rule is a test and a sentence that ends with a change after which the test holds.
 """
 
-from __future__ import annotations
-
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 

@@ -1,7 +1,5 @@
 """Checks shared by the recipe's tables: each error names the field and a valid value."""
 
-from __future__ import annotations
-
 from math import isfinite
 from typing import Any
 

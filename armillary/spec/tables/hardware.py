@@ -1,7 +1,5 @@
 """The recipe's [hardware] table: a hardware string, or a chip and the nested tiers that connect its copies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

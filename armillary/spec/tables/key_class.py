@@ -4,8 +4,6 @@ The class is a marker around the type: `lr: Noted[float | None] = None`. A table
 `serve: Free[Serve]`. Types are read without the marker, so nothing else sees it.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 KeyClass = Literal["free", "noted", "defining"]

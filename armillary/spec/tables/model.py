@@ -4,8 +4,6 @@ num_layers and the catalogue's pattern keys change the layers; [model.rope], [mo
 [model.simplicial] change single fields of what the model has, or add what it lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints

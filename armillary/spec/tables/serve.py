@@ -3,8 +3,6 @@
 Few settings with good defaults; what is left out is derived by the rule in its docstring.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

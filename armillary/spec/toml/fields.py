@@ -3,8 +3,6 @@
 The dataclasses are the schema: their annotations are checked here, and their field docstrings are the help text.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -3,8 +3,6 @@
 Splitting at the headings takes a millisecond, parsing the full catalogue a hundred.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 It is hand-written because `spec` uses only the standard library, which reads TOML (tomllib) but does not write it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ turns differently later on (reasoning dropped, tools moved) give one sample for 
 always learnt in the context it is asked for in; turns that stay as they were share one sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

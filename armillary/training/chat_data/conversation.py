@@ -3,8 +3,6 @@
 The keys of a record show which form it has; an error names its file and line.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

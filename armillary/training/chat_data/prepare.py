@@ -3,8 +3,6 @@
 Two passes over the records: one to see how many there are and which are held out, one to render and encode them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ A folder is written under a hidden name and renamed when it is complete, so a fo
 ones are deleted (`prune`) once a newer one is complete and on disk.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import warnings

@@ -2,8 +2,6 @@
 also written by themselves.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

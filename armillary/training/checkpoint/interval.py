@@ -4,8 +4,6 @@ Only the main rank decides: its decision is part of the all-reduce before each s
 after the same step and no collective is added.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

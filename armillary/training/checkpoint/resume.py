@@ -5,8 +5,6 @@ defining key differs; where one does, or where another process is running the ru
 nothing starts anew by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Rows come in a new random order each epoch; which documents are neighbours in a row was settled when they were packed.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property

@@ -5,8 +5,6 @@ Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). L
 rows, and the rest of them is packed like the others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Each row of a round has its source in a table. A source with share w of n rows h
 n·w + 1 of them after any number of rows, and exactly n·w at the end of a round.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

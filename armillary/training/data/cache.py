@@ -4,8 +4,6 @@ A file is fetched by one process while the others wait for it, checked, and rena
 what was not used for longest goes; whoever still has such a file open keeps reading it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

@@ -4,8 +4,6 @@ A source is a file, a folder (everything readable below it), a glob, each also i
 (`part-{000..099}.tar`), or `stdlib`: the Python library on this machine.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

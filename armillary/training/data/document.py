@@ -1,7 +1,5 @@
 """A document: one text to train on, or its token ids."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

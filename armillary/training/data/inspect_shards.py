@@ -1,7 +1,5 @@
 """What is in a folder of token shards: sizes, lengths of documents, and what each way of packing would make of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

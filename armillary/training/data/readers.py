@@ -3,8 +3,6 @@
 Text and source code, JSON Lines (a text under one key), Parquet (a text column) and WebDataset tars; `.gz` is unpacked.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -3,8 +3,6 @@
 fsspec is imported only when a URL is used; what a store raises becomes one line that names the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

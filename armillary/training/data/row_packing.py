@@ -3,8 +3,6 @@
 Both number their rows shard by shard. A document never attends to another, nor predicts its first token.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property

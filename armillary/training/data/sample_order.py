@@ -4,8 +4,6 @@ Every epoch is its own permutation, computed for the asked positions only by a k
 walking (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): no table, so no limit in size.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _MASK = 2**64 - 1

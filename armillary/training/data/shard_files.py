@@ -3,8 +3,6 @@
 Sizes are checked when they are opened, offsets when they are first read, checksums when first opened or when fetched.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 All of it depends on what the documents say, not on their order or the files they are in, and memory stays bounded.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass

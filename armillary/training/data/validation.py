@@ -3,8 +3,6 @@
 Of a blend, every batch has rows of each source in the blend's proportion; a source that is through gives blank rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

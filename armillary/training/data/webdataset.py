@@ -4,8 +4,6 @@ Read with the standard library: the grouping is all that is needed here, because
 training, and those are what gives random access, an order that is a pure function of the step, and packing.
 """
 
-from __future__ import annotations
-
 import json
 import tarfile
 import zlib

@@ -3,8 +3,6 @@
 `measure` runs on every rank of a process group; the main rank runs the same steps alone and compares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

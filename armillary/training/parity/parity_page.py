@@ -3,8 +3,6 @@
 A page is read back before a row is put in, so that a part of the matrix can be run again by itself.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@
 norms and full weights.
 """
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path

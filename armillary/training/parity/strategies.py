@@ -1,7 +1,5 @@
 """The strategies that are held against one process, each on as many ranks as it can use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

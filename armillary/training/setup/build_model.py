@@ -1,7 +1,5 @@
 """Opens the data of a run and builds its model, random or from a folder, sharded over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The shapes that a training run asks its kernels for: one case for each kind of layer, as one rank sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

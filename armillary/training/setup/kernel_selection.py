@@ -3,8 +3,6 @@
 On a CPU, and for what no kernel covers, layers keep their plain form. Nothing is chosen or timed inside a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

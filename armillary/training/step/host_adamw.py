@@ -5,8 +5,6 @@ is stepped the next is on its way down and the last on its way up. With `ahead`,
 forward pass, whose layers wait for their own slices only. The maths is that of a step on the device.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Weights and moments of parameters on the host or in a mapped file, and the slices in which they are stepped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Everything that is written works on full tensors by name, so it does not depend on the layout.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@
 piece. `through` makes one of a kernel that computes head and loss together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -4,8 +4,6 @@ torch's GradScaler for gradients that are sharded over ranks: every rank checks 
 together (Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -4,8 +4,6 @@
 next batch. fp16 always continues, with a smaller loss scale.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Matmul precision and determinism of a run, set for its duration and restored after it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The optimizer of a run: on the device, or on the host with optimizer offload, overlapped with the next step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

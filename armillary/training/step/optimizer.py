@@ -3,8 +3,6 @@
 Weight decay acts on matrices only; norms, biases and sinks are left alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Everything is counted over all ranks and micro-batches of a step, so it is the same on any layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

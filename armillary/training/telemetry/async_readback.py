@@ -4,8 +4,6 @@ Loss and gradient norm are known before the optimizer runs. They are copied on a
 log them and start the next step while the device still updates the weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

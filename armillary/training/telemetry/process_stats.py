@@ -1,7 +1,5 @@
 """What this process uses, as the operating system or the allocator counts it, and how each gauge is measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

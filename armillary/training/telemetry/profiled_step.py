@@ -4,8 +4,6 @@ The parts add up to the step: compute_s + comm_exposed_s + bubble_s + overhead_s
 fractions of the step budget are finer parts of the same time, compared with the roofline where the home has ceilings.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator

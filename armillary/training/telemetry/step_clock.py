@@ -1,7 +1,5 @@
 """Timers of a step: host time of the step and of the loop between two steps, and device time of recompute."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@
 schedule, the memory meter and the throughput. `NullTelemetry` has the same interface and measures nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

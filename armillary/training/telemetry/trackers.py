@@ -4,8 +4,6 @@ Each is imported only where it is asked for. One that is not installed is said b
 later is said once and left alone: no tracker stops a run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
