@@ -19,8 +19,7 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim, X and Y blocks of queries and keys
 
-BLOCK = 128
-"""queries and keys per entry of a block-sparse mask"""
+BLOCK = 128  # queries and keys per entry of a block-sparse mask
 _MOST_SCORES_BYTES = 1e9
 
 
@@ -28,24 +27,15 @@ _MOST_SCORES_BYTES = 1e9
 class AttentionOptions:
     """What a layer and a batch ask of attention."""
 
-    documents_BT: Tensor | None = None
-    """queries see keys with the same document number only"""
-    blocks_XY: Tensor | None = None
-    """boolean mask over blocks of 128 × 128"""
-    sinks_N: Tensor | None = None
-    """one logit per head that takes part in the softmax and contributes no value"""
-    slopes_N: Tensor | None = None
-    """ALiBi: score += slope · (key position - query position)"""
-    scale: float | None = None
-    """of the scores; None: 1/√D"""
-    window: int = 0
-    """keys that a query sees, itself included; 0: all"""
-    softcap: float = 0.0
-    """c·tanh(x/c) on the scores; 0: none"""
-    causal: bool = True
-    """whether keys after a query are hidden from it"""
-    scales_2K: Tensor | None = None
-    """factors of the keys and values of a quantised paged cache"""
+    documents_BT: Tensor | None = None  # queries see keys with the same document number only
+    blocks_XY: Tensor | None = None  # boolean mask over blocks of 128 × 128
+    sinks_N: Tensor | None = None  # one logit per head that takes part in the softmax and contributes no value
+    slopes_N: Tensor | None = None  # ALiBi: score += slope · (key position - query position)
+    scale: float | None = None  # of the scores; None: 1/√D
+    window: int = 0  # keys that a query sees, itself included; 0: all
+    softcap: float = 0.0  # c·tanh(x/c) on the scores; 0: none
+    causal: bool = True  # whether keys after a query are hidden from it
+    scales_2K: Tensor | None = None  # factors of the keys and values of a quantised paged cache
 
     @property
     def is_plain(self) -> bool:
@@ -142,19 +132,14 @@ class AttentionCase(Case):
     """Causal self-attention over whole sequences."""
 
     batch: int
-    length: int
-    """tokens per row"""
+    length: int  # tokens per row
     heads: int
     kv_heads: int
     head_dim: int = 128
-    documents: int = 0
-    """documents of equal length per row; 0: no document numbers"""
-    window: int = 0
-    """keys that a query sees; 0: all before it"""
-    sparse: bool = False
-    """only blocks near the diagonal and every eighth column of blocks"""
-    softcap: float = 0.0
-    """0: none"""
+    documents: int = 0  # documents of equal length per row; 0: no document numbers
+    window: int = 0  # keys that a query sees; 0: all before it
+    sparse: bool = False  # only blocks near the diagonal and every eighth column of blocks
+    softcap: float = 0.0  # 0: none
     sinks: bool = False
 
 

@@ -22,14 +22,11 @@ _LONGEST_BLOCK = 4096
 class Runs:
     """Per token, [B, T] int32; a token may see keys from `begin` on and be seen by queries before `end`."""
 
-    documents: Tensor | None = None
-    """its document number in 32 bits, which compare faster"""
+    documents: Tensor | None = None  # its document number in 32 bits, which compare faster
     begin: Tensor | None = None
-    run: Tensor | None = None
-    """first token of its run"""
+    run: Tensor | None = None  # first token of its run
     end: Tensor | None = None
-    run_end: Tensor | None = None
-    """one past the last token of its run"""
+    run_end: Tensor | None = None  # one past the last token of its run
 
 
 def document_runs(documents_BT: Tensor) -> Runs:

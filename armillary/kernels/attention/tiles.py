@@ -17,18 +17,12 @@ from armillary.machine.accelerator import accelerator_of
 class AttentionTiles:
     """Block sizes and launch options of a kernel."""
 
-    queries: int
-    """per block"""
-    keys: int
-    """per block"""
+    queries: int  # per block
+    keys: int  # per block
     warps: int
-    stages: int
-    """loads in flight"""
-    shared_kb: int
-    """largest shared memory that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 has enough for
-    all"""
-    sm_100_kb: int = 0
-    """the same for 10.x, where that is more than a block has"""
+    stages: int  # loads in flight
+    shared_kb: int  # most that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 has enough for all
+    sm_100_kb: int = 0  # the same for 10.x, where that is more than a block has
 
 
 Table = dict[int, tuple[AttentionTiles, ...]]

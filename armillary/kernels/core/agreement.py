@@ -24,12 +24,9 @@ TIMES_PLAIN = 2.0
 class Agreement:
     """Whether a version agrees with the reference, and its error."""
 
-    agreed: bool
-    """within the tolerance, NaN and infinity in the same places"""
-    error: float
-    """the largest relative error among outputs and gradients"""
-    why_not: str = ""
-    """the first output or gradient that is off"""
+    agreed: bool  # within the tolerance, NaN and infinity in the same places
+    error: float  # the largest relative error among outputs and gradients
+    why_not: str = ""  # the first output or gradient that is off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +34,9 @@ class Expected:
     """The reference's results for one set of inputs."""
 
     inputs: tuple[Any, ...]
-    grad_outputs: tuple[Tensor | None, ...]
-    """random gradients of the outputs"""
-    wide: tuple[Tensor | None, ...]
-    """outputs and gradients in the wider dtype"""
-    plain: tuple[float, ...]
-    """their errors in the case's own dtype"""
+    grad_outputs: tuple[Tensor | None, ...]  # random gradients of the outputs
+    wide: tuple[Tensor | None, ...]  # outputs and gradients in the wider dtype
+    plain: tuple[float, ...]  # their errors in the case's own dtype
 
 
 def expect(op: Op, inputs: tuple[Any, ...], generator: torch.Generator) -> Expected:

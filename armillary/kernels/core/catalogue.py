@@ -5,6 +5,7 @@ from importlib import import_module
 from armillary.errors import unknown
 from armillary.kernels.core.op import Op
 
+# name -> module and attribute that hold its Op
 OPS: dict[str, str] = {
     "norm": "norm.norm:NORM",
     "add_norm": "norm.norm:ADD_NORM",
@@ -21,7 +22,6 @@ OPS: dict[str, str] = {
     "sample": "sampling.sampling:SAMPLE",
     "logprobs": "sampling.logprobs:LOGPROBS",
 }
-"""name -> module and attribute that hold its Op"""
 
 
 def find_op(name: str) -> Op:

@@ -22,8 +22,7 @@ from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choice, save_choice
 
 BUDGET_S = 0.1
-HOPELESS = 4.0
-"""a version that takes more than this many times the best time so far is timed by one call only"""
+HOPELESS = 4.0  # a version that takes more than this many times the best time so far is timed by one call only
 _REST_S = 0.1
 
 
@@ -32,16 +31,12 @@ class VersionTrial:
     """The result of trying one version."""
 
     version: str
-    refused: str = ""
-    """why it was not tried, or how it failed"""
-    agreed: bool = False
-    """with the reference, forward and backward"""
-    error: float | None = None
-    """largest relative error against the wide reference"""
+    refused: str = ""  # why it was not tried, or how it failed
+    agreed: bool = False  # with the reference, forward and backward
+    error: float | None = None  # largest relative error against the wide reference
     forward_s: float | None = None
     backward_s: float | None = None
     method: str = ""
-    """of timing"""
 
     @property
     def seconds(self) -> float | None:
@@ -54,14 +49,10 @@ class KernelChoice:
 
     op: str
     case: str
-    """its label"""
     version: str
-    run: Callable[..., Any]
-    """the function, loaded"""
-    trials: tuple[VersionTrial, ...]
-    """one per version"""
-    remembered: bool = False
-    """whether an earlier run made the choice"""
+    run: Callable[..., Any]  # the function, loaded
+    trials: tuple[VersionTrial, ...]  # one per version
+    remembered: bool = False  # whether an earlier run made the choice
 
 
 def choose(

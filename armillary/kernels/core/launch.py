@@ -11,8 +11,7 @@ from torch import Tensor
 from armillary.machine.accelerator import accelerator_of
 
 T = TypeVar("T")
-INTERPRETED_PROGRAMS = 3
-"""grid size for the interpreter on a CPU: more than one, so that sums over programs are tested"""
+INTERPRETED_PROGRAMS = 3  # grid size for the interpreter on a CPU: more than one, so that sums over programs are tested
 
 
 def is_bare(x: Tensor) -> bool:

@@ -23,10 +23,8 @@ Ceiling = Literal["copy", "read", "gemm", "fp8"]
 class Case:
     """One shape of an operation; each op adds its own sizes in a subclass. Hashable and JSON-able."""
 
-    dtype: str = "bf16"
-    """of the inputs: fp32, bf16, fp16"""
+    dtype: str = "bf16"  # of the inputs: fp32, bf16, fp16
     device: str = "cuda"
-    """'cpu' or 'cuda'"""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -53,16 +51,12 @@ class Case:
 class OpWork:
     """FLOPs and compulsory bytes of a case, and the measured ceiling that it is compared with."""
 
-    flops: float
-    """of the forward pass; a multiply-add counts as two"""
-    bytes: float
-    """of the forward pass"""
+    flops: float  # of the forward pass; a multiply-add counts as two
+    bytes: float  # of the forward pass
     backward_flops: float = 0.0
     backward_bytes: float = 0.0
-    ceiling: Ceiling = "copy"
-    """copy and read: bytes/s of memory; gemm and fp8: FLOP/s of GEMMs"""
-    together: bool = False
-    """judge forward and backward as one, because versions differ in which of them computes the gradients"""
+    ceiling: Ceiling = "copy"  # copy and read: bytes/s of memory; gemm and fp8: FLOP/s of GEMMs
+    together: bool = False  # compare forward and backward as one: versions differ in which computes the gradients
 
     @classmethod
     def of(cls, forward: spec_ops.Op, *backward: spec_ops.Op, ceiling: Ceiling = "copy") -> Self:
@@ -88,8 +82,7 @@ class LazyFunction:
 
 
 _CHECKED_ON_CPU = 1 << 20
-_BYTES_PER_ELEMENT = 96
-"""memory of a check: inputs, outputs and gradients, in the case's dtype and wide"""
+_BYTES_PER_ELEMENT = 96  # memory of a check: inputs, outputs and gradients, in the case's dtype and wide
 
 
 def rows_to_check(case: Case, rows: int, elements_per_row: int) -> int:

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+# cache modifier of large stores: none; benchmarks/tilings_gpu.py can set another
 STREAM: tl.constexpr = tl.constexpr("")
-"""cache modifier of large stores: none; benchmarks/tilings_gpu.py can set another"""
 
 
 @triton.jit

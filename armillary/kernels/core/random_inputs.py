@@ -8,8 +8,7 @@ from math import prod
 
 import torch
 
-_BLOCK = 4_194_301
-"""prime, so that rows of matrices do not repeat the same values"""
+_BLOCK = 4_194_301  # prime, so that rows of matrices do not repeat the same values
 
 
 def random_row(count: int, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> torch.Tensor:
@@ -30,8 +29,7 @@ def _draw(count: int, dtype: torch.dtype, device: torch.device, generator: torch
     return torch.randn(count, device=device, generator=generator).to(dtype)
 
 
-_ALIGN = 64
-"""elements; every buffer starts at a multiple, so that the fastest loads can be used"""
+_ALIGN = 64  # elements; every buffer starts at a multiple, so that the fastest loads can be used
 
 
 class Pool:

@@ -12,6 +12,7 @@ import torch
 
 from armillary.machine.accelerator import Accelerator, accelerator_of
 
+# name -> whether a GPU has it, and the message where it has not
 _UNITS: dict[str, tuple[Callable[[Accelerator], bool], str]] = {
     "sm_80": (lambda chip: chip.has_capability((8, 0)), "needs an NVIDIA GPU of compute capability 8.0"),
     "sm_90": (lambda chip: chip.has_capability((9, 0)), "needs an NVIDIA GPU of compute capability 9.0"),
@@ -19,7 +20,6 @@ _UNITS: dict[str, tuple[Callable[[Accelerator], bool], str]] = {
     "fp8": (lambda chip: chip.fp8, "needs fp8 units, which NVIDIA GPUs have from compute capability 8.9 on"),
     "grouped_gemm": (lambda chip: chip.grouped_gemm, "torch has no grouped GEMM for this GPU"),
 }
-"""name -> whether a GPU has it, and the message where it has not"""
 
 
 def lacking(needs: tuple[str, ...], device: str) -> str | None:
@@ -86,6 +86,7 @@ def _no_triton(device: torch.device) -> str | None:
     return "it is plain torch, for devices without triton" if has_triton(device) else None
 
 
+# name -> why it is not met on a device, or None; GPU units are in _UNITS
 NEEDS: dict[str, Callable[[torch.device], str | None]] = {
     "triton": _triton,
     "no_triton": _no_triton,
@@ -93,7 +94,6 @@ NEEDS: dict[str, Callable[[torch.device], str | None]] = {
     "compile": _compile,
     "liger": _liger,
 }
-"""name -> why it is not met on a device, or None; GPU units are in _UNITS"""
 
 LOG = logging.getLogger("armillary.kernels")
 

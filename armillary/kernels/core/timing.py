@@ -16,33 +16,26 @@ from statistics import median, quantiles
 import torch
 
 Call = Callable[[], object]
-SAMPLE_S = 1e-3
-"""shortest sample: shorter ones measure the clock"""
+SAMPLE_S = 1e-3  # shortest sample: shorter ones measure the clock
 MIN_SAMPLES, MAX_SAMPLES = 5, 400
 _MAX_CALLS = 2000
+# longer calls are launched one by one, as a program launches them, and the CPU keeps ahead; a large copy was slower as
+# a node of a graph (2.7 against 4.3 TB/s on an H200)
 GRAPH_BELOW_S = 50e-6
-"""longer calls are launched one by one, as a program launches them, and the CPU keeps ahead; a large copy was slower as
-a node of a graph (2.7 against 4.3 TB/s on an H200)"""
-BURST_S = 0.025
-"""work between two rests"""
+BURST_S = 0.025  # work between two rests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     """The time of one call, from repeated runs."""
 
-    seconds: float
-    """median"""
-    spread: float
-    """interquartile range over the median"""
+    seconds: float  # median
+    spread: float  # interquartile range over the median
     samples: int
-    calls: int
-    """per sample"""
+    calls: int  # per sample
     method: str
-    began: float
-    """time.monotonic at the first sample"""
-    ended: float
-    """time.monotonic after the last sample"""
+    began: float  # time.monotonic at the first sample
+    ended: float  # time.monotonic after the last sample
 
 
 def time_calls(

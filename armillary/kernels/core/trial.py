@@ -27,22 +27,17 @@ ONE_CALL = "one call"
 _TIMES_CACHE = 4
 _CPU_CACHE = 8 << 20
 _MAX_SETS = 64
-_SHORT_S = 0.02
-"""a call that takes less is timed properly in any case: the CPU's clock includes its launch"""
-_GRAPH_S, _MAX_GRAPH_CALLS = 2e-3, 256
-"""shortest graph of forward passes, and the most calls put in to reach it"""
-_SHARE_OF_MEMORY = 0.2
-"""of free memory that inputs may take; outputs and gradients need as much again or more"""
+_SHORT_S = 0.02  # a call that takes less is timed properly in any case: the CPU's clock includes its launch
+_GRAPH_S, _MAX_GRAPH_CALLS = 2e-3, 256  # shortest graph of forward passes, and the most calls put in to reach it
+_SHARE_OF_MEMORY = 0.2  # of free memory that inputs may take; outputs and gradients need as much again or more
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """Seconds of one call."""
 
-    forward_s: float
-    """including what it saves for the backward pass"""
-    backward_s: float | None = None
-    """None for an op without a backward pass"""
+    forward_s: float  # including what it saves for the backward pass
+    backward_s: float | None = None  # None for an op without a backward pass
     method: str = ""
 
     @property

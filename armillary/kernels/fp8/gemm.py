@@ -17,8 +17,8 @@ from armillary.kernels.gemm.cublaslt import CublasLtFp8Gemm
 
 # R rows of the result, C its columns, S what is summed over
 
+# takes both operands, the addend, and the output
 RunGemm = Callable[[ScaledTensor, ScaledTensor, Tensor | None, Tensor | None], Tensor]
-"""takes both operands, the addend, and the output"""
 
 
 class Fp8Gemm:

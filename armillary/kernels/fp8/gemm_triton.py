@@ -12,8 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from armillary.kernels.core.launch import ceil_div, fitting_stages
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K, _GROUP = 128, 256, 128, 8
-_SMALL = 64
-"""block size for an operand with no more rows"""
+_SMALL = 64  # block size for an operand with no more rows
 
 
 def gemm(

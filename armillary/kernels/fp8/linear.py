@@ -20,8 +20,7 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ("row", "tensor", "token")
-TINY = 1e-12
-"""smallest amax that is distinguished from zero"""
+TINY = 1e-12  # smallest amax that is distinguished from zero
 
 
 def reference(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
@@ -121,8 +120,7 @@ class Fp8LinearCase(Case):
     tokens: int
     outputs: int
     inputs: int
-    scaling: str = "row"
-    """'row' or 'tensor'"""
+    scaling: str = "row"  # 'row' or 'tensor'
 
 
 def inputs(case: Fp8LinearCase, generator: torch.Generator) -> tuple[object, ...]:

@@ -49,12 +49,9 @@ class Fp8MatmulCase(Case):
     tokens: int
     outputs: int
     inputs: int
-    scaling: str = "row"
-    """'row' or 'tensor'"""
-    norm: bool = False
-    """an RMS norm before"""
-    gated: bool = False
-    """SwiGLU before"""
+    scaling: str = "row"  # 'row' or 'tensor'
+    norm: bool = False  # an RMS norm before
+    gated: bool = False  # SwiGLU before
 
 
 def inputs(case: Fp8MatmulCase, generator: torch.Generator) -> tuple[object, ...]:
@@ -96,4 +93,3 @@ FP8_MATMUL = Op(
     },
     small=small,
 )
-"""for `choose()` and the bench"""

@@ -17,66 +17,47 @@ from armillary.kernels.fp8.linear import TINY
 
 # M rows, K columns
 
-_ALIGN = 16
-"""the GEMMs need the summed dim in multiples of it: tokens, for a gradient"""
-_ELEMENTS, _ELEMENTS_PER_WARP = 8192, 1024
-"""elements per program where rows are shorter, and per warp"""
-_TRANSPOSE = (128, 128, 8)
-"""rows, columns and warps of an fp8 tile that is transposed"""
+_ALIGN = 16  # the GEMMs need the summed dim in multiples of it: tokens, for a gradient
+_ELEMENTS, _ELEMENTS_PER_WARP = 8192, 1024  # elements per program where rows are shorter, and per warp
+_TRANSPOSE = (128, 128, 8)  # rows, columns and warps of an fp8 tile that is transposed
+# rows and columns of a tile in the search for each column's amax, rows per program, and warps
 _AMAX = (16, 256, 128, 8)
-"""rows and columns of a tile in the search for each column's amax, rows per program, and warps"""
+# rows, columns and warps of a tile that is cast by columns: as large as registers allow
 _CAST = {"plain": (128, 64, 4), "norm": (128, 64, 4), "activation": (64, 64, 4), "backward": (64, 64, 4)}
-"""rows, columns and warps of a tile that is cast by columns: as large as registers allow"""
 
 
 class ScaledTensor(NamedTuple):
     """An operand: `values` · `scale`."""
 
-    values: Tensor
-    """fp8, rows along the summed dim"""
-    scale: Tensor
-    """[rows, 1], or a scalar []"""
+    values: Tensor  # fp8, rows along the summed dim
+    scale: Tensor  # [rows, 1], or a scalar []
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
     """A matrix [M, K] quantised for GEMMs that sum over either dim."""
 
-    rows: ScaledTensor | None
-    """[M, K], to sum over K"""
-    transposed: ScaledTensor | None
-    """[K, M'], to sum over M; M' is M padded with zeros to a multiple of 16"""
-    known: Tensor | None
-    """statistics of the matrix, if any: with them `make_operand` recomputes the same operand in fewer passes"""
+    rows: ScaledTensor | None  # [M, K], to sum over K
+    transposed: ScaledTensor | None  # [K, M'], to sum over M; M' is M padded with zeros to a multiple of 16
+    known: Tensor | None  # statistics of the matrix, with which `make_operand` recomputes it in fewer passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """The tensor and the operation that an operand is computed from."""
 
-    x: Tensor
-    """[M, ·]"""
-    kind: str = "plain"
-    """'plain': x; 'norm' of x; 'activation' of x; 'backward' of an activation at x"""
-    dy: Tensor | None = None
-    """for 'backward': gradient of the activation's output"""
+    x: Tensor  # [M, ·]
+    kind: str = "plain"  # 'plain': x; 'norm' of x; 'activation' of x; 'backward' of an activation at x
+    dy: Tensor | None = None  # for 'backward': gradient of the activation's output
     activation: str = "none"
-    gated: bool = False
-    """gate and up alternate in x"""
-    weight: Tensor | None = None
-    """of a norm"""
-    bias: Tensor | None = None
-    """of a norm"""
-    plus_one: bool = False
-    """a norm multiplies by 1 + weight"""
-    eps: float = 0.0
-    """of a norm"""
-    rms: bool = True
-    """an RMS norm, not a layer norm"""
-    mean: Tensor | None = None
-    """of each row, for a layer norm: filled in when the operand is computed"""
-    rstd: Tensor | None = None
-    """1 / standard deviation of each row, for a norm: filled in likewise"""
+    gated: bool = False  # gate and up alternate in x
+    weight: Tensor | None = None  # of a norm
+    bias: Tensor | None = None  # of a norm
+    plus_one: bool = False  # a norm multiplies by 1 + weight
+    eps: float = 0.0  # of a norm
+    rms: bool = True  # an RMS norm, not a layer norm
+    mean: Tensor | None = None  # of each row, for a layer norm: filled in when the operand is computed
+    rstd: Tensor | None = None  # 1 / standard deviation of each row, for a norm: filled in likewise
 
     @property
     def shape(self) -> tuple[int, int]:

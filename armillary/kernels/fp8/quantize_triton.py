@@ -17,8 +17,8 @@ from armillary.kernels.fp8.linear import TINY
 _ALIGN = 16
 _ROW_IN_REGISTERS = 16384
 _ELEMENTS_PER_WARP = 512
+# rows, columns and warps of a plain cast and of a transposed one; each row of a tile is at least 128 bytes
 _CAST, _TRANSPOSE = (16, 512, 8), (128, 64, 8)
-"""rows, columns and warps of a plain cast and of a transposed one; each row of a tile is at least 128 bytes"""
 TINY_AMAX = tl.constexpr(TINY)
 
 

@@ -19,10 +19,9 @@ from armillary.kernels.gemm.gemm import LIBRARY, SEPARATE, TORCH, Gemms, GemmSha
 # M tokens, N outputs of a linear layer, K inputs
 
 _WARM_UP_S, _FIRST_ROUND_S, _FINAL_ROUND_S = 0.3, 0.025, 0.15
+# candidates whose variants are tried, candidates in the final, and rounds of the final
 _VARIED, _FINALISTS, _ROUNDS = 1, 2, 2
-"""candidates whose variants are tried, candidates in the final, and rounds of the final"""
-_GAIN = 1.005
-"""speed-up over torch that an algorithm must reach"""
+_GAIN = 1.005  # speed-up over torch that an algorithm must reach
 Runs = dict[str, Callable[[], Any]]
 
 
@@ -31,8 +30,7 @@ class LinearShape(NamedTuple):
 
     N: int
     K: int
-    added: bool = False
-    """whether its output is added to a residual"""
+    added: bool = False  # whether its output is added to a residual
 
 
 def tune(layers: Iterable[LinearShape], M: int, dtype: torch.dtype, device: torch.device) -> dict[str, str]:

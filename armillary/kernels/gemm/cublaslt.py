@@ -25,8 +25,8 @@ _TYPES = {
 _TRANS_A, _TRANS_B, _MOST_WORKSPACE = 3, 4, 1
 _SCALES, _SCALE_MODES, _FAST_SUMS, _PER_ROW_SCALE = (17, 18), (31, 32), 25, 3
 _WORKSPACE_BYTES, _MAX_PROPOSALS = 32 << 20, 16
+# settings of an algorithm: the order in which tiles are visited, and an undocumented custom option
 _SWIZZLE, _OPTION, _OPTIONS = 4, 5, range(8)
-"""settings of an algorithm: the order in which tiles are visited, and an undocumented custom option"""
 
 
 class _Heuristic(ctypes.Structure):

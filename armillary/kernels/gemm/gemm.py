@@ -14,11 +14,10 @@ from armillary.kernels.gemm.cublaslt import CublasLtGemm
 
 # M tokens, N outputs of a linear layer, K inputs
 
+# what runs a GEMM; separate: the gradient in the operands' dtype, then a kernel that adds it to the sum. The values are
+# stored with runs and choices.
 TORCH, SEPARATE, LIBRARY = "torch", "apart", "lt "
-"""what runs a GEMM; separate: the gradient in the operands' dtype, then a kernel that adds it to the sum. The values
-are stored with runs and choices."""
-RunGemm = Callable[..., Tensor]
-"""takes the two operands, the addend, and the output"""
+RunGemm = Callable[..., Tensor]  # takes the two operands, the addend, and the output
 
 
 class GemmShape(NamedTuple):
@@ -38,8 +37,7 @@ class GemmShape(NamedTuple):
 class Gemms:
     """By torch; rows of x and dy are tokens."""
 
-    fused_add = False
-    """whether adding inside the GEMM costs less than a kernel of its own"""
+    fused_add = False  # whether adding inside the GEMM costs less than a kernel of its own
 
     def forward(self, x: Tensor, w_NK: Tensor, add: Tensor | None = None) -> Tensor:
         """x·wᵀ, plus `add` where it is given."""

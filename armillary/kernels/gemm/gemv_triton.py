@@ -14,22 +14,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, on, power_of_two
 
-_LEAST_ROWS = 4 * 132
-"""fewest rows of a weight that fill the GPU without splitting the inner dim"""
-_WHOLE_BYTES = 8192
-"""largest row that is loaded at once"""
+_LEAST_ROWS = 4 * 132  # fewest rows of a weight that fill the GPU without splitting the inner dim
+_WHOLE_BYTES = 8192  # largest row that is loaded at once
 
 
 class GemvTiles(NamedTuple):
     """Tile sizes for one token."""
 
-    rows: int
-    """of the weight per program, even"""
-    depth: int
-    """of the inner dim per step"""
+    rows: int  # of the weight per program, even
+    depth: int  # of the inner dim per step
     warps: int
-    early: bool = True
-    """start before the previous kernel has ended, where the GPU can"""
+    early: bool = True  # start before the previous kernel has ended, where the GPU can
 
 
 def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> GemvTiles | None:

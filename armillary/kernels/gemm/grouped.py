@@ -57,14 +57,11 @@ class _TorchGrouped(torch.autograd.Function):
 class GroupedCase(Case):
     """Rows distributed over experts."""
 
-    rows: int
-    """copies of tokens"""
+    rows: int  # copies of tokens
     experts: int
-    outputs: int
-    """rows of a weight"""
+    outputs: int  # rows of a weight
     inputs: int
-    even: bool = False
-    """every expert has as many rows; otherwise their numbers are random, and some may be 0"""
+    even: bool = False  # every expert has as many rows; otherwise their numbers are random, and some may be 0
 
 
 def _inputs(case: GroupedCase, generator: torch.Generator) -> tuple[Any, ...]:

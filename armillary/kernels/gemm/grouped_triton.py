@@ -16,8 +16,7 @@ from armillary.machine.accelerator import accelerator_of
 
 # P rows (copies of tokens), E experts, K inputs, N outputs
 _GROUP = 8
-_MANY = 2048
-"""rows per expert from which a partly empty last tile hardly matters"""
+_MANY = 2048  # rows per expert from which a partly empty last tile hardly matters
 
 
 class GroupedTile(NamedTuple):
@@ -25,11 +24,9 @@ class GroupedTile(NamedTuple):
 
     rows: int
     columns: int
-    step: int
-    """summed elements per step of the loop"""
+    step: int  # summed elements per step of the loop
     warps: int
-    stages: int
-    """steps whose operands are in shared memory"""
+    stages: int  # steps whose operands are in shared memory
 
     def shared_bytes(self, itemsize: int) -> int:
         """Of both operands, all stages; the result is written through the same memory."""
@@ -37,26 +34,21 @@ class GroupedTile(NamedTuple):
 
 
 _INTERPRETED = GroupedTile(32, 32, 32, warps=4, stages=1)
+# best first, as timed on an H200 (benchmarks/experts_h200.md); the others are for less shared memory and were not timed
 _WIDE = (
     GroupedTile(128, 256, 64, 8, 4),
     GroupedTile(128, 256, 64, 8, 3),
     GroupedTile(128, 128, 64, 8, 3),
     GroupedTile(128, 128, 32, 8, 3),
 )
-"""best first, as timed on an H200 (benchmarks/experts_h200.md); the others are for less shared memory and were not
-timed
-"""
-_TALL = (GroupedTile(256, 128, 64, 8, 3), *_WIDE[2:])
-"""for forward GEMMs with many rows per expert"""
-_FP32 = (GroupedTile(64, 64, 32, 8, 3),)
-"""twice the shared memory, and no tensor cores to feed"""
+_TALL = (GroupedTile(256, 128, 64, 8, 3), *_WIDE[2:])  # for forward GEMMs with many rows per expert
+_FP32 = (GroupedTile(64, 64, 32, 8, 3),)  # twice the shared memory, and no tensor cores to feed
+# largest number of rows per expert -> tiles: the time is that of reading the weights. By pointers only, so that TMA's
+# tiles stay as they were timed.
 _FEW = {
     16: (GroupedTile(16, 128, 64, 4, 4), GroupedTile(16, 128, 64, 4, 3)),
     64: (GroupedTile(64, 128, 64, 4, 3), GroupedTile(64, 128, 32, 4, 3)),
 }
-"""largest number of rows per expert -> tiles: the time is that of reading the weights. By pointers only, so that TMA's
-tiles stay as they were timed.
-"""
 
 
 def grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:

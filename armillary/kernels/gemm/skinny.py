@@ -47,15 +47,11 @@ class SmallLinearCase(Case):
     """A few tokens through a weight."""
 
     tokens: int
-    outputs: int
-    """rows of the weight"""
+    outputs: int  # rows of the weight
     inputs: int
-    norm: bool = False
-    """an RMS norm before"""
-    gated: bool = False
-    """SwiGLU after"""
-    residual: bool = False
-    """a residual after"""
+    norm: bool = False  # an RMS norm before
+    gated: bool = False  # SwiGLU after
+    residual: bool = False  # a residual after
 
 
 def inputs(case: SmallLinearCase, generator: torch.Generator) -> tuple[object, ...]:

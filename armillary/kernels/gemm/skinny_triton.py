@@ -30,25 +30,19 @@ from armillary.kernels.gemm.skinny import MAX_TOKENS, reference
 
 # M tokens, K inputs, N rows of the weight
 
-_PROGRAMS = 132
-"""multiprocessors of the GPU that tiles were measured on"""
+_PROGRAMS = 132  # multiprocessors of the GPU that tiles were measured on
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkinnyTiles:
     """Tile sizes of a skinny GEMM."""
 
-    rows: int
-    """of the weight per program"""
-    depth: int
-    """of the inner dim per step"""
-    splits: int
-    """programs that share the inner dim of the same rows"""
-    stages: int
-    """steps in flight"""
+    rows: int  # of the weight per program
+    depth: int  # of the inner dim per step
+    splits: int  # programs that share the inner dim of the same rows
+    stages: int  # steps in flight
     warps: int = 4
-    early: bool = True
-    """start before the previous kernel has ended, where the GPU can"""
+    early: bool = True  # start before the previous kernel has ended, where the GPU can
 
 
 def small_linear(

@@ -16,8 +16,8 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, i
 
 # M tokens, H hidden, V vocabulary
 
+# of logits that a version may hold (with their gradient they stay below 1.5 GB), and a rival
 _MOST_LOGITS_BYTES, _MOST_RIVAL_BYTES = 0.7e9, 2.2e9
-"""of logits that a version may hold (with their gradient they stay below 1.5 GB), and a rival"""
 
 
 def reference(
@@ -45,10 +45,8 @@ class LinearCrossEntropyCase(Case):
     tokens: int
     hidden: int
     vocab: int
-    softcap: float = 0.0
-    """0 is none"""
-    frozen: bool = False
-    """the weight gets no gradient"""
+    softcap: float = 0.0  # 0 is none
+    frozen: bool = False  # the weight gets no gradient
 
 
 def inputs(case: LinearCrossEntropyCase, generator: torch.Generator) -> tuple[object, ...]:
@@ -91,8 +89,8 @@ def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearC
     return LinearCrossEntropyCase(tokens=tokens, hidden=hidden, vocab=vocab, softcap=softcap)
 
 
+# with our kernels between the GEMMs on a GPU, with plain torch on a CPU
 _CHUNKED = LazyFunction("armillary.kernels.loss.linear_cross_entropy_chunked", "chunked")
-"""with our kernels between the GEMMs on a GPU, with plain torch on a CPU"""
 
 LINEAR_CROSS_ENTROPY = Op(
     name="linear_cross_entropy",

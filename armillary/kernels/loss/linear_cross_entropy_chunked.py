@@ -15,8 +15,7 @@ from armillary.kernels.gemm.gemm import accumulate_
 
 # M tokens, H hidden, V vocabulary, m tokens of a chunk
 
-SPARE_BYTES = 1_400_000_000
-"""scratch memory beyond dX, dW and one fp32 dW"""
+SPARE_BYTES = 1_400_000_000  # scratch memory beyond dX, dW and one fp32 dW
 
 
 def chunked(

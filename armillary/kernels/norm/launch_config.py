@@ -8,26 +8,19 @@ from typing import NamedTuple
 
 from armillary.kernels.core.launch import ceil_div, power_of_two
 
-_WARP_BYTES = 512
-"""bytes that a warp reads at once, 16 per thread"""
-_MOST_IDLE = 1.2
-"""lanes per column, at most, where a mostly empty piece costs as much as a full one"""
+_WARP_BYTES = 512  # bytes that a warp reads at once, 16 per thread
+_MOST_IDLE = 1.2  # lanes per column, at most, where a mostly empty piece costs as much as a full one
 
 
 class LaunchShape(NamedTuple):
     """Launch options of a norm kernel."""
 
-    held: int
-    """rows that a program holds at a time"""
-    width: int
-    """columns of a piece"""
+    held: int  # rows that a program holds at a time
+    width: int  # columns of a piece
     warps: int
-    programs: int = 0
-    """per multiprocessor; 0: one for every block of rows"""
-    stages: int = 1
-    """blocks of rows in flight"""
-    ahead: bool = False
-    """whether the weight is read once, before the rows"""
+    programs: int = 0  # per multiprocessor; 0: one for every block of rows
+    stages: int = 1  # blocks of rows in flight
+    ahead: bool = False  # whether the weight is read once, before the rows
 
 
 def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> LaunchShape:

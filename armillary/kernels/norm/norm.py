@@ -32,15 +32,12 @@ from armillary.spec.arithmetic import layer_ops
 class NormCase(Case):
     """Rows to be normalised."""
 
-    rows: int
-    """tokens, or tokens times heads"""
+    rows: int  # tokens, or tokens times heads
     columns: int
-    kind: str = "rms"
-    """'rms' or 'layer'"""
+    kind: str = "rms"  # 'rms' or 'layer'
     weight: bool = True
     bias: bool = False
-    plus_one: bool = False
-    """whether the weight is 1 + w"""
+    plus_one: bool = False  # whether the weight is 1 + w
 
 
 def norm(

@@ -16,8 +16,8 @@ from armillary.kernels.norm.launch_config import backward_shape, forward_shape, 
 from armillary.kernels.norm.rows_triton import backward_kernel, forward_kernel
 from armillary.kernels.norm.wide_rows_triton import backward_wide_kernel, forward_wide_kernel, weights_wide_kernel
 
+# columns that a program holds; two sums are those of weight and bias
 WIDEST_FORWARD, WIDEST_BACKWARD, WIDEST_TWO_SUMS = 32768, 16384, 12288
-"""columns that a program holds; two sums are those of weight and bias"""
 _PIECE = 4096
 
 

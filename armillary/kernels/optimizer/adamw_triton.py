@@ -14,8 +14,7 @@ from torch import Tensor
 from armillary.kernels.core.launch import ceil_div, on
 
 _BLOCK, _WARPS = 4096, 8
-_SUM_BLOCK, _SUMS = 4096, 8
-"""elements that a program squares at a time, and how many times"""
+_SUM_BLOCK, _SUMS = 4096, 8  # elements that a program squares at a time, and how many times
 
 
 def adamw_(

@@ -21,16 +21,14 @@ from armillary.kernels.core.launch import on, power_of_two
 class DecodeInputs:
     """What a decode step needs of its rows."""
 
-    wide: Tensor
-    """the step's packed inputs in int64"""
+    wide: Tensor  # the step's packed inputs in int64
     tokens_B: Tensor
     tables_GBP: Tensor
     cos_BA: Tensor
     sin_BA: Tensor
     floats_FB: Tensor
     ints_IB: Tensor
-    top_k_B: Tensor
-    """the second of these, in int32"""
+    top_k_B: Tensor  # the second of these, in int32
 
 
 def look_up(

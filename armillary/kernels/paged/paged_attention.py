@@ -22,22 +22,17 @@ from armillary.kernels.core.op import Case, Ceiling, LazyFunction, Op, OpWork, V
 
 # T packed tokens, B sequences, P pages of the longest, N query heads, K KV heads, D head dim, S keys
 
-_LINE = 64
-"""bytes of a cache line"""
+_LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PagedBatch:
     """The sequences of a step. Everything is on the device, so that one CUDA graph serves any lengths and tables."""
 
-    tables_BP: Tensor
-    """block tables: pages of each sequence, int32"""
-    starts: Tensor
-    """sequence b owns queries starts[b] … starts[b + 1], int32 [B + 1]; an empty range is skipped"""
-    lengths_B: Tensor
-    """keys per sequence, int32; its queries are its last tokens. 0: its queries give zeros"""
-    max_query: int
-    """upper bound of the queries per sequence; a CUDA graph is captured for one value of it"""
+    tables_BP: Tensor  # block tables: pages of each sequence, int32
+    starts: Tensor  # sequence b owns queries starts[b] … starts[b + 1], int32 [B + 1]; an empty range is skipped
+    lengths_B: Tensor  # keys per sequence, int32; its queries are its last tokens. 0: its queries give zeros
+    max_query: int  # upper bound of the queries per sequence; a CUDA graph is captured for one value of it
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -147,26 +142,19 @@ _MOST_ONE_BY_ONE = 8
 class PagedCase(Case):
     """A batch of sequences over a cache."""
 
-    batch: int
-    """sequences"""
-    context: int
-    """tokens of the longest sequence, those of this call included"""
-    queries: int = 1
-    """new tokens per sequence"""
+    batch: int  # sequences
+    context: int  # tokens of the longest sequence, those of this call included
+    queries: int = 1  # new tokens per sequence
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     page: int = 16
-    ragged: bool = False
-    """lengths between an eighth of the context and all of it"""
-    window: int = 0
-    """sliding window; 0: none"""
-    softcap: float = 0.0
-    """soft cap of scores; 0: none"""
+    ragged: bool = False  # lengths between an eighth of the context and all of it
+    window: int = 0  # sliding window; 0: none
+    softcap: float = 0.0  # soft cap of scores; 0: none
     sinks: bool = False
     slopes: bool = False
-    cache: str = ""
-    """'fp8': keys and values in E4M3 with per-head scales; '' as the queries"""
+    cache: str = ""  # 'fp8': keys and values in E4M3 with per-head scales; '' as the queries
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -30,46 +30,32 @@ from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.prefill_triton import combine_prefill, prefill
 from armillary.machine.accelerator import accelerator_of
 
-_TILE_BYTES = 16384
-"""of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor"""
-_MAX_DECODE_ROWS = 64
-"""(query, head) pairs that the split kernel takes as one tile"""
-_COMBINE_ROWS = 16
-"""rows of a tile of queries that a program adds up at a time, where keys were split"""
-_SPLIT_KEYS = 512
-"""fewest keys per program of the prefill kernel, where keys are split"""
+_TILE_BYTES = 16384  # of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor
+_MAX_DECODE_ROWS = 64  # (query, head) pairs that the split kernel takes as one tile
+_COMBINE_ROWS = 16  # rows of a tile of queries that a program adds up at a time, where keys were split
+_SPLIT_KEYS = 512  # fewest keys per program of the prefill kernel, where keys are split
+# elements that a program of the second launch adds up at a time: few enough that the next kernel fits beside it
 _COMBINE_ELEMENTS = 4096
-"""elements that a program of the second launch adds up at a time: few enough that the next kernel fits beside it"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
     """Sizes of one launch."""
 
-    queries: int
-    """rows of up to so many queries go to the split kernel"""
-    m: int
-    """rows of a tile"""
-    n: int
-    """keys of a tile"""
-    warps: int
-    """per program"""
-    stages: int
-    """of the load pipeline"""
-    workers: int
-    """per multiprocessor, where a persistent grid processes work in equal parts"""
-    early: bool = True
-    """start before the previous kernel has ended, where the GPU can"""
-    ahead: int = 0
-    """tiles that are prefetched into L2 before that"""
-    registers: int | None = None
-    """per thread, where programs of two kernels are to fit a multiprocessor"""
+    queries: int  # rows of up to so many queries go to the split kernel
+    m: int  # rows of a tile
+    n: int  # keys of a tile
+    warps: int  # per program
+    stages: int  # of the load pipeline
+    workers: int  # per multiprocessor, where a persistent grid processes work in equal parts
+    early: bool = True  # start before the previous kernel has ended, where the GPU can
+    ahead: int = 0  # tiles that are prefetched into L2 before that
+    registers: int | None = None  # per thread, where programs of two kernels are to fit a multiprocessor
 
 
-_AT_ONCE = 128
-"""tokens of a batch from which two streams are worth the fork and join"""
+_AT_ONCE = 128  # tokens of a batch from which two streams are worth the fork and join
+# per thread: eight warps of one kernel and four of the other use all of a multiprocessor's 65,536
 _PROMPT_REGISTERS, _DECODE_REGISTERS = 192, 128
-"""per thread: eight warps of one kernel and four of the other use all of a multiprocessor's 65,536"""
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:
@@ -179,16 +165,15 @@ def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int
     return min(power_of_two(rows), max(1, _COMBINE_ELEMENTS // (parts * width))), parts
 
 
+# (whether the cache is in fp32, largest head dim) -> (queries, keys, warps, stages, KB of shared memory that it
+# compiles to for 8.x and 12.x), best first: the later ones are for less shared memory. fp32 takes three MMAs instead of
+# one: larger tiles would spill registers.
 _PROMPTS = {
     (False, 128): ((128, 64, 8, 3, 97), (64, 64, 4, 2, 57)),
     (False, 256): ((128, 64, 8, 2, 145), (64, 32, 4, 2, 69)),
     (True, 128): ((64, 32, 4, 2, 113), (64, 32, 4, 1, 81)),
     (True, 256): ((32, 16, 4, 2, 101), (32, 16, 4, 1, 81)),
 }
-"""(whether the cache is in fp32, largest head dim) -> (queries, keys, warps, stages, KB of shared memory that it
-compiles to for 8.x and 12.x), best first: the later ones are for less shared memory. fp32 takes three MMAs instead of
-one: larger tiles would spill registers.
-"""
 
 
 def prefill_tiling(device: torch.device, group: int, head_dim: int, dtype: torch.dtype) -> Tiling:

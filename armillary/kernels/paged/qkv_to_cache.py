@@ -23,21 +23,14 @@ from armillary.kernels.pointwise.rope import rotate
 class QkvOptions:
     """What a layer applies to queries and keys, in this order: clamp, norm, rotation."""
 
-    clip: float | None = None
-    """queries, keys and values are clamped to ±clip"""
-    norm: str = "none"
-    """of each query and key: none, rms or layer"""
-    q_weight: Tensor | None = None
-    """weight of the query norm: [D] per head, or [N·D] for a norm that spans all heads"""
-    k_weight: Tensor | None = None
-    """weight of the key norm: [D] or [K·D]"""
+    clip: float | None = None  # queries, keys and values are clamped to ±clip
+    norm: str = "none"  # of each query and key: none, rms or layer
+    q_weight: Tensor | None = None  # weight of the query norm: [D] per head, or [N·D] for a norm that spans all heads
+    k_weight: Tensor | None = None  # weight of the key norm: [D] or [K·D]
     eps: float = 1e-6
-    plus_one: bool = False
-    """weights are 1 + weight"""
-    interleaved: bool = False
-    """whether neighbouring dims are rotated together, or the two halves"""
-    scales_2K: Tensor | None = None
-    """divisor of keys and values that are written to a quantised cache"""
+    plus_one: bool = False  # weights are 1 + weight
+    interleaved: bool = False  # whether neighbouring dims are rotated together, or the two halves
+    scales_2K: Tensor | None = None  # divisor of keys and values that are written to a quantised cache
 
 
 def qkv_cache(
@@ -131,14 +124,10 @@ class QkvCase(Case):
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    rotary: int = 128
-    """rotated dims; 0: none"""
-    norm: str = "rms"
-    """none, rms or layer"""
-    all_heads: bool = False
-    """whether the norm spans all heads"""
-    interleaved: bool = False
-    """whether rotated pairs are neighbours"""
+    rotary: int = 128  # rotated dims; 0: none
+    norm: str = "rms"  # none, rms or layer
+    all_heads: bool = False  # whether the norm spans all heads
+    interleaved: bool = False  # whether rotated pairs are neighbours
     page: int = 16
 
 

@@ -12,8 +12,8 @@ from armillary.kernels.core.launch import power_of_two
 from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
 from armillary.kernels.paged.qkv_to_cache import QkvOptions, qkv_cache
 
+# most sequences, and most tokens of a block table: for longer contexts the split kernel reads faster
 MOST_SEQUENCES, MAX_TOKENS = 4, 65536
-"""most sequences, and most tokens of a block table: for longer contexts the split kernel reads faster"""
 
 
 def attend_tokens(

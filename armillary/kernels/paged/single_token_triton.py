@@ -21,10 +21,8 @@ from armillary.kernels.paged.single_token import can_attend
 
 # M query heads of a KV head, padded; N keys of a tile; D head dim, whose first half is rotated with the second
 
-_MOST_SPLITS = 32
-"""programs that share a sequence and KV head, at most"""
-_SHORT = 4096
-"""tokens of a table up to which a program has few tiles: one program per multiprocessor is then fastest"""
+_MOST_SPLITS = 32  # programs that share a sequence and KV head, at most
+_SHORT = 4096  # tokens of a table up to which a program has few tiles: one program per multiprocessor is then fastest
 
 
 def attend_tokens(

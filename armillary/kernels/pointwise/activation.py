@@ -33,12 +33,9 @@ class ActivationCase(Case):
     """The output of an MLP's first GEMM."""
 
     rows: int
-    ffn: int
-    """elements per token after the activation"""
-    activation: str = "silu"
-    """see ACTIVATIONS, and 'swiglu_clamped'"""
-    gated: bool = True
-    """whether the input alternates gate and up"""
+    ffn: int  # elements per token after the activation
+    activation: str = "silu"  # see ACTIVATIONS, and 'swiglu_clamped'
+    gated: bool = True  # whether the input alternates gate and up
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:

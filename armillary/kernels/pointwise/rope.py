@@ -22,15 +22,12 @@ from armillary.spec.arithmetic.ops import FP32_BYTES, size_of
 class RopeCase(Case):
     """The QKV projection of some tokens."""
 
-    tokens: int
-    """batch times sequence"""
+    tokens: int  # batch times sequence
     heads: int
     kv_heads: int
     head_dim: int = 128
-    rotary_dim: int = 128
-    """rotated dims, 2·R"""
-    interleaved: bool = False
-    """whether neighbouring dims are rotated together, or the two halves"""
+    rotary_dim: int = 128  # rotated dims, 2·R
+    interleaved: bool = False  # whether neighbouring dims are rotated together, or the two halves
 
 
 def rope(

@@ -14,14 +14,10 @@ from torch import Tensor
 from armillary.kernels.core.launch import ceil_div, on, power_of_two
 from armillary.kernels.core.prefetch_triton import STREAM
 
-_HALVES = (16384, 64)
-"""elements per program and per thread"""
-_WHOLE = (8192, 16)
-"""the same where heads are processed end to end"""
-_SMALLEST = 16
-"""elements of the smallest piece of a head that is worth its own load"""
-_SECTOR = 32
-"""bytes of a memory sector"""
+_HALVES = (16384, 64)  # elements per program and per thread
+_WHOLE = (8192, 16)  # the same where heads are processed end to end
+_SMALLEST = 16  # elements of the smallest piece of a head that is worth its own load
+_SECTOR = 32  # bytes of a memory sector
 
 
 def rope(

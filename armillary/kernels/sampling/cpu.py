@@ -9,8 +9,7 @@ from torch import Tensor
 from armillary.kernels.core.philox import philox
 from armillary.kernels.sampling.sampling import LOG2E, ONE, Draws, Penalties, drawn, filtered, likely, score, weigh
 
-_REACH = (ONE + 4) / LOG2E
-"""natural units below the largest score, at temperature 1, beyond which every weight is 0"""
+_REACH = (ONE + 4) / LOG2E  # natural units below the largest score, at temperature 1, beyond which every weight is 0
 _CANDIDATES = 2048
 
 

@@ -10,10 +10,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.sampling.weights_triton import factor_of, least_of, mass_of, scores_of, share_of, weights_of
 
-_ABOVE_ALL: tl.constexpr = tl.constexpr(0x3F800001)
-"""the bits after those of 1.0"""
-_BELOW_ALL: tl.constexpr = tl.constexpr(0x2A000000)
-"""the bits of 2^-43: no weight is less"""
+_ABOVE_ALL: tl.constexpr = tl.constexpr(0x3F800001)  # the bits after those of 1.0
+_BELOW_ALL: tl.constexpr = tl.constexpr(0x2A000000)  # the bits of 2^-43: no weight is less
 
 
 @triton.jit

@@ -11,8 +11,7 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # B rows, V vocabulary, n likeliest
 
-MOST = 128
-"""most top logprobs that the kernels can return"""
+MOST = 128  # most top logprobs that the kernels can return
 
 
 def logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +38,6 @@ class LogprobCase(Case):
     batch: int
     vocab: int = 151_936
     num_top: int = 20
-    """number of top logprobs"""
 
 
 def _inputs(case: LogprobCase, generator: torch.Generator) -> tuple[Any, ...]:

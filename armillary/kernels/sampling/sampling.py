@@ -17,6 +17,7 @@ from armillary.kernels.core.philox import philox
 # B rows, V vocabulary, S rows of the penalty tables, W words of 32 tokens
 
 LOG2E = 1.4426950408889634
+# (2^f - 1) / f on [-1/2, 1/2] as a polynomial, accurate to 1e-7; fitted at Chebyshev nodes
 EXP2 = (
     0.6931471824645996,
     0.24022650718688965,
@@ -25,46 +26,31 @@ EXP2 = (
     0.0013390866806730628,
     0.00015461447765119374,
 )
-"""(2^f - 1) / f on [-1/2, 1/2] as a polynomial, accurate to 1e-7; fitted at Chebyshev nodes"""
-ONE = 40
-"""the likeliest token weighs 2^ONE; a weight below 1 cannot be drawn"""
+ONE = 40  # the likeliest token weighs 2^ONE; a weight below 1 cannot be drawn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Draws:
     """Sampling parameters per row, applied in this order: temperature, min-p, top-k, top-p."""
 
-    temperature_B: Tensor
-    """0: the largest logit, the first of equals"""
-    min_p_B: Tensor
-    """keep tokens at least this likely relative to the likeliest; 0: all"""
-    top_k_B: Tensor
-    """keep the k likeliest, and those as likely as the last of them; 0: all"""
-    top_p_B: Tensor
-    """keep the likeliest tokens that make up this share of the remaining mass, and those as likely as the last; 1:
-    all"""
-    seeds_B: Tensor
-    """int64, the request's own"""
-    steps_B: Tensor
-    """int64, position of the token that is drawn: the counter of the random number generator"""
+    temperature_B: Tensor  # 0: the largest logit, the first of equals
+    min_p_B: Tensor  # keep tokens at least this likely relative to the likeliest; 0: all
+    top_k_B: Tensor  # keep the k likeliest, and those as likely as the last of them; 0: all
+    top_p_B: Tensor  # the likeliest tokens that make up this share of the rest, and those as likely as the last; 1: all
+    seeds_B: Tensor  # int64, the request's own
+    steps_B: Tensor  # int64, position of the token that is drawn: the counter of the random number generator
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Penalties:
     """Penalties for tokens that occurred before; applied before everything else but the allowed mask."""
 
-    repetition_B: Tensor
-    """divides positive logits and multiplies others, for tokens of prompt or output"""
-    presence_B: Tensor
-    """subtracted from the logits of tokens of the output"""
-    frequency_B: Tensor
-    """subtracted per occurrence in the output"""
-    counts_SV: Tensor
-    """how often a token occurs in the output, int32"""
-    prompt_SV: Tensor
-    """whether a token is in the prompt, bool"""
-    rows_B: Tensor | None = None
-    """row of both tables that a row of the batch uses; its own number unless given"""
+    repetition_B: Tensor  # divides positive logits and multiplies others, for tokens of prompt or output
+    presence_B: Tensor  # subtracted from the logits of tokens of the output
+    frequency_B: Tensor  # subtracted per occurrence in the output
+    counts_SV: Tensor  # how often a token occurs in the output, int32
+    prompt_SV: Tensor  # whether a token is in the prompt, bool
+    rows_B: Tensor | None = None  # row of both tables that a row of the batch uses; its own number unless given
 
 
 def sample(
@@ -158,16 +144,11 @@ class SampleCase(Case):
 
     batch: int
     vocab: int = 151_936
-    temperature: float = 0.7
-    """0: greedy"""
-    top_k: int = 0
-    """0: off"""
-    top_p: float = 1.0
-    """1: off"""
-    min_p: float = 0.0
-    """0: off"""
-    penalties: bool = False
-    """repetition, presence and frequency"""
+    temperature: float = 0.7  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    penalties: bool = False  # repetition, presence and frequency
 
 
 def _inputs(case: SampleCase, generator: torch.Generator) -> tuple[Any, ...]:

@@ -19,15 +19,12 @@ from armillary.kernels.sampling.sampling import Draws, Penalties
 from armillary.kernels.sampling.weights_triton import factor_of, least_of, mass_of, scores_of, weights_of
 
 _BLOCK, _WARPS = 2048, 4
-_GROUPS = 4096
-"""groups per row whose maxima are kept"""
-_LARGEST = 1024
-"""fewest tokens that are collected, where there are as many groups"""
+_GROUPS = 4096  # groups per row whose maxima are kept
+_LARGEST = 1024  # fewest tokens that are collected, where there are as many groups
 _CAPACITY = 4096
-"""capacity for candidates"""
 _BISECTIONS = 12
+# candidates are at most this far below the largest score: weights further down are 0
 _REACH: tl.constexpr = tl.constexpr(40.0)
-"""candidates are at most this far below the largest score: weights further down are 0"""
 
 
 @triton.jit
