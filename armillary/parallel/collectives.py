@@ -26,16 +26,13 @@ class WaitTimer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks of one mesh axis, as the functional collectives take them."""
+    """The ranks of one mesh axis, as the functional collectives take them. `timers` time every collective that computing
+    waits for; compiled code, which may overlap them, is not timed."""
 
-    name: str
-    """torch's name of the process group"""
+    name: str  # torch's name of the process group
     size: int
-    """ranks in it"""
-    rank: int
-    """of this process"""
+    rank: int  # of this process
     timers: list[WaitTimer] = field(default_factory=list, compare=False, repr=False)
-    """time every collective that computing waits for; compiled code, which may overlap them, is not timed"""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Group:

@@ -18,8 +18,7 @@ class Bucket:
     """Gradients that are all-reduced together."""
 
     parameters: list[nn.Parameter]
-    waiting: set[nn.Parameter] = field(default_factory=set)
-    """those whose gradient is not computed yet"""
+    waiting: set[nn.Parameter] = field(default_factory=set)  # those whose gradient is not computed yet
     work: dist.Work | None = None
 
 

@@ -68,11 +68,8 @@ class _TensorSharding:
     """How the layers of a block are sharded."""
 
     group: Group
-    """the ranks"""
-    tokens: bool
-    """tokens are sharded between sharded layers"""
-    regather: bool
-    """the backward pass all-gathers tokens again rather than saving them"""
+    tokens: bool  # tokens are sharded between sharded layers
+    regather: bool  # the backward pass all-gathers tokens again rather than saving them
 
 
 def _shard_block(block: Block, mesh: DeviceMesh, sharding: _TensorSharding) -> None:

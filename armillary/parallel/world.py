@@ -24,16 +24,12 @@ _SRUN_PORT = 29_400
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among those of the run."""
+    """This process among those of the run: its rank over all machines, and on its own."""
 
     rank: int
-    """of this process, over all machines"""
     size: int
-    """processes in all"""
     local_rank: int
-    """of this process on its machine"""
     device: torch.device
-    """what it computes on"""
 
     @property
     def is_main(self) -> bool:
@@ -105,12 +101,9 @@ class _Place:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    local_size: int = 1
-    """processes that share this one's cores"""
-    own_gpu: bool = False
-    """a process may see only its own GPU (srun --gpus-per-task)"""
-    rendezvous: Mapping[str, str]
-    """environment variables of the rendezvous, beyond those that are set"""
+    local_size: int = 1  # processes that share this one's cores
+    own_gpu: bool = False  # a process may see only its own GPU (srun --gpus-per-task)
+    rendezvous: Mapping[str, str]  # environment variables of the rendezvous, beyond those that are set
 
 
 def _place(env: Mapping[str, str]) -> _Place:

@@ -18,10 +18,8 @@ from armillary.errors import NotFound
 class Home:
     """The folders that commands read and write."""
 
-    work: Path
-    """folder of runs, data and registry"""
-    cache: Path
-    """folder of measurements and choices of this machine"""
+    work: Path  # runs, data and registry
+    cache: Path  # measurements and choices of this machine
 
     @classmethod
     def default(cls) -> Home:

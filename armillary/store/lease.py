@@ -48,24 +48,15 @@ class LeaseLost(BadInput):
 class Lease:
     """The owner of a run."""
 
-    owner: str
-    """random id of the lease"""
+    owner: str  # random id of the lease
     host: str
-    """machine of the process that renews it"""
     pid: int
-    """id of that process"""
-    born: int = 0
-    """start time of that process, see Process"""
-    machine: str = ""
-    """identity of the machine, stricter than its host name"""
-    beat: int = 0
-    """number of renewals"""
+    born: int = 0  # start time of that process, see Process
+    machine: str = ""  # stricter than its host name, see machine()
+    beat: int = 0  # number of renewals
     beat_s: float = BEAT_S
-    """seconds between two beats"""
-    lasts_s: float = LASTS_S
-    """seconds of silence after which it is stale"""
+    lasts_s: float = LASTS_S  # of silence, after which it is stale
     released: bool = False
-    """whether its owner released it"""
 
     @classmethod
     def new(cls) -> Lease:

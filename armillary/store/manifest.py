@@ -39,27 +39,19 @@ class FileEntry:
     """One file of a release or a checkpoint."""
 
     bytes: int
-    """size of the file"""
-    sha256: str = ""
-    """of its content; empty where the blocks were hashed"""
-    block_sha256: str = ""
-    """SHA-256 of the SHA-256 hashes of its blocks of 16 MiB, which threads compute in parallel: for checkpoints"""
+    sha256: str = ""  # empty where the blocks were hashed
+    block_sha256: str = ""  # of the hashes of its 16 MiB blocks, which threads compute in parallel: for checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a release consists of and where it comes from."""
 
-    created: float
-    """unix seconds"""
-    run: str = ""
-    """id of the run it was exported from"""
+    created: float  # unix seconds
+    run: str = ""  # id of the run it was exported from
     note: str = ""
-    """note of the publisher"""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """fields of config.json that describe the model"""
-    files: Mapping[str, FileEntry]
-    """path inside the release -> size and checksum"""
+    config: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that describe the model
+    files: Mapping[str, FileEntry]  # path inside the release -> entry
 
 
 def summary(config: Mapping[str, Any]) -> dict[str, Any]:

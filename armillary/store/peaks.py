@@ -50,14 +50,10 @@ unchecked."""
 class Peaks:
     """Measured ceilings of one device."""
 
-    device: str
-    """the driver's name"""
-    date: str
-    """day of the latest measurement"""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """driver, clocks and library versions, which may explain a difference"""
-    points: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
-    """kind -> points, see KINDS"""
+    device: str  # the driver's name
+    date: str  # of the latest measurement
+    about: Mapping[str, Any] = field(default_factory=dict)  # driver, clocks and library versions
+    points: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)  # kind -> points, see KINDS
 
     def best(self, kind: str, measure: str, **where: Any) -> float | None:
         """The highest `measure` of the points that match `where`; None where there is none."""

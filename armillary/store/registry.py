@@ -28,16 +28,12 @@ _REFERENCE = re.compile(r"(?P<name>[^:@]+)(?::(?P<version>[^:@]+)|@(?P<alias>[^:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One published version."""
+    """One published version: a Hugging Face folder with its manifest."""
 
     name: str
-    """name of the model"""
     version: int
-    """1, 2, …"""
     folder: Path
-    """its files: a Hugging Face folder"""
     manifest: Manifest
-    """its files and origin"""
 
     @property
     def text(self) -> str:

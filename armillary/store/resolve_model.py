@@ -23,18 +23,13 @@ Origin = Literal["catalogue", "folder", "config", "hub", "run", "release"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model and its source."""
+    """A model and its source. `folder` has its weights; `files` has config.json and tokenizer, with or without weights."""
 
     name: str
-    """name of the model"""
     config: ModelConfig
-    """its shape"""
     folder: Path | None = None
-    """Hugging Face folder that holds its weights"""
     files: Path | None = None
-    """folder with its config.json and tokenizer, whether or not the weights are there too"""
     origin: Origin
-    """kind of the source"""
 
 
 def resolve_model(

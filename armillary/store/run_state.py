@@ -19,30 +19,19 @@ Status = Literal["running", "finished", "interrupted", "failed", "died", "unread
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state and progress of a run."""
+    """The state and progress of a run; times are in unix seconds."""
 
     state: Status = "running"
-    """as last written by the run"""
     model: str = ""
-    """name of the trained model"""
-    step: int = 0
-    """completed steps"""
-    steps: int | None = None
-    """steps planned"""
-    loss: float | None = None
-    """training loss of the last step"""
-    error: str = ""
-    """why it failed"""
+    step: int = 0  # completed steps
+    steps: int | None = None  # planned steps
+    loss: float | None = None  # of the last step
+    error: str = ""  # why it failed
     started: float = 0.0
-    """unix seconds"""
     updated: float = 0.0
-    """unix seconds of the last change"""
-    host: str = ""
-    """host name of its process"""
+    host: str = ""  # host, pid and born are those of its process, see Process
     pid: int = 0
-    """id of its process"""
     born: int = 0
-    """start time of its process, see Process"""
 
     @classmethod
     def new(cls, *, model: str = "", steps: int | None = None) -> RunState:

@@ -41,12 +41,10 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,63}")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run's folder."""
+    """One run's folder, runs/ID. `owner` is the owner of the lease under which it was opened; empty: read only."""
 
     folder: Path
-    """runs/ID"""
     owner: str = field(default="", compare=False, repr=False)
-    """owner of the lease under which it was opened; empty: read only"""
 
     @property
     def id(self) -> str:

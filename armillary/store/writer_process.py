@@ -18,11 +18,8 @@ class Process:
     """One process of one machine."""
 
     pid: int
-    """its id"""
-    born: int
-    """start time in clock ticks since boot; 0 where the system does not report it"""
+    born: int  # start time in clock ticks since boot; 0 where the system does not report it
     host: str
-    """name of the machine"""
 
     @classmethod
     def this(cls) -> Process:

@@ -41,16 +41,13 @@ Cause = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One figure behind a finding, beside what it is compared with."""
+    """One figure behind a finding, beside what it is compared with: `against` says what `expected` is ('plan', 'measured
+    ceiling', 'most a healthy run has' …)."""
 
     gauge: str
-    """its name in spec/gauges.py"""
     value: float
-    """as measured"""
     expected: float | None = None
-    """the ceiling, the plan's figure or the rule's threshold; none: nothing to compare with"""
     against: str = ""
-    """what `expected` is: 'plan', 'measured ceiling', 'most a healthy run has' …"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +55,13 @@ class Lever:
     """A concrete change, with its predicted gain."""
 
     title: str
-    """what is done: 'compile the blocks'"""
-    change: Mapping[str, Any] = field(default_factory=dict)
-    """key of the recipe -> value; empty where the change is outside it (a machine to be replaced, a script's code)"""
-    action: str = ""
-    """what a person does where no key of the recipe does it"""
-    speedup: float
-    """predicted: time now over time then (throughput then over now, or the latency that limits now over then)"""
-    at_most: float | None = None
-    """its largest possible gain, where the measurement cannot tell; `speedup` is then the least"""
-    of: str = "step_s"
-    """the gauge that `speedup` is about"""
-    risk: str = "none"
-    """what it costs or endangers: '+ 0.6 GB', 'outputs differ in the last bits' …"""
-    basis: str = ""
-    """how it was priced: 'planner', 'steps replayed by the scheduler', 'Amdahl over the step budget' …"""
+    change: Mapping[str, Any] = field(default_factory=dict)  # key of the recipe -> value
+    action: str = ""  # what a person does where the change is outside the recipe (a machine, a script's code)
+    speedup: float  # predicted: time now over time then, or throughput then over now
+    at_most: float | None = None  # largest possible gain where the measurement cannot tell; `speedup` is then the least
+    of: str = "step_s"  # the gauge that `speedup` is about
+    risk: str = "none"  # what it costs or endangers: '+ 0.6 GB', 'outputs differ in the last bits' …
+    basis: str = ""  # how it was priced: 'planner', 'Amdahl over the step budget' …
 
     @property
     def gain_text(self) -> str:
@@ -90,19 +79,12 @@ class Finding:
     """One cause that holds a run back."""
 
     loop: Loop
-    """the ring it is in"""
     cause: Cause
-    """what in that ring"""
-    rule: str
-    """name of the rule that found it"""
-    says: str
-    """one plain sentence with the figures in it"""
-    share: float
-    """share of the time (of a step, or of the limiting latency) that would be saved without the cause, 0 to 1"""
+    rule: str  # name of the rule that found it
+    says: str  # one plain sentence with the figures in it
+    share: float  # of the time (of a step, or of the limiting latency) that would be saved without the cause, 0 to 1
     evidence: tuple[Evidence, ...]
-    """what it rests on"""
-    levers: tuple[Lever, ...] = ()
-    """against it, best first"""
+    levers: tuple[Lever, ...] = ()  # best first
 
 
 Rule = Callable[[Reading, Plan | None], Finding | None]

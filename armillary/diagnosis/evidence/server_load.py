@@ -17,39 +17,22 @@ class Load:
     """Means of a page for one replica."""
 
     running: float
-    """requests in the batch"""
     waiting: float
-    """requests in the queue"""
-    queue_s: float
-    """a request's time before it is scheduled"""
-    prefill_s: float | None
-    """from there to its first token; none where the page does not tell it from waiting"""
-    decode_s: float
-    """from there to its last"""
-    gap_s: float
-    """between two tokens"""
-    usual_gap_s: float
-    """that of a step without prompts, where the page tells the two kinds apart; else the median"""
-    computed: float
-    """prompt tokens of a request that had to be computed"""
-    tokens_in: float
-    """prompt tokens of a request"""
-    tokens_out: float
-    """output tokens of a request"""
-    preempted: float
-    """preemptions per request"""
-    demand: float
-    """requests that arrived since the start per finished request"""
-    step_tokens: float = 0.0
-    """tokens of a step, where the page says"""
-    step_prompts: float = 0.0
-    """prompt tokens among them, where the page says"""
-    parted: bool = False
-    """whether the page tells gaps of steps with prompts from those of steps without"""
-    full_step: float = inf
-    """tokens of its fullest steps, where the page says"""
-    over: bool = False
-    """whether all requests have finished: means over that time stand for running and waiting"""
+    queue_s: float  # a request's time before it is scheduled
+    prefill_s: float | None  # from there to its first token; None where the page does not tell it from waiting
+    decode_s: float  # from there to its last
+    gap_s: float  # inter-token latency
+    usual_gap_s: float  # that of steps without prefill, where the page tells the two kinds apart; else the median
+    computed: float  # prompt tokens per request that had to be computed
+    tokens_in: float  # prompt tokens per request
+    tokens_out: float  # output tokens per request
+    preempted: float  # preemptions per request
+    demand: float  # requests that arrived since the start per finished request
+    step_tokens: float = 0.0  # tokens per step, where the page says
+    step_prompts: float = 0.0  # prompt tokens among them, where the page says
+    parted: bool = False  # whether the page tells inter-token latencies of steps with prefill from those without
+    full_step: float = inf  # tokens of its fullest steps, where the page says
+    over: bool = False  # whether all requests have finished: means over that time stand for running and waiting
 
     @property
     def e2e_s(self) -> float:

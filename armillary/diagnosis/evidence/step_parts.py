@@ -19,22 +19,16 @@ from armillary.store.gauges import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Seconds of one step, and its share of what is done only every n steps."""
+    """Seconds of one step, and its share of what is done only every n steps. `data_wait`, `comm_exposed` and `bubble` are
+    parts of `step`; `checkpoint`, `validation` and `between` come on top of it."""
 
     step: float
-    """from its begin to its end"""
     data_wait: float = 0.0
-    """part of the step: waiting for the batch"""
     comm_exposed: float = 0.0
-    """part of the step: waiting for other ranks"""
     bubble: float = 0.0
-    """part of the step: a pipeline stage idle"""
     checkpoint: float = 0.0
-    """beside the step: one checkpoint over the steps between two"""
     validation: float = 0.0
-    """beside the step: one validation over the steps between two"""
     between: float = 0.0
-    """beside the step: whatever else the loop does"""
 
     @property
     def total(self) -> float:

@@ -32,11 +32,8 @@ class Late:
     """A rank that is later than the others."""
 
     rank: int
-    """which"""
-    seconds: float
-    """per step, beyond the extra work of its pipeline stage"""
-    often: float
-    """share of the steps in which it was the slowest"""
+    seconds: float  # per step, beyond the extra work of its pipeline stage
+    often: float  # share of the steps in which it was the slowest
 
 
 def late_rank(reading: Reading, plan: Plan | None) -> Late | None:

@@ -34,12 +34,9 @@ from armillary.units import bytes_text
 class Priced:
     """A change with what it would make of the run."""
 
-    change: Mapping[str, Any]
-    """key of the recipe -> value"""
-    speedup: float
-    """a step's cost to the run now over then"""
-    memory_bytes: float
-    """more (or less) memory on the fullest device"""
+    change: Mapping[str, Any]  # key of the recipe -> value
+    speedup: float  # a step's cost to the run now over then
+    memory_bytes: float  # more (or less) memory on the fullest device
 
     @property
     def risk(self) -> str:

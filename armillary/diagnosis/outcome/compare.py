@@ -25,28 +25,18 @@ SHOWN_KEYS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One run against another."""
+    """Run b against run a, which came before it."""
 
     a: str
-    """the run before"""
     b: str
-    """the run after"""
-    of: str
-    """the gauge that is compared"""
+    of: str  # the gauge that is compared
     before: float
-    """its value in a"""
     after: float
-    """its value in b"""
-    obtained: float
-    """speed-up: above 1 is better"""
-    predicted: float | None = None
-    """speed-up as it was predicted before; none where nobody predicted just this change"""
-    title: str = ""
-    """the lever"""
-    change: Mapping[str, Any]
-    """keys of the recipe that differ, as they are in b"""
-    notes: tuple[str, ...] = ()
-    """why a lever that was pulled is not credited with this"""
+    obtained: float  # speed-up: above 1 is better
+    predicted: float | None = None  # speed-up as predicted before; None where nobody predicted just this change
+    title: str = ""  # of the lever
+    change: Mapping[str, Any]  # keys of the recipe that differ, as they are in b
+    notes: tuple[str, ...] = ()  # why a lever that was pulled is not credited with this
 
     @property
     def error(self) -> float | None:

@@ -28,30 +28,18 @@ class Diagnosis:
     """What was found in one run, server or trace."""
 
     source: str
-    """what was read"""
     kind: Kind
-    """what it was doing"""
-    created: str
-    """when, in UTC"""
-    loop: Loop | None = None
-    """the ring that limits; none: nothing is worth changing"""
+    created: str  # UTC
+    loop: Loop | None = None  # the loop that limits; None: nothing is worth changing
     cause: Cause | None = None
-    """what in it"""
     headline: str
-    """one line for people"""
-    gain: float = 0.0
-    """what the best lever would add, 0.31 is 31 %"""
-    budget: Mapping[str, float] = field(default_factory=dict)
-    """where the time went: part -> share"""
-    findings: tuple[Finding, ...] = ()
-    """causes that were found, what costs most first"""
-    levers: tuple[Lever, ...] = ()
-    """of all findings, in the order they are numbered: the limiting cause's first, then by what they buy"""
-    notes: tuple[str, ...] = ()
-    """what could not be read or judged"""
+    gain: float = 0.0  # what the best lever would add: 0.31 is 31 %
+    budget: Mapping[str, float] = field(default_factory=dict)  # where the time went: part -> share
+    findings: tuple[Finding, ...] = ()  # what costs most first
+    levers: tuple[Lever, ...] = ()  # of all findings, as numbered: the limiting cause's first, then by gain
+    notes: tuple[str, ...] = ()  # what could not be read or judged
 
-    judged: bool = True
-    """whether enough was measured to say anything"""
+    judged: bool = True  # whether enough was measured to say anything
 
     @property
     def is_healthy(self) -> bool:

@@ -28,18 +28,12 @@ _WHY = {
 class Predicted:
     """One figure that was predicted."""
 
-    of: str
-    """what was predicted: training, serving, a lever"""
+    of: str  # what was predicted: training, serving, a lever
     gauge: str
-    """its name in spec/gauges.py"""
     predicted: float
-    """before"""
     measured: float | None = None
-    """after; none where nobody measured it"""
-    why: str = ""
-    """why it was not measured"""
-    is_speedup: bool = False
-    """whether both are times as fast, in this gauge, rather than the gauge itself"""
+    why: str = ""  # why it was not measured
+    is_speedup: bool = False  # whether both figures are speed-ups in this gauge rather than the gauge itself
 
     @property
     def error(self) -> float | None:

@@ -23,28 +23,17 @@ from armillary.store.home import Home
 class LoggedPrediction:
     """The prediction of one lever, and its outcome once it was applied."""
 
-    run: str
-    """the run that was diagnosed"""
-    title: str
-    """the lever"""
-    change: Mapping[str, Any] = field(default_factory=dict)
-    """key of the recipe -> value"""
-    of: str = "step_s"
-    """the gauge that the speed-ups are about"""
-    value: float | None = None
-    """that gauge in the run that was diagnosed"""
-    predicted: float
-    """speed-up, before"""
-    expected: float | None = None
-    """the gauge as predicted with the lever pulled"""
-    predicted_at: float
-    """unix seconds of the prediction"""
-    obtained: float | None = None
-    """speed-up, measured; none: not pulled yet"""
-    by: str = ""
-    """the run with the lever pulled"""
-    recipe: str = ""
-    """the file that the changed recipe was written to"""
+    run: str  # the run that was diagnosed
+    title: str  # of the lever
+    change: Mapping[str, Any] = field(default_factory=dict)  # key of the recipe -> value
+    of: str = "step_s"  # the gauge that the speed-ups are about
+    value: float | None = None  # that gauge in the run that was diagnosed
+    predicted: float  # speed-up
+    expected: float | None = None  # the gauge as predicted with the lever pulled
+    predicted_at: float  # unix seconds
+    obtained: float | None = None  # measured speed-up; None: not pulled yet
+    by: str = ""  # the run with the lever pulled
+    recipe: str = ""  # the file that the changed recipe was written to
 
     @property
     def error(self) -> float | None:
@@ -64,12 +53,10 @@ class LoggedPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackRecord:
-    """Every line that could be read."""
+    """Every line that could be read, oldest first, and notes on those that could not."""
 
     lines: tuple[LoggedPrediction, ...] = ()
-    """as they were written, oldest first"""
     notes: tuple[str, ...] = ()
-    """what could not be read"""
 
     @property
     def levers(self) -> tuple[LoggedPrediction, ...]:

@@ -38,14 +38,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts by upper bounds, each with all below it."""
+    """Counts by rising upper bounds, of which the last is infinite; each count has all below it."""
 
     bounds: tuple[float, ...]
-    """rising; the last is infinite"""
     counts: tuple[float, ...]
-    """how many are not above each bound"""
     sum: float
-    """of all values"""
 
     @property
     def count(self) -> float:

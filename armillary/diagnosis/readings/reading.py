@@ -21,28 +21,17 @@ Kind = Literal["training", "serving", "profile"]
 class Reading:
     """One run, server or trace as it was measured."""
 
-    source: str
-    """what was read: run quiet-otter, a URL, a file"""
+    source: str  # what was read: run quiet-otter, a URL, a file
     kind: Kind
-    """what it was doing"""
-    by: str = "armillary"
-    """who wrote it: armillary, vllm, sglang, tgi, hf-trainer, torchtitan, megatron, torch-profiler"""
-    steps: tuple[Record, ...] = ()
-    """records of steps in their order, warm-up left out"""
-    requests: tuple[Record, ...] = ()
-    """records of requests that ended"""
-    calibration: tuple[Record, ...] = ()
-    """an engine's steps of many kinds, timed before the first request"""
-    values: Mapping[str, float] = field(default_factory=dict)
-    """figures of the whole: percentiles, totals, and what has no step; they win over `steps`"""
-    plan: Plan | None = None
-    """what was asked and predicted; none where someone else ran it"""
-    profile: Profile | None = None
-    """where the time of a step went, where that was recorded"""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """what somebody else's page or log says of its own settings, in its words"""
-    notes: tuple[str, ...] = ()
-    """what could not be read, and what was left out"""
+    by: str = "armillary"  # armillary, vllm, sglang, tgi, hf-trainer, torchtitan, megatron or torch-profiler
+    steps: tuple[Record, ...] = ()  # in their order, without warm-up
+    requests: tuple[Record, ...] = ()  # those that ended
+    calibration: tuple[Record, ...] = ()  # an engine's steps of many kinds, timed before the first request
+    values: Mapping[str, float] = field(default_factory=dict)  # of the whole: percentiles, totals; win over `steps`
+    plan: Plan | None = None  # None where someone else ran it
+    profile: Profile | None = None  # where the time of a step went, where that was recorded
+    settings: Mapping[str, str] = field(default_factory=dict)  # what another program's page or log says of its settings
+    notes: tuple[str, ...] = ()  # what could not be read, and what was left out
 
     def get(self, gauge: str) -> float | None:
         """The figure of the whole, or the median over the steps that have it; None where nobody measured it."""

@@ -27,13 +27,9 @@ class Scrapes:
     """A server's page now and, where it was scraped before, then."""
 
     server: Server
-    """what it calls its gauges"""
     now: Page
-    """the page"""
-    before: Page | None = None
-    """the page of some time before; none where the server started again in between"""
-    seconds: float = 0.0
-    """from one to the other"""
+    before: Page | None = None  # None where the server restarted in between
+    seconds: float = 0.0  # between the two pages
 
     def figures(self) -> dict[str, float]:
         """Everything the page says, by gauge."""

@@ -14,26 +14,17 @@ Names = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One kind of server."""
+    """One kind of server: which names its metrics page has for each gauge, the present name first."""
 
-    name: str
-    """as Reading.by has it"""
-    prefix: str
-    """with which its names begin"""
+    name: str  # as in Reading.by
+    prefix: str  # of all its names
     values: Names
-    """gauge -> names of what holds now, the present name first"""
-    totals: Names
-    """gauge -> names of what only grows"""
+    totals: Names  # counters
     histograms: Names
-    """gauge -> names of distributions"""
-    step_tokens: str = ""
-    """histogram of the tokens of an engine step"""
-    info: str = ""
-    """metric whose labels are settings"""
-    flags: Mapping[str, str] = field(default_factory=dict)
-    """key of our recipe -> what a person writes on that server's command line, {value} being the value"""
-    replica: str = ""
-    """what a person does for one more replica"""
+    step_tokens: str = ""  # histogram of the tokens of an engine step
+    info: str = ""  # metric whose labels are settings
+    flags: Mapping[str, str] = field(default_factory=dict)  # key of our recipe -> its flag, with {value}
+    replica: str = ""  # what a person does for one more replica
 
 
 _VLLM = Server(

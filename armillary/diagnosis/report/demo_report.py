@@ -17,14 +17,11 @@ from armillary.store.gauges import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of the demo."""
+    """One stage of the demo (measure, plan, train …), with its result in a line."""
 
     name: str
-    """measure, plan, train …"""
     seconds: float
-    """how long it took"""
     said: str = ""
-    """its result, in a line"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,41 +29,26 @@ class Served:
     """A server under load, from its own side and from its clients'."""
 
     reading: Reading
-    """what the engine wrote down, with its plan"""
     load: LoadReport
-    """what the clients saw"""
-    peak_bytes: float | None = None
-    """most memory that the engine's process had; none where the system does not say"""
+    peak_bytes: float | None = None  # most memory that the engine's process had; None where the system does not say
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoReport:
     """What a demo predicted, measured, diagnosed and changed; an interrupted one has less of it."""
 
-    title: str
-    """model and machine"""
-    created: str
-    """when, in UTC"""
+    title: str  # model and machine
+    created: str  # UTC
     stages: tuple[Stage, ...] = ()
-    """in their order"""
-    records: tuple[Record, ...] = ()
-    """every step of the training run, as gauges.jsonl has it"""
-    stops: tuple[int, ...] = ()
-    """steps after which training was interrupted"""
+    records: tuple[Record, ...] = ()  # every step of the training run, as gauges.jsonl has it
+    stops: tuple[int, ...] = ()  # steps after which training was interrupted
     training: Reading | None = None
-    """the training run"""
-    profile: Profile | None = None
-    """one step of it against the measured ceilings"""
-    served: Served | None = None
-    """the server as the recipe sets it"""
-    served_after: Served | None = None
-    """the same with a lever pulled"""
-    diagnoses: tuple[Diagnosis, ...] = ()
-    """of the training run and of the server"""
-    pulled: tuple[Comparison, ...] = ()
-    """levers that were pulled, with what they brought"""
+    profile: Profile | None = None  # one step of training against the measured ceilings
+    served: Served | None = None  # the server as the recipe sets it
+    served_after: Served | None = None  # the same with a lever pulled
+    diagnoses: tuple[Diagnosis, ...] = ()  # of the training run and of the server
+    pulled: tuple[Comparison, ...] = ()  # levers that were pulled, with what they brought
     notes: tuple[str, ...] = ()
-    """remarks for the reader"""
 
     @property
     def predicted(self) -> tuple[Predicted, ...]:

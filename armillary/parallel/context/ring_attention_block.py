@@ -28,28 +28,20 @@ _LN2 = math.log(2.0)
 class Options:
     """The attention settings of a layer, as numbers and tensors."""
 
-    scale: float
-    """multiplies q·k"""
-    window: int = 0
-    """keys that a query attends to, itself included; 0: all before it"""
-    softcap: float = 0.0
-    """c·tanh(x/c) on the scores; 0: none"""
-    slopes_N: Tensor | None = None
-    """ALiBi: score -= slope · distance"""
+    scale: float  # multiplies q·k
+    window: int = 0  # keys that a query attends to, itself included; 0: all before it
+    softcap: float = 0.0  # c·tanh(x/c) on the scores; 0: none
+    slopes_N: Tensor | None = None  # ALiBi: score -= slope · distance
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPosition:
     """Position of the queries and keys of a block in their row."""
 
-    distance: int
-    """from the first key to the first query"""
-    causal: bool
-    """queries and keys are those of the same tokens, so keys may lie after queries"""
-    queries_BT: Tensor | None = None
-    """document of each query; None: the row is one document"""
-    keys_BS: Tensor | None = None
-    """document of each key"""
+    distance: int  # from the first key to the first query
+    causal: bool  # queries and keys are those of the same tokens, so keys may lie after queries
+    queries_BT: Tensor | None = None  # document of each query; None: the row is one document
+    keys_BS: Tensor | None = None  # document of each key
 
     def queries(self, start: int, stop: int) -> BlockPosition:
         """The same for some of the queries."""
@@ -85,13 +77,9 @@ class FullSoftmax:
     """What the gradients of a block need of the full softmax, for some queries."""
 
     grad_BTND: Tensor
-    """of the output"""
     out_BTND: Tensor
-    """of all parts"""
     lse_BNT: Tensor
-    """of all parts"""
-    delta_BNT: Tensor
-    """Σ_D grad · output"""
+    delta_BNT: Tensor  # Σ_D grad · output
 
     @classmethod
     def of(cls, grad_BTND: Tensor, out_BTND: Tensor, lse_BNT: Tensor) -> FullSoftmax:

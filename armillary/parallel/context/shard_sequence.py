@@ -27,12 +27,9 @@ from armillary.parallel.local_tensors import swap_class
 class Context:
     """This rank among those that share a row."""
 
-    group: str
-    """torch's name of the process group"""
+    group: str  # torch's name of the process group
     size: int
-    """ranks that share a row"""
     rank: int
-    """of this process among them"""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Context:

@@ -56,16 +56,12 @@ Loss = Callable[[VirtualStage, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """The input of the stages for a step, or for a micro-batch."""
+    """The input of the stages for a step, or for a micro-batch: this rank's tokens, and the documents of full rows."""
 
     tokens_BT: Tensor
-    """this rank's tokens"""
     positions_BT: Tensor
-    """of these tokens"""
     targets_BT: Tensor
-    """of these tokens"""
-    documents_BT: Tensor | None
-    """of full rows; None where every row is one document"""
+    documents_BT: Tensor | None  # None where every row is one document
 
     def stage_inputs(self) -> dict[str, Tensor]:
         """What every stage reads beside hidden states."""
@@ -77,14 +73,10 @@ class Rows:
 class StageFns:
     """The functions with which stages run the micro-batches of a step."""
 
-    attends: Attends
-    """the attention of a micro-batch, from its documents"""
-    loss: Loss
-    """on the last stage"""
-    autocast: Callable[[], AbstractContextManager[Any]]
-    """around every forward pass and the loss"""
-    scale: Callable[[Tensor], Tensor]
-    """of the loss before its backward pass"""
+    attends: Attends  # the attention of a micro-batch, from its documents
+    loss: Loss  # on the last stage
+    autocast: Callable[[], AbstractContextManager[Any]]  # around every forward pass and the loss
+    scale: Callable[[Tensor], Tensor]  # of the loss before its backward pass
 
 
 class Pipeline:
