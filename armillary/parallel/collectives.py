@@ -26,8 +26,8 @@ class WaitTimer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks of one mesh axis, as the functional collectives take them. `timers` time every collective that computing
-    waits for; compiled code, which may overlap them, is not timed."""
+    """The ranks of one mesh axis, as the functional collectives take them. `timers` time every collective that
+    computing waits for; compiled code, which may overlap them, is not timed."""
 
     name: str  # torch's name of the process group
     size: int

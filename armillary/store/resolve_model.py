@@ -23,7 +23,7 @@ Origin = Literal["catalogue", "folder", "config", "hub", "run", "release"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model and its source. `folder` has its weights; `files` has config.json and tokenizer, with or without weights."""
+    """A model and its source. `folder` has its weights; `files` has config.json and tokenizer even without them."""
 
     name: str
     config: ModelConfig

@@ -41,8 +41,8 @@ Cause = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One figure behind a finding, beside what it is compared with: `against` says what `expected` is ('plan', 'measured
-    ceiling', 'most a healthy run has' …)."""
+    """One figure behind a finding, beside what it is compared with: `against` says what `expected` is ('plan',
+    'measured ceiling', 'most a healthy run has' …)."""
 
     gauge: str
     value: float

@@ -19,8 +19,8 @@ from armillary.store.gauges import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Seconds of one step, and its share of what is done only every n steps. `data_wait`, `comm_exposed` and `bubble` are
-    parts of `step`; `checkpoint`, `validation` and `between` come on top of it."""
+    """Seconds of one step, and its share of what is done only every n steps. `data_wait`, `comm_exposed` and `bubble`
+    are parts of `step`; `checkpoint`, `validation` and `between` come on top of it."""
 
     step: float
     data_wait: float = 0.0
