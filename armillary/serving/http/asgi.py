@@ -14,14 +14,13 @@ JSON = (b"content-type", b"application/json")
 
 
 class AsgiConnection:
-    """A request, and where its response goes."""
+    """A request, and where its response goes; `status` is the response's, 0 before it has begun."""
 
     def __init__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         self.status = 0
-        """of the response, once it has begun"""
         self._receive = receive
         self._send = send
 

@@ -24,14 +24,11 @@ _KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """Address of a server, and the API keys that it accepts."""
+    """Address of a server (port 0: any free port) and the API keys that it accepts; without keys none is required."""
 
     host: str = "127.0.0.1"
-    """address to listen on; 0.0.0.0: all"""
     port: int = 8000
-    """0: any free port"""
     keys: tuple[str, ...] = ()
-    """API keys; none: no key is required"""
 
 
 def require_http() -> None:

@@ -18,16 +18,13 @@ _LATE_FRACTION = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Lag:
-    """The generator's own delay."""
+    """The generator's own delay: of its event loop's timers (and so of time stamps), of sending after the due time, and
+    the fraction of one core that its busiest process used."""
 
     loop_p99_s: float = 0.0
-    """delay of a timer of its event loop, and so of a time stamp, 99th percentile"""
     loop_max_s: float = 0.0
-    """the largest delay"""
     send_p99_s: float = 0.0
-    """delay of sending after the due time, 99th percentile"""
     cpu_fraction: float = 0.0
-    """fraction of one core that the busiest sending process used"""
 
     @property
     def busy(self) -> bool:

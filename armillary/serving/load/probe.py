@@ -26,18 +26,14 @@ _APIS = ("chat", "completions")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedServer:
-    """A server that was probed."""
+    """A server that was probed: the form of its requests, and how prompts of a length are cut for it. `overhead` is the
+    number of tokens that its chat template adds."""
 
     target: Target
-    """form of its requests"""
     cut: PromptCutter
-    """makes text of a given number of tokens"""
     overhead: int
-    """tokens that the chat template adds"""
     notes: tuple[str, ...]
-    """notes of the report"""
     max_model_len: int | None = None
-    """limit of prompt and completion tokens, where the server reports it"""
 
 
 def probe(url: str, load: Load, *, key: str = "") -> ProbedServer:

@@ -44,7 +44,6 @@ class ByCharacters:
     """Cuts by the mean number of characters per token."""
 
     per_token: float
-    """characters per token"""
 
     def __call__(self, tokens: int, rng: Random) -> str:
         text, size = corpus(), max(1, round(tokens * self.per_token))
@@ -56,7 +55,6 @@ class ByTokenizer:
     """Cuts by a tokenizer.json; exact except at the ends of an excerpt."""
 
     folder: str
-    """folder of the tokenizer"""
 
     def __call__(self, tokens: int, rng: Random) -> str:
         tokenizer, ids = _tokenizer(self.folder)
@@ -88,18 +86,14 @@ def _wrapped(items: Any, start: int, length: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptMaker:
-    """Makes the prompts of a test; equal seeds give equal prompts."""
+    """Makes the prompts of a test; equal seeds give equal prompts. A prompt has `overhead` tokens of the server's chat
+    template and begins with one of `prefixes` prefixes of `shared` tokens."""
 
     cut: PromptCutter
-    """makes text of a number of tokens"""
     overhead: int = 0
-    """tokens that the server's chat template adds to each prompt"""
     shared: int = 0
-    """tokens of a shared prefix"""
     prefixes: int = 1
-    """number of different shared prefixes"""
     seed: int = 0
-    """seed of this run"""
 
     def prompt(self, index: int, row: PlannedRequest) -> str:
         """The prompt of request `index`."""

@@ -27,28 +27,22 @@ _MIN_REQUESTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RateTrial:
-    """One rate that was tried."""
+    """One rate that was tried; it is sustained where there are no violations."""
 
     requests_per_s: float
-    """offered rate"""
     summary: Summary
-    """summary of its run"""
     violations: tuple[str, ...]
-    """why the rate is not sustained; empty: it is"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The result of a search."""
+    """The highest sustained rate and the lowest failed one, where there is one; `run` is the run at the best rate, or
+    the last one."""
 
     best: float | None
-    """highest sustained rate; none: not even the lowest rate tried"""
     failed: float | None
-    """lowest rate that was not sustained; none: none failed"""
     trials: tuple[RateTrial, ...]
-    """in the order of their runs"""
     run: RunResult
-    """the run at the best rate, or the last one"""
 
 
 RunAtRate = Callable[[float, int], RunResult]

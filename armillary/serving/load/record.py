@@ -11,43 +11,33 @@ class PlannedRequest:
     at_s: float | None
     """send time; none: when a client is free"""
     tokens_in: int
-    """requested prompt length"""
     tokens_out: int
-    """requested completion length"""
     blocks: tuple[int, ...] = ()
     """Mooncake: ids of the prompt's blocks of 512 tokens; equal ids are equal text"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
-    """One request, ready to send."""
+    """One request, ready to send: its position in the test, its send time as planned, and its JSON."""
 
     index: int
-    """position in the test"""
     at_s: float | None
-    """send time; none: when a client is free"""
     body: bytes
-    """JSON of the request"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestResult:
-    """The result of one request."""
+    """The result of one request; `due_s` is its scheduled and `sent_s` its actual send time."""
 
     index: int
-    """position in the test"""
     due_s: float
-    """scheduled send time"""
     sent_s: float
-    """actual send time"""
     end_s: float
-    """time at which the response was complete or failed"""
     stamps_s: tuple[float, ...] = ()
     """arrival times of the streamed chunks with text"""
     tokens_in: int | None = None
     """prompt length by the server's count; none: it did not report it"""
     tokens_out: int = 0
-    """completion length"""
     counted_by: Literal["usage", "chunks"] = "chunks"
     """source of tokens_out: the server's usage, or the number of chunks"""
     error: str = ""

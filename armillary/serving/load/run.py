@@ -27,11 +27,8 @@ class LoadTest:
     __test__ = False  # not a pytest class
 
     traffic: Traffic
-    """requests and their times"""
     load: Load
-    """the [load] table"""
     objective: Objective
-    """latency objectives"""
 
     def at_rate(self, requests_per_s: float) -> LoadTest:
         return replace(self, traffic=replace(self.traffic, requests_per_s=requests_per_s))
@@ -39,34 +36,25 @@ class LoadTest:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One run with the results of its requests."""
+    """One run with the results of its requests, warm-up included; its summary is that of the window from `begin_s` to
+    `end_s`."""
 
     summary: Summary
-    """its figures"""
     results: tuple[RequestResult, ...]
-    """in order of completion, with the warm-up"""
     begin_s: float
-    """start of the measured window"""
     end_s: float
-    """end of the measured window"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """The report of a load test."""
+    """The report of a load test: one run per repeat."""
 
     url: str
-    """address of the server"""
     model: str
-    """the server's name of the model"""
     api: str
-    """chat or completions"""
     test: LoadTest
-    """what was tested"""
     runs: tuple[RunResult, ...]
-    """one per repeat"""
     notes: tuple[str, ...]
-    """notes for the reader"""
 
     @property
     def last(self) -> Summary:

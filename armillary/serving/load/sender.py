@@ -37,41 +37,30 @@ Watch = Callable[[float, int, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SendJob:
-    """The work of one sending process; it can be sent to another process."""
+    """The work of one sending process, to which it can be sent. An open loop has rows of (position in the test,
+    request). In a closed loop, clients send requests of the lengths of `traffic` at the positions first, first + stride
+    …, until `stop_s` or `max_requests` after the warm-up."""
 
     target: Target
-    """the server"""
     prompts: PromptMaker
-    """makes the prompts"""
     traffic: Traffic
-    """closed loop: lengths"""
     load: Load
-    """the [load] table"""
     rows: tuple[tuple[int, PlannedRequest], ...]
-    """open loop: (position in the test, request)"""
     clients: int
-    """closed loop: number of clients"""
     first: int
-    """closed loop: position of this process's first request"""
     stride: int
-    """closed loop: distance between the positions of its requests"""
     warmup_s: float
-    """closed loop: requests before this time do not count"""
     stop_s: float
-    """closed loop: no request is sent after this time"""
     max_requests: int | None
-    """closed loop: limit of requests after the warm-up; none: no limit"""
 
 
 @dataclass(kw_only=True)
 class SendResult:
-    """The results of one sending process."""
+    """The results of one sending process, the delays of its event loop's timers, and its fraction of one core."""
 
     results: list[RequestResult] = field(default_factory=list)
     late_s: list[float] = field(default_factory=list)
-    """delays of the event loop's timers"""
     cpu_fraction: float = 0.0
-    """fraction of one core"""
 
 
 def send_requests(job: SendJob, begin: Callable[[], float] | None = None, watch: Watch | None = None) -> SendResult:

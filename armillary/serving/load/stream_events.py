@@ -9,18 +9,13 @@ _TEXT_KEYS = ("content", "reasoning_content", "reasoning", "refusal", "tool_call
 
 @dataclass
 class StreamedResponse:
-    """A response while it arrives."""
+    """A response while it arrives: the times of the chunks with text, and the lengths by the server's count."""
 
     stamps: list[float] = field(default_factory=list)
-    """arrival times of the chunks with text"""
     tokens_in: int | None = None
-    """by the server's count"""
     tokens_out: int | None = None
-    """by the server's count"""
     finished: bool = False
-    """whether an end arrived"""
     error: str = ""
-    """the server's error"""
 
     def add(self, data: bytes, now: float) -> None:
         """Add one event that arrived at `now`."""

@@ -21,7 +21,6 @@ class LatencySummary:
     """The distribution of a latency."""
 
     count: int
-    """number of values"""
     mean_s: float
     p50_s: float
     p90_s: float
@@ -46,54 +45,35 @@ def latency_summary(values: Iterable[float | None]) -> LatencySummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The figures of one run."""
+    """The figures of one run; `report_text.DEFINITIONS` has those of latencies, throughput and goodput."""
 
     window_s: float
-    """length of the measured window"""
     requests: int
-    """requests due in the window"""
     failed: int
-    """failed requests"""
     errors: Mapping[str, int]
-    """error -> count"""
     ttft: LatencySummary
-    """request sent to first streamed text"""
     itl: LatencySummary
-    """gaps between consecutive streamed chunks, over all requests"""
     tpot: LatencySummary
-    """(end-to-end − TTFT) / (tokens − 1), one value per request"""
     e2e: LatencySummary
-    """request sent to last streamed text"""
     due_ttft: LatencySummary
-    """TTFT from the due time"""
     due_e2e: LatencySummary
-    """end-to-end latency from the due time"""
     offered_per_s: float
-    """requests due per second"""
     requests_per_s: float
-    """requests completed in the window, per second"""
     tokens_in_per_s: float
     """prompt tokens of responses begun in the window, per second"""
     tokens_out_per_s: float
-    """tokens that arrived in the window, per second"""
     goodput_requests_per_s: float
-    """requests per second that met every objective"""
     slo_met_fraction: float
-    """fraction of requests that met every objective"""
     tokens_in: float
     """mean prompt length by the server's count; 0: not reported"""
     tokens_out: float
-    """mean completion length"""
     tokens_per_chunk: float
-    """tokens per streamed chunk"""
     counted_by: str
     """usage, chunks, or both"""
     in_flight: float
-    """mean number of requests in flight"""
     backlog_growth: float
     """growth of that number over the window, by linear regression"""
     lag: Lag
-    """the generator's lag"""
 
 
 def summary(

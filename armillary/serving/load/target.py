@@ -13,22 +13,17 @@ _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "pre
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A server and the form of its requests."""
+    """A server and the form of its requests; `base` is its address without /v1."""
 
     base: str
-    """address without /v1"""
     model: str
-    """the server's name of the model"""
     api: Api = "chat"
-    """form of request"""
     key: str = ""
-    """API key; empty: none is sent"""
     usage: bool = True
     """whether it supports stream_options and reports usage"""
     exact: bool = True
     """whether it supports ignore_eos, so that completions have the requested length"""
     temperature: float = 0.0
-    """sampling temperature"""
     sample: bytes = b""
     """predict: the body of every request"""
 

@@ -107,7 +107,6 @@ class Api:
         self.metrics = metrics
         self.tracing = tracing
         self.draining = False
-        """new requests are refused"""
         self._keys = ApiKeys(keys)
         self._bodies = BodyLimits(limit=served.serve.max_body_bytes, total=_MAX_BODIES, timeout_s=_BODY_S)
         self._unknown = UnknownFields(say)

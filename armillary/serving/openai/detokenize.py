@@ -19,7 +19,7 @@ class Detokenizer(Protocol):
 
 
 class ChoiceText:
-    """The text of one choice."""
+    """The text of one choice; `num_tokens` counts its end token too, and `closed` says that there was one."""
 
     def __init__(
         self,
@@ -37,9 +37,7 @@ class ChoiceText:
         self._include = include_stop
         self._min_tokens = params.min_tokens
         self.num_tokens = 0
-        """tokens of the choice, its end token included"""
         self.closed = False
-        """an end token was generated"""
 
     @property
     def stopped(self) -> bool:

@@ -13,14 +13,13 @@ from armillary.serving.processes.mailbox import FinishEvent, Mailbox, TokenEvent
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceDelta:
-    """New text of one choice."""
+    """New text of one choice, with (token, log-probability, top tokens) of each token that is shown; the last delta has
+    the finish reason."""
 
     choice: int
     text: str = ""
     logprobs: list[tuple[Any, ...]] = field(default_factory=list)
-    """(token, log-probability, top tokens) of the tokens that are shown"""
     finish: str | None = None
-    """stop or length, in the last delta"""
 
 
 class Generation:
@@ -50,11 +49,9 @@ class Generation:
         self.gauges: dict[str, float] = {}
         """the engine's gauges of the completion that ended last"""
         self.cached_tokens = 0
-        """prompt tokens found in the prefix cache"""
         self.shown = True
         """false: a token is generated only for the prompt's log-probabilities, and is not counted"""
         self.finished: set[int] = set()
-        """choices that have ended"""
         self._engine = engine
         self._numbers: list[int] = []
 

@@ -19,18 +19,14 @@ _NEUTRAL = SamplingDefaults()
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What a body asks of each of its prompts."""
+    """What a body asks of each of its prompts; the server looks for stop strings itself. `own_timeout` says that the
+    client set the time limit."""
 
     params: SamplingParams
-    """for the engine, without stop strings"""
     stop: tuple[str, ...]
-    """stop strings, which the server looks for"""
     include_stop: bool
-    """whether stop strings are part of the output"""
     timeout_s: float | None
-    """time limit of the request"""
     own_timeout: bool
-    """whether the client set that limit"""
     priority: int
     salt: str
 

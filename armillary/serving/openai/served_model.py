@@ -12,22 +12,17 @@ from armillary.spec.tables.serve import Serve
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """One model with its tokenizer and engine."""
+    """One model with its tokenizer, engine and limits. `context` is its max_model_len until the engine reports its own,
+    `tools` the format of its tool calls, `created` a Unix time."""
 
     name: str
-    """as clients call it"""
     tokenization: Tokenization
     engine: EngineClient
     serve: Serve
-    """limits"""
     context: int
-    """limit of prompt and completion tokens together until the engine reports its own"""
     tools: str | None = None
-    """format of its tool calls; none: it has none"""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """sampling parameters for requests that leave them out"""
     created: int = 0
-    """time of loading, in seconds since 1970"""
 
     @property
     def max_model_len(self) -> int:

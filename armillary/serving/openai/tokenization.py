@@ -44,12 +44,10 @@ class Tokenization:
         self.tokenizer = Tokenizer.load(folder) if has_text else None
         templates = self.tokenizer.templates.values() if self.tokenizer else ()
         self.knows_developer = any("developer" in template for template in templates)
-        """whether the chat template knows the role `developer`, the newer name of `system`"""
         self.eos_ids = frozenset(self.tokenizer.eos_ids if self.tokenizer else eos_ids)
         self._prompts = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
         self._aside_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._num_aside = 0
-        """requests in that thread or waiting for it"""
         if self.tokenizer is not None:
             _ = self._token_chars  # reads the complete vocabulary, so not during the first request
 

@@ -22,11 +22,10 @@ _NAMED = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?
 
 @dataclass(frozen=True)
 class ToolCallText:
-    """A parsed tool call."""
+    """A parsed tool call, with its arguments as JSON text."""
 
     name: str
     arguments: str
-    """as JSON text"""
 
 
 class ToolStream(Protocol):

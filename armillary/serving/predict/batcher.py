@@ -30,14 +30,11 @@ class BatcherClosed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """Limits of a batch."""
+    """Limits of a batch in rows; `max_delay_s` is the longest wait of its first row."""
 
     max_batch: int
-    """rows per batch"""
     max_delay_s: float
-    """longest wait of the first row"""
     max_queue: int
-    """rows in the queue"""
     preferred: tuple[int, ...] = ()
     """batch sizes that start at once, and to which a longer queue is split"""
     fixed_rows: int | None = None

@@ -37,7 +37,6 @@ class HotReloader:
         self.problem = ""
         self._refused: tuple[int, int, int] | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        """versions that finish their queues"""
 
     async def load(self) -> LoadedVersion:
         """Load the newest version and make it the current one."""

@@ -29,13 +29,11 @@ class Model(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model that has passed its test run."""
+    """A model that has passed its test run, the schema as corrected by that run, and a remark for the user."""
 
     model: Model
     schema: Schema
-    """as corrected by the test run"""
     note: str = ""
-    """a remark for the user"""
 
 
 def open_file(file: Path, settings: Predict) -> LoadedModel:

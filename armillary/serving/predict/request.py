@@ -22,12 +22,10 @@ class InvalidRequest(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictRequest:
-    """A request as arrays."""
+    """A request as one array per input, rows first where the model is batched."""
 
     arrays: tuple[np.ndarray[Any, Any], ...]
-    """one array per input, rows first where the model is batched"""
     rows: int
-    """number of rows"""
     single: bool
     """whether the request, and so its response, is a row rather than a list of rows"""
     named: bool

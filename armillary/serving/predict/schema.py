@@ -9,14 +9,11 @@ Shape = tuple[int | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One tensor."""
+    """One tensor; without a shape where the file does not state it."""
 
     name: str
-    """the model's name for it"""
     dtype: str
-    """float32, int64, bool …"""
     shape: Shape | None
-    """None: the file does not state it"""
 
     @property
     def text(self) -> str:
@@ -28,12 +25,10 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """Inputs and outputs of a model."""
+    """Inputs and outputs of a model, in the order of its arguments and results."""
 
     inputs: tuple[Field, ...]
-    """in the order of its arguments"""
     outputs: tuple[Field, ...]
-    """in the order of its results"""
     batched: bool
     """the first dimension of every input and output counts independent rows"""
     fixed_rows: int | None = None
@@ -41,7 +36,6 @@ class Schema:
     max_rows: int | None = None
     """the largest number of rows that the file takes; none: no limit"""
     why_not: str = ""
-    """why rows are not batched"""
 
     def field(self, name: str) -> Field | None:
         return next((field for field in self.inputs if field.name == name), None)

@@ -10,12 +10,10 @@ SUFFIXES = (".pt2", ".pt", ".onnx")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelVersion:
-    """A version on disk."""
+    """A version on disk, by the number of its folder or its modification time."""
 
     file: Path
-    """the model"""
     name: str
-    """number of its folder, or its modification time"""
     mark: tuple[int, int, int]
     """inode, modification time and size: a different mark is a different version"""
 

@@ -49,16 +49,13 @@ _FAILED_STARTS = 3
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that the engine has."""
+    """A request that the engine has: its mailbox, the choice index of its first sequence, the sequences that have not
+    ended, and the tokens of its prompt."""
 
     box: Mailbox
-    """where its tokens go"""
     first: int
-    """choice index of its first sequence"""
     left: int
-    """sequences that have not ended"""
     tokens: int
-    """tokens of its prompt"""
 
 
 def for_engine(serve: Serve) -> Serve:
@@ -75,7 +72,6 @@ class EngineClient:
         self.metrics = metrics
         self.state: State = "loading"
         self.started: Started | None = None
-        """the engine's report, once it is ready"""
         self._ranks = Ranks(ranks)
         self._say = say
         self._numbers = count(1)

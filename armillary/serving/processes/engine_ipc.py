@@ -32,34 +32,26 @@ INDEX_BITS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The first message to an engine process."""
+    """The first message to an engine process: the model as the user named it, the device (none: the best one), the time
+    at which the process was started, and the file for gauges (none: they are not recorded)."""
 
     model: str
-    """as the user named it"""
     serve: Serve
-    """the [serve] table"""
     home: Home
-    """folder of runs, releases and measured peaks"""
     device: str | None = None
-    """none: the best device of the machine"""
     asked_at: float = 0.0
-    """wall-clock time at which the process was started"""
     gauges: Path | None = None
-    """file for the gauges of steps and requests; none: they are not recorded"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submit:
-    """A request to the engine."""
+    """A request to the engine: token ids as 32-bit integers, and sampling parameters without stop strings, which the
+    server looks for."""
 
     number: int
-    """identifies the request"""
     prompt: bytes
-    """token ids as 32-bit integers"""
     params: SamplingParams
-    """without stop strings, which the server looks for"""
     timeout_s: float | None
-    """the engine aborts the request after this time"""
     priority: int = 0
     salt: str = ""
 
@@ -74,39 +66,33 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The engine is ready."""
+    """The engine is ready: its limits, the capacity of its KV cache in tokens and as text, the seconds of each phase of
+    its start, and notes for the user."""
 
     max_model_len: int
     vocab: int
     kv_tokens: int
-    """capacity of the KV cache in tokens"""
     kv_text: str
-    """the capacity as text"""
     phases: list[tuple[str, float]]
-    """(phase of the start, seconds)"""
     notes: tuple[str, ...] = ()
-    """notes for the user, one line each"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The engine cannot start."""
+    """The engine cannot start; `by_user`: the user can correct the cause."""
 
     message: str
     by_user: bool
-    """whether the user can correct the cause"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A request that cannot be served."""
+    """A request that cannot be served; `overloaded`: a queue is full, and it may be accepted later."""
 
     number: int
     message: str
     code: str | None = None
-    """the `code` of the engine's error class"""
     overloaded: bool = False
-    """a queue is full: the same request may be accepted later"""
 
 
 @dataclass(kw_only=True)
@@ -123,7 +109,6 @@ class StepOutput:
     ends: list[tuple[int, str, str, dict[str, float]]] = field(default_factory=list)
     """(key, finish reason, error, gauges of the request)"""
     state: dict[str, float] | None = None
-    """gauges of the engine, every 0.2 s"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _step_output, (self.keys, self.tokens, self.logprobs, self.prompts, self.ends, self.state)
@@ -131,16 +116,13 @@ class StepOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatMessage:
-    """The engine is alive during a long step."""
+    """The engine is alive during a long step, which has run for `step_s`; its thread last advanced in its program
+    `still_s` ago. `expected_s` is the upper estimate for steps of so many tokens; none: not known yet."""
 
     step_s: float
-    """duration of the step so far"""
     still_s: float
-    """time since the engine's thread last advanced in its program"""
     tokens: int
-    """tokens of the steps in flight"""
     expected_s: float | None
-    """upper estimate of the duration of such steps; none: not known yet"""
 
 
 def _step_output(
@@ -193,7 +175,6 @@ class SendQueue:
         self._sock = sock
         self._lock = threading.Lock()
         self._left = bytearray()
-        """bytes that the kernel has not accepted; a thread sends them while there are any"""
 
     def send(self, message: Any) -> None:
         """Send, or queue what the kernel does not accept now."""

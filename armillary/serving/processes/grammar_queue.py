@@ -50,7 +50,6 @@ class GrammarQueue:
         self._structures, self._sandbox = structures, sandbox
         self._submit, self._refuse = submit, refuse
         self._queue: queue.PriorityQueue[tuple[int, int, int, Submit]] = queue.PriorityQueue()
-        """ordered by attempts, length and arrival"""
         self._order = count()
         self._waiting: set[int] = set()
         """numbers of queued requests; an aborted request is removed"""

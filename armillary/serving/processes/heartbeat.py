@@ -24,7 +24,6 @@ class Heartbeat:
         self._worker, self._send, self._every_s = worker, send, every_s
         self._step_s = self._still_s = 0.0
         self._seen: tuple[int, ...] = ()
-        """position of the thread at the last beat"""
 
     def start(self) -> None:
         """Run until the process ends."""

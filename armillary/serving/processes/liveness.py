@@ -29,7 +29,6 @@ class Liveness:
         self.clock = clock
         self.heard_at = clock()
         self._beat: HeartbeatMessage | None = None
-        """heartbeat of the current step"""
 
     def heard(self, message: Any = None) -> None:
         """The engine sent a message; without one, it has just started."""

@@ -15,16 +15,14 @@ class FinishEvent(NamedTuple):
     finish: str
     error: str
     gauges: dict[str, float]
-    """the engine's gauges of the request"""
 
 
 class TokenEvent(NamedTuple):
-    """A token of a choice, or its end."""
+    """A token of a choice with its (token, log-probability, top tokens), or the choice's end."""
 
     choice: int
     token: int | None = None
     logprob: tuple[Any, ...] | None = None
-    """(token, log-probability, top tokens)"""
     end: FinishEvent | None = None
 
 
@@ -45,7 +43,6 @@ class Mailbox:
         """wake the handler for every token; else only when all choices have ended"""
         self.begin = time.monotonic() if begin is None else begin
         self.left = choices
-        """choices that have not ended"""
         self.times = [_Times() for _ in range(choices)]
         self.prompts: dict[int, list[Any]] = {}
         """first choice of a prompt -> log-probabilities of the prompt's tokens from the second on"""

@@ -27,7 +27,6 @@ class Ranks:
         """of the other ranks, which run while these are open"""
         self._writer: asyncio.StreamWriter | None = None
         self._first: socket.socket | None = None
-        """the writer's socket"""
 
     @property
     def alive(self) -> bool:

@@ -61,13 +61,11 @@ class Metrics:
         self.finished: Counter[str] = Counter()
         """choices by the finish_reason that clients see"""
         self.responses: Counter[tuple[str, int]] = Counter()
-        """by path and status"""
         self.rejected = self.restarts = 0
         self.inflight = 0
         self.ready = False
         self.started_at = time.time()
         self.info: Mapping[str, str] = {}
-        """labels of armillary_serve_info: the model, the run and the keys of [serve]"""
         self._state: Mapping[str, float] = {}
         self._before: Counter[str] = Counter()
         """totals of earlier engines"""
