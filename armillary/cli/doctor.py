@@ -19,9 +19,10 @@ def doctor(out: Output, home: Home) -> None:
     out.fields("this machine", _machine_pairs(found))
     checks = examine(home.work, found)
     out.say()
-    out.table("", ["", "check", "found"], [[_MARK[check.state], check.name, check.found] for check in checks])
+    out.table("", ["", "check", "found"], [[_MARK[check.state], check.name, check.finding] for check in checks])
     _advise(out, checks)
-    out.result({"machine": found, "checks": checks}, quiet=[f"{c.state} {c.name}: {c.found}" for c in checks])
+    plain = [{"name": c.name, "state": c.state, "found": c.finding, "means": c.means, "fix": c.fix} for c in checks]
+    out.result({"machine": found, "checks": plain}, quiet=[f"{c.state} {c.name}: {c.finding}" for c in checks])
 
 
 def _machine_pairs(machine: Machine) -> list[tuple[str, object]]:

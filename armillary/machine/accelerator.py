@@ -37,18 +37,14 @@ _MIN_SHARED_BYTES = 48 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One GPU."""
+    """One GPU; `arch` is the compilers' name (sm_90, gfx942), `shared_bytes` the largest shared memory per block."""
 
     vendor: Literal["nvidia", "amd"]
-    """manufacturer"""
     arch: str
-    """the compilers' name: sm_90, gfx942"""
     capability: Capability
     """NVIDIA's compute capability; (0, 0) for other vendors, whose numbers mean something else"""
     shared_bytes: int
-    """largest shared memory per block"""
     multiprocessors: int
-    """number of multiprocessors"""
 
     def has_capability(self, least: Capability) -> bool:
         """Whether it is an NVIDIA chip of at least this compute capability."""

@@ -14,14 +14,12 @@ from armillary.machine.system_files import ROOT, text
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """One control group that limits this process."""
+    """One control group that limits this process, of version 1 or 2; `name` is its path below the mount ('/',
+    '/user.slice')."""
 
     folder: Path
-    """folder of its files"""
     version: int
-    """1 or 2"""
     name: str
-    """its path below the mount: '/', '/user.slice'"""
 
     def read(self, file: str) -> str:
         """The text of one of its files, stripped; empty where the file is missing."""

@@ -20,10 +20,9 @@ _ROUND_UP = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Cores:
-    """The logical cores of this machine, and those that this process may use."""
+    """The online logical cores of this machine, and those that this process may use."""
 
     present: int
-    """online logical cores"""
     allowed: frozenset[int]
     """cores allowed by affinity and cpuset; empty where the system does not list them"""
     quota: float | None

@@ -68,18 +68,14 @@ State = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check."""
+    """One check: its finding, what that means and how to fix it. A warning works with a limitation; where something
+    is missing, something does not work."""
 
     name: str
-    """what is checked"""
     state: State
-    """ok; warn: works with a limitation; missing: something does not work"""
-    found: str
-    """the finding"""
+    finding: str
     means: str = ""
-    """its consequence"""
     fix: str = ""
-    """how to fix it"""
 
 
 def doctor(directory: Path = Path("."), host: Machine | None = None) -> list[Check]:
@@ -100,16 +96,21 @@ def doctor(directory: Path = Path("."), host: Machine | None = None) -> list[Che
         _disk(directory),
         _open_files(),
         _hub(os.environ),
-        *_extras(),
+        *(_extra(name) for name in EXTRAS if name != "torch"),
     ]
+
+
+def _warn_unless(good: bool, name: str, finding: str, *, means: str, fix: str) -> Check:
+    if good:
+        return Check(name=name, state="ok", finding=finding)
+    return Check(name=name, state="warn", finding=finding, means=means, fix=fix)
 
 
 # --- software
 
 
 def _python() -> Check:
-    text = f"{platform.python_version()} at {sys.executable}"
-    return Check(name="python", state="ok", found=text)
+    return Check(name="python", state="ok", finding=f"{platform.python_version()} at {sys.executable}")
 
 
 def _import_torch() -> Any:
@@ -126,19 +127,17 @@ def _torch(torch: Any) -> Check:
         return Check(
             name="torch",
             state="missing",
-            found="not installed",
+            finding="not installed",
             means=f"no {_EXTRA_FOR['torch']}",
             fix="pip install 'armillary[torch]'",
         )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU build"
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = (".".join(map(str, bound)) for bound in TORCH_TESTED)
-    if TORCH_TESTED[0] <= version <= TORCH_TESTED[1]:
-        return Check(name="torch", state="ok", found=f"{torch.__version__}, {build}")
-    return Check(
-        name="torch",
-        state="warn",
-        found=f"{torch.__version__}, {build}",
+    return _warn_unless(
+        TORCH_TESTED[0] <= version <= TORCH_TESTED[1],
+        "torch",
+        f"{torch.__version__}, {build}",
         means=f"tested with {low} to {high} only",
         fix=f"pip install 'torch=={high}.*'",
     )
@@ -147,14 +146,14 @@ def _torch(torch: Any) -> Check:
 def _accelerators(torch: Any, host: Machine) -> Check:
     if torch is not None and torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return Check(name="accelerator", state="ok", found=f"{len(names)} × {', '.join(dict.fromkeys(names))}")
+        return Check(name="accelerator", state="ok", finding=f"{len(names)} × {', '.join(dict.fromkeys(names))}")
     if torch is not None and torch.backends.mps.is_available():
-        return Check(name="accelerator", state="ok", found="Apple GPU (mps)")
+        return Check(name="accelerator", state="ok", finding="Apple GPU (mps)")
     if host.gpus:
         return Check(
             name="accelerator",
             state="missing",
-            found=f"{host.gpus[0].name}, but torch cannot use it",
+            finding=f"{host.gpus[0].name}, but torch cannot use it",
             means="work runs on the CPU",
             fix="install a CUDA or ROCm build of torch that fits the driver",
         )
@@ -162,19 +161,17 @@ def _accelerators(torch: Any, host: Machine) -> Check:
     return Check(
         name="accelerator",
         state="warn",
-        found=f"none; {host.cpu.usable} CPU cores {isa}".rstrip(),
+        finding=f"none; {host.cpu.usable} CPU cores {isa}".rstrip(),
         means="small models only; CUDA paths are off and their tests skip",
     )
 
 
 def _triton() -> Check:
     version = _version("triton")
-    if version:
-        return Check(name="triton", state="ok", found=version)
-    return Check(
-        name="triton",
-        state="warn",
-        found="not installed",
+    return _warn_unless(
+        version is not None,
+        "triton",
+        version or "not installed",
         means="Triton kernels are off; reference versions run instead",
         fix="comes with CUDA builds of torch on Linux, and with 'armillary[dev]'",
     )
@@ -183,13 +180,10 @@ def _triton() -> Check:
 def _compiler() -> Check:
     compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
     headers = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
-    if compiler and headers:
-        return Check(name="C++ compiler", state="ok", found=compiler)
-    lacking = "no compiler" if not compiler else "no Python.h"
-    return Check(
-        name="C++ compiler",
-        state="warn",
-        found=lacking,
+    return _warn_unless(
+        bool(compiler and headers),
+        "C++ compiler",
+        "no compiler" if not compiler else compiler if headers else "no Python.h",
         means="torch.compile on the CPU is off; its tests skip",
         fix="Debian: apt install g++ python3-dev; macOS: xcode-select --install",
     )
@@ -200,7 +194,7 @@ def _collectives(torch: Any) -> Check:
         return Check(
             name="collectives",
             state="missing",
-            found="none",
+            finding="none",
             means="one process only",
             fix="install torch with distributed support",
         )
@@ -211,26 +205,20 @@ def _collectives(torch: Any) -> Check:
         return Check(
             name="collectives",
             state="warn",
-            found=", ".join(present),
+            finding=", ".join(present),
             means="many GPUs will be slow",
             fix="install a torch build with NCCL",
         )
-    return Check(name="collectives", state="ok" if present else "missing", found=", ".join(present) or "none")
+    return Check(name="collectives", state="ok" if present else "missing", finding=", ".join(present) or "none")
 
 
-def _extras() -> list[Check]:
-    return [_extra(name, modules) for name, modules in EXTRAS.items() if name != "torch"]
-
-
-def _extra(name: str, modules: tuple[str, ...]) -> Check:
-    modules = tuple(module for module in modules if sys.platform == "linux" or module not in _LINUX_ONLY)
+def _extra(name: str) -> Check:
+    modules = [module for module in EXTRAS[name] if sys.platform == "linux" or module not in _LINUX_ONLY]
     absent = [module for module in modules if importlib.util.find_spec(module) is None]
-    if not absent:
-        return Check(name=f"extra {name}", state="ok", found=", ".join(modules))
-    return Check(
-        name=f"extra {name}",
-        state="warn",
-        found=f"without {', '.join(absent)}",
+    return _warn_unless(
+        not absent,
+        f"extra {name}",
+        f"without {', '.join(absent)}" if absent else ", ".join(modules),
         means=f"{'no' if len(absent) == len(modules) else 'not all of'} {_EXTRA_FOR[name]}",
         fix=f"pip install 'armillary[{name}]'",
     )
@@ -248,13 +236,10 @@ def _version(package: str) -> str | None:
 
 def _cores(host: Machine) -> Check:
     cpu = host.cpu
-    text = f"{cpu.usable} of {cpu.present} usable, {cpu.threads} compute"
-    if not cpu.why:
-        return Check(name="cores", state="ok", found=text)
-    return Check(
-        name="cores",
-        state="warn",
-        found=f"{text} ({cpu.why})",
+    return _warn_unless(
+        not cpu.why,
+        "cores",
+        f"{cpu.usable} of {cpu.present} usable, {cpu.threads} compute" + (f" ({cpu.why})" if cpu.why else ""),
         means="work uses these cores only",
         fix="raise the container's CPU limit, or start without taskset or numactl",
     )
@@ -263,15 +248,10 @@ def _cores(host: Machine) -> Check:
 def _dtypes(host: Machine) -> Check:
     """Dtypes that the CPU supports natively; the others are emulated."""
     units = host.cpu.units
-    if not units:
-        return Check(name="dtypes", state="ok", found="not reported by the CPU")
-    text = "; ".join(f"{dtype}: {unit or 'emulated'}" for dtype, unit in units.items())
-    if units["bf16"]:
-        return Check(name="dtypes", state="ok", found=text)
-    return Check(
-        name="dtypes",
-        state="warn",
-        found=text,
+    return _warn_unless(
+        not units or bool(units["bf16"]),
+        "dtypes",
+        "; ".join(f"{dtype}: {unit or 'emulated'}" for dtype, unit in units.items()) or "not reported by the CPU",
         means="bf16 on this CPU may be far slower than fp32",
         fix="leave layout.precision and serve.dtype at auto, which takes the faster one",
     )
@@ -279,27 +259,21 @@ def _dtypes(host: Machine) -> Check:
 
 def _memory(host: Machine) -> Check:
     free = host.available_bytes
-    text = f"{bytes_text(host.memory_bytes)}" + (f", {bytes_text(free)} free" if free is not None else "")
-    text += f" ({host.memory_why})" if host.memory_why else ""
-    if (host.memory_bytes if free is None else free) >= _LOW_MEMORY_BYTES:
-        return Check(name="memory", state="ok", found=text)
-    return Check(
-        name="memory",
-        state="warn",
-        found=text,
+    text = bytes_text(host.memory_bytes) + (f", {bytes_text(free)} free" if free is not None else "")
+    return _warn_unless(
+        (host.memory_bytes if free is None else free) >= _LOW_MEMORY_BYTES,
+        "memory",
+        text + (f" ({host.memory_why})" if host.memory_why else ""),
         means="training may be killed for lack of memory",
         fix="close other programs, or lower train.batch_tokens",
     )
 
 
 def _shm(host: Machine) -> Check:
-    if host.shm_bytes is None or host.shm_bytes >= _LOW_SHM_BYTES:
-        text = bytes_text(host.shm_bytes) if host.shm_bytes is not None else "not used on this system"
-        return Check(name="shared memory", state="ok", found=text)
-    return Check(
-        name="shared memory",
-        state="warn",
-        found=bytes_text(host.shm_bytes),
+    return _warn_unless(
+        host.shm_bytes is None or host.shm_bytes >= _LOW_SHM_BYTES,
+        "shared memory",
+        "not used on this system" if host.shm_bytes is None else bytes_text(host.shm_bytes),
         means="loader workers and ranks may die with a bus error",
         fix="in a container: docker run --shm-size=8g (or --ipc=host)",
     )
@@ -308,13 +282,10 @@ def _shm(host: Machine) -> Check:
 def _disk(directory: Path) -> Check:
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    text = f"{bytes_text(free)} free at {existing}"
-    if free >= _LOW_DISK_BYTES:
-        return Check(name="disk", state="ok", found=text)
-    return Check(
-        name="disk",
-        state="warn",
-        found=text,
+    return _warn_unless(
+        free >= _LOW_DISK_BYTES,
+        "disk",
+        f"{bytes_text(free)} free at {existing}",
         means="checkpoints may not fit",
         fix="free some space, or give another folder with --home DIR",
     )
@@ -324,15 +295,12 @@ def _open_files() -> Check:
     try:
         import resource
     except ImportError:  # Windows
-        return Check(name="open files", state="ok", found="no limit known")
+        return Check(name="open files", state="ok", finding="no limit known")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{soft:,} (may be raised to {hard:,})"
-    if soft >= _LOW_FILES or soft == resource.RLIM_INFINITY:
-        return Check(name="open files", state="ok", found=text)
-    return Check(
-        name="open files",
-        state="warn",
-        found=text,
+    return _warn_unless(
+        soft >= _LOW_FILES or soft == resource.RLIM_INFINITY,
+        "open files",
+        f"{soft:,} (may be raised to {hard:,})",
         means="many ranks, shards or connections may run out",
         fix=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}",
     )
@@ -346,10 +314,10 @@ def _hub(environment: Mapping[str, str]) -> Check:
         return Check(
             name="Hugging Face Hub",
             state="warn",
-            found=f"offline mode; cache at {cache}",
+            finding=f"offline mode; cache at {cache}",
             means="only models already in the cache",
             fix="unset HF_HUB_OFFLINE",
         )
     text = f"{'token set' if token else 'no token'}; cache at {cache}"
     means = "" if token else "gated models (Llama, Gemma) cannot be downloaded"
-    return Check(name="Hugging Face Hub", state="ok", found=text, means=means, fix="" if token else "hf auth login")
+    return Check(name="Hugging Face Hub", state="ok", finding=text, means=means, fix="" if token else "hf auth login")

@@ -20,22 +20,16 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One accelerator of this machine."""
+    """One accelerator of this machine; `capability` is the compute capability (NVIDIA) or the gfx name (AMD), PCIe
+    that of its slot."""
 
     name: str
-    """the driver's name"""
     vendor: str
-    """NVIDIA or AMD"""
     memory_bytes: float | None = None
-    """device memory"""
     driver: str = ""
-    """driver version"""
     pcie_generation: int | None = None
-    """of its PCIe slot"""
     pcie_lanes: int | None = None
-    """of its PCIe slot"""
     capability: str = ""
-    """compute capability (NVIDIA) or gfx name (AMD)"""
 
 
 def gpus() -> tuple[Gpu, ...]:

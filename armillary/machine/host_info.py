@@ -45,18 +45,14 @@ _IMAGES = ("squashfs", "iso9660", "erofs")
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
-    """The CPU, as far as this process may use it."""
+    """The CPU, as far as this process may use it; `cores` are physical, `present` and `usable` logical."""
 
     model: str
     """its name, the key of its measurements"""
     vendor: str
-    """manufacturer"""
     sockets: int
-    """physical packages"""
     cores: int
-    """physical cores"""
     present: int
-    """logical cores"""
     usable: int
     """logical cores that this process may keep busy, by affinity, cpuset and quota"""
     threads: int
@@ -64,33 +60,27 @@ class Cpu:
     why: str
     """why usable is less than present; '' where it is not"""
     isa: tuple[str, ...]
-    """vector and matrix extensions"""
     units: Mapping[str, str]
     """dtype -> features that compute in it; '' where it is emulated; empty where the system does not report them"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """A mounted file system."""
+    """A mounted file system; `kind` is file system and medium ('ext4 on nvme'), free is what an ordinary user may
+    still write."""
 
     path: str
-    """mount point"""
     kind: str
-    """file system and medium: 'ext4 on nvme'"""
     total_bytes: float
-    """size"""
     free_bytes: float
-    """bytes that an ordinary user may still write"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface that is up."""
+    """A network interface that is up; its speed is None where the driver does not report it."""
 
     name: str
-    """the system's name"""
     bits_per_s: float | None
-    """link speed; None where the driver does not report it"""
 
 
 # --- CPU and shared memory

@@ -31,16 +31,13 @@ _SAME_MEMORY = 0.12
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """This machine."""
+    """This machine; memory is what this process may use, and `memory_why` says what limits it ('' for the physical
+    memory)."""
 
     system: str
-    """operating system and architecture"""
     cpu: Cpu
-    """CPU"""
     memory_bytes: float
-    """memory that this process may use, within a container's limit"""
     memory_why: str
-    """cause of that limit; '' for the physical memory"""
     available_bytes: float | None
     """memory that can still be allocated now"""
     numa: tuple[NumaNode, ...]
@@ -48,13 +45,10 @@ class Machine:
     shm_bytes: float | None
     """size of /dev/shm, which ranks and loader workers share"""
     gpus: tuple[Gpu, ...]
-    """accelerators"""
     gpu_links: Mapping[str, str]
     """pair of accelerators -> NV#, PIX, SYS …"""
     disks: tuple[Disk, ...]
-    """file systems"""
     network: tuple[Interface, ...]
-    """interfaces that are up"""
 
 
 def machine(root: Path = Path("/")) -> Machine:

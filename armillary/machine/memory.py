@@ -17,12 +17,10 @@ from armillary.machine.system_files import ROOT, command, has_proc, pairs, sysct
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """The memory limit of this process, and its cause."""
+    """The memory limit of this process, and its cause; '' for the machine's physical memory."""
 
     num_bytes: float
-    """the limit"""
     why: str
-    """cause of the limit; '' for the machine's physical memory"""
 
 
 def limit_bytes(root: Path = ROOT) -> float:

@@ -9,14 +9,11 @@ from armillary.machine.system_files import ROOT, numbers, text
 
 @dataclass(frozen=True, kw_only=True)
 class NumaNode:
-    """One NUMA node of this machine."""
+    """One NUMA node of this machine; memory without cores (HBM, CXL) has none."""
 
     index: int
-    """the kernel's number"""
     cores: frozenset[int]
-    """its logical cores; empty for memory without cores (HBM, CXL)"""
     memory_bytes: float
-    """its memory"""
     free_bytes: float
     """its free memory, with file pages that can be dropped"""
     allowed: bool

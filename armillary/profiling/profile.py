@@ -33,30 +33,23 @@ Cause = Literal["launch", "loader", "gil", "sync", "copy", "collective", "host",
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One operator or one kernel, all its calls together."""
+    """One operator or one kernel, all its calls together; FLOPs, bytes and the least time for them where a model of
+    its work exists."""
 
     name: str
-    """as the trace has it"""
     kind: Literal["operator", "kernel"]
-    """host operator, or what ran on the device"""
     work: str = "other"
     """class: gemm, attention, conv, norm, elementwise, softmax, embedding, optimizer, copy, collective or other"""
     calls: int
-    """number of calls"""
     device_s: float = 0.0
-    """time on the device, of all calls"""
     cpu_s: float = 0.0
     """time on the host without children, of all calls"""
     flops: float | None = None
-    """operations of all calls, where a model of them exists"""
     bytes: float | None = None
-    """memory traffic of all calls, where a model of it exists"""
     roofline_s: float | None = None
-    """least time for that work on the measured roofline"""
     bound: Bound = "unknown"
     """which side of the roofline limits it; overhead: too short for either"""
     module: str = ""
-    """the module it was called from, where the trace says"""
     details: Mapping[str, Any] = field(default_factory=dict)
     """occupancy, registers, shared memory, grid … where the trace has them"""
 
@@ -85,76 +78,59 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """An interval in which the device was idle."""
+    """An interval in which the device was idle, from the beginning of the window; file:line where the trace has
+    stacks."""
 
     start_s: float
-    """from the beginning of the window"""
     seconds: float
-    """how long"""
     cause: Cause
-    """what the host did meanwhile"""
     what: str = ""
     """the host's event that ran longest in it"""
     where: str = ""
-    """file:line, where the trace has stacks"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTimeline:
-    """Memory in use over the window."""
+    """Memory in use over the window, and what held it at the peak."""
 
     times_s: tuple[float, ...]
-    """from the beginning of the window"""
     bytes: tuple[float, ...]
-    """in use at those times"""
     peak_bytes: float
-    """largest value"""
     peak_s: float
-    """time of the peak"""
     by_category: Mapping[str, float] = field(default_factory=dict)
     """at the peak: weights, gradients, optimizer, activations, other"""
     by_module: Mapping[str, float] = field(default_factory=dict)
-    """at the peak: what each module holds"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The ceilings a profile is held against."""
+    """The ceilings a profile is compared with."""
 
     device: str
-    """what it is the roofline of"""
     flops: Mapping[str, float] = field(default_factory=dict)
     """dtype -> FLOP/s"""
     bytes_per_s: float | None = None
-    """memory traffic"""
     launch_s: float | None = None
     """cost of one launch"""
     source: Literal["measured", "catalogue", "unknown"] = "unknown"
-    """measured on this machine, taken from the catalogue, or not known"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Where the time of a number of steps went."""
+    """Where the time of a number of steps went; rows and gaps are sorted, the longest first."""
 
     source: str
     """the trace, script or recipe it was made from"""
     device: str
     """what ran it: cuda or cpu, and its name where known"""
     wall_s: float
-    """length of the window"""
     steps: int = 1
-    """steps in it"""
     budget: Mapping[str, float]
     """part of BUDGET -> seconds; they add up to wall_s"""
     rows: tuple[Row, ...] = ()
-    """operators and kernels, the longest first"""
     gaps: tuple[Gap, ...] = ()
-    """the longest first"""
     memory: MemoryTimeline | None = None
-    """where it was recorded"""
     roofline: Roofline
-    """what it was held against"""
     findings: tuple[str, ...] = ()
     """what to look at first, in plain words, the largest gain first"""
     notes: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ def test_everything_that_is_missing_says_what_it_means_and_how_to_get_it(tmp_pat
 
 
 def test_a_folder_not_made_yet_is_judged_by_its_disk(tmp_path: Path) -> None:
-    assert str(tmp_path) in by_name(doctor(tmp_path / "a" / "b"))["disk"].found
+    assert str(tmp_path) in by_name(doctor(tmp_path / "a" / "b"))["disk"].finding
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_accelerators() -> None:
     idle = replace(machine(), gpus=(Gpu(name="NVIDIA H200", vendor="NVIDIA"),))
-    assert module._accelerators(fake_torch(cuda=True), idle).found == "2 × H200"
+    assert module._accelerators(fake_torch(cuda=True), idle).finding == "2 × H200"
     assert module._accelerators(fake_torch(), idle).state == "missing"
     assert module._accelerators(fake_torch(), replace(idle, gpus=())).state == "warn"
 
@@ -84,16 +84,16 @@ def test_cores_and_memory_say_what_limits_them() -> None:
     plain = machine()
     cpu = replace(plain.cpu, present=64, usable=1, threads=1, why="quota of 1 CPU of cgroup /job")
     found = replace(plain, cpu=cpu, memory_bytes=4e9, memory_why="memory.max of cgroup /job")
-    assert module._cores(found).found == "1 of 64 usable, 1 compute (quota of 1 CPU of cgroup /job)"
+    assert module._cores(found).finding == "1 of 64 usable, 1 compute (quota of 1 CPU of cgroup /job)"
     assert module._cores(found).fix
     assert module._cores(replace(found, cpu=replace(cpu, why=""))).state == "ok"
-    assert module._memory(found).found.endswith("(memory.max of cgroup /job)")
+    assert module._memory(found).finding.endswith("(memory.max of cgroup /job)")
 
 
 def test_dtypes() -> None:
     plain = machine()
     without = replace(plain, cpu=replace(plain.cpu, units={"bf16": "", "fp16": "asimdhp", "int8": "asimddp"}))
-    assert module._dtypes(without).found == "bf16: emulated; fp16: asimdhp; int8: asimddp"
+    assert module._dtypes(without).finding == "bf16: emulated; fp16: asimdhp; int8: asimddp"
     assert "auto" in module._dtypes(without).fix
     having = replace(plain, cpu=replace(plain.cpu, units={"bf16": "amx_bf16", "fp16": "", "int8": "amx_int8"}))
     assert module._dtypes(having).state == "ok"
@@ -118,10 +118,10 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_settings_are_read_and_the_hub_is_not_asked(tmp_path: Path) -> None:
-    assert "offline" in module._hub({"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}).found
+    assert "offline" in module._hub({"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}).finding
     assert module._hub({"HF_HOME": str(tmp_path)}).fix == "hf auth login"
     (tmp_path / "token").write_text("hf_x")
-    assert module._hub({"HF_HOME": str(tmp_path)}).found.startswith("token set")
+    assert module._hub({"HF_HOME": str(tmp_path)}).finding.startswith("token set")
 
 
 def test_extras_are_those_of_the_project_file() -> None:

@@ -9,16 +9,13 @@ from armillary.errors import BadInput
 
 @dataclass(frozen=True, kw_only=True)
 class AmdahlRow:
-    """What one class of work is worth."""
+    """What one class of work, or part of a budget, is worth: the overall speedup if it cost nothing (`ceiling`, 1 /
+    (1 − share)) and if it ran twice as fast."""
 
     work: str
-    """class of work, or part of a budget"""
     share: float
-    """of the time, 0 to 1"""
     ceiling: float
-    """overall speedup if it cost nothing: 1 / (1 − share)"""
     doubled: float
-    """overall speedup if it ran twice as fast: 1 / (1 − share / 2)"""
 
 
 def speedup(fraction: float, factor: float) -> float:

@@ -8,18 +8,14 @@ from armillary.profiling.profile import BUDGET, Profile, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One line of a comparison; seconds are of one step."""
+    """One part of the budget, kernel or operator; seconds and calls are those of one step, 0 where it does not
+    occur."""
 
     name: str
-    """part of the budget, kernel or operator"""
     before_s: float
-    """0 where it did not occur"""
     after_s: float
-    """0 where it no longer occurs"""
     before_calls: float = 0.0
-    """calls per step"""
     after_calls: float = 0.0
-    """calls per step"""
 
     @property
     def saved_s(self) -> float:
@@ -34,22 +30,15 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What changed between two profiles."""
+    """What changed between two profiles, the largest change first; kernels are operators where there are none."""
 
     before: str
-    """source of the first"""
     after: str
-    """source of the second"""
     before_step_s: float
-    """wall time of a step"""
     after_step_s: float
-    """wall time of a step"""
     budget: tuple[Change, ...]
-    """a line per part, in the budget's order"""
     kernels: tuple[Change, ...]
-    """the largest change first; operators where there are no kernels"""
     operators: tuple[Change, ...]
-    """the largest change first"""
 
     @property
     def speedup(self) -> float:

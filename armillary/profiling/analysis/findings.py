@@ -29,13 +29,11 @@ _MOST_KERNELS = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that costs time."""
+    """One thing that costs time: the share of the wall time that it would save, and on which condition."""
 
     saves: float
-    """share of the wall time that it would save, 0 to 1"""
     text: str
     hope: str = "without it"
-    """the condition for the saving"""
 
     def line(self) -> str:
         if self.saves > _NEARLY_ALL:

@@ -23,14 +23,12 @@ LONG_STALL_S = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """The time in which work was done."""
+    """The time in which work was done: what the roofline needs, the rest of what could be judged, and what could
+    not."""
 
     useful_s: float = 0.0
-    """time that the roofline needs"""
     inefficient_s: float = 0.0
-    """the rest of the time that could be judged"""
     unjudged_s: float = 0.0
-    """what could not"""
 
     @property
     def seconds(self) -> float:

@@ -27,7 +27,8 @@ from armillary.spec.arithmetic.ops import Op
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A trace, its tree, its links, and the work of each event; NaN where no model of the work exists."""
+    """A trace, its tree, its links, and the work of each event with the least time for it; NaN where no model of
+    the work exists."""
 
     trace: Trace
     host: Host
@@ -39,9 +40,7 @@ class Judged:
     flops: Array
     bytes: Array
     flops_s: Array
-    """least time for the FLOPs"""
     bytes_s: Array
-    """least time for the bytes"""
 
     @property
     def roofline_s(self) -> Array:

@@ -26,12 +26,11 @@ STEP = "ProfilerStep#"
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The analysed window of a trace."""
+    """The analysed window of a trace, which holds `steps` steps."""
 
     low: float
     high: float
     steps: int = 1
-    """how many steps it holds"""
 
     @property
     def seconds(self) -> float:
@@ -47,13 +46,11 @@ class Budget:
     """Where the time went, and the evidence."""
 
     window: Window
-    """the analysed window"""
     parts: Mapping[str, float]
     """part of BUDGET -> seconds, adding up to the window"""
     stretches: list[Stretch] = field(default_factory=list)
     """idle, copying and communicating intervals, with causes"""
     kernels: KernelTime
-    """the time work was done, and how much of it could be judged"""
     events: Array
     """work inside the window: kernels, or operators where there are none"""
     device: int = -1

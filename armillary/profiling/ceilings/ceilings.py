@@ -30,12 +30,10 @@ Watch = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One kind of ceiling."""
+    """One kind of ceiling: its cases, and the (kind, point) that each gives."""
 
     cases: Callable[[Settings], list[Case]]
-    """cases to measure"""
     measure: Callable[[Iterable[Case], Settings], Iterator[tuple[str, Point]]]
-    """(kind, point) of each case"""
 
 
 SECTIONS = {
@@ -57,11 +55,8 @@ class Ceilings:
     """Ceilings that were measured, and the number of cases that were not."""
 
     peaks: Peaks
-    """points, ready to be stored"""
     skipped: int
-    """cases left when the time was over"""
     seconds: float
-    """time of the whole measurement"""
     other_cores: float | None
     """cores that other work kept busy meanwhile; None: not known"""
 

@@ -30,18 +30,13 @@ class RanksFailed(ArmillaryError):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the ranks do."""
+    """What the ranks do: each of `ops` at each of `sizes` (bytes), timed for `budget_s`."""
 
     device: str
-    """cpu or cuda"""
     world: int
-    """ranks"""
     ops: tuple[str, ...]
-    """keys of OPS"""
     sizes: tuple[int, ...]
-    """bytes"""
     budget_s: float
-    """how long each size is timed"""
 
     @property
     def backend(self) -> str:
@@ -50,18 +45,14 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One operation at one size."""
+    """One operation at one size: the median of the slowest rank, and the interquartile range over it."""
 
     op: str
-    """a key of OPS"""
     bytes: int
     """the full array, rounded so that the ranks divide it"""
     seconds: float
-    """median of one operation, the slowest rank's"""
     spread: float
-    """interquartile range over the median"""
     samples: int
-    """number of samples"""
 
 
 def run_ranks(plan: Plan) -> Iterator[Sample]:

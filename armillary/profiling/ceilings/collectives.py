@@ -28,12 +28,10 @@ Watch = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """What was measured between ranks."""
+    """What was measured between ranks: points of kind collective (the model) and collective_time (each size)."""
 
     peaks: Peaks
-    """points of kind collective (the model) and collective_time (each size), ready to be stored"""
     seconds: float
-    """time of the whole measurement"""
 
 
 def default_worlds(device: torch.device, cores: int) -> tuple[int, ...]:
@@ -113,14 +111,11 @@ _HUBER = 1.345
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBeta:
-    """Start-up time and asymptotic bandwidth."""
+    """Start-up time, asymptotic bandwidth (beta), and the median relative error of the fit."""
 
     alpha_s: float
-    """time of the smallest message"""
     bytes_per_s: float
-    """beta: bytes per second of the largest messages"""
     error: float
-    """median relative error of the fit"""
 
     def seconds(self, num_bytes: float) -> float:
         return self.alpha_s + num_bytes / self.bytes_per_s

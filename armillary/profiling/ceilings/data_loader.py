@@ -28,16 +28,13 @@ Feed = Callable[[Any, "Way", torch.device], Iterator[Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One configuration of the loader."""
+    """One configuration of the loader: reading processes (0: the training process itself), batches that each
+    prefetches, pinned memory, and the copy to the device."""
 
     workers: int = 0
-    """processes that read; 0: the training process itself"""
     prefetch: int = 2
-    """batches that each worker prefetches"""
     pinned: bool = False
-    """batches pass through pinned memory"""
     to_device: bool = False
-    """batches are copied to the device"""
 
     def text(self) -> str:
         ahead = f", {self.prefetch} ahead" if self.workers else ""
@@ -47,18 +44,13 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Fed:
-    """Speed of one configuration."""
+    """Speed of one configuration: the median of one batch, and rates over the whole time."""
 
     way: Way
-    """the configuration"""
     batches: int
-    """batches that were timed"""
     seconds: float
-    """median of one batch"""
     tokens_per_s: float
-    """tokens over the whole time"""
     bytes_per_s: float
-    """bytes of the arrays over the whole time"""
 
 
 def measure_loader(

@@ -21,18 +21,14 @@ _UNKNOWN_FREE = 4e9
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a device is measured."""
+    """How a device is measured; `budget_s` is the time per point without warm-up, `folder` the one whose disk is
+    measured."""
 
     device: torch.device
-    """what is measured"""
     quick: bool = False
-    """fewer sizes, less time per point"""
     budget_s: float = 0.2
-    """time per point, without warm-up"""
     folder: Path = Path(".")
-    """whose disk is measured"""
     cache_bytes: int = _UNKNOWN_CACHE
-    """the last-level cache"""
     free_bytes: float = _UNKNOWN_FREE
     """device memory that may be taken"""
     clocks: Clocks | None = None

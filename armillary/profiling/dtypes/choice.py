@@ -17,14 +17,12 @@ PREFILL_ROWS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A resolved dtype, why, and a warning."""
+    """A dtype, why auto came to it (empty where it was asked for), and a warning: it is slow here, or auto would
+    now differ from what a resumed run keeps."""
 
     dtype: Precision
-    """dtype of the computation"""
     reason: str = ""
-    """why auto came to it; empty where it was asked for"""
     warning: str = ""
-    """it is slow here, or auto would now differ from what a resumed run keeps"""
 
 
 def resolve_training(

@@ -30,18 +30,13 @@ FEW_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """The sizes of a run that rates depend on."""
+    """The sizes of a run that rates depend on; `rows` are the tokens of a forward pass, `keys` those per query."""
 
     rows: int
-    """tokens of a forward pass"""
     hidden: int
-    """width of the model"""
     ffn: int
-    """width of its MLPs"""
     keys: int
-    """keys per query"""
     head_dim: int
-    """size of a head"""
 
 
 def run_shape(config: ModelConfig, *, rows: int, keys: int) -> RunShape:

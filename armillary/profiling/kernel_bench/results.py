@@ -11,28 +11,20 @@ _SAME = 1.01
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One version of one case."""
+    """One version of one case; rates are bytes/s or FLOP/s, as the ceiling is, and shares those of the ceiling."""
 
     version: str
-    """its name"""
     forward_s: float | None = None
-    """seconds of a forward"""
     backward_s: float | None = None
-    """seconds of a backward"""
     forward_rate: float | None = None
-    """bytes/s or FLOP/s, as the ceiling is"""
     backward_rate: float | None = None
-    """of the backward"""
     forward_share: float | None = None
-    """rate over the ceiling"""
     backward_share: float | None = None
-    """of the backward"""
     error: float | None = None
     """relative, against the wide reference"""
     refused: str = ""
     """why it was not timed"""
     method: str = ""
-    """how time was taken"""
     rival: bool = False
     """timed beside, never chosen"""
     extra_bytes: float | None = None
@@ -45,26 +37,20 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
-    """One case of one operation."""
+    """One case of one operation; `name` says whose shape it is."""
 
     op: str
-    """name of the operation"""
     name: str
-    """whose shape it is"""
     shape: str
-    """sizes and dtype"""
     ceiling: str
-    """copy, read, gemm or fp8"""
     chosen: str
     """version that choose() takes"""
     measured: tuple[Measured, ...]
-    """every version"""
     failed: str = ""
     """why there is nothing: the reference itself could not be run"""
     bar: Bar | None = None
     """what is to be reached here, where something is"""
     seconds: float = 0.0
-    """that the case took"""
     held_bytes: float = 0.0
     """GPU memory that the bench still has after the case"""
 
@@ -117,18 +103,14 @@ class KernelBench:
     """What a run of the bench found."""
 
     device: str
-    """as the driver names it"""
     date: str
-    """day"""
     ceilings: dict[str, float]
     """bytes/s or FLOP/s, measured in this run"""
     rows: tuple[KernelRow, ...]
-    """case by case"""
     skipped: int
     """cases left when the time was over"""
     warm_s: float
     """seconds of compiling ahead"""
     seconds: float
-    """of everything"""
     left: tuple[str, ...] = field(default=())
     """names of the cases that were left"""

@@ -14,16 +14,13 @@ _WIDE = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """The least that is asked."""
+    """The least that is asked: shares of the ceiling, versions that may not be faster (by how their names begin),
+    and memory beyond the gradients and one sum in fp32."""
 
     forward: float | None = None
-    """share of the ceiling"""
     backward: float | None = None
-    """of the backward"""
     never_behind: tuple[str, ...] = ()
-    """versions that may not take less time, by how their names begin"""
     extra_bytes: float | None = None
-    """memory beyond the gradients and one sum in fp32"""
 
     @property
     def text(self) -> str:

@@ -25,14 +25,12 @@ _FRAME = re.compile(rb'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of one thread's stack."""
+    """One sample of one thread's stack, the outermost frame first; the time is that of the trace's clock, since
+    1970."""
 
     time_ns: int
-    """on the clock of the trace: since 1970"""
     thread: int
-    """the system's id of it"""
     stack: tuple[Frame, ...]
-    """outermost first"""
 
 
 class Sampler:

@@ -30,24 +30,19 @@ _STEP_KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """A script's run and its profile."""
+    """A script's profile and its own exit code."""
 
     profile: Profile
-    """of the steps that were recorded"""
     code: int
-    """the script's own exit code"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """`python [OPTIONS] SCRIPT …` taken apart."""
+    """`python [OPTIONS] SCRIPT …` taken apart; `target` is the script or -m module, and its arguments."""
 
     python: str
-    """the interpreter"""
     options: tuple[str, ...]
-    """of the interpreter"""
     target: tuple[str, ...]
-    """script or -m module, and its arguments"""
 
     @property
     def name(self) -> str:

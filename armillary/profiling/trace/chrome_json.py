@@ -35,14 +35,12 @@ class _BreaksOff(Exception):
 
 @dataclass
 class ChromeTrace:
-    """A file's events as an iterator; the other fields are in `about` once it is exhausted."""
+    """A file's events as an iterator; the other fields (deviceProperties, distributedInfo …) are in `about` once it
+    is exhausted."""
 
     path: Path
-    """the file"""
     gzipped: bool
-    """whether it is compressed"""
     about: dict[str, Any] = field(default_factory=dict)
-    """deviceProperties, distributedInfo …"""
     count: int = 0
     """events so far"""
 

@@ -25,24 +25,20 @@ STEP = "ProfilerStep#"
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Segments of one thread, in order."""
+    """Segments of one thread, in order: the innermost event of each, and its state as an index into STATES."""
 
     start: Array
     end: Array
     event: Array
-    """the innermost event"""
     state: Array
-    """index into STATES"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The call tree."""
+    """The call tree; -1 stands for none."""
 
     trace: Trace
-    """what it was read from"""
     parent: Array
-    """innermost event around each one, -1: none"""
     state: Array
     """index into STATES, -1: on the device"""
     op: Array
@@ -54,7 +50,6 @@ class Host:
     self_s: Array
     """time without children"""
     threads: dict[int, Segments]
-    """thread -> its segments"""
 
     @cached_property
     def main_thread(self) -> int | None:

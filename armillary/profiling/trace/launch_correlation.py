@@ -14,10 +14,10 @@ _CLOCKS_S = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """For each event of the device; -1 where the trace does not say."""
+    """For each event of the device: the host's call that launched it, and its operator; -1 where the trace does not
+    say."""
 
     launch: Array
-    """the host's call"""
     op: Array
     """its operator: the nearest one with a known model, else the nearest"""
     graph: Array

@@ -35,36 +35,29 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Allocations and frees, in the order of time."""
+    """Allocations and frees, in the order of time (seconds from the beginning of the trace)."""
 
     start: Array
-    """seconds from the beginning of the trace"""
     change: Array
     """bytes, negative for a free"""
     total: Array
     """bytes in use on that device afterwards, as the allocator counts them"""
     address: Array
-    """of the block"""
     device: Array
     """-1 is the host"""
     thread: Array
-    """the thread that allocated or freed"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Events in columns, sorted by start."""
+    """Events in columns, sorted by start (seconds from the beginning of the trace); an index of -1 is none. Every
+    name, thread, signature and detail is kept once."""
 
     source: str
-    """file it was read from"""
     kind: Array
-    """index into KINDS"""
     name: Array
-    """index into names"""
     start: Array
-    """seconds from the beginning of the trace"""
     seconds: Array
-    """duration"""
     thread: Array
     """index into threads; of a device event: its stream"""
     device: Array
@@ -76,23 +69,17 @@ class Trace:
     sequence: Array
     """joins an operator and its backward; -1: none"""
     signature: Array
-    """index into signatures; -1: none"""
     detail: Array
-    """index into details; -1: none"""
     size: Array
     """bytes of a copy; -1 elsewhere"""
     names: tuple[str, ...]
-    """every name once"""
     threads: tuple[str, ...]
     """'pid/tid' or 'device/stream'"""
     signatures: tuple[Signature, ...] = ()
-    """every signature once"""
     details: tuple[Mapping[str, Any], ...] = ()
     """grid, block, registers … each combination once; call stack and module of old traces"""
     memory: Memory | None = None
-    """where it was recorded"""
     devices: tuple[str, ...] = ()
-    """names of the devices, by number"""
     device_bytes: tuple[float, ...] = ()
     """memory of the devices, by number; 0 where the trace does not say"""
     world: int = 1
@@ -145,11 +132,9 @@ class TraceBuilder:
     """Takes events one by one and keeps them as columns."""
 
     source: str
-    """file they come from"""
     rows: bytearray = field(default_factory=bytearray)
     """grows by one row per event"""
     blocks: bytearray = field(default_factory=bytearray)
-    """memory events"""
     names: dict[str, int] = field(default_factory=dict)
     threads: dict[str, int] = field(default_factory=dict)
     signatures: dict[Any, int] = field(default_factory=dict)
