@@ -29,8 +29,8 @@ from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
+from armillary.engine.scheduler.step_time import step_roofline
 from armillary.engine.telemetry.step_calibration import calibrate_steps
-from armillary.engine.telemetry.step_roofline import step_roofline
 from armillary.errors import BadInput
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.requirements import lacking
@@ -42,12 +42,9 @@ from armillary.spec.tables.serve import Serve
 from armillary.store.peaks import Peaks
 from armillary.units import bytes_text
 
-Phase = Callable[[str, float], None]
-"""(part of an engine's start, its seconds)"""
-_CALIBRATION_S = {"cuda": 0.5, "cpu": 1.0}
-"""time for step calibration at the start, where records are kept"""
-_SPARE = 0.25
-"""fraction of free memory that a second copy of the weights may take on a CPU"""
+Phase = Callable[[str, float], None]  # (part of an engine's start, its seconds)
+_CALIBRATION_S = {"cuda": 0.5, "cpu": 1.0}  # time for step calibration at the start, where records are kept
+_SPARE = 0.25  # fraction of free memory that a second copy of the weights may take on a CPU
 
 
 def make_engine(

@@ -19,10 +19,8 @@ from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.telemetry.gauges import request_gauges, step_gauges
 from armillary.errors import BadInput, MissingPart
 
-Record = Callable[..., None]
-"""`GaugeWriter.write`, or anything that takes gauges and step= or request="""
-_NAP_S = 0.001
-"""sleep while a dynamic batch waits for its window"""
+Record = Callable[..., None]  # `GaugeWriter.write`, or anything that takes gauges and step= or request=
+_NAP_S = 0.001  # sleep while a dynamic batch waits for its window
 
 
 @dataclass(kw_only=True)
@@ -30,7 +28,6 @@ class Completion:
     """One complete output."""
 
     request: Request
-    """the request"""
     prompt: str = ""
     """text of its prompt, where `generate` was given texts"""
     index: int = 0
@@ -40,9 +37,7 @@ class Completion:
     text: str = ""
     """output text, without end tokens and stop strings"""
     finish: Finish | None = None
-    """why it ended"""
     error: str = ""
-    """the error, where finish is error"""
     logprobs: list[Logprob] = field(default_factory=list)
     """of the output tokens, where requested"""
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -69,10 +64,8 @@ class Engine:
         self.answers = answers
         self._record = record
         self._roofline = roofline
-        self._open: dict[int, dict[str, float]] = {}
-        """records of the steps in flight"""
-        self._ended_at: float | None = None
-        """end of the last step, where the next follows at once"""
+        self._open: dict[int, dict[str, float]] = {}  # records of the steps in flight
+        self._ended_at: float | None = None  # end of the last step, where the next follows at once
 
     @property
     def busy(self) -> bool:

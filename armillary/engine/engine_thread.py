@@ -22,8 +22,7 @@ from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import BadInput
 
 Deliver = Callable[[Piece], None]
-_IDLE_S = 0.5
-"""longest sleep of an idle engine between two signs of life"""
+_IDLE_S = 0.5  # longest sleep of an idle engine between two signs of life
 
 
 class Outbox(Protocol):
@@ -43,8 +42,7 @@ class EngineThread:
         """With an `outbox`, all pieces go there and none to a receiver of its own."""
         self.engine = engine
         self._outbox = outbox
-        self.failure: BaseException | None = None
-        """the exception that ended the thread"""
+        self.failure: BaseException | None = None  # the exception that ended the thread
         self._clock = engine.loop.clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
@@ -56,7 +54,7 @@ class EngineThread:
 
     def start(self) -> EngineThread:
         """Start the thread; from now on outputs are streamed."""
-        self.engine.scheduler.stream()
+        self.engine.scheduler.prefill.stream()
         self._thread.start()
         return self
 

@@ -22,7 +22,6 @@ from armillary.store.resolve_model import resolve_model
 
 _BROKEN = "the model's logits are not numbers; its weights are broken or its dtype too narrow"
 _TOGETHER = 64
-"""prompts that run together at most"""
 
 
 def generate(

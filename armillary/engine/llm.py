@@ -104,8 +104,7 @@ class LLM:
         own["max_tokens"] = own.pop("max_new_tokens", None)
         self.default_params = SamplingParams(**own)
         """used where a call gives none: the model's own, from generation_config.json"""
-        self.notes = self._notes()
-        """notes for the user who starts it, one line each"""
+        self.notes = self._notes()  # notes for the user who starts it, one line each
         self._numbers = count(1)
         self._thread: EngineThread | None = None
 

@@ -31,13 +31,10 @@ _INPUT = re.compile(r"^(?:(?P<dtype>[a-z]+\d*):)?(?P<sizes>[\d*]+(?:x[\d*]+)*)$"
 class Input:
     """One input of a module, without the row dim."""
 
-    sizes: tuple[int | None, ...]
-    """None: any size"""
+    sizes: tuple[int | None, ...]  # None: any size
     dtype: torch.dtype = torch.float32
-    longest: int | None = None
-    """of dynamic dims; None: no limit"""
-    below: int = 2
-    """integers are tried from 0 to this"""
+    longest: int | None = None  # of dynamic dims; None: no limit
+    below: int = 2  # integers are tried from 0 to this
 
     def example(self, rows: int, *, free: int = _FREE, seed: int = 0) -> Tensor:
         shape = [rows, *(free if size is None else size for size in self.sizes)]
@@ -54,8 +51,7 @@ class Exported:
     path: Path
     bytes: int
     inputs: tuple[Input, ...]
-    rows: int | None
-    """fixed number of rows; None: any"""
+    rows: int | None  # fixed number of rows; None: any
     error: float
     """largest difference from the module over the largest value"""
 

@@ -31,8 +31,7 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 # B batch, T tokens, H hidden, V vocabulary
 Progress = Callable[[int, int], None]
-Put = Callable[[Tensor, Tensor], object]
-"""put(parameter, unsharded tensor): how a weight is filled"""
+Put = Callable[[Tensor, Tensor], object]  # put(parameter, unsharded tensor): how a weight is filled
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from armillary.engine.bench.workload import fixed
+from armillary.engine.bench.measure import fixed
 from armillary.engine.build import make_engine
 from armillary.engine.engine import Engine
 from armillary.engine.request.request import Request

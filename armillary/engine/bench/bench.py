@@ -6,8 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from armillary.engine.bench.measure import Served, decode_bytes, serve_all, serve_bursts
-from armillary.engine.bench.workload import fixed, ragged
+from armillary.engine.bench.measure import Served, decode_bytes, fixed, ragged, serve_all, serve_bursts
 from armillary.engine.build import make_engine
 from armillary.model.transformer import Transformer
 from armillary.spec.tables.serve import Serve
@@ -15,7 +14,6 @@ from armillary.store.peaks import Peaks
 
 MODES = ("none", "static", "dynamic", "continuous")
 _BURST = 3
-"""batches per burst"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +21,14 @@ class ServeBench:
     """Results of the benchmark."""
 
     model: str
-    """name of the shape"""
     device: str
-    """cpu, cuda …"""
     dtype: str
-    """of the weights"""
     single: Served
     """one request at a time, greedy"""
     single_bytes_per_s: float
     """bytes per second of weights and keys read by single-stream decoding"""
     together: int
-    """most requests per batch"""
     burst: int
-    """requests per burst"""
     modes: tuple[Served, ...]
     """the same requests by batching mode"""
 

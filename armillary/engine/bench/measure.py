@@ -1,13 +1,16 @@
-"""Throughput and latency of an engine: tokens per second, TTFT, inter-token latency, and bytes per decode step."""
+"""Throughput and latency of an engine (tokens per second, TTFT, inter-token latency, bytes per decode step), and the
+requests to measure it with: random tokens, fixed or random lengths, from a seed."""
 
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from random import Random
 
 from armillary.engine.engine import Engine
 from armillary.engine.output.output_text import Piece
 from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
 from armillary.model.transformer import Transformer
 from armillary.stats import percentile
@@ -20,27 +23,18 @@ class Served:
     """Results of one run."""
 
     name: str
-    """name of the run"""
     requests: int
-    """finished sequences"""
     tokens_in: int
-    """prompt tokens"""
     tokens_out: int
-    """output tokens"""
     seconds: float
     """from the first request to the last token"""
     steps: int
-    """engine steps"""
     ttft_p50_s: float
-    """time to first token"""
     ttft_p99_s: float
     itl_p50_s: float
-    """inter-token latency"""
     itl_p99_s: float
     schedule_s: float
-    """mean scheduling time per step"""
     preempted: int
-    """preemptions"""
 
     @property
     def tokens_per_s(self) -> float:
@@ -160,3 +154,41 @@ def decode_bytes(model: Transformer, context: float, *, batch: int = 1) -> float
         for layer in config.layers
     )
     return weights + batch * seen * 2 * config.kv_heads * config.head_dim * size
+
+
+def fixed(
+    count: int, *, tokens_in: int, tokens_out: int, vocab: int, seed: int = 0, name: str = "r", temperature: float = 0.0
+) -> list[Request]:
+    """`count` requests of equal length; none ends early."""
+    rng = Random(seed)
+    return [
+        _request(f"{name}{i}", [rng.randrange(vocab) for _ in range(tokens_in)], tokens_out, temperature)
+        for i in range(count)
+    ]
+
+
+def ragged(count: int, *, most_in: int, most_out: int, vocab: int, seed: int = 0) -> list[Request]:
+    """Prompts and outputs of a tenth of the maximum to the maximum; none ends early."""
+    rng = Random(seed)
+    return [
+        _request(
+            f"r{i}",
+            [rng.randrange(vocab) for _ in range(rng.randint(max(1, most_in // 10), most_in))],
+            rng.randint(max(1, most_out // 10), most_out),
+            0.6,
+        )
+        for i in range(count)
+    ]
+
+
+def nano_vllm(count: int = 256, *, least: int = 100, most: int = 1024, vocab: int = 10_000) -> list[Request]:
+    """The public benchmark of nano-vllm (bench.py): seed 0, 100 to 1,024 tokens in and out, temperature 0.6; 133,966
+    tokens out."""
+    rng = Random(0)
+    prompts = [[rng.randint(0, vocab) for _ in range(rng.randint(least, most))] for _ in range(count)]
+    return [_request(f"r{i}", prompt, rng.randint(least, most), 0.6) for i, prompt in enumerate(prompts)]
+
+
+def _request(name: str, prompt: list[int], tokens_out: int, temperature: float) -> Request:
+    params = SamplingParams(max_tokens=tokens_out, ignore_eos=True, temperature=temperature, seed=0)
+    return Request(id=name, prompt=prompt, params=params)

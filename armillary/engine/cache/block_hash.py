@@ -1,4 +1,4 @@
-"""Hashes of blocks for the prefix cache, over their tokens and all tokens before.
+"""Hashes of blocks for the prefix cache, over their tokens and all tokens before, and maps from hashes to numbers.
 
 The hashes of a prompt are computed once, when it is submitted; those of the output follow block by block.
 """
@@ -9,8 +9,7 @@ from array import array
 from collections.abc import Callable
 from hashlib import blake2b
 
-Digest = Callable[[bytes, bytes], bytes]
-"""(digest of the block before, tokens of this block) -> digest of this block"""
+Digest = Callable[[bytes, bytes], bytes]  # (digest of the block before, tokens of this block) -> digest of this block
 
 
 def digest(parent: bytes, chunk: bytes) -> bytes:
@@ -30,10 +29,8 @@ class Chain:
 
     def __init__(self, root: bytes, block_tokens: int, digest: Digest = digest) -> None:
         self.root = root
-        self.chunks: list[bytes] = []
-        """tokens of each block, 4 bytes each, to verify hits"""
+        self.chunks: list[bytes] = []  # tokens of each block, 4 bytes each, to verify hits
         self.digests: list[bytes] = []
-        """digest of each block"""
         self._block_tokens = block_tokens
         self._digest = digest
 
@@ -53,10 +50,6 @@ class Chain:
             return
         data = array("I", tokens[done * size : (done + num_new) * size]).tobytes()
         name = digests[-1] if done else self.root
-        if num_new == 1:  # a decoding sequence grows by one block at a time
-            self.chunks.append(data)
-            digests.append(self._digest(name, data))
-            return
         width = len(data) // num_new
         for start in range(0, len(data), width):
             chunk = data[start : start + width]
@@ -69,3 +62,48 @@ class Chain:
         chain = Chain(self.root, self._block_tokens, self._digest)
         chain.chunks, chain.digests = self.chunks.copy(), self.digests.copy()
         return chain
+
+
+_PARTS = 256
+_ENTRIES = 256  # expected in a part: with fewer blocks there are fewer parts
+
+
+class DigestMap:
+    """A dictionary in parts; `part(key)` is the one that has the key, if any has. A dictionary that has to grow copies
+    itself, which at a hundred thousand entries takes milliseconds; each of many small ones takes microseconds, and at
+    different times."""
+
+    __slots__ = ("mask", "parts")
+
+    def __init__(self, expected: int) -> None:
+        count = min(_PARTS, 1 << (expected // _ENTRIES).bit_length())
+        self.mask = count - 1
+        self.parts: list[dict[bytes, int]] = [{} for _ in range(count)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.parts[hash(key) & self.mask]
+
+    def part(self, key: bytes) -> dict[bytes, int]:
+        return self.parts[hash(key) & self.mask]
+
+    def get(self, key: bytes) -> int:
+        """The number of a key, or 0."""
+        return self.parts[hash(key) & self.mask].get(key, 0)
+
+    def count(self, key: bytes, more: int) -> None:
+        """Add to a key's number; at 0 the key is removed."""
+        part = self.parts[hash(key) & self.mask]
+        part[key] = part.get(key, 0) + more
+        if not part[key]:
+            del part[key]
+
+    def clear(self) -> None:
+        for part in self.parts:
+            part.clear()
+
+    def plain(self) -> dict[bytes, int]:
+        """All entries as one dictionary."""
+        return {key: number for part in self.parts for key, number in part.items()}

@@ -18,10 +18,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs a block besides the null block"
         self.num_blocks = num_blocks
-        self.refs = [0] * num_blocks
-        """number of tables that hold each block"""
-        self.hashed = bytearray(num_blocks)
-        """1 for blocks in the prefix cache: their content outlives the last holder"""
+        self.refs = [0] * num_blocks  # number of tables that hold each block
+        self.hashed = bytearray(num_blocks)  # 1 for blocks in the prefix cache: their content outlives the last holder
         self.num_free = num_blocks - 1
         self.num_evicted = 0
         self.evict: Callable[[list[int]], None] = _no_prefix_cache

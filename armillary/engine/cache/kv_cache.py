@@ -1,4 +1,4 @@
-"""The KV-cache manager: block tables of sequences, over one pool of blocks and one prefix cache.
+"""The KV-cache manager: block tables of sequences, over one pool of blocks and one prefix cache, and its housekeeping.
 
 It moves no data: what the executor has to do is left in `table_updates` (block-table entries) and `copies` (blocks),
 which go out with the next decision. The work per step is bounded: long tables are searched and freed in slices.
@@ -14,10 +14,8 @@ from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.cache.prefix_cache import PrefixCache
 from armillary.engine.request.sequence import Sequence
 
-_AT_ONCE = 256
-"""blocks freed at once; longer tables are freed in slices"""
-_SAMPLED = 16
-"""every so many blocks of a long table, one is checked for other holders"""
+_AT_ONCE = 256  # blocks freed at once; longer tables are freed in slices
+_SAMPLED = 16  # every so many blocks of a long table, one is checked for other holders
 
 
 class TableUpdate(NamedTuple):
@@ -57,8 +55,7 @@ class KVCache:
         self.prefix_cache = PrefixCache(self.pool, len(self.groups))
         self.table_updates: list[TableUpdate] = []
         self.copies: list[Copy] = []
-        self.freeing: deque[list[int]] = deque()
-        """tables that are being freed, from their ends"""
+        self.freeing: deque[list[int]] = deque()  # tables that are being freed, from their ends
         self._freeing_own = 0
         self.digest = digest
         self.full_groups = [g for g, group in enumerate(self.groups) if group.sees == "all"]
@@ -275,3 +272,40 @@ class KVCache:
         for block in table:
             if block and self.pool.hashed[block]:
                 self.prefix_cache.forget(block)
+
+
+_HASHED_AT_ONCE = 4  # blocks that a sequence fills, about, before they are hashed: together they take less time
+_PLENTY = 4  # free blocks per running sequence from which on one may be allocated ahead
+
+
+class RoundRobin:
+    """Selects each sequence about once in `period` steps."""
+
+    __slots__ = ("_next", "_period")
+
+    def __init__(self, period: int) -> None:
+        self._period, self._next = period, 0
+
+    def take(self, running: list[Sequence]) -> list[Sequence]:
+        """The sequences of this step."""
+        begin = self._next if self._next < len(running) else 0
+        self._next = begin + len(running) // self._period + 1
+        return running[begin : self._next]
+
+
+class CacheHousekeeping:
+    """Registers filled blocks in the prefix cache and, where many are free, allocates the next block ahead, so that
+    sequences do not all need one in the same step."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._growing, self._hashing = RoundRobin(cache.block_tokens), RoundRobin(_HASHED_AT_ONCE * cache.block_tokens)
+
+    def step(self, running: list[Sequence]) -> None:
+        """The work of one step."""
+        cache = self._cache
+        for seq in self._hashing.take(running):
+            cache.register_blocks(seq)
+        if cache.pool.num_free > _PLENTY * len(running) * len(cache.groups):
+            growing = self._growing.take(running)
+            cache.extend([seq for seq in growing if seq.needs_block(ahead=cache.block_tokens)])

@@ -24,19 +24,13 @@ class KVPlan:
     """The KV cache of one device, before it is allocated."""
 
     config: ModelConfig
-    """the model"""
     budget_bytes: int
-    """most bytes"""
     dtype: str
-    """dtype of keys and values"""
     tp: int
-    """devices over which KV heads are sharded"""
     block_tokens: int
-    """tokens of a block"""
     step_tokens: int
     """most tokens of a step: windowed layers hold them beside their window"""
     groups: tuple[Group, ...]
-    """layer groups by attention span"""
 
     @property
     def layers_per_group(self) -> int:

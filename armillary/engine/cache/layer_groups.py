@@ -9,8 +9,7 @@ from typing import Literal
 
 from armillary.spec.model import LayerKind, ModelConfig
 
-_MOST_GROUPS = 8
-"""more tables cost more time per step than the padding that they save"""
+_MOST_GROUPS = 8  # more tables cost more time per step than the padding that they save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,6 @@ class Group:
 
 
 FULL_ATTENTION = (Group(),)
-"""groups of a model with full attention in every layer"""
 
 
 def layer_groups(config: ModelConfig) -> tuple[Group, ...]:

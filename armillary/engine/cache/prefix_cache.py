@@ -6,9 +6,8 @@ Evicted digests are remembered for a while, so that a miss can be explained.
 
 from typing import Literal
 
-from armillary.engine.cache.block_hash import Chain
+from armillary.engine.cache.block_hash import Chain, DigestMap
 from armillary.engine.cache.block_pool import NULL, BlockPool
-from armillary.engine.cache.digest_map import DigestMap
 
 Miss = Literal["off", "short", "partial", "cold", "salt", "evicted", "diverged", "extends"]
 MEANING: dict[Miss, str] = {
@@ -22,8 +21,7 @@ MEANING: dict[Miss, str] = {
     "extends": "nothing was computed beyond here yet",
 }
 
-_GHOSTS = 32_768
-"""most evicted blocks that are remembered, where the cache has no more blocks"""
+_GHOSTS = 32_768  # most evicted blocks that are remembered, where the cache has no more blocks
 
 
 class PrefixCache:
@@ -37,21 +35,15 @@ class PrefixCache:
         """for each group of layers: digest -> block"""
         self.digests, self.parents, self.chunks = ([b""] * pool.num_blocks for _ in range(3))
         """of each hashed block: its digest, the digest of the block before, its tokens"""
-        self.groups = bytearray(pool.num_blocks)
-        """layer group of each hashed block"""
-        self.first = bytearray(pool.num_blocks)
-        """1 for hashed blocks at the beginning of a prompt"""
+        self.groups = bytearray(pool.num_blocks)  # layer group of each hashed block
+        self.first = bytearray(pool.num_blocks)  # 1 for hashed blocks at the beginning of a prompt
         self.num_hashed = 0
-        self.children = DigestMap(pool.num_blocks)
-        """digest -> hashed blocks that continue it (first group)"""
-        self.beginnings = DigestMap(pool.num_blocks)
-        """tokens of first blocks, whatever their salt (first group)"""
-        self.ghosts = DigestMap(pool.num_blocks)
-        """recently evicted digests, oldest first in each part (first group)"""
+        self.children = DigestMap(pool.num_blocks)  # digest -> hashed blocks that continue it (first group)
+        self.beginnings = DigestMap(pool.num_blocks)  # tokens of first blocks, whatever their salt (first group)
+        self.ghosts = DigestMap(pool.num_blocks)  # recently evicted digests, oldest first in each part (first group)
         self.num_ghosts = 0
         kept = max(pool.num_blocks, min(_GHOSTS, 8 * pool.num_blocks))  # a small cache would forget too soon
-        self._most_ghosts = -(-kept // len(self.ghosts.parts))
-        """of a part"""
+        self._most_ghosts = -(-kept // len(self.ghosts.parts))  # of a part
 
     def __len__(self) -> int:
         return self.num_hashed

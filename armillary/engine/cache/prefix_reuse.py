@@ -8,15 +8,12 @@ done when a request is submitted, outside the steps; memory is bounded by droppi
 import threading
 from collections import deque
 
-from armillary.engine.cache.digest_map import DigestMap
+from armillary.engine.cache.block_hash import DigestMap
 from armillary.engine.request.sequence import Sequence
 
-_KEPT = 65_536
-"""least blocks that are remembered: a million tokens in blocks of 16"""
-_MOST_BLOCKS = 4096
-"""most blocks of one sequence"""
-_ENDED = 64
-"""finished sequences that wait to be added"""
+_KEPT = 65_536  # least blocks that are remembered: a million tokens in blocks of 16
+_MOST_BLOCKS = 4096  # most blocks of one sequence
+_ENDED = 64  # finished sequences that wait to be added
 
 
 class PrefixReuse:
@@ -25,12 +22,10 @@ class PrefixReuse:
     def __init__(self, kept: int = _KEPT) -> None:
         self._kept = kept
         self._young, self._old = DigestMap(kept), DigestMap(kept)
-        self._new = 0
-        """entries since the older half was dropped"""
+        self._new = 0  # entries since the older half was dropped
         self._ended: deque[Sequence] = deque(maxlen=_ENDED)
         self._count = 0
-        self._alone = threading.Lock()
-        """requests are prepared in any thread"""
+        self._alone = threading.Lock()  # requests are prepared in any thread
 
     def see(self, sequences: list[Sequence], block_tokens: int) -> None:
         """Number a request's sequences, and set the prefix that it shares with earlier ones."""

@@ -1,14 +1,56 @@
-"""Output of sequences: text as it comes, stop strings, and why a sequence ended."""
+"""Output of sequences: text as it comes, stop strings, and why a sequence ended.
+
+Stop strings are searched for as the text grows: a possible beginning of one is held back.
+"""
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
 
-from armillary.engine.output.stop_strings import StopText
 from armillary.engine.request.sequence import Finish, Logprob, Sequence
 from armillary.engine.scheduler.decision import Decision, Outcome
 from armillary.engine.scheduler.scheduler import Scheduler
+
+
+class StopText:
+    """Passes text on until one of `stops` is in it."""
+
+    def __init__(self, stops: Items[str], *, include: bool = False) -> None:
+        """`include`: the stop string is part of the output."""
+        self._include = include
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """Text to emit now; `stopped` says whether a stop string came."""
+        if self.stopped or not self._stops:
+            return "" if self.stopped else text
+        text = self._held + text
+        places = [(place, len(stop)) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.stopped, self._held = True, ""
+            place, length = min(places)
+            return text[: place + length if self._include else place]
+        kept = self._beginning(text)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def finish(self) -> str:
+        """The held-back text, which is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _beginning(self, text: str) -> int:
+        """Length of the longest suffix of `text` that a stop string begins with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[len(text) - length :]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
 
 
 class Detokenizer(Protocol):
@@ -36,9 +78,7 @@ class Piece:
     """New output of one sequence."""
 
     sequence: Sequence
-    """the sequence"""
     tokens: tuple[int, ...]
-    """new tokens"""
     text: str
     """new text, without end tokens and stop strings"""
     gap_s: float | None = None
@@ -46,7 +86,6 @@ class Piece:
     finish: Finish | None = None
     """in its last piece: why it ended"""
     error: str = ""
-    """the error, and what to do"""
     logprobs: tuple[Logprob, ...] = ()
     """of the new tokens, where requested"""
 
@@ -57,11 +96,9 @@ class _Stream:
     def __init__(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         self.detokenizer = detokenizer
         self.stop = StopText(seq.request.params.stop)
-        self.num_tokens = self.num_out = 0
-        """output tokens without and with the end token"""
+        self.num_tokens = self.num_out = 0  # output tokens without and with the end token
         self.last_at: float | None = None
         self.largest_s = 0.0
-        """largest gap between two tokens"""
         self._unstoppable = seq.request.params.min_tokens
 
     def gap(self, now: float) -> float | None:

@@ -11,8 +11,7 @@ from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import BadInput, missing
 from armillary.model.text.tokenizer import Tokenizer
 
-_MOST_KEPT = 256
-"""most compiled structures that are kept, least recently used dropped first"""
+_MOST_KEPT = 256  # most compiled structures that are kept, least recently used dropped first
 
 
 class Matched:

@@ -9,34 +9,18 @@ class Totals:
     """Totals since the start; they only grow."""
 
     steps: int = 0
-    """decisions made"""
-    submitted: int = 0
-    """requests accepted"""
-    finished: int = 0
-    """requests with all completions complete"""
-    aborted: int = 0
-    """sequences aborted by the client or by a deadline"""
-    rejected: int = 0
-    """requests refused because the queue was full"""
+    submitted: int = 0  # requests accepted
+    finished: int = 0  # requests with all completions complete
+    aborted: int = 0  # sequences aborted by the client or by a deadline
+    rejected: int = 0  # requests refused because the queue was full
     errors: int = 0
-    """sequences that ended with an error"""
     preempted: int = 0
-    """preemptions"""
-    shrunk: int = 0
-    """steps that found no memory and were made smaller"""
-    recomputed: int = 0
-    """computed tokens that preemptions discarded"""
-    looked_up: int = 0
-    """prompt tokens looked up in the prefix cache, recompute after preemption excluded"""
+    shrunk: int = 0  # steps that found no memory and were made smaller
+    recomputed: int = 0  # computed tokens that preemptions discarded
+    looked_up: int = 0  # prompt tokens looked up in the prefix cache, recompute after preemption excluded
     hits: int = 0
-    """prompt tokens found there"""
-    repeated: int = 0
-    """prompt tokens shared with an earlier sequence, found or not"""
-    misses: Counter[str] = field(default_factory=Counter)
-    """requests by the reason why no more of the prompt was found"""
+    repeated: int = 0  # prompt tokens shared with an earlier sequence, found or not
+    misses: Counter[str] = field(default_factory=Counter)  # requests by the reason why no more of the prompt was found
     tokens_in: int = 0
-    """prompt tokens of started sequences"""
     tokens_out: int = 0
-    """output tokens"""
-    discarded: int = 0
-    """tokens sampled for sequences that had ended by then: the price of scheduling a step ahead"""
+    discarded: int = 0  # tokens sampled for sequences that had ended by then: the price of scheduling a step ahead

@@ -13,9 +13,7 @@ class Request:
     id: str
     """unique among unfinished requests"""
     prompt: Sequence[int]
-    """token ids"""
     params: SamplingParams = field(default_factory=SamplingParams)
-    """sampling parameters"""
     priority: int = 0
     """smaller goes first; each level is worth serve.ageing_s seconds of waiting"""
     timeout_s: float | None = None

@@ -21,7 +21,6 @@ class SamplingParams:
     max_tokens: int | None = None
     """most output tokens; none: up to the model's length"""
     min_tokens: int = 0
-    """least output tokens"""
     temperature: float = 1.0
     """0 is greedy"""
     top_k: int = 0
@@ -51,7 +50,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """the same for the tokens of the prompt"""
     structure: Structure | None = None
-    """structure that the output must match"""
     allowed_token_ids: tuple[int, ...] | None = None
     """the only tokens allowed; none: all"""
     bad_tokens: tuple[tuple[int, ...], ...] = ()

@@ -27,8 +27,7 @@ FINISHES: dict[Finish, str] = {
 }
 
 
-BROKEN = -1
-"""in place of a token where the logits were not finite"""
+BROKEN = -1  # in place of a token where the logits were not finite
 
 
 class _Everything:
@@ -44,10 +43,8 @@ EVERY_TOKEN = _Everything()
 class State(Enum):
     """State of a sequence."""
 
-    WAITING = "waiting"
-    """in the queue, without blocks: new or preempted"""
+    WAITING = "waiting"  # in the queue, without blocks: new or preempted
     RUNNING = "running"
-    """has a row of the batch"""
     FINISHED = "finished"
 
 
@@ -102,75 +99,47 @@ class Sequence:
 
     def __init__(self, request: Request, index: int, chain: Chain, limit: int, stops: frozenset[int]) -> None:
         self.request = request
-        self.index = index
-        """which of the request's n completions"""
-        self.tokens = list(request.prompt)
-        """prompt and known output"""
+        self.index = index  # which of the request's n completions
+        self.tokens = list(request.prompt)  # prompt and known output
         self.num_prompt = len(self.tokens)
         self.tokens.append(BROKEN)  # and out again: a long list is reallocated now, not within a step
         self.tokens.pop()
-        self.limit = limit
-        """most tokens of prompt and output"""
+        self.limit = limit  # most tokens of prompt and output
         self.stops = stops
-        """end tokens"""
-        self.watched: Container[int] = stops | {BROKEN}
-        """tokens that `find_endings` checks"""
+        self.watched: Container[int] = stops | {BROKEN}  # tokens that `find_endings` checks
         self.constraint: Constraint | None = None
-        self.forks: list[Sequence] = []
-        """sequences that wait until this one has computed the shared prompt"""
-        self.leader: Sequence | None = None
-        """the sequence whose prompt this one shares"""
+        self.forks: list[Sequence] = []  # sequences that wait until this one has computed the shared prompt
+        self.leader: Sequence | None = None  # the sequence whose prompt this one shares
 
-        self.logprobs: list[Logprob] = []
-        """of its output tokens, where requested; there may be more than tokens"""
-        self.prompt_logprobs: list[Logprob] = []
-        """of the prompt's tokens but the first"""
+        self.logprobs: list[Logprob] = []  # of its output tokens, where requested; there may be more than tokens
+        self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens but the first
 
-        self.long_rope = False
-        """uses the RoPE frequencies of long contexts, where the model has such"""
-        self.is_prefilling = True
-        """the tokens that it started with are not all computed"""
+        self.long_rope = False  # uses the RoPE frequencies of long contexts, where the model has such
+        self.is_prefilling = True  # the tokens that it started with are not all computed
         self.prefill_target = self.num_prompt
-        """number of those tokens"""
-        self.computed = 0
-        """tokens whose keys and values are in the cache, or will be after the scheduled steps"""
+        self.computed = 0  # tokens whose keys and values are in the cache, or will be after the scheduled steps
         self.num_visible = 0
         """computed tokens that other sequences may read: those of steps before the one being scheduled"""
-        self.num_allocated = 0
-        """positions below can be scheduled without any further check"""
-        self.num_writable = 0
-        """positions below are in blocks that this sequence may write"""
-        self.tables: list[list[int]] = []
-        """per layer group: the block of tokens 0 … B-1, of B … 2B-1, …"""
-        self.windows: list[int] = []
-        """per layer group: blocks before this index are freed"""
+        self.num_allocated = 0  # positions below can be scheduled without any further check
+        self.num_writable = 0  # positions below are in blocks that this sequence may write
+        self.tables: list[list[int]] = []  # per layer group: the block of tokens 0 … B-1, of B … 2B-1, …
+        self.windows: list[int] = []  # per layer group: blocks before this index are freed
         self.held = 0
-        """blocks in the tables"""
         self.chain = chain
         self.num_hashed = 0
-        """blocks that are registered in the prefix cache"""
-        self.matching = False
-        """the prefix lookup is not finished"""
-        self.cached_tokens = 0
-        """prompt tokens found in the prefix cache at its first start"""
-        self.miss: Miss | None = None
-        """why no more were found"""
-        self.number = 0
-        """number of the request, in order of submission"""
+        self.matching = False  # the prefix lookup is not finished
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache at its first start
+        self.miss: Miss | None = None  # why no more were found
+        self.number = 0  # number of the request, in order of submission
         self.shared_prefix = self.prefix_source = 0
         """prompt tokens shared with an earlier sequence, cached or not, and the number of the last such request"""
         self.largest_gap_s = 0.0
-        """largest gap between two output tokens"""
 
         self.state = State.WAITING
-        self.row = -1
-        """row of the batch while it runs"""
-        self.order: tuple[float, int, int] = (0.0, 0, index)
-        """order of precedence: arrival and priority, number, index"""
-        self.blocks_at_start = 0
-        """blocks of the tokens that it starts with"""
+        self.row = -1  # row of the batch while it runs
+        self.order: tuple[float, int, int] = (0.0, 0, index)  # order of precedence: arrival and priority, number, index
+        self.blocks_at_start = 0  # blocks of the tokens that it starts with
         self.blocks_at_limit = 0
-        """blocks at its limit"""
         self.preemptions = 0
         self.finish: Finish | None = None
         self.error = ""
@@ -224,8 +193,5 @@ class Logprob(NamedTuple):
     """Log-probability of one token by the model alone: before penalties, biases and filters."""
 
     token: int
-    """the token"""
     value: float
-    """natural logarithm of its probability"""
-    top: tuple[tuple[int, float], ...]
-    """the most likely tokens and their log-probabilities, as many as requested"""
+    top: tuple[tuple[int, float], ...]  # the most likely tokens and their log-probabilities, as many as requested

@@ -36,8 +36,7 @@ class Limited:
     def __init__(self, allowed: int, bad: tuple[tuple[int, ...], ...], size: int, structure: Constraint | None) -> None:
         """`allowed` has bit v where token v may come; masks have `size` bytes."""
         self._allowed, self._bad, self._size, self._structure = allowed, bad, size, structure
-        self._kept = max((len(tokens) for tokens in bad), default=1) - 1
-        """tokens before the next one that matter"""
+        self._kept = max((len(tokens) for tokens in bad), default=1) - 1  # tokens before the next one that matter
         self._last: tuple[int, ...] = ()
 
     def allowed(self) -> bytes:

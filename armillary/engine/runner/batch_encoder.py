@@ -13,8 +13,7 @@ from armillary.engine.request.sequence import Sequence
 from armillary.engine.runner.step_input import Admitted, Extra, Ints, PromptLogprobs, Shape, Step
 from armillary.engine.scheduler.decision import Decision
 
-Fit = Callable[[int, int, bool], tuple[int, int]]
-"""(tokens, sequences, decodes only) -> the same, padded"""
+Fit = Callable[[int, int, bool], tuple[int, int]]  # (tokens, sequences, decodes only) -> the same, padded
 
 
 _NOTHING: Ints = np.empty((2, 0), dtype=np.int32)
@@ -45,8 +44,7 @@ class Encoder:
         self.fit = fit
         self._new_seed = new_seed
         self._long_rope = long_rope
-        self._special: set[int] = set()
-        """rows that need the full sampler"""
+        self._special: set[int] = set()  # rows that need the full sampler
         self._last_decode: tuple[Shape, list[int], Ints, Ints] | None = None
         """of the last decode-only step: shape, rows (list and array), and its array"""
 

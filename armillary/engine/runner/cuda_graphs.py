@@ -12,8 +12,7 @@ from torch import Tensor
 from armillary.engine.runner.batch_encoder import Fit, unpadded
 from armillary.engine.runner.step_input import Shape
 
-Compute = Callable[[Shape, bool, Tensor], Any]
-"""(shape, whether the fast sampler is used, packed inputs) -> tensors"""
+Compute = Callable[[Shape, bool, Tensor], Any]  # (shape, whether the fast sampler is used, packed inputs) -> tensors
 
 
 class Steps:
@@ -56,8 +55,7 @@ class GraphSteps(Steps):
         self._static: Tensor | None = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._seen: set[Hashable] = set()
-        self._full = False
-        """there is no memory for another graph"""
+        self._full = False  # there is no memory for another graph
         self._aside = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.fit = self._fit

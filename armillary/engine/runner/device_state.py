@@ -38,8 +38,7 @@ class DeviceRows:
         self.floats_FR[2:4] = 1.0
         self.ints_IR = torch.zeros(len(INTS), rows, dtype=torch.int64, device=device)
         self._shape, self._dtype = blocks, dtype
-        self.blocks = self._made(blocks[1])
-        """[layer of a group, block, keys and values, head, token, dim]"""
+        self.blocks = self._made(blocks[1])  # [layer of a group, block, keys and values, head, token, dim]
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV blocks; only before a CUDA graph is captured over them."""

@@ -51,10 +51,8 @@ class EngineKernels:
     """none of them waits for the device, so that steps can be captured in CUDA graphs"""
 
 
-_CHECKED = 8
-"""rows of the agreement check at the start, which has to be fast; the bench checks larger ones"""
+_CHECKED = 8  # rows of the agreement check at the start, which has to be fast; the bench checks larger ones
 REFERENCE = EngineKernels()
-"""the reference of every other choice"""
 
 
 def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch: int) -> EngineKernels:

@@ -28,8 +28,7 @@ from armillary.model.transformer import Transformer
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
 
-_HEAD_TOKENS = 256
-"""prompt tokens whose logits are in memory at once"""
+_HEAD_TOKENS = 256  # prompt tokens whose logits are in memory at once
 
 
 @dataclass(kw_only=True)
@@ -43,7 +42,6 @@ class Launched:
     logprobs: Tensor | None = None
     """log-probabilities of the sequences that want them (`DeviceSampler.logprobs`)"""
     prompts: list[Tensor] = field(default_factory=list)
-    """log-probabilities of prompt tokens"""
     done: torch.cuda.Event | None = None
     logits_BV: Tensor | None = None
     """where tokens are not sampled yet: constraint masks depend on tokens of the step before"""

@@ -40,10 +40,8 @@ class Inputs:
     """A step on the device."""
 
     shape: Shape
-    packed: Tensor
-    """int32, the parts of the shape"""
-    wide: Tensor
-    """the same, int64"""
+    packed: Tensor  # int32, the parts of the shape
+    wide: Tensor  # the same, int64
     decode_inputs: Any = None
     """decode inputs gathered in one launch (kernels/paged/decode_inputs_triton.py); None: each gathered where used"""
 
@@ -80,8 +78,7 @@ class Forward:
             if layer.mixture is not None and kernels.grouped is not None:
                 layer.mixture.dispatch = SortedDispatch(kernels.grouped)
         self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
-        self.reduce: Reduce = no_reduce
-        """all-reduce of partial GEMM results"""
+        self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
         self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: LinearFn = model.head
         self.one_head = _plain_head(model) if kernels.small is not None and model.norm is not None else None

@@ -38,26 +38,19 @@ class Layer:
     """One layer. Linear functions may be replaced before the first step: sharded over ranks, or quantized."""
 
     group: int
-    """layer group, which has a block table of its own"""
-    slot: int
-    """index among the layers of that group"""
-    sliding: bool
-    """which RoPE table"""
+    slot: int  # index among the layers of that group
+    sliding: bool  # which RoPE table
     rotates: bool
-    """whether RoPE is applied"""
     qkv: LinearFn
     out: LinearFn
-    up: LinearFn | None
-    """none: `mixture` computes the MLP"""
+    up: LinearFn | None  # none: `mixture` computes the MLP
     down: LinearFn | None
     mixture: nn.Module | None
     activation: str
     gated: bool
-    norms: dict[str, Norm | None]
-    """attention_norm, attention_post_norm, mlp_norm, mlp_post_norm"""
+    norms: dict[str, Norm | None]  # attention_norm, attention_post_norm, mlp_norm, mlp_post_norm
     parallel: bool
-    scale: float
-    """factor of what is added to the residual"""
+    scale: float  # factor of what is added to the residual
     heads: QkvOptions
     options: AttentionOptions
 
@@ -105,8 +98,7 @@ def _head_options(block: Block) -> QkvOptions:
 
 # T tokens, M numbers of this rank's heads
 
-IntoCache = Callable[..., Any]
-"""`armillary.kernels.paged.qkv_to_cache.qkv_cache`, or a quicker one"""
+IntoCache = Callable[..., Any]  # `armillary.kernels.paged.qkv_to_cache.qkv_cache`, or a quicker one
 
 
 def full_qk_norm(

@@ -22,8 +22,7 @@ from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase
 from armillary.model.layers.mlp import MLP
 from armillary.model.transformer import Transformer
 
-Make = Callable[[Tensor, Tensor | None], LinearFn]
-"""(weight, bias) -> linear function"""
+Make = Callable[[Tensor, Tensor | None], LinearFn]  # (weight, bias) -> linear function
 
 
 class PackedDense:
@@ -161,8 +160,7 @@ def onednn_is_exact() -> bool:
     return bool((sums == 127 * 127 * depth).all())
 
 
-Matmul = Callable[..., Tensor]
-"""`armillary.kernels.fp8.matmul.reference`, or a faster one"""
+Matmul = Callable[..., Tensor]  # `armillary.kernels.fp8.matmul.reference`, or a faster one
 
 
 class Fp8Dense:

@@ -20,8 +20,7 @@ from armillary.kernels.sampling.sampling import Draws, Penalties
 # B sequences of a step, S those of them whose logits are changed, P those with penalties, V vocabulary, L tokens of the
 # longest of them, W words of 32 tokens, N likeliest tokens
 
-Masks = dict[int, bytes]
-"""index among the sequences of a step -> bit mask of allowed tokens"""
+Masks = dict[int, bytes]  # index among the sequences of a step -> bit mask of allowed tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +28,7 @@ class _Subset:
     """Some of a step's sequences."""
 
     at_S: Tensor
-    """their places"""
     rows_S: Tensor
-    """their rows"""
     floats_FS: Tensor
     ints_IS: Tensor
     lengths_S: Tensor

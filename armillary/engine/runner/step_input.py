@@ -8,8 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-Ints = np.ndarray
-"""of int32"""
+Ints = np.ndarray  # of int32
 
 # T tokens, B sequences, G groups of layers, all padded
 
@@ -19,13 +18,9 @@ class Shape:
     """Padded sizes of a step: steps of one shape share a CUDA graph."""
 
     tokens: int
-    """T"""
     rows: int
-    """B"""
     groups: int
-    """G"""
-    decodes: bool
-    """one token per sequence"""
+    decodes: bool  # one token per sequence
 
     @property
     def max_query(self) -> int:
@@ -67,30 +62,21 @@ class Admitted:
     """A new row."""
 
     row: int
-    tokens: bytes
-    """int32 each"""
-    floats: tuple[float, ...]
-    """see device_rows.FLOATS"""
-    ints: tuple[int, ...]
-    """see device_rows.INTS"""
+    tokens: bytes  # int32 each
+    floats: tuple[float, ...]  # see device_rows.FLOATS
+    ints: tuple[int, ...]  # see device_rows.INTS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
     """Sampling options of a sequence that the fast sampler does not have."""
 
-    at: int
-    """index among the sequences of the step"""
-    bias: tuple[tuple[int, float], ...] = ()
-    """tokens and what is added to their logits"""
-    banned: tuple[int, ...] = ()
-    """end tokens that are forbidden so far"""
+    at: int  # index among the sequences of the step
+    bias: tuple[tuple[int, float], ...] = ()  # tokens and what is added to their logits
+    banned: tuple[int, ...] = ()  # end tokens that are forbidden so far
     penalised: bool = False
-    """it has penalties"""
-    num_top: int | None = None
-    """most likely tokens whose log-probabilities are wanted"""
-    masked: bool = False
-    """its tokens are limited by a structure"""
+    num_top: int | None = None  # most likely tokens whose log-probabilities are wanted
+    masked: bool = False  # its tokens are limited by a structure
 
     @property
     def changes(self) -> bool:
@@ -102,14 +88,10 @@ class Extra:
 class PromptLogprobs:
     """Tokens of a prompt whose log-probabilities are wanted."""
 
-    first: int
-    """place of the first among the tokens of the step"""
+    first: int  # place of the first among the tokens of the step
     size: int
-    """how many"""
-    targets: tuple[int, ...]
-    """the token after each"""
-    num_top: int
-    """and so many of the likeliest"""
+    targets: tuple[int, ...]  # the token after each
+    num_top: int  # and so many of the likeliest
 
 
 @dataclass(kw_only=True)
@@ -118,17 +100,12 @@ class Step:
 
     shape: Shape
     ints: Ints
-    """the parts of the shape, one after the other"""
-    table_updates: Ints
-    """[2, n]: indices into the flat block tables, and their new entries"""
-    copies: Ints
-    """[2, n]: source and target blocks"""
+    table_updates: Ints  # [2, n]: indices into the flat block tables, and their new entries
+    copies: Ints  # [2, n]: source and target blocks
     admitted: list[Admitted] = field(default_factory=list)
-    extras: list[Extra] = field(default_factory=list)
-    """empty: the fast sampler suffices"""
+    extras: list[Extra] = field(default_factory=list)  # empty: the fast sampler suffices
     prompts: list[PromptLogprobs] = field(default_factory=list)
     draws: bool = True
-    """whether any sequence samples a token"""
 
     def part(self, name: str) -> Ints:
         at, size = self.shape.parts()[name]

@@ -175,8 +175,7 @@ class Leader:
 
     def __init__(self, executor: FastExecutor, group: Any = None) -> None:
         self.executor, self._group = executor, group
-        self.leads = dist.get_rank(group) == 0
-        """whether it still sends steps"""
+        self.leads = dist.get_rank(group) == 0  # whether it still sends steps
 
     def launch(self, decision: Decision) -> Launched:
         step = self.executor.encoder.encode(decision)

@@ -27,7 +27,6 @@ class Admission:
         if settings.batching != "continuous":
             self.reserve = 1.0  # a batch stays together
         self.typical_tokens = _TYPICAL_TOKENS
-        """typical output length"""
         self._seen = _BELIEVED
         self._open = True
 

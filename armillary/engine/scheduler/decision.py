@@ -19,17 +19,11 @@ class StepWork(NamedTuple):
     """How much one engine step computes; the fields are gauges of its record."""
 
     prefill_tokens: float = 0
-    """prompt tokens computed"""
     decode_tokens: float = 0
-    """sequences that decode one token each"""
-    context_tokens: float = 0
-    """keys that the decodes read"""
-    prefill_pairs: float = 0
-    """(query, key) pairs of the prefill chunks"""
+    context_tokens: float = 0  # keys that the decodes read
+    prefill_pairs: float = 0  # (query, key) pairs of the prefill chunks
     prefill_rows: float = 0
-    """prefill chunks"""
-    prefill_past: float = 0
-    """prompt tokens before the chunks, computed earlier or found in the prefix cache"""
+    prefill_past: float = 0  # prompt tokens before the chunks, computed earlier or found in the prefix cache
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> StepWork:
@@ -38,7 +32,7 @@ class StepWork(NamedTuple):
 
 
 class StepTimeModel(Protocol):
-    """A model of how long an engine step takes: the roofline of telemetry/step_roofline, the planner's `Replica`, the
+    """A model of how long an engine step takes: the roofline of step_time, the planner's `Replica`, the
     fit of planning/simulation/fitted_step_time."""
 
     def seconds(self, work: StepWork) -> float:
@@ -50,13 +44,9 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     row: int
-    """the sequence's row of the batch"""
     start: int
-    """position of its first token"""
     size: int
-    """tokens"""
-    samples: bool
-    """the chunk ends the prefill, and a token is sampled"""
+    samples: bool  # the chunk ends the prefill, and a token is sampled
 
 
 class Decision:
@@ -84,35 +74,23 @@ class Decision:
     def __init__(self, number: int) -> None:
         self.number = number
         self.decided_at = 0.0
-        """time of the decision"""
-        self.decodes: list[Sequence] = []
-        """sequences that compute one token and sample the next"""
-        self.positions: list[int] = []
-        """position of each decode's token"""
+        self.decodes: list[Sequence] = []  # sequences that compute one token and sample the next
+        self.positions: list[int] = []  # position of each decode's token
         self.rows: list[int] = []
-        """row of each decode"""
         self.chunks: list[Chunk] = []
-        """prefill chunks"""
         self.sampling: list[Sequence] = []
         """sequences that sample a token, in this order: decodes, then chunks that end the prefill"""
         self.prefill_done: list[Sequence] = []
         """sequences whose prefill, or recompute after a preemption, ends with this step"""
-        self.last: list[Sequence] = []
-        """sequences for which the sampled token is the last by length"""
+        self.last: list[Sequence] = []  # sequences for which the sampled token is the last by length
         self.admitted: list[Sequence] = []
         """sequences that start or restart in new rows, with the tokens of `sequence.tokens`"""
         self.table_updates: list[TableUpdate] = []
-        """changed entries of block tables"""
         self.copies: list[Copy] = []
-        """blocks to copy"""
         self.preempted: list[Sequence] = []
-        """preempted sequences, which will be recomputed"""
-        self.ended: list[Sequence] = []
-        """sequences past their deadline"""
-        self.has_constraints = False
-        """a sequence in the step has a constraint that follows its tokens"""
-        self.has_finished = False
-        """a sequence ended while the step was in flight"""
+        self.ended: list[Sequence] = []  # sequences past their deadline
+        self.has_constraints = False  # a sequence in the step has a constraint that follows its tokens
+        self.has_finished = False  # a sequence ended while the step was in flight
 
     @property
     def empty(self) -> bool:
@@ -156,12 +134,9 @@ class Decision:
 class Outcome(NamedTuple):
     """The tokens of a step."""
 
-    sequences: list[Sequence]
-    """sequences that got a token"""
+    sequences: list[Sequence]  # sequences that got a token
     tokens: list[int]
-    """the token of each"""
     finished: list[Sequence]
-    """sequences that are complete"""
 
 
 class Ending(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision, Outcome
 from armillary.engine.scheduler.scheduler import Scheduler
-from armillary.engine.scheduler.step_estimate import StepTimes
+from armillary.engine.scheduler.step_time import StepTimes
 from armillary.errors import ArmillaryError
 
 
@@ -60,18 +60,12 @@ class Loop:
         self.scheduler = scheduler
         self.executor = executor
         self.overlap = overlap
-        self.clock = clock
-        """current time; requests are submitted by the same clock"""
-        self.schedule_s = 0.0
-        """seconds of the last decision"""
+        self.clock = clock  # current time; requests are submitted by the same clock
+        self.schedule_s = 0.0  # seconds of the last decision
         self.launch_s = 0.0
-        """seconds of its launch"""
-        self.wait_s = 0.0
-        """seconds that the last step waited for the device"""
-        self.taken: list[int] = []
-        """numbers of the steps whose tokens the last step took"""
+        self.wait_s = 0.0  # seconds that the last step waited for the device
+        self.taken: list[int] = []  # numbers of the steps whose tokens the last step took
         self.times = StepTimes(scheduler.settings.attention_tokens)
-        """upper estimates of step times on this device"""
         self._launched: list[tuple[Decision, Any]] = []
 
     def step(self) -> tuple[Decision, Outcome]:

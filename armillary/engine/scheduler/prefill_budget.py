@@ -8,8 +8,10 @@ steps of short prompts are as full as they may be.
 from dataclasses import dataclass
 from math import sqrt
 
-FREE = 0.25
-"""fraction of A: context that is not counted"""
+from armillary.engine.scheduler.prefill_pacing import PrefillController
+from armillary.engine.scheduler.settings import STREAMED_SLOWDOWN, Settings
+
+FREE = 0.25  # fraction of A: context that is not counted
 
 
 def chunk_cost(count: int, past: int, attention_tokens: float | None, free: float = FREE) -> float:
@@ -45,12 +47,9 @@ def chunk_size(
 class Budget:
     """What a step may still prefill."""
 
-    tokens: float
-    """tokens without a past that it pays for"""
-    most: int
-    """most tokens, whatever they cost"""
+    tokens: float  # tokens without a past that it pays for
+    most: int  # most tokens, whatever they cost
     attention_tokens: float | None
-    """see `chunk_cost`"""
     free: float = FREE
     least: int = 1
     """least tokens of the first chunk, whatever they cost: fewer would cost as much"""
@@ -89,8 +88,62 @@ class Budget:
         self._begun = True
 
 
-_FIRST_STEPS, _MOST_STEPS = 32, 8192
-"""successful steps before a larger one is tried: at first, and at most"""
+class PrefillPlanner:
+    """Sizes the prefill of each step: what the step has left beside its decodes and, where a controller limits the time
+    that prefill may add, what keeps that limit."""
+
+    def __init__(self, settings: Settings, block_tokens: int) -> None:
+        self._settings, self._block_tokens = settings, block_tokens
+        slowdown = settings.prefill_slowdown
+        self.controller = None if slowdown is None else self._controller(slowdown)
+        self._gives_way = False  # no limit while more sequences wait for their first token than decode
+
+    def _controller(self, slowdown: float) -> PrefillController:
+        tile, block = self._settings.query_tile, self._block_tokens
+        return PrefillController(slowdown, self._settings.attention_tokens, block if tile % block else tile)
+
+    def stream(self) -> None:
+        """Outputs are streamed from now on. Unless a recipe says how long prefill may delay decodes, steps are limited
+        by the default, as long as no more sequences wait for their first token than decode: beyond that, the limit
+        would cost throughput. Batches that are read when they are complete are faster without a limit."""
+        if (
+            self.controller is None
+            and self._settings.prefill_tokens is None
+            and self._settings.batching == "continuous"
+        ):
+            self.controller, self._gives_way = self._controller(STREAMED_SLOWDOWN), True
+
+    def budget(self, left: int, decodes: int, prompts: int) -> Budget:
+        """Of a step with so many decodes that has `left` tokens for so many prompts."""
+        settings = self._settings
+        if decodes and settings.prefill_tokens is not None:
+            left = min(left, settings.prefill_tokens)
+        if not decodes or not prompts or self.controller is None or (self._gives_way and prompts > decodes):
+            return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
+        tokens, attention_tokens = self.controller.allowance(decodes)
+        return Budget(
+            tokens=min(left, tokens),
+            most=min(left, self.controller.most),
+            attention_tokens=attention_tokens,
+            free=0.0,
+            least=settings.query_tile,
+            one_partial=True,
+        )
+
+    def chunk_size(self, budget: Budget, decodes: int, left: int, past: int) -> int:
+        """Tokens of the next chunk of a prompt with `left` tokens after `past` others: what the budget pays for, or the
+        size that the controller has seen to keep the time limit. What the first chunk is denied goes to no other."""
+        settings = self._settings
+        count = min(budget.size(left, past, self._block_tokens, settings.query_tile), settings.max_chunk or left)
+        if self.controller is None or not budget.is_paced or count >= left:
+            return count
+        allowed = self.controller.size(decodes, count, past, min(left - 1, budget.most))
+        if allowed < count:
+            budget.close()
+        return allowed
+
+
+_FIRST_STEPS, _MOST_STEPS = 32, 8192  # successful steps before a larger one is tried: at first, and at most
 
 
 class StepLimit:
@@ -100,8 +153,7 @@ class StepLimit:
     def __init__(self, most: int) -> None:
         self.most = most
         self.tokens = most
-        self.next_decode = 0
-        """first decode of the next step, while not all of them fit"""
+        self.next_decode = 0  # first decode of the next step, while not all of them fit
         self._patience, self._good = _FIRST_STEPS, 0
 
     @property

@@ -14,31 +14,20 @@ from statistics import median
 
 from armillary.engine.scheduler.decision import Decision
 
-_MARGIN = 0.035
-"""fraction of the time limit kept in reserve: steps of one kind vary by so much"""
+_MARGIN = 0.035  # fraction of the time limit kept in reserve: steps of one kind vary by so much
 _FORGET = 0.96
-"""forgetting factor per step"""
-_GROWTH = 1.15
-"""most tokens of a step over those of the last one"""
-_FIRST = 64
-"""prefill tokens of the first step"""
-_EVERY = 256
-"""steps with prefill after which decodes are timed alone again"""
-_SEEN = 31
-"""steps without prefill whose median counts, so that a delayed one does not"""
-_UNITS = (1.0, 128.0, 128.0 * 8192.0)
-"""units of γ, n and n·(p + n/2), so that all are of one size"""
-_LAST = 3
-"""last steps of a size of which the fastest counts, so that a delayed one does not"""
-_LATE = 384
-"""steps with prefill after which a measured size expires"""
+_GROWTH = 1.15  # most tokens of a step over those of the last one
+_FIRST = 64  # prefill tokens of the first step
+_EVERY = 256  # steps with prefill after which decodes are timed alone again
+_SEEN = 31  # steps without prefill whose median counts, so that a delayed one does not
+_UNITS = (1.0, 128.0, 128.0 * 8192.0)  # units of γ, n and n·(p + n/2), so that all are of one size
+_LAST = 3  # last steps of a size of which the fastest counts, so that a delayed one does not
+_LATE = 384  # steps with prefill after which a measured size expires
 _HELD_UP, _IN_A_ROW = 2.0, 2
 """a step this many times over the limit was delayed by something else (a graph capture, garbage collection) and is
 ignored, up to so many in a row; more are taken as the step time"""
-_LONG = 8192
-"""tokens of a new prompt: sending more of them takes time of its own"""
+_LONG = 8192  # tokens of a new prompt: sending more of them takes time of its own
 _MAX_COVARIANCE = 100.0
-"""largest covariance of the fit"""
 
 
 class PrefillController:
@@ -48,26 +37,18 @@ class PrefillController:
         self.slowdown = slowdown
         self._tile = tile
         self._attention = attention_tokens
-        self._alone_s: dict[int, float] = {}
-        """seconds of decodes alone, by the power of two at or above their number"""
+        self._alone_s: dict[int, float] = {}  # seconds of decodes alone, by the power of two at or above their number
         self._seen: dict[int, deque[float]] = {}
-        """the times behind it"""
-        self._fit: list[float] | None = None
-        """γ, α and β, in seconds per unit"""
+        self._fit: list[float] | None = None  # γ, α and β, in seconds per unit
         self._covariance = [[float(i == j) for j in range(3)] for i in range(3)]
-        """their covariance"""
         self._sizes: dict[tuple[int, int], deque[tuple[float, float, int]]] = {}
         """steps with one chunk, by decodes (as above) and all tokens, by which GEMMs are padded: seconds, pairs, and
         number of the step"""
-        self._steps = 0
-        """steps with prefill"""
+        self._steps = 0  # steps with prefill
         self._held_up = 0
-        """consecutive delayed steps"""
         self._largest = _FIRST
-        self._mixed = 0
-        """steps with prefill since decodes were timed alone"""
+        self._mixed = 0  # steps with prefill since decodes were timed alone
         self._last_s = 0.0
-        """end of the step before"""
 
     def allowance(self, rows: int) -> tuple[float, float | None]:
         """Prefill tokens without a past that a step with `rows` decodes may take, and the context at which a token

@@ -14,8 +14,7 @@ from armillary.engine.scheduler.settings import Settings
 from armillary.errors import BadInput, ContextLengthExceeded
 
 MakeConstraint = Callable[[], Constraint]
-LONG_ROPE = "\0long rope"
-"""added to the adapter's name: sequences with long-context RoPE share no blocks with others"""
+LONG_ROPE = "\0long rope"  # added to the adapter's name: sequences with long-context RoPE share no blocks with others
 
 
 def check(request: Request, settings: Settings, cache: KVCache, constraint: MakeConstraint | None = None) -> int:

@@ -27,10 +27,8 @@ class RequestTable:
         self.deadlines = Deadlines()
         self.running: list[Sequence] = []
         """in order of precedence: a sequence may preempt those after it, and the first never waits"""
-        self.rows = list(range(settings.max_running - 1, -1, -1))
-        """free rows of the batch, the next one last"""
-        self.requests: dict[str, list[Sequence]] = {}
-        """request id -> sequences, of every unfinished request"""
+        self.rows = list(range(settings.max_running - 1, -1, -1))  # free rows of the batch, the next one last
+        self.requests: dict[str, list[Sequence]] = {}  # request id -> sequences, of every unfinished request
         self.totals = Totals()
         self.prefix_reuse = PrefixReuse()
 

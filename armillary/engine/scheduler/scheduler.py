@@ -8,8 +8,7 @@ catch up with its tokens. Decodes go first, prefill chunks fill the rest of the 
 from collections import deque
 from collections.abc import Sequence as Items
 
-from armillary.engine.cache.housekeeping import CacheHousekeeping
-from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.kv_cache import CacheHousekeeping, KVCache
 from armillary.engine.cache.prefix_lookup import search
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import BROKEN, Finish, Sequence, State
@@ -26,11 +25,10 @@ from armillary.engine.scheduler.decision import (
     take_back,
     without_broken,
 )
-from armillary.engine.scheduler.prefill_budget import Budget, StepLimit
-from armillary.engine.scheduler.prefill_pacing import PrefillController
+from armillary.engine.scheduler.prefill_budget import Budget, PrefillPlanner, StepLimit
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.scheduler.request_table import RequestTable, fitting, preempt_until_fits
-from armillary.engine.scheduler.settings import STREAMED_SLOWDOWN, Settings
+from armillary.engine.scheduler.settings import Settings
 from armillary.errors import BadInput
 
 _RUNNING = State.RUNNING
@@ -50,38 +48,19 @@ class Scheduler:
         self.request_table = RequestTable(settings, cache)
         self.admission = Admission(settings, cache)
         self.housekeeping = CacheHousekeeping(cache)
-        slowdown = settings.prefill_slowdown
-        self.prefill_controller = (
-            None if slowdown is None else PrefillController(slowdown, settings.attention_tokens, self._tile)
-        )
-        """limits how long prefill makes a step; none: no limit"""
+        self.prefill = PrefillPlanner(settings, cache.block_tokens)
         self.totals = self.request_table.totals
         self.limit = StepLimit(settings.max_tokens_per_step)
-        self.under_way: deque[Decision] = deque()
-        """decided steps whose tokens are not back"""
+        self.under_way: deque[Decision] = deque()  # decided steps whose tokens are not back
         self._admitted: list[Sequence] = []
         self._fresh: list[Sequence] = []
-        self._ended: list[Sequence] = []
-        """sequences ended by decisions that were rolled back: the next decision reports them"""
-        self._watched = {BROKEN}
-        """tokens that may end a running sequence"""
+        self._ended: list[Sequence] = []  # by decisions that were rolled back: the next decision reports them
+        self._watched = {BROKEN}  # tokens that may end a running sequence
         self._lookups = 0
         self._stalled = False
         self._full = False
         self._retreated = False
-        self._gives_way = False
-        """prefill is not limited while more sequences wait for their first token than decode"""
-        self._waits = not settings.late_masks
-        """a structured sequence is not scheduled before its last token is known"""
-
-    def stream(self) -> None:
-        """Outputs are streamed from now on. Unless a recipe says how long prefill may delay decodes, steps are limited
-        by the default, as long as no more sequences wait for their first token than decode: beyond that, the limit
-        would cost throughput. Batches that are read when they are complete are faster without a limit."""
-        settings = self.settings
-        if self.prefill_controller is None and settings.prefill_tokens is None and settings.batching == "continuous":
-            self.prefill_controller = PrefillController(STREAMED_SLOWDOWN, settings.attention_tokens, self._tile)
-            self._gives_way = True
+        self._waits = not settings.late_masks  # a structured sequence is not scheduled before its last token is known
 
     # --- requests
 
@@ -142,30 +121,13 @@ class Scheduler:
         self._finish_last_step(decision, now)
         prompts = self._decode(decision)
         decision.decided_at = now
-        budget = self._budget(len(decision.decodes), len(prompts) + len(self.request_table.waiting))
+        num_decodes, num_prompts = len(decision.decodes), len(prompts) + len(self.request_table.waiting)
+        budget = self.prefill.budget(self.limit.tokens - num_decodes, num_decodes, num_prompts)
         for seq in prompts:
             self._chunk(decision, seq, budget)
         self._admit(decision, budget, now)
         self._close(decision)
         return decision
-
-    def _budget(self, decodes: int, prompts: int) -> Budget:
-        """Prefill budget of a step with so many decodes, for so many prompts."""
-        settings = self.settings
-        left = self.limit.tokens - decodes
-        if decodes and settings.prefill_tokens is not None:
-            left = min(left, settings.prefill_tokens)
-        if not decodes or not prompts or self.prefill_controller is None or (self._gives_way and prompts > decodes):
-            return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
-        tokens, attention_tokens = self.prefill_controller.allowance(decodes)
-        return Budget(
-            tokens=min(left, tokens),
-            most=min(left, self.prefill_controller.most),
-            attention_tokens=attention_tokens,
-            free=0.0,
-            least=settings.query_tile,
-            one_partial=True,
-        )
 
     def _finish_last_step(self, decision: Decision, now: float) -> None:
         """After the last step: register computed blocks, wake forks, free blocks, expire deadlines."""
@@ -236,7 +198,7 @@ class Scheduler:
         self._lookups -= search(self.cache, seq, self._lookups, self.totals)
         if seq.matching:
             return  # the step's share of prefix lookups is used up
-        count = self._chunk_size(decision, seq, budget)
+        count = self.prefill.chunk_size(budget, len(decision.decodes), seq.prefill_target - seq.computed, seq.computed)
         if not count:
             budget.close()
             return
@@ -265,25 +227,6 @@ class Scheduler:
             decision.positions.append(start)
         else:
             decision.chunks.append(Chunk(seq, seq.row, start, count, samples))
-
-    def _chunk_size(self, decision: Decision, seq: Sequence, budget: Budget) -> int:
-        """Tokens of the next chunk: what the budget pays for, or the size that the controller has seen to keep the
-        time limit. What the first chunk is denied goes to no other sequence."""
-        settings, start = self.settings, seq.computed
-        left = seq.prefill_target - start
-        count = min(budget.size(left, start, self.cache.block_tokens, settings.query_tile), settings.max_chunk or left)
-        if self.prefill_controller is None or not budget.is_paced or count >= left:
-            return count
-        allowed = self.prefill_controller.size(len(decision.decodes), count, start, min(left - 1, budget.most))
-        if allowed < count:
-            budget.close()
-        return allowed
-
-    @property
-    def _tile(self) -> int:
-        """Tokens by which prefill chunks grow."""
-        tile, block = self.settings.query_tile, self.cache.block_tokens
-        return tile if tile % block == 0 else block
 
     def _admit(self, decision: Decision, budget: Budget, now: float) -> None:
         """Start waiting sequences in order, as long as rows, blocks and budget last."""
@@ -362,8 +305,8 @@ class Scheduler:
         self.under_way.popleft()
         if self.limit.tight:
             self.limit.went_well()
-        if self.prefill_controller is not None:
-            self.prefill_controller.took(decision, decision.decided_at, now)
+        if self.prefill.controller is not None:
+            self.prefill.controller.took(decision, decision.decided_at, now)
         sequences, kept = decision.sampling, list(tokens)
         if decision.has_finished:
             kept = [token for seq, token in zip(sequences, kept, strict=True) if seq.finish is None]

@@ -21,36 +21,24 @@ Batching = Literal["none", "static", "dynamic", "continuous"]
 class Settings:
     """Scheduler settings of one engine."""
 
-    max_model_len: int
-    """most tokens of prompt and output together"""
+    max_model_len: int  # most tokens of prompt and output together
     vocab: int
-    """vocabulary size"""
     eos_ids: frozenset[int] = frozenset()
-    """the model's own end tokens"""
     max_tokens_per_step: int = 2048
-    """most tokens per step"""
     max_running: int = 256
-    """most running sequences"""
     batching: Batching = "continuous"
-    """how requests are batched"""
-    batch_window_s: float = 0.05
-    """dynamic batching: how long the first request of a batch waits for others"""
-    ageing_s: float = 60.0
-    """waiting time that equals one priority level; 0: first come, first served"""
+    batch_window_s: float = 0.05  # dynamic batching: how long the first request of a batch waits for others
+    ageing_s: float = 60.0  # waiting time that equals one priority level; 0: first come, first served
     max_waiting: int | None = None
-    """most waiting requests; more are refused"""
-    max_wait_s: float | None = None
-    """a request that has not started by then is aborted"""
-    prefill_tokens: int | None = None
-    """most prefill tokens per step while others decode; none: what the step has left"""
+    max_wait_s: float | None = None  # a request that has not started by then is aborted
+    prefill_tokens: int | None = None  # most prefill tokens per step while others decode; none: what the step has left
     prefill_slowdown: float | None = None
     """longest step with prefill, in multiples of its decodes alone; none: no limit"""
     max_chunk: int | None = None
     """most prefill tokens of one request per step, so that short prompts are not blocked by a long one; none: all"""
     attention_tokens: float | None = None
     """context at which attention costs as much as the rest of a token; none: attention is not counted"""
-    query_tile: int = 1
-    """queries per tile of prefill attention: a chunk costs as much as the next multiple"""
+    query_tile: int = 1  # queries per tile of prefill attention: a chunk costs as much as the next multiple
     reserve: float | None = None
     """fraction of the blocks that running sequences may still need that is kept free; none: of the likely need,
     learnt"""
@@ -59,10 +47,8 @@ class Settings:
     late_masks: bool = False
     """the executor computes constraint masks only after the step before was updated, so that structured sequences are
     scheduled ahead like all others; else they wait for each token"""
-    lookups: int = 256
-    """most blocks looked up or freed per step"""
-    check_every: int = 0
-    """steps between checks of all invariants; 0: never"""
+    lookups: int = 256  # most blocks looked up or freed per step
+    check_every: int = 0  # steps between checks of all invariants; 0: never
 
 
 _ATTENTION_RATE = 0.5
@@ -70,8 +56,7 @@ _ATTENTION_RATE = 0.5
 in short chunks; whole prompt steps 684"""
 
 
-_TILE_ROWS = 128
-"""(query, head of a group) rows per tile of prefill attention on a GPU"""
+_TILE_ROWS = 128  # (query, head of a group) rows per tile of prefill attention on a GPU
 
 
 def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = frozenset()) -> Settings:

@@ -19,16 +19,11 @@ from armillary.engine.scheduler.decision import Chunk, Decision
 from armillary.engine.scheduler.loop import Executor, StepTooLarge
 from armillary.engine.scheduler.settings import Settings
 
-REPEATS = 2
-"""timed runs of each shape; the fastest counts"""
-SIZES = (16, 128, 1024)
-"""tokens of a prefill chunk"""
-PASTS = (512, 4096)
-"""tokens before the chunk, at most"""
+REPEATS = 2  # timed runs of each shape; the fastest counts
+SIZES = (16, 128, 1024)  # tokens of a prefill chunk
+PASTS = (512, 4096)  # tokens before the chunk, at most
 ROWS = (1, 8, 32)
-"""sequences in a step"""
 MOST = 1024
-"""most tokens of a step"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +31,10 @@ class StepShape:
     """Chunks and decodes of a step."""
 
     prompts: int = 0
-    """prefill chunks"""
-    size: int = 0
-    """tokens of each"""
-    past: int = 0
-    """tokens before each"""
+    size: int = 0  # tokens of each
+    past: int = 0  # tokens before each
     decodes: int = 0
-    """sequences that decode"""
-    context: int = 0
-    """tokens of each"""
+    context: int = 0  # tokens of each
 
     @property
     def tokens(self) -> int:

@@ -27,7 +27,6 @@ class FusedOptions:
     weights_16bit: Weights16Bit | None = None
     """16-bit copies of the weights for GEMMs; None: the weights themselves"""
     recompute: bool = False
-    """recompute the outputs of norms and activations in the backward pass"""
     accumulate: bool = False
     """add weight gradients directly into .grad, in fp32: for one device, where no hook needs gradients"""
     norm_pairs: bool = False

@@ -88,8 +88,7 @@ class Fp8Weights:
 class Fp8Gemms:
     """The GEMMs of fused blocks in fp8; one object for all blocks of a model."""
 
-    scaling: str
-    """'tensor', 'row' or 'token'"""
+    scaling: str  # 'tensor', 'row' or 'token'
     weights: Fp8Weights
     multiply: Fp8Gemm = field(default_factory=Fp8Gemm)
 

@@ -98,8 +98,7 @@ class Experts(nn.Module):
         self.moe, self.activation = moe, activation
         self.chosen: Callable[..., Tensor] | None = None
         self.weights_16bit: Weights16Bit | None = None
-        self.parts = 1
-        """shards of the sums over F: each adds its part of the bias"""
+        self.parts = 1  # shards of the sums over F: each adds its part of the bias
         self.up_E2FH = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn, hidden))
         self.down_EHF = nn.Parameter(torch.empty(moe.num_experts, hidden, moe.ffn))
         self.up_bias_E2F = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn)) if moe.expert_bias else None
@@ -153,10 +152,8 @@ class MixtureOfExperts(nn.Module):
         if moe.shared_gate:
             self.shared_gate = nn.Linear(config.hidden, 1, bias=False)
         self.dispatch: Dispatch = plain_dispatch
-        self.balance: RouterBalance | None = None
-        """router losses and counts of training; inactive without gradients"""
-        self.copies = 1
-        """ranks that route the same tokens"""
+        self.balance: RouterBalance | None = None  # router losses and counts of training; inactive without gradients
+        self.copies = 1  # ranks that route the same tokens
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         x_MH = x_BTH.flatten(0, 1)

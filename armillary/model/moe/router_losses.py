@@ -29,16 +29,12 @@ Rule = Callable[[Tensor], Tensor]
 class RouterBalance:
     """Losses and capacity of one layer's router, and where its counts go."""
 
-    aux_weight: float
-    """of the balance loss, over layers and tokens of a step"""
-    z_weight: float
-    """of the z-loss, over layers and tokens of a step"""
+    aux_weight: float  # of the balance loss, over layers and tokens of a step
+    z_weight: float  # of the z-loss, over layers and tokens of a step
     capacity: float | None
     """capacity of an expert per sequence, as a multiple of the fair share; None: unlimited"""
     scale: Tensor
-    """factor of the loss before the backward pass"""
-    tally: Tensor
-    """[2E + 3]: see `Counts`"""
+    tally: Tensor  # [2E + 3]: see `Counts`
     copies: int = 1
     """ranks that route the same tokens, all of whose gradients are summed"""
     over_ranks: Callable[[Tensor], Tensor] | None = None
@@ -63,10 +59,8 @@ class Counts:
     """The columns of a tally."""
 
     def __init__(self, num_experts: int) -> None:
-        self.load = slice(0, num_experts)
-        """choices of each expert, dropped ones too"""
-        self.probability = slice(num_experts, 2 * num_experts)
-        """sum over tokens of the router's probabilities"""
+        self.load = slice(0, num_experts)  # choices of each expert, dropped ones too
+        self.probability = slice(num_experts, 2 * num_experts)  # sum over tokens of the router's probabilities
         self.aux, self.z, self.dropped = (2 * num_experts + i for i in range(3))
         """both losses before their weights; choices that were dropped"""
         self.size = 2 * num_experts + 3

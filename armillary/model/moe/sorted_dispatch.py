@@ -19,16 +19,11 @@ from armillary.model.moe.experts import Experts, Grouped, Overlapped
 class SortedCopies(NamedTuple):
     """The copies of tokens in the order of their experts."""
 
-    source_P: Tensor
-    """the token each sorted row is a copy of"""
-    inverse_Mk: Tensor
-    """where each token's copies are, by the number of their expert"""
+    source_P: Tensor  # the token each sorted row is a copy of
+    inverse_Mk: Tensor  # where each token's copies are, by the number of their expert
     weights_P: Tensor
-    """of the sorted rows"""
-    experts_P: Tensor
-    """of the sorted rows; E where a choice was dropped"""
-    ends_E: Tensor
-    """where the rows of each expert end"""
+    experts_P: Tensor  # of the sorted rows; E where a choice was dropped
+    ends_E: Tensor  # where the rows of each expert end
 
 
 def sort_copies(weights_Mk: Tensor, experts_Mk: Tensor, num_experts: int) -> SortedCopies:

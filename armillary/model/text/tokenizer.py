@@ -30,12 +30,10 @@ class Tokenizer:
 
     backend: tokenizers.Tokenizer = field(repr=False)
     """the Rust tokenizer, without truncation or padding"""
-    named: Mapping[str, str]
-    """bos_token, eos_token, pad_token … as text"""
+    named: Mapping[str, str]  # bos_token, eos_token, pad_token … as text
     eos_ids: tuple[int, ...] = ()
     """ids that end a generation; the tokenizer's own end of text comes first"""
     templates: Mapping[str, str] = field(default_factory=dict)
-    """chat templates by name"""
     config: Mapping[str, Any] = field(default_factory=dict)
     """tokenizer_config.json as it was read; `save` writes it back"""
 

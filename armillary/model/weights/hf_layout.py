@@ -46,12 +46,9 @@ class Names:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = ""
-    experts: tuple[str, str, str] = ("", "", "")
-    """gate, up and down of expert {e}"""
-    shared: tuple[str, str, str] = ("", "", "")
-    """gate, up and down of the shared expert"""
+    experts: tuple[str, str, str] = ("", "", "")  # gate, up and down of expert {e}
+    shared: tuple[str, str, str] = ("", "", "")  # gate, up and down of the shared expert
     selection_bias: str = ""
-    """the router's, where it has one"""
 
 
 _PRE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

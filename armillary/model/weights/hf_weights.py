@@ -37,8 +37,7 @@ _ALONGSIDE = (
     "chat_template.jinja",
     "generation_config.json",
 )
-Read = Callable[[str], Tensor]
-"""an unsharded parameter by our name"""
+Read = Callable[[str], Tensor]  # an unsharded parameter by our name
 
 
 def load_model(

@@ -22,8 +22,7 @@ from armillary.errors import BadModel
 from armillary.model.weights.safetensors_folder import StoredTensor
 
 _THREADS, _PIECE_BYTES, _BUFFERS = 8, 16 << 20, 2
-_AHEAD_BYTES = 2 << 30
-"""of tensors in flight: they are on the device twice until they are joined"""
+_AHEAD_BYTES = 2 << 30  # of tensors in flight: they are on the device twice until they are joined
 
 
 class Sender:

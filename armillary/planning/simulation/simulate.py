@@ -67,7 +67,7 @@ class System:
         )
         scheduler = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
         if self.streamed:
-            scheduler.stream()
+            scheduler.prefill.stream()
         return scheduler
 
 

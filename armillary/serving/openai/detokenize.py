@@ -6,7 +6,7 @@ The engine generates until the server aborts it after a stop string; tokens beyo
 from collections.abc import Callable
 from typing import Protocol
 
-from armillary.engine.output.stop_strings import StopText
+from armillary.engine.output.output_text import StopText
 from armillary.engine.request.sampling_params import SamplingParams
 
 

@@ -21,7 +21,7 @@ from armillary.engine.output.output_text import Answers, NoText
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.scheduler.request_checks import MakeConstraint
-from armillary.engine.telemetry.gauge_log import GaugeLog
+from armillary.engine.telemetry.gauges import GaugeLog
 from armillary.errors import ArmillaryError, Overloaded
 from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,

@@ -10,8 +10,7 @@ import torch
 
 from armillary.engine.bench.bench import bench_serve
 from armillary.engine.bench.bench_page import bench_page, picture
-from armillary.engine.bench.measure import decode_bytes, serve_all
-from armillary.engine.bench.workload import fixed, nano_vllm, ragged
+from armillary.engine.bench.measure import decode_bytes, fixed, nano_vllm, ragged, serve_all
 from armillary.engine.build import make_engine
 from armillary.model.transformer import build
 from armillary.spec.tables.serve import Serve

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.engine.output.output_text import Answers
-from armillary.engine.output.stop_strings import StopText
+from armillary.engine.output.output_text import Answers, StopText
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.loop import Loop

@@ -224,20 +224,20 @@ def test_whoever_reads_along_is_paced_unless_something_else_was_chosen() -> None
         make_scheduler(**SIZES, prefill_tokens=512),
     )
     for scheduler in (streamed, chosen, fixed):
-        scheduler.stream()
+        scheduler.prefill.stream()
     assert longest_step(batch) > 8, "a batch is not held back"
     assert longest_step(streamed) < 2.3, "the first step with prompts is a guess"
     assert (
-        chosen.prefill_controller is not None
-        and chosen.prefill_controller.slowdown == 4.0
-        and fixed.prefill_controller is None
+        chosen.prefill.controller is not None
+        and chosen.prefill.controller.slowdown == 4.0
+        and fixed.prefill.controller is None
     )
 
 
 @pytest.mark.parametrize(("waiting", "paced"), [(3, True), (4, True), (5, False), (40, False)])
 def test_the_default_gives_way_where_more_wait_than_decode(waiting: int, paced: bool) -> None:
     scheduler = make_scheduler(**SIZES | {"max_running": 64})
-    scheduler.stream()
+    scheduler.prefill.stream()
     for i in range(4):
         scheduler.submit(ask(f"stream {i}", [2, 3, 4 + i], 900, ignore_eos=True), 0.0)
     now = 0.0
@@ -256,7 +256,7 @@ def test_a_worker_streams_and_generate_does_not() -> None:
     scheduler = make_scheduler()
     engine = Engine(Loop(scheduler, FakeExecutor(scheduler.cache, 4)), Answers(scheduler, Letters))
     engine.generate([ask("a", [2, 3], 4)])
-    assert scheduler.prefill_controller is None
+    assert scheduler.prefill.controller is None
     worker = EngineThread(engine).start()
     worker.stop()
-    assert scheduler.prefill_controller is not None and scheduler.prefill_controller.slowdown == 2.0
+    assert scheduler.prefill.controller is not None and scheduler.prefill.controller.slowdown == 2.0

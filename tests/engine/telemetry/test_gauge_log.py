@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.engine.telemetry.gauge_log import GaugeLog
+from armillary.engine.telemetry.gauges import GaugeLog
 from armillary.errors import BadData
 from armillary.store.gauges import GaugeWriter, read_gauges
 
@@ -27,7 +27,7 @@ def test_every_request_and_some_steps(tmp_path: Path) -> None:
 
 def test_a_quick_engine_is_sampled_more_thinly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("armillary.engine.telemetry.gauge_log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("armillary.engine.telemetry.gauges.time.monotonic", lambda: now[0])
     made = GaugeLog(GaugeWriter(tmp_path / "gauges.jsonl"), per_second=50)
     for step in range(1, 2001):
         now[0] += 0.001  # a thousand steps a second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.engine.scheduler.step_estimate import StepTimes
+from armillary.engine.scheduler.step_time import StepTimes
 from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from tests.engine.fake import make_scheduler
 from tests.engine.test_engine import ask, make_engine

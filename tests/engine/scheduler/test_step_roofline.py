@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from armillary.engine.scheduler.decision import Chunk, Decision
-from armillary.engine.telemetry.step_roofline import step_roofline
+from armillary.engine.scheduler.step_time import step_roofline
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.catalogue import models
 from armillary.store.peaks import Peaks
