@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from armillary.engine.bench.measure import Watch, decode_bytes, percentile, serve_all
-from armillary.engine.bench.measure import fixed, nano_vllm
+from armillary.engine.bench.measure import Watch, decode_bytes, fixed, nano_vllm, percentile, serve_all
 from armillary.engine.build import make_engine
 from armillary.engine.engine import Engine
 from armillary.model.transformer import Transformer, build
