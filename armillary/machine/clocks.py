@@ -50,7 +50,7 @@ class Clocks:
         if not seen:
             return {}
         inside = [reading for at, reading in seen if begin <= at <= end]
-        inside = inside or [min(seen, key=lambda pair: abs(pair[0] - (begin + end) / 2))[1]]
+        inside = inside or [min(seen, key=lambda sample: abs(sample[0] - (begin + end) / 2))[1]]
         names = dict.fromkeys(name for reading in inside for name in reading)
         return {name: median(reading[name] for reading in inside if name in reading) for name in names}
 
@@ -96,8 +96,8 @@ def _read_nvml(nvml: Any, handle: Any) -> Reading:
 def parse_gpu(text: str | None) -> Reading:
     """'1980, 3201, 612.1, 61' in SI units; figures that the driver does not support are left out."""
     cells = [cell.strip() for cell in (text or "").split(",")]
-    pairs = zip(_GPU_FIELDS.values(), cells, strict=False)
-    return {name: float(cell) * factor for (name, factor), cell in pairs if re.fullmatch(r"\d+(\.\d+)?", cell)}
+    fields = zip(_GPU_FIELDS.values(), cells, strict=False)
+    return {name: float(cell) * factor for (name, factor), cell in fields if re.fullmatch(r"\d+(\.\d+)?", cell)}
 
 
 def cpu_clocks() -> Reading:

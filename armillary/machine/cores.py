@@ -1,19 +1,24 @@
-"""Cores that this process may use, by affinity, cpuset and CPU quota, and its number of compute threads.
+"""Cores that this process may use, by affinity, cpuset and CPU quota, its number of compute threads, and the cores that
+other processes keep busy.
 
 A process with a quota of 1 CPU of 64 that starts 64 threads is throttled by the kernel most of the time. psutil knows
-affinity only, neither cpusets nor quotas.
+affinity only, neither cpusets nor quotas. Ceilings of a CPU that other processes use are far too low, and consistently
+so: their spread does not show it.
 """
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
 
-from armillary.machine.cgroup import Group, groups
+from armillary.machine.cgroup import groups
 from armillary.machine.system_files import ROOT, has_proc, numbers, sysctl, text
 
+BUSY_CORES = 0.3
+"""with more cores busy, figures of a CPU are not stored as ceilings"""
 _ROUND_UP = 0.25
 """a quota of 1.75 CPUs counts as 2: two threads lose an eighth of their time, one thread would lose three sevenths"""
 
@@ -84,11 +89,9 @@ def _why(present: int, affinity: int, allowed: int, quota: str) -> str:
 
 def _online(root: Path) -> frozenset[int]:
     listed = numbers(text(root / "sys/devices/system/cpu/online"))
-    return listed or frozenset(int(n) for n in re.findall(r"^processor\s*:\s*(\d+)", _cpuinfo(root), re.MULTILINE))
-
-
-def _cpuinfo(root: Path) -> str:
-    return text(root / "proc/cpuinfo")
+    return listed or frozenset(
+        int(n) for n in re.findall(r"^processor\s*:\s*(\d+)", text(root / "proc/cpuinfo"), re.MULTILINE)
+    )
 
 
 def _counted(root: Path) -> int:
@@ -130,14 +133,43 @@ def _physical(allowed: frozenset[int], root: Path) -> int:
 def _quotas(root: Path) -> Iterator[tuple[float, str]]:
     """(CPUs, description) of every group with a quota."""
     for group in groups("cpu", root):
-        quota, period = _quota(group)
+        if group.version == 1:
+            quota, period = group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")
+        else:
+            quota, _, period = group.read("cpu.max").partition(" ")
         if quota.isdigit() and period.isdigit() and int(period):
             cpus = int(quota) / int(period)
             yield cpus, f"quota of {cpus:.4g} CPU{'' if cpus == 1 else 's'} of cgroup {group.name}"
 
 
-def _quota(group: Group) -> tuple[str, str]:
-    if group.version == 1:
-        return group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")
-    quota, _, period = group.read("cpu.max").partition(" ")
-    return quota, period
+# --- other processes
+
+
+class BackgroundLoad:
+    """Cores that other processes keep busy, counted from its creation."""
+
+    def __init__(self) -> None:
+        self._at, self._busy, self._own = time.monotonic(), _busy_s(), _own_s()
+
+    def cores(self) -> float | None:
+        """Cores that other processes used on average so far; None where psutil is not installed."""
+        busy, took = _busy_s(), time.monotonic() - self._at
+        if busy is None or self._busy is None or took <= 0:
+            return None
+        return max(0.0, (busy - self._busy - (_own_s() - self._own)) / took)
+
+
+def _busy_s() -> float | None:
+    """CPU seconds of user and system work on all cores since boot."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return None
+    times = psutil.cpu_times()
+    return float(times.user + getattr(times, "nice", 0.0) + times.system)
+
+
+def _own_s() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

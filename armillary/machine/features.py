@@ -75,10 +75,7 @@ _MAC_FEATURES = {
 
 def cpu_features(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> frozenset[str]:
     """Features for dtypes that torch may use: the environment variables of oneDNN and ATen may restrict them."""
-    features = present_features(root)
-    for level in _levels(environment):
-        features -= _above(level)
-    return features
+    return present_features(root).difference(*map(_above, _levels(environment)))
 
 
 def present_features(root: Path = ROOT) -> frozenset[str]:
@@ -97,12 +94,9 @@ def has_native(dtype: str, root: Path = ROOT, environment: Mapping[str, str] = o
     return bool(UNITS.get(dtype, frozenset()) & cpu_features(root, environment))
 
 
-def held_back(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> str:
+def restricted_level(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> str:
     """The level to which the environment restricts torch, where the CPU has more ('avx2'); else ''."""
-    for level in _levels(environment):
-        if present_features(root) & _above(level):
-            return level
-    return ""
+    return next((level for level in _levels(environment) if present_features(root) & _above(level)), "")
 
 
 def _levels(environment: Mapping[str, str]) -> list[str]:

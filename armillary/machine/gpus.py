@@ -1,17 +1,24 @@
-"""The accelerators of this machine, from nvidia-smi and rocm-smi.
+"""The accelerators of this machine, from nvidia-smi and rocm-smi, and whether the installed torch can use them.
 
 The drivers' tools rather than NVML, because every GPU machine has them, while training and serving must not need a
-package. What a tool does not report stays None. Parsing is separate, so that it is tested without a GPU.
+package; torch is not imported. What a tool does not report stays None. Parsing is separate, so that it is tested
+without a GPU.
 """
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""variables that hide all GPUs where they are empty or -1"""
 _QUERY = ("name", "memory.total", "driver_version", "pcie.link.gen.max", "pcie.link.width.max", "compute_cap")
 _TIMEOUT_S = 20
 _MIB = 2**20
@@ -108,3 +115,26 @@ def _is_number(text: str) -> bool:
 
 def _integer(text: str) -> int | None:
     return int(text) if text.isdigit() else None
+
+
+# --- torch's build
+
+
+def torch_sees_gpus() -> bool:
+    """False where torch was built without CUDA and ROCm, or all GPUs are hidden; True where that is unknown."""
+    return not any(os.environ.get(name, "0").strip() in ("", "-1") for name in HIDING) and _built_for_gpus()
+
+
+@cache
+def _built_for_gpus() -> bool:
+    spec = find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if path is None or not path.is_file():
+        return True
+    return built_for_gpus(path.read_text(encoding="utf-8"))
+
+
+def built_for_gpus(version: str) -> bool:
+    """From torch's version.py: `cuda: Optional[str] = '12.8'`, `hip: Optional[str] = None`."""
+    values = re.findall(r"^(?:cuda|hip)\b[^=\n]*=\s*(.+)$", version, re.MULTILINE)
+    return not values or any(value.strip() != "None" for value in values)

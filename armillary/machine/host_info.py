@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.machine.cores import read_cores
-from armillary.machine.cpu_name import cpu_name, cpu_vendor
+from armillary.machine.device_name import cpu_name, cpu_vendor
 from armillary.machine.features import UNITS, cpu_features, has_native, present_features
 from armillary.machine.system_files import cpuinfo_blocks, text
 
@@ -88,6 +88,7 @@ class Interface:
 
 def read_cpu(root: Path) -> Cpu:
     blocks, cores = cpuinfo_blocks(root), read_cores(root)
+    features = cpu_features(root)
     packages = {(block.get("physical id", "0"), block.get("core id", str(i))) for i, block in enumerate(blocks)}
     return Cpu(
         model=cpu_name(root),
@@ -99,16 +100,12 @@ def read_cpu(root: Path) -> Cpu:
         threads=cores.threads,
         why=cores.why,
         isa=tuple(flag for flag in ISA_FLAGS if flag in present_features(root)),
-        units=_units(root),
+        units={
+            dtype: " ".join(sorted(known & features))
+            for dtype, known in UNITS.items()
+            if has_native(dtype, root) is not None
+        },
     )
-
-
-def _units(root: Path) -> dict[str, str]:
-    """dtype -> features that torch may use."""
-    usable = cpu_features(root)
-    return {
-        dtype: " ".join(sorted(known & usable)) for dtype, known in UNITS.items() if has_native(dtype, root) is not None
-    }
 
 
 def read_shm(root: Path) -> float | None:
@@ -129,8 +126,8 @@ def read_disks(root: Path) -> tuple[Disk, ...]:
         if real and kind not in _IMAGES and device not in seen and Path(path).is_dir():
             usage = shutil.disk_usage(path)
             medium = _medium(root, device)
-            named = f"{kind} on {medium}" if medium else kind
-            seen[device] = Disk(path=path, kind=named, total_bytes=float(usage.total), free_bytes=float(usage.free))
+            kind = f"{kind} on {medium}" if medium else kind
+            seen[device] = Disk(path=path, kind=kind, total_bytes=float(usage.total), free_bytes=float(usage.free))
     return tuple(seen.values())
 
 

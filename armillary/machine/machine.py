@@ -13,11 +13,10 @@ from pathlib import Path
 
 from armillary.errors import NotFound
 from armillary.machine import host_info
-from armillary.machine.gpus import Gpu, gpu_links, gpus
+from armillary.machine.gpus import Gpu, gpu_links, gpus, torch_sees_gpus
 from armillary.machine.host_info import Cpu, Disk, Interface
 from armillary.machine.memory import available_bytes, memory_limit
 from armillary.machine.numa import NumaNode, numa_nodes
-from armillary.machine.torch_build import torch_sees_gpus
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Link, Tier
 
@@ -97,7 +96,8 @@ def _in_catalogue(gpu: Gpu) -> Chip | None:
             if not _NOT_MODEL_WORDS.fullmatch(words.pop()):
                 return None
             continue
-        return chip if _same_memory(chip, gpu) else None
+        off = abs(gpu.memory_bytes / chip.memory_bytes - 1) if gpu.memory_bytes and chip.memory_bytes else 0.0
+        return chip if off <= _SAME_MEMORY else None
     return None
 
 
@@ -105,12 +105,6 @@ def _slug(name: str) -> str:
     """'NVIDIA GeForce RTX 4090' -> 'rtx-4090'."""
     words = re.findall(r"[a-z0-9.]+", name.lower())
     return "-".join(word for word in words if word not in ("nvidia", "amd", "instinct", "geforce", "tesla"))
-
-
-def _same_memory(chip: Chip, gpu: Gpu) -> bool:
-    if chip.memory_bytes is None or gpu.memory_bytes is None:
-        return True
-    return abs(gpu.memory_bytes / chip.memory_bytes - 1) <= _SAME_MEMORY
 
 
 def _of_gpus(described: Machine) -> Cluster:
@@ -122,9 +116,9 @@ def _of_gpus(described: Machine) -> Cluster:
     return Cluster(name="here", chip=chip, tiers=tiers)
 
 
-def _gpu_link(chip: Chip, gpu: Gpu, pairs: Mapping[str, str]) -> Link:
+def _gpu_link(chip: Chip, gpu: Gpu, links: Mapping[str, str]) -> Link:
     """NVLink where every pair has it, at the speed of the chip's usual node; else the PCIe slot."""
-    by_nvlink = bool(pairs) and all(link.startswith("NV") for link in pairs.values())
+    by_nvlink = bool(links) and all(link.startswith("NV") for link in links.values())
     node = catalogue.nodes().get(chip.node)
     slot = f"pcie{gpu.pcie_generation}-x{gpu.pcie_lanes}"
     name = node.link if by_nvlink and node else chip.host_link if slot not in catalogue.links() else slot

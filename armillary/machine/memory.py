@@ -1,18 +1,20 @@
-"""Host memory that this process may use: the minimum of the machine, its control groups and its NUMA nodes.
+"""Host memory: what this process may use (the minimum of the machine, its control groups and its NUMA nodes), and what
+it has resident now and had at its peak.
 
 A process that takes more than `limit_bytes` is killed, whatever /proc/meminfo reports for the machine, which is all
-that psutil reads: it knows neither cgroup limits nor the memory of allowed NUMA nodes.
+that psutil reads: it knows neither cgroup limits nor the memory of allowed NUMA nodes, and on Linux it has no peak.
 """
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.machine.cgroup import Group, groups
 from armillary.machine.numa import NumaNode, numa_nodes
-from armillary.machine.system_files import ROOT, command, has_proc, pairs, sysctl, text
+from armillary.machine.system_files import ROOT, command, has_proc, key_values, sysctl, text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +52,14 @@ def available_bytes(root: Path = ROOT) -> float | None:
 
 def physical_bytes(root: Path = ROOT) -> float:
     """Physical memory of the machine."""
-    if has_proc(root):
-        total = meminfo(root).get("MemTotal")
-    else:
-        size = sysctl("hw.memsize", root)
-        total = float(size) if size.isdigit() else None
-    if total is not None:
-        return total
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    size = sysctl("hw.memsize", root)
+    total = float(size) if size.isdigit() else meminfo(root).get("MemTotal")
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if total is None else total
 
 
 def meminfo(root: Path = ROOT) -> dict[str, float]:
     """/proc/meminfo in bytes."""
-    fields = pairs(text(root / "proc/meminfo"))
+    fields = key_values(text(root / "proc/meminfo"))
     return {key: float(value.split()[0]) * 1024 for key, value in fields if value.endswith(" kB")}
 
 
@@ -88,13 +85,13 @@ def _group_limits(root: Path) -> Iterator[MemoryLimit]:
 def _limits(group: Group) -> Iterator[tuple[str, float]]:
     """(file, limit) of one group; version 1 writes no limit as a number larger than any memory."""
     if group.version == 2:
-        named = {name: group.number(name) for name in ("memory.max", "memory.high")}
+        limits = {name: group.number(name) for name in ("memory.max", "memory.high")}
     else:
-        named = {
+        limits = {
             "memory.limit_in_bytes": group.number("memory.limit_in_bytes"),
             "hierarchical_memory_limit": group.stat("memory.stat", "hierarchical_memory_limit"),
         }
-    yield from ((name, limit) for name, limit in named.items() if limit is not None)
+    yield from ((name, limit) for name, limit in limits.items() if limit is not None)
 
 
 def _left(group: Group) -> float:
@@ -124,3 +121,33 @@ def _node_limit(root: Path) -> Iterator[MemoryLimit]:
         allowed = [node for node in nodes if node.allowed]
         listed = ", ".join(str(node.index) for node in allowed)
         yield MemoryLimit(num_bytes=sum(node.memory_bytes for node in allowed), why=f"cpuset: NUMA node {listed} only")
+
+
+# --- resident memory
+
+
+def resident_bytes() -> float:
+    """Resident memory of this process now; its peak on macOS, which has no /proc."""
+    try:
+        return float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_resident_bytes()
+
+
+def peak_of(pid: int | str) -> float | None:
+    """Peak resident memory of a process; none without /proc, or where the process has ended."""
+    try:
+        line = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return float(line.group(1)) * 1024 if line else None
+
+
+def peak_resident_bytes() -> float:
+    """Peak resident memory of this program: getrusage also counts the program that the process ran before."""
+    if (peak := peak_of("self")) is not None:
+        return peak
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -19,7 +19,7 @@ def text(path: Path) -> str:
         return ""
 
 
-def pairs(lines: str) -> list[tuple[str, str]]:
+def key_values(lines: str) -> list[tuple[str, str]]:
     """'MemTotal:  8 kB' -> ('MemTotal', '8 kB'), per line with a colon."""
     parts = (line.partition(":") for line in lines.splitlines() if ":" in line)
     return [(key.strip(), value.strip()) for key, _, value in parts]
@@ -60,7 +60,7 @@ def command(program: Path, *arguments: str) -> str:
 
 def cpuinfo_blocks(root: Path = ROOT) -> list[Mapping[str, str]]:
     """The fields of every logical core; empty where there is no such file."""
-    tables = [dict(pairs(block)) for block in text(root / "proc/cpuinfo").strip().split("\n\n")]
+    tables = [dict(key_values(block)) for block in text(root / "proc/cpuinfo").strip().split("\n\n")]
     return [block for block in tables if "processor" in block or "flags" in block or "Features" in block]
 
 

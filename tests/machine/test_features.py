@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.machine.features import cpu_features, has_native, held_back, present_features
+from armillary.machine.features import cpu_features, has_native, present_features, restricted_level
 from tests.machine.trees import (
     LAPTOP_FLAGS,
     M1,
@@ -77,7 +77,7 @@ def test_only_what_all_cores_have_counts(tmp_path: Path) -> None:
 )
 def test_held_back(tmp_path: Path, environment: dict[str, str], level: str, left: set[str] | None) -> None:
     root = write(tmp_path, {"proc/cpuinfo": x86(SAPPHIRE_FLAGS)})
-    assert held_back(root, environment) == level
+    assert restricted_level(root, environment) == level
     if left is not None:
         assert cpu_features(root, environment) == left
         assert has_native("bf16", root, environment) is False
@@ -88,7 +88,7 @@ def test_held_back(tmp_path: Path, environment: dict[str, str], level: str, left
 
 def test_held_back_no_further_than_the_cpu_goes(tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/cpuinfo": x86(LAPTOP_FLAGS)})
-    assert held_back(root, {"ONEDNN_MAX_CPU_ISA": "AVX2"}) == ""
+    assert restricted_level(root, {"ONEDNN_MAX_CPU_ISA": "AVX2"}) == ""
 
 
 def test_sve_held_back(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from armillary.machine import machine as module
-from armillary.machine.gpus import Gpu
+from armillary.machine.gpus import HIDING, Gpu, built_for_gpus, torch_sees_gpus
 from armillary.machine.machine import here, machine
-from armillary.machine.torch_build import HIDING, built_for_gpus, torch_sees_gpus
 
 GPU = Gpu(name="NVIDIA GeForce RTX 4090", vendor="nvidia", memory_bytes=24e9)
 
@@ -26,7 +25,7 @@ def test_the_build_is_read(cuda: str, hip: str, expected: bool) -> None:
 def test_hidden_gpus_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in HIDING:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("armillary.machine.torch_build._built_for_gpus", lambda: True)
+    monkeypatch.setattr("armillary.machine.gpus._built_for_gpus", lambda: True)
     assert torch_sees_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not torch_sees_gpus()

@@ -55,7 +55,7 @@ def ceilings(
     Random data, buffers in turn, the median of many. A minute on a CPU, a few on a GPU; --quick takes seconds.
     """
     target = pick_torch_device(device)
-    from armillary.machine.background_load import BUSY_CORES
+    from armillary.machine.cores import BUSY_CORES
     from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
 
     if show:

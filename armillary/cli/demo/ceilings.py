@@ -57,7 +57,7 @@ def is_known(peaks: Peaks, ranks: int) -> bool:
 
 
 def _measured(state: DemoState, device: Any) -> Peaks:
-    from armillary.machine.background_load import BUSY_CORES
+    from armillary.machine.cores import BUSY_CORES
     from armillary.profiling.ceilings.ceilings import name_of
     from armillary.profiling.ceilings.collectives import QUICK_SIZES, measure_collectives
 

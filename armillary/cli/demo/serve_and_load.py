@@ -17,7 +17,7 @@ from armillary.cli.output import Output
 from armillary.diagnosis.readings.run_folder import read_run
 from armillary.diagnosis.report.demo_report import Served
 from armillary.errors import ArmillaryError
-from armillary.machine.process import peak_of
+from armillary.machine.memory import peak_of
 from armillary.serving.load.report_text import LATENCY_HEADS, errors_text, latency_rows
 from armillary.serving.load.run import LoadReport, LoadTest
 from armillary.spec.plan import Plan

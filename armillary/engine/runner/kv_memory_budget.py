@@ -14,8 +14,7 @@ import torch
 
 from armillary.engine.runner.executor import FastExecutor
 from armillary.errors import BadInput
-from armillary.machine.memory import available_bytes, limit_bytes
-from armillary.machine.process import resident_bytes
+from armillary.machine.memory import available_bytes, limit_bytes, resident_bytes
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import MEMORY_FRACTION
 from armillary.units import bytes_text

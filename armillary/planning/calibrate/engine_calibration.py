@@ -126,7 +126,7 @@ async def _served(
     model: Path, serve: Serve, home: Home, limit_s: float
 ) -> tuple[list[tuple[int, float]], float | None]:
     """([(concurrent requests, median inter-token latency), …], peak memory of the engine's process)."""
-    from armillary.machine.process import peak_of
+    from armillary.machine.memory import peak_of
     from armillary.serving.processes.engine_client import EngineClient
     from armillary.serving.processes.engine_ipc import EngineConfig
     from armillary.serving.processes.server_metrics import Metrics

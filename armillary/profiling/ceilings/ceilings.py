@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from armillary.errors import unknown
-from armillary.machine.background_load import BackgroundLoad
+from armillary.machine.cores import BackgroundLoad
 from armillary.machine.device_name import device_name
 from armillary.profiling.ceilings import attention_flops as attention
 from armillary.profiling.ceilings import bandwidth, disk, fma, gemm, host_copy

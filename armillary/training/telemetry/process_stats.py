@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from armillary.machine.process import peak_resident_bytes, resident_bytes
+from armillary.machine.memory import peak_resident_bytes, resident_bytes
 from armillary.spec.arithmetic.mfu import model_flops_per_token
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.lora import adapter_weights

@@ -135,7 +135,7 @@ def test_loader(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_busy_cpu_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("armillary.machine.background_load.BackgroundLoad.cores", lambda self: 1.5)
+    monkeypatch.setattr("armillary.machine.cores.BackgroundLoad.cores", lambda self: 1.5)
     ran = cli("bench", "ceilings", "--quick", "--device", "cpu", "--only", "launch", "--json")
     assert "other work kept 1.5 cores busy" in ran.err and ran.json["about"]["other_cores"] == 1.5
 

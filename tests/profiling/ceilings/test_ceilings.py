@@ -16,7 +16,7 @@ from armillary.engine.runner.linear_formats import int_mm_is_exact
 from armillary.errors import NotFound
 from armillary.kernels.core.cache_key import device_name as kernel_device_name
 from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
-from armillary.machine.background_load import BackgroundLoad
+from armillary.machine.cores import BackgroundLoad
 from armillary.machine.device_name import device_name
 from armillary.profiling.ceilings import attention_flops as attention
 from armillary.profiling.ceilings import bandwidth, disk, fma, gemm, host_copy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.machine.cpu_name import cpu_name, cpu_vendor
+from armillary.machine.device_name import cpu_name, cpu_vendor
 from tests.machine.trees import M1, SAPPHIRE_FLAGS, SKYLAKE_FLAGS, arm_cores, mac, write, x86_cores
 
 GENERIC = "Intel(R) Xeon(R) Processor @ 2.50GHz"
