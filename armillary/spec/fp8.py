@@ -17,14 +17,13 @@ MULTIPLE = 16
 
 
 class Projection(NamedTuple):
-    """A linear layer of a block."""
+    """A linear layer of a block with its full size, not that of a shard; tp shards the outputs of a `column`
+    projection, the inputs of others."""
 
     name: str
     outputs: int
-    """of the full layer, not of a shard"""
     inputs: int
     column: bool
-    """tp shards the outputs, else the inputs"""
 
 
 def projections(config: ModelConfig) -> Iterator[Projection]:

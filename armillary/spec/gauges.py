@@ -14,17 +14,14 @@ Kind = Literal["value", "counter", "histogram"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gauge:
-    """A quantity that is predicted or measured."""
+    """A quantity that is predicted or measured, with its key in gauges.jsonl and in Plan.predicted. A histogram has one
+    value per request or token."""
 
     name: str
-    """key in gauges.jsonl and in Plan.predicted"""
     unit: str
     loop: Loop
-    """the loop it belongs to: device, training or serving"""
     kind: Kind = "value"
-    """latest value, monotonic counter, or a distribution with one value per request or token"""
     meaning: str
-    """what it is, in one sentence"""
 
 
 RENAMED = {

@@ -27,35 +27,27 @@ DTYPE_BYTES: Mapping[str, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One accelerator (or one CPU socket)."""
+    """One accelerator (or one CPU socket). `host_link` is a name in [link], and `node`, which CHIPxN fills, one in
+    [node]; `num_sms` are multiprocessors, compute units or cores."""
 
     name: str
     title: str
     vendor: str
     kind: Literal["gpu", "tpu", "npu", "cpu", "wafer"]
     year: int | None = None
-    """year of first shipment or announcement"""
     memory_bytes: float | None = None
     memory_type: str = ""
-    """HBM3, GDDR6, LPDDR5X, SRAM …"""
     memory_bytes_per_s: float | None = None
-    """peak device memory bandwidth"""
     flops: Mapping[str, float] = field(default_factory=dict)
     """dense peak per dtype, operations per second (int8 in integer operations)"""
     sparse_flops: Mapping[str, float] = field(default_factory=dict)
     """peak with structured sparsity, where the vendor quotes one: never used in a roofline"""
     l2_bytes: float | None = None
-    """last-level on-chip cache"""
     num_sms: int | None = None
-    """multiprocessors, compute units or cores"""
     tdp_w: float | None = None
-    """board power"""
     host_link: str = ""
-    """link to the host (a name in [link])"""
     node: str = ""
-    """node that CHIPxN fills (a name in [node])"""
     frameworks: tuple[str, ...] = ()
-    """software that runs on it"""
     precisions: tuple[str, ...] = ()
     """dtypes it computes in (a superset of the peaks: a rate may be unpublished)"""
     list_price_usd: float | None = None
@@ -74,48 +66,40 @@ class Chip:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A wire between devices; bandwidth is per device and per direction."""
+    """A wire between devices, inside a node (scale-up), between nodes, to the host, or a torus of chips; bandwidth is
+    per device and per direction, None until it is measured."""
 
     name: str
     title: str
     bytes_per_s: float | None
-    """one direction, one device's share; None: unknown until it is measured"""
     latency_s: float | None
-    """time for the smallest message to arrive; None: unknown until it is measured"""
     kind: Literal["scale_up", "scale_out", "host", "torus"]
-    """inside a node, between nodes, to the host, or a torus of chips"""
     source: str = ""
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine to buy or rent: its chips, the links between them, and its network."""
+    """A machine to buy or rent: its chips, the link between them, its network link (one per chip unless
+    oversubscribed) and its local storage; these are names in [chip], [link] and [storage]."""
 
     name: str
     title: str
     chip: str
     num_chips: int
     link: str
-    """link between its chips (a name in [link]; the host link where there is no other)"""
     network: str
-    """network link to other nodes (a name in [link]), one per chip unless oversubscribed"""
     shape: Literal["switch", "torus", "mesh"] = "switch"
     domain: int = 1
     """nodes per scale-up domain (NVL72: 18 trays of 4; a TPU pod: its hosts)"""
     oversubscription: float = 1.0
     """chips that share one `network` link (p4d: 8 GPUs on 4 cards = 2)"""
     cpu_cores: int | None = None
-    """host cores (vCPUs of a rented machine)"""
     memory_bytes: float | None = None
     storage: str = ""
-    """local storage (a name in [storage])"""
     num_drives: int = 1
-    """number of drives, read and written in parallel"""
     storage_bytes: float | None = None
-    """size of all drives"""
     power_w: float | None = None
-    """maximum power of the node"""
     list_price_usd: float | None = None
     aliases: tuple[str, ...] = ()
     source: str = ""
@@ -124,32 +108,26 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """A storage tier, from device memory down to an object store."""
+    """A storage tier, from device memory down to an object store; rates are sequential, of one device or one client."""
 
     name: str
     title: str
     read_bytes_per_s: float
-    """sequential read, one device or one client"""
     write_bytes_per_s: float
-    """sequential write, one device or one client"""
     latency_s: float
-    """first byte"""
     usd_per_gb_month: float | None = None
-    """cost per stored gigabyte"""
     source: str = ""
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """Price per hour of one accelerator at one provider."""
+    """Price per hour of one accelerator at one provider, on demand and interruptible: the median of its offers."""
 
     chip: str
     provider: str
     usd_per_hour: float
-    """on demand, median of the offers"""
     spot_usd_per_hour: float | None = None
-    """interruptible, median of the offers"""
     date: str
     source: str
 
@@ -172,14 +150,13 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Chips connected by nested tiers, innermost (fastest) first."""
+    """Chips connected by nested tiers, innermost (fastest) first; `node` is given where it is one from the
+    catalogue."""
 
     name: str
     chip: Chip
     tiers: tuple[Tier, ...] = ()
-    """innermost first; none for a single chip"""
     node: Node | None = None
-    """the node it is built of, where it is one from the catalogue"""
 
     def __post_init__(self) -> None:
         for tier in self.tiers:

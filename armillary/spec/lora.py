@@ -21,18 +21,14 @@ STACKED = ("phi3",)
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """One matrix with adapters. Its rows repeat in periods (a KV head's queries, key and value; a gate and its up), so
-    a contiguous shard of the rows is a Target with fewer periods."""
+    a contiguous shard of the rows is a Target with fewer periods. A period has `widths` rows of each of its `parts`,
+    and `chosen` says which of these have adapters."""
 
     inputs: int
-    """columns of the matrix"""
     periods: int
-    """how often the pattern of rows repeats"""
     parts: tuple[str, ...]
-    """projections per period, in order"""
     widths: tuple[int, ...]
-    """rows of each per period"""
     chosen: tuple[bool, ...]
-    """which of them have adapters"""
     one_a: bool
     """one A for all, since they are one matrix in a Hugging Face folder"""
     column: bool

@@ -18,14 +18,11 @@ RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Parts of one layer."""
+    """Parts of one layer; chunked attention stays within its chunk, and rope=False is NoPE."""
 
     attention: Attention = "full"
-    """full causal, sliding window, chunked (attends within its chunk) or 2-simplicial"""
     mlp: Literal["dense", "moe"] = "dense"
-    """dense MLP or mixture of experts"""
     rope: bool = True
-    """whether rotary positions are applied in this layer (False: NoPE)"""
 
 
 @dataclass(frozen=True, kw_only=True)

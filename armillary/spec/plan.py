@@ -26,28 +26,22 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will run, where and how, and its predictions."""
+    """What will run, where and how, and its predictions by gauge name. A plan for serving has no `train` and `data`,
+    one for training no `serve`; `weights` is the Hugging Face folder that training starts from, empty from scratch."""
 
     version: int = VERSION
-    """of the file format"""
     created: str
-    """time in UTC: 2026-11-15T09:30:00Z"""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     model: ModelConfig
     cluster: Cluster
     layout: Layout
     train: TrainJob | None = None
-    """training settings; none in a plan for serving"""
     data: Data | None = None
-    """training data, with the folder of shards as path; none in a plan for serving"""
     serve: Serve | None = None
-    """serving settings; none in a plan for training"""
     weights: str = ""
-    """Hugging Face folder that training starts from; empty: from scratch"""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """recipe key that was "auto" -> its value and the reason"""
     predicted: Mapping[str, float] = field(default_factory=dict)
-    """gauge -> value"""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

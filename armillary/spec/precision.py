@@ -26,24 +26,20 @@ WARN, REFUSE = 2.0, 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeRate:
-    """Rates of a device in one dtype, FLOP/s."""
+    """Rates of a device in one dtype, FLOP/s, None where unknown: GEMMs at the shapes of the run, fused attention, and
+    decode (GEMMs of a few rows, bound by the bytes of the weights). Emulated: the dtype has no units of its own."""
 
     gemm: float
-    """GEMMs at the shapes of the run"""
     attention: float | None = None
-    """fused attention; None: unknown, and the GEMM rate stands for it"""
     decode: float | None = None
-    """GEMMs of a few rows with weights from memory, bound by bytes; None: unknown"""
     emulated: bool = False
-    """the dtype has no units of its own"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeRates:
-    """Rates of a device in each dtype."""
+    """Rates of a device in each dtype, always with fp32."""
 
     by_dtype: Mapping[str, DtypeRate]
-    """dtype -> rates; fp32 is always among them"""
     source: str
     """source: 'measured 2026-11-17', 'a probe', 'the catalogue', 'CPU feature flags'"""
 
@@ -61,11 +57,10 @@ class DtypeRates:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeChoice:
-    """A dtype and the reason for it."""
+    """A dtype, and one line on the reason for it."""
 
     dtype: Precision
     reason: str
-    """one line for the plan, the run and the screen"""
 
 
 def training_dtype(rates: DtypeRates) -> DtypeChoice:

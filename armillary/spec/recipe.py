@@ -31,27 +31,16 @@ class Recipe:
     it means for a resumed run; [data] and [train] have one per key."""
 
     model: Defining[ModelTable]
-    """which model"""
     hardware: Noted[HardwareTable] = field(default_factory=HardwareTable)
-    """where it runs"""
     layout: Noted[Layout] = field(default_factory=Layout)
-    """its parallelism over devices"""
     data: Data = field(default_factory=Data)
-    """training data"""
     train: TrainJob = field(default_factory=TrainJob)
-    """training settings"""
     serve: Free[Serve] = field(default_factory=Serve)
-    """serving settings"""
     traffic: Free[Traffic] = field(default_factory=Traffic)
-    """arriving requests"""
     objective: Free[Objective] = field(default_factory=Objective)
-    """latencies that serving must meet"""
     predict: Free[Predict] = field(default_factory=Predict)
-    """serving of a model file"""
     load: Free[Load] = field(default_factory=Load)
-    """load test of a server"""
     cost: Free[Cost] = field(default_factory=Cost)
-    """cost of devices"""
 
     def model_config(self, base: ModelConfig | None = None) -> ModelConfig:
         """The model's shape with the recipe's overrides: of `base`, or of the named catalogue model."""

@@ -14,15 +14,12 @@ from armillary.spec.toml.fields import to_plain
 
 @dataclass(frozen=True, kw_only=True)
 class KeyChange:
-    """One key whose value differs."""
+    """One key, as `--set` names it, whose value differs; a value left out is its default."""
 
     key: str
-    """as `--set` names it: train.lr"""
     kind: KeyClass
     before: Any
-    """value of the earlier recipe, its default where it was left out; None where there was none"""
     now: Any
-    """value of the later recipe"""
 
     @property
     def text(self) -> str:

@@ -14,20 +14,16 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Heads, dims and mask of one attention layer."""
+    """Heads, dims and mask of one attention layer; the dims of value heads differ in MLA. A `window` is the most keys
+    per query, itself included; with a `chunk`, a query attends only to keys of its own chunk."""
 
     heads: int
     kv_heads: int
     qk_dim: int
-    """size of a query or key head"""
     v_dim: int
-    """size of a value head (differs from qk_dim in MLA)"""
     causal: bool = True
-    """a query attends to no later key"""
     window: int | None = None
-    """most keys per query, itself included (sliding window)"""
     chunk: int | None = None
-    """a query attends only to keys of its own chunk of this size"""
     latent: bool = False
     """keys and values are one cached latent of size qk_dim, its first v_dim elements the value (absorbed MLA)"""
 

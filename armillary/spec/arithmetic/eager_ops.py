@@ -18,16 +18,12 @@ NORM_FLOPS = {"rms": 4, "layer": 7}
 
 @dataclass(frozen=True, kw_only=True)
 class EagerBytes:
-    """One operation as eager torch operators run it."""
+    """Bytes that eager torch operators read and write for one operation, and calls of operators."""
 
     forward: float = 0.0
-    """bytes read and written by the forward pass"""
     backward: float = 0.0
-    """bytes read and written by the backward pass"""
     calls_forward: float = 0.0
-    """operators called by the forward pass"""
     calls_backward: float = 0.0
-    """operators called by the backward pass"""
 
 
 def eager_bytes(config: ModelConfig, op: Op) -> EagerBytes:

@@ -35,20 +35,15 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operation: what it computes and what it moves."""
+    """One operation: its FLOPs (a multiply-add is two), and the bytes that must come from and go to device memory (for
+    a collective: that are sent and received). `dtype` is that of the inputs."""
 
     name: str
-    """what the operation is for: 'qkv', 'layers.3.attention' …"""
     kind: Kind
-    """kind of operation, which selects the efficiency model"""
     flops: float
-    """floating-point operations, a multiply-add counted as two"""
     bytes_read: float
-    """bytes that must come from device memory (sent, for a collective)"""
     bytes_written: float
-    """bytes that must go to device memory (received, for a collective)"""
     dtype: str
-    """dtype of the inputs"""
     shape: tuple[int, ...] = ()
     """(batch, m, n, k) of a GEMM, on which its efficiency depends; else empty"""
 
@@ -146,24 +141,18 @@ def grouped_matmul_backward(name: str, rows: int, n: int, k: int, *, groups: int
 
 @dataclass(frozen=True, kw_only=True)
 class Conv:
-    """The shape of a 1-d or 2-d convolution."""
+    """The shape of a 1-d or 2-d convolution: `size` and `kernel` have one number per dim, and a single `stride`,
+    `padding` or `dilation` applies to all dims. Depthwise: groups = channels_in."""
 
     batch: int
-    """images or sequences"""
     channels_in: int
     channels_out: int
     size: tuple[int, ...]
-    """(length,) or (height, width) of the input"""
     kernel: tuple[int, ...]
-    """extent of the filter per dim"""
     stride: tuple[int, ...] = (1,)
-    """step of the filter; one number applies to all dims"""
     padding: tuple[int, ...] = (0,)
-    """zeros added on both sides; one number applies to all dims"""
     dilation: tuple[int, ...] = (1,)
-    """gap between filter taps; one number applies to all dims"""
     groups: int = 1
-    """channel groups that do not mix (= channels_in: depthwise)"""
 
     @property
     def out(self) -> tuple[int, ...]:

@@ -11,22 +11,18 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParameters:
-    """Parameters of one layer, by part."""
+    """Parameters of one layer, by part: projections with their biases and sinks, norms around the sub-layers and inside
+    attention, the shared expert with its gate; a router's selection bias is a buffer and not counted. `unvisited` are
+    the routed experts that one token does not use, `multiplied` the weights of the GEMMs of one token."""
 
     attention: int
-    """projections with their biases, and sinks"""
     mlp: int = 0
     router: int = 0
-    """expert scores; the selection bias is a buffer and not counted"""
     experts: int = 0
     shared: int = 0
-    """the shared expert and its gate"""
     norms: int
-    """norms around the sub-layers and inside attention"""
     unvisited: int = 0
-    """the routed experts that one token does not use"""
     multiplied: int
-    """weights of the GEMMs of one token: no biases, norms or unused experts"""
 
     @property
     def total(self) -> int:
@@ -39,26 +35,20 @@ class LayerParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Parameters of a model, by part."""
+    """Parameters of a model, by part; a token uses the `active` ones, all but its unused experts."""
 
     embedding: int
-    """one row per vocabulary entry"""
     positions: int
-    """the learned position table"""
     attention: int
-    """projections with their biases, and sinks"""
     mlp: int
     router: int
     experts: int
     shared: int
-    """shared experts and their gates"""
     norms: int
-    """every norm, the final one included"""
     head: int
     """the output projection and its bias; its weight is the embedding's when tied"""
     total: int
     active: int
-    """what one token uses: all but its unused experts"""
     multiplied: int
     """the N of 6·N FLOPs: weights of the GEMMs of one token, output projection included, tied or not"""
 

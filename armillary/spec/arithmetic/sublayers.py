@@ -21,20 +21,16 @@ from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The tokens of one pass and their dtypes."""
+    """The tokens of one pass, the rows of its output projection, and dtypes: of activations, of stored weights and of
+    the KV cache where they differ. `flash`: attention without the score matrix in memory."""
 
     spans: tuple[Span, ...]
     """(new tokens, keys they attend to) of each sequence"""
     logits: int
-    """rows of the output projection"""
     dtype: str = "bf16"
-    """of activations and, unless given, of weights and cache"""
     weight_dtype: str = ""
-    """of stored weights, where it differs (weight-only quantisation)"""
     kv_dtype: str = ""
-    """of the cache, where it differs"""
     flash: bool = True
-    """attention without the score matrix in memory"""
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,6 @@ class Case:
 
     model: ModelConfig
     num_devices: int | None = None
-    """available devices; None: unknown"""
     fills: int | None = None
     """requested devices (--devices): all are used, with the dp that fills them"""
     sequence: int | None = None
@@ -23,7 +22,6 @@ class Case:
     """our trainer runs it: experts are over dp × cp only, a step has full rounds of micro-batches, and selective
     recompute combines neither with offloaded activations nor with split backward passes, nor do those with zero=3"""
     compiled: bool = False
-    """blocks are compiled (train.compile), which split backward passes cannot be"""
 
     def filled(self, layout: Layout) -> Layout:
         """With the dp that uses all requested devices, where one does."""

@@ -26,24 +26,20 @@ _HALVINGS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One chunk of a model."""
+    """One chunk of a model; the first has the embedding, the last the final norm and the head. Its range of layers is
+    empty where embedding or head is a chunk of its own."""
 
     index: int
-    """of the chunk, from 0"""
     layers: range
-    """its layers; none where the embedding or the head is a chunk of its own"""
     first: bool
-    """it has the embedding"""
     last: bool
-    """it has the last norm and the head"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A layer, the embedding or the head, as a unit of the split."""
+    """A layer, the embedding or the head, as a unit of the split; FLOPs are per token, forward and backward."""
 
     flops: float
-    """per token, forward and backward"""
     weights: float
 
 
