@@ -54,8 +54,7 @@ class MissingPart(ArmillaryError):
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """The option a person most likely meant, or None."""
-    found = get_close_matches(name.lower(), list(options), n=1, cutoff=0.6)
-    return found[0] if found else None
+    return next(iter(get_close_matches(name.lower(), list(options), n=1, cutoff=0.6)), None)
 
 
 def unknown(kind: str, name: str, options: Iterable[str], *, where: str = "") -> NotFound:
@@ -63,8 +62,7 @@ def unknown(kind: str, name: str, options: Iterable[str], *, where: str = "") ->
     options = list(options)
     guess = nearest(name, options)
     hint = f"did you mean {guess}?" if guess else f"one of: {', '.join(sorted(options)[:12])}"
-    tail = f" ({where})" if where else ""
-    return NotFound(f"no {kind} '{name}'; {hint}{tail}")
+    return NotFound(f"no {kind} '{name}'; {hint}" + (f" ({where})" if where else ""))
 
 
 def missing(package: str, needed_for: str, extra: str) -> MissingPart:

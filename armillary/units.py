@@ -23,8 +23,8 @@ def scaled(value: float, unit: str = "", digits: int = 3) -> str:
     for factor, prefix in _PREFIXES:
         if abs(float(f"{value:.{digits}g}")) >= factor:
             return f"{_significant(value / factor, digits)} {prefix}{unit}".rstrip()
-    whole = value == int(value)
-    return f"{value:,.0f} {unit}".rstrip() if whole else f"{_significant(value, digits)} {unit}".rstrip()
+    number = f"{value:,.0f}" if value == int(value) else _significant(value, digits)
+    return f"{number} {unit}".rstrip()
 
 
 def _significant(value: float, digits: int) -> str:

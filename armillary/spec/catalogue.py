@@ -14,7 +14,7 @@ from armillary.errors import BadInput, NotFound, nearest
 from armillary.spec.hardware import DTYPES, Chip, Cluster, Link, Node, Price, Storage, Tier
 from armillary.spec.model import ModelConfig, refuse_too_deep
 from armillary.spec.toml.fields import build
-from armillary.spec.toml.lazy_toml import Rows, read_rows
+from armillary.spec.toml.toml_files import Rows, read_rows
 
 _HERE = Path(__file__).parent
 _PATTERN_KEYS = ("num_layers", "attention_pattern", "dense_first", "moe_every", "nope_every")
@@ -123,7 +123,7 @@ def _chip_row(name: str) -> Chip:
 
 
 def _chip(name: str, fields: Mapping[str, Any]) -> Chip:
-    """TOML writes peaks as bf16_flops, sparse_fp8_flops …; the dataclass keeps them in mappings."""
+    """TOML writes peaks as bf16_flops, sparse_fp8_flops …; the dataclass has mappings of them."""
     values: dict[str, Any] = {"name": name, "flops": {}, "sparse_flops": {}}
     for key, value in fields.items():
         dtype = _PEAKS.get(key.removeprefix("sparse_"))
@@ -194,9 +194,7 @@ def cluster(text: str) -> Cluster:
         raise _no_such("hardware", name, {**chip_rows, **node_rows}, "armillary hardware")
     if count < 1:
         raise BadInput(f"'{text}' has {count} devices; write at least one, like {name}x8")
-    if node_name:
-        return _of_nodes(text, node(node_name), count)
-    return _of_chips(text, chip(name), count)
+    return _of_nodes(text, node(node_name), count) if node_name else _of_chips(text, chip(name), count)
 
 
 def _split(text: str) -> tuple[str, int]:
@@ -215,7 +213,8 @@ def _of_nodes(text: str, node: Node, count: int) -> Cluster:
         raise _unfilled(text, count, per_domain, f"{node.title} domains of {per_domain} nodes")
     inner = Tier(link=link(node.link), count=node.num_chips * per_domain, shape=node.shape)
     outer = Tier(link=link(node.network), count=count // per_domain, oversubscription=node.oversubscription)
-    return Cluster(name=text, chip=_chip_row(node.chip), tiers=_only_real((inner, outer)), node=node)
+    tiers = tuple(tier for tier in (inner, outer) if tier.count > 1)
+    return Cluster(name=text, chip=_chip_row(node.chip), tiers=tiers, node=node)
 
 
 def _of_chips(text: str, chip: Chip, count: int) -> Cluster:
@@ -237,13 +236,8 @@ def _of_chips(text: str, chip: Chip, count: int) -> Cluster:
 
 def _unfilled(text: str, count: int, size: int, what: str) -> BadInput:
     """The two nearest valid sizes, under the name the user wrote."""
-
     name, below = _split(text)[0], count - count % size
     return BadInput(f"'{text}': {count} do not fill {what}; try {name}x{below} or {name}x{below + size}")
-
-
-def _only_real(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
-    return tuple(tier for tier in tiers if tier.count > 1)
 
 
 # --- finding
@@ -254,21 +248,3 @@ def _no_such(kind: str, name: str, table: Mapping[str, Mapping[str, Any]], verb:
     guess = nearest(name, [*table, *(alias for row in table.values() for alias in row.get("aliases", ()))])
     hint = f"did you mean {guess}? ({verb} lists {len(table)})" if guess else f"{verb} lists {len(table)}"
     return NotFound(f"no {kind} '{name}'; {hint}")
-
-
-__all__ = [
-    "ModelEntry",
-    "chip",
-    "chips",
-    "cluster",
-    "config_from_fields",
-    "link",
-    "links",
-    "model",
-    "models",
-    "node",
-    "nodes",
-    "prices",
-    "storage",
-    "storages",
-]

@@ -38,7 +38,8 @@ def projections(config: ModelConfig) -> Iterator[Projection]:
 
 def stays_in_bf16(config: ModelConfig, layout: Layout, job: TrainJob | None = None) -> dict[str, str]:
     """Projection -> why it stays in bf16; the others run in fp8."""
-    adapted = _adapted(config, job) if job is not None and job.lora_rank else set()
+    modules = targets(config, job.lora_on) if job is not None and job.lora_rank else {}
+    adapted = {module.split(".", 2)[2] for module in modules}
     reasons: dict[str, str] = {}
     for name, outputs, inputs, column in projections(config):
         sizes = (outputs // layout.tp, inputs) if column else (outputs, inputs // layout.tp)
@@ -47,11 +48,6 @@ def stays_in_bf16(config: ModelConfig, layout: Layout, job: TrainJob | None = No
         elif any(size % MULTIPLE for size in sizes):
             reasons[name] = f"{sizes[0]} × {sizes[1]} is not in multiples of {MULTIPLE}"
     return reasons
-
-
-def _adapted(config: ModelConfig, job: TrainJob) -> set[str]:
-    """Projections with adapters, by their name within a block."""
-    return {module.split(".", 2)[2] for module in targets(config, job.lora_on)}
 
 
 def fp8_rule(config: ModelConfig, layout: Layout, job: TrainJob | None = None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Loop = Literal["inner", "training", "product"]
-Kind = Literal["value", "counter", "histogram"]
+GaugeKind = Literal["value", "counter", "histogram"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Gauge:
     name: str
     unit: str
     loop: Loop
-    kind: Kind = "value"
+    kind: GaugeKind = "value"
     meaning: str
 
 
@@ -277,10 +277,8 @@ def _gauges(loop: Loop, rows: _Rows) -> dict[str, Gauge]:
     }
 
 
-def _kind(name: str) -> Kind:
-    if name.endswith("_total"):
-        return "counter"
-    return "histogram" if name in _PER_REQUEST else "value"
+def _kind(name: str) -> GaugeKind:
+    return "counter" if name.endswith("_total") else "histogram" if name in _PER_REQUEST else "value"
 
 
 GAUGES: dict[str, Gauge] = (

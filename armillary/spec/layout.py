@@ -75,6 +75,11 @@ class Layout:
         return (self.shard or self.dp) if self.zero else 1
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether input gradients and weight gradients are separate passes (zero-bubble)."""
+        return self.pp > 1 and self.schedule == "zero_bubble"
+
+    @property
     def expert_tp(self) -> int:
         """Shards per expert by tp."""
         return self.tp if (self.dp * self.cp) % self.ep == 0 else 1

@@ -67,11 +67,12 @@ def targets(config: ModelConfig, on: Sequence[str]) -> dict[str, Target]:
     names = {part for name in on for part in GROUPS.get(name, (name,))}
     if "gate" in on and not config.gated:
         raise BadRecipe(f"the MLP of {config.name} has no gate; try --set train.lora_on=up,down")
-    by_module = {}
-    for i, kind in enumerate(config.layers):
-        for module, target in _layer(config, kind, names).items():
-            if any(target.chosen):
-                by_module[f"blocks.{i}.{module}"] = target
+    by_module = {
+        f"blocks.{i}.{module}": target
+        for i, kind in enumerate(config.layers)
+        for module, target in _layer(config, kind, names).items()
+        if any(target.chosen)
+    }
     if not by_module:
         raise BadRecipe(
             f"{config.name} has only experts where {', '.join(sorted(names))} would be, and those carry no "

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from armillary.errors import BadRecipe, NotFound, nearest
 from armillary.spec import catalogue
@@ -17,12 +17,12 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.hardware import HardwareTable
-from armillary.spec.tables.key_class import Defining, Free, Noted
+from armillary.spec.tables.key_class import Defining, Free, KeyClass, Noted, classes_of
 from armillary.spec.tables.model import ModelTable, apply_model_overrides, model_table, table_to_plain
 from armillary.spec.tables.serve import Cost, Load, Objective, Predict, Serve, Traffic
 from armillary.spec.tables.train import Data, TrainJob
-from armillary.spec.toml import toml_writer as toml_text
 from armillary.spec.toml.fields import build, to_plain
+from armillary.spec.toml.toml_files import dumps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +52,7 @@ class Recipe:
         return self.hardware.cluster(here)
 
 
-TABLES: Mapping[str, type[Any]] = {
-    "model": ModelTable,
-    "hardware": HardwareTable,
-    "layout": Layout,
-    "data": Data,
-    "train": TrainJob,
-    "serve": Serve,
-    "traffic": Traffic,
-    "objective": Objective,
-    "predict": Predict,
-    "load": Load,
-    "cost": Cost,
-}
+TABLES: Mapping[str, type[Any]] = get_type_hints(Recipe)
 
 
 # --- reading
@@ -85,10 +73,6 @@ def recipe_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -
     tables: dict[str, dict[str, Any]] = {name: dict(table) for name, table in values.items()}
     for text in overrides:
         _apply(tables, *parse_set(text))
-    return _build(tables)
-
-
-def _build(tables: Mapping[str, Mapping[str, Any]]) -> Recipe:
     parts: dict[str, Any] = {
         name: build(TABLES[name], table, name) for name, table in tables.items() if name != "model"
     }
@@ -109,9 +93,9 @@ def _read(path: Path) -> str:
 
 
 def _no_file(path: Path) -> NotFound:
-    others = {str(other): other for folder in {path.parent, Path("recipes")} for other in folder.glob("*.toml")}
-    same = (name for name, other in others.items() if other.name == path.name)
-    guess = next(same, None) or nearest(str(path), others)
+    recipes = {str(file): file for folder in {path.parent, Path("recipes")} for file in folder.glob("*.toml")}
+    same = (name for name, file in recipes.items() if file.name == path.name)
+    guess = next(same, None) or nearest(str(path), recipes)
     hint = f"did you mean {guess}?" if guess else "give the path of a .toml file"
     return NotFound(f"no recipe '{path}'; {hint}")
 
@@ -185,18 +169,14 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     tables = {"model": table_to_plain(recipe.model)}
     for name, cls in TABLES.items():
         if name != "model":
-            tables[name] = _changed(getattr(recipe, name), cls())
+            values, default = to_plain(getattr(recipe, name)), to_plain(cls())
+            tables[name] = {key: value for key, value in values.items() if value != default[key]}
     return {name: table for name, table in tables.items() if table}
-
-
-def _changed(table: Any, default: Any) -> dict[str, Any]:
-    standard = to_plain(default)
-    return {key: value for key, value in to_plain(table).items() if value != standard[key]}
 
 
 def to_toml(recipe: Recipe) -> str:
     """The recipe as a file that load_recipe reads back to the same recipe."""
-    return toml_text.dumps(to_dict(recipe))
+    return dumps(to_dict(recipe))
 
 
 # --- agreement of tables
@@ -220,3 +200,55 @@ def check_recipe(recipe: Recipe, config: ModelConfig, *, for_training: bool = Tr
             f"serve.max_model_len={longest} is longer than the context of {config.name}; "
             f"try --set serve.max_model_len={config.context}"
         )
+
+
+# --- differences between two recipes: a resumed run compares the one it was started with and the present one
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyChange:
+    """One key, as `--set` names it, whose value differs; a value left out is its default."""
+
+    key: str
+    kind: KeyClass
+    before: Any
+    now: Any
+
+    @property
+    def text(self) -> str:
+        """As text: 'train.lr 0.001 → 0.0003'."""
+        return f"{self.key} {_shown(self.before)} → {_shown(self.now)}"
+
+
+def recipe_changes(before: Recipe, now: Recipe) -> list[KeyChange]:
+    """Every key in which two recipes differ, in the order of the recipe's tables. Defaults are filled in, so writing
+    out a default value is no difference."""
+    old, new = flat(before), flat(now)
+    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    return [KeyChange(key=key, kind=class_of(key), before=old.get(key), now=new.get(key)) for key in keys]
+
+
+def class_of(key: str) -> KeyClass:
+    """Class of a key as `--set` names it; keys of a nested table have the class of that table."""
+    table, _, rest = key.partition(".")
+    kind = classes_of(Recipe)[table] or classes_of(TABLES[table])[rest.partition(".")[0]]
+    assert kind is not None, f"{key} has no class"
+    return kind
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Key -> value as `--set` names them, defaults filled in."""
+    return {key.replace("model.overrides.", "model."): value for key, value in _flat(to_plain(recipe)).items()}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        values |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return values
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

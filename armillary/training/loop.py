@@ -11,7 +11,6 @@ import torch
 from armillary.errors import ArmillaryError
 from armillary.parallel.consensus import Consensus
 from armillary.parallel.world import World, join_world, new_group
-from armillary.spec.layout_rules.trainer import splits_backward
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
 from armillary.store.lease import HeldLease, LeaseLost
@@ -106,7 +105,7 @@ def make_consensus(world: World) -> Consensus:
 def out_of_memory(plan: Plan, world: World) -> ArmillaryError:
     """What to try when the device is out of memory."""
     layout = plan.layout
-    most = 2 if splits_backward(layout) else 3
+    most = 2 if layout.splits_backward else 3
     less = f"layout.micro_batch={layout.micro_batch // 2}" if layout.micro_batch > 1 else f"layout.zero={most}"
     change = "layout.recompute=full" if layout.recompute != "full" else less
     return ArmillaryError(f"out of memory on rank {world.rank} ({world.device}); try --set {change}")

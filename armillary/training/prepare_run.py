@@ -26,8 +26,7 @@ from armillary.spec.layout_rules.rules import check_layout
 from armillary.spec.lora import frozen_experts
 from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
-from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
-from armillary.spec.recipe_changes import KeyChange
+from armillary.spec.recipe import KeyChange, Recipe, check_recipe, load_recipe, to_dict
 from armillary.spec.tables.train import TrainJob
 from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home

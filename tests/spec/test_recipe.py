@@ -23,7 +23,7 @@ from armillary.spec.recipe import (
     to_toml,
 )
 from armillary.spec.tables.train import TrainJob
-from armillary.spec.toml import toml_writer as toml_text
+from armillary.spec.toml import toml_files as toml_text
 
 TOUR = """
 [model]

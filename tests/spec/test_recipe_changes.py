@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from armillary.spec.recipe import TABLES, Recipe, recipe_from_dict
-from armillary.spec.recipe_changes import KeyChange, class_of, recipe_changes
+from armillary.spec.recipe import TABLES, KeyChange, Recipe, class_of, recipe_changes, recipe_from_dict
 from armillary.spec.tables.key_class import classes_of
 
 KEYS = [f"{table}.{field.name}" for table, cls in TABLES.items() for field in dataclasses.fields(cls)]

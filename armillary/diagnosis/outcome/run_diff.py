@@ -11,8 +11,7 @@ from armillary.diagnosis.levers.apply import overrides_of
 from armillary.diagnosis.readings.reading import Kind, Reading
 from armillary.diagnosis.readings.run_folder import FEWEST
 from armillary.errors import BadInput
-from armillary.spec.recipe import recipe_from_dict
-from armillary.spec.recipe_changes import flat
+from armillary.spec.recipe import flat, recipe_from_dict
 from armillary.store.gauges import Record
 from armillary.store.runs import Run
 

@@ -20,7 +20,6 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.rules import layout_problems
-from armillary.spec.layout_rules.trainer import splits_backward
 from armillary.units import bytes_text, seconds_text
 
 Change = dict[str, Any]
@@ -99,7 +98,7 @@ def _singles(case: TrainCase, layout: Layout) -> Iterator[Change]:
 def devices_that_fit(case: TrainCase, layout: Layout) -> int | None:
     """Devices, doubled until ZeRO 3 (2 where our pipeline stages cannot) over all of them and full recompute fit; None
     beyond MOST_DEVICES."""
-    zero: Literal[2, 3] = 2 if case.software.fully_shard and splits_backward(layout) else 3
+    zero: Literal[2, 3] = 2 if case.software.fully_shard and layout.splits_backward else 3
     devices = max(case.cluster.num_devices, layout.num_devices)
     inner = layout.tp * layout.pp * layout.cp
     while devices <= MOST_DEVICES:

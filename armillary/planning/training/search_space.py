@@ -84,7 +84,7 @@ def runnable(case: TrainCase, layouts: Layouts, fixed: Mapping[str, Any]) -> Lay
     requested: dict[str, Any] = {"dp": 2, **{name: value for name, value in fixed.items() if name in names}}
     rules = Case(model=case.model, by_trainer=True)
     for problem in layout_problems(Layout(**requested), rules):
-        if problem.rule in ("kept", "halves", "gathered"):
+        if problem.rule in ("selective_offload", "selective_split", "zero3_split"):
             raise BadLayout(problem.text)
     offloaded = np.isin(layouts.offload, [OFFLOADS.index(name) for name in ("activations", "both")])
     halves = (layouts.pp > 1) & (layouts.schedule == SCHEDULES.index("zero_bubble"))

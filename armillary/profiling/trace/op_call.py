@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 from armillary.profiling.trace.trace import Signature
-from armillary.spec.arithmetic.ops import Kind, Op
+from armillary.spec.arithmetic.ops import Op, OpKind
 
 _TYPES = {
     "float": ("fp32", 4),
@@ -95,7 +95,7 @@ class Call:
         except ValueError:
             raise NoModel from None
 
-    def op(self, kind: Kind, flops: float, read: float, written: float, dtype: str = "") -> Op:
+    def op(self, kind: OpKind, flops: float, read: float, written: float, dtype: str = "") -> Op:
         """The work of this call."""
         return Op(
             name=self.name,

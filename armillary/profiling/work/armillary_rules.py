@@ -8,7 +8,7 @@ from math import prod
 
 from armillary.profiling.trace.op_call import Call, NoModel
 from armillary.spec.arithmetic import attention_ops, ops
-from armillary.spec.arithmetic.ops import Kind, Op
+from armillary.spec.arithmetic.ops import Op, OpKind
 
 
 def _attention(q: int, *, backward: bool = False) -> Callable[[Call], Op]:
@@ -35,7 +35,7 @@ def _attention(q: int, *, backward: bool = False) -> Callable[[Call], Op]:
     return rule
 
 
-def _passes(kind: Kind, *written: int, flops_each: float = 5) -> Callable[[Call], Op]:
+def _passes(kind: OpKind, *written: int, flops_each: float = 5) -> Callable[[Call], Op]:
     """Every tensor read once, and as much written as the arguments `written` hold, where they are given."""
 
     def rule(call: Call) -> Op:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from armillary.profiling.trace.op_call import Call
-from armillary.spec.arithmetic.ops import Kind, Op
+from armillary.spec.arithmetic.ops import Op, OpKind
 
 
-def _given(kind: Kind, flops_each: float = 1) -> Callable[[Call], Op]:
+def _given(kind: OpKind, flops_each: float = 1) -> Callable[[Call], Op]:
     """Results are among the arguments, so each tensor moves once: (out, in, weight)."""
 
     def rule(call: Call) -> Op:
@@ -16,7 +16,7 @@ def _given(kind: Kind, flops_each: float = 1) -> Callable[[Call], Op]:
     return rule
 
 
-def _updated(kind: Kind, tensors: int, flops_each: float = 5) -> Callable[[Call], Op]:
+def _updated(kind: OpKind, tensors: int, flops_each: float = 5) -> Callable[[Call], Op]:
     """The first `tensors` arguments are read, and as much is written; the rest are read."""
 
     def rule(call: Call) -> Op:

@@ -33,7 +33,7 @@ def self_spans(lengths: Iterable[int]) -> list[Span]:
     return [(length, length) for length in lengths]
 
 
-def pairs(span: Span, shape: AttentionShape, *, half: bool = False) -> float:
+def attended_pairs(span: Span, shape: AttentionShape, *, half: bool = False) -> float:
     """(query, key) pairs that the mask leaves, exactly; with `half`, the diagonal counts half: T²/2 for a causal
     sequence instead of T·(T+1)/2. That is the MFU convention (causal attention counted as half)."""
     queries, keys = span
@@ -78,7 +78,7 @@ def attention(
     """softmax(QKᵀ)V: 2·heads·(qk_dim + v_dim)·pairs FLOPs, the two GEMMs only (softmax not counted, as in
     Dao et al., FlashAttention, arXiv 2205.14135). `flash`: masked blocks are skipped and scores never leave the
     chip; otherwise the full matrix is computed, and the scores and probabilities are each written and read."""
-    seen = sum(pairs(span, shape, half=half) for span in spans) if flash else _matrix(spans)
+    seen = sum(attended_pairs(span, shape, half=half) for span in spans) if flash else _matrix(spans)
     flops = 2 * shape.heads * (shape.qk_dim + shape.v_dim) * seen
     queries, b = sum(q for q, _ in spans), size_of(dtype)
     scores = 0 if flash else 2 * shape.heads * _matrix(spans) * b
@@ -92,7 +92,7 @@ def attention_backward(
 ) -> Op:
     """dV = PᵀdO, dP = dO·Vᵀ, dQ = dS·K, dK = dSᵀQ, and with `flash` S = QKᵀ once more, so 5 GEMMs against the
     forward's 2: 2.5 × its FLOPs where qk_dim = v_dim (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1)."""
-    seen = sum(pairs(span, shape, half=half) for span in spans) if flash else _matrix(spans)
+    seen = sum(attended_pairs(span, shape, half=half) for span in spans) if flash else _matrix(spans)
     flops = 2 * shape.heads * ((3 if flash else 2) * shape.qk_dim + 2 * shape.v_dim) * seen
     queries, b = sum(q for q, _ in spans), size_of(dtype)
     scores = 0 if flash else 2 * shape.heads * _matrix(spans) * b

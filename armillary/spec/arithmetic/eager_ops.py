@@ -7,13 +7,12 @@ autocast rounds the operands of GEMMs to 16 bits. A test counts the operators ag
 
 from dataclasses import dataclass
 
+from armillary.spec.arithmetic.layer_ops import NORM_FLOPS
 from armillary.spec.arithmetic.ops import Op, size_of
 from armillary.spec.model import ModelConfig
 
 W = 4.0
 """bytes per fp32 element"""
-NORM_FLOPS = {"rms": 4, "layer": 7}
-"""FLOPs per element of spec.layer_ops.norm"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +45,6 @@ def _matmul(config: ModelConfig, op: Op, size: float) -> EagerBytes:
         calls_forward=casts + (copies > 0),
         calls_backward=casts + 5 * (pads > 0),
     )
-
-
-def _nothing(config: ModelConfig, op: Op, size: float) -> EagerBytes:
-    return EagerBytes()
 
 
 def _norm(config: ModelConfig, op: Op, size: float) -> EagerBytes:
@@ -88,14 +83,12 @@ def _elementwise(config: ModelConfig, op: Op, size: float) -> EagerBytes:
 def _rope(config: ModelConfig, numbers: float, size: float) -> EagerBytes:
     """Queries and keys separately: four multiplications of halves, a difference, a sum and a concatenation."""
     cast = W + size if size < W else 0.0
-    backward = (14.5 if config.rope.interleaved else 10.5) * W
-    calls = 2 * (10 if config.rope.interleaved else 8)
     casts = 4 * (cast > 0)
     return EagerBytes(
         forward=numbers * (9.5 * W + 2 * cast),
-        backward=numbers * (backward + 2 * cast),
+        backward=numbers * ((14.5 if config.rope.interleaved else 10.5) * W + 2 * cast),
         calls_forward=14 + casts,
-        calls_backward=calls + casts,
+        calls_backward=2 * (10 if config.rope.interleaved else 8) + casts,
     )
 
 
@@ -135,7 +128,7 @@ def _embedding(config: ModelConfig, op: Op, size: float) -> EagerBytes:
 
 _KINDS = {
     "matmul": _matmul,
-    "attention": _nothing,
+    "attention": lambda config, op, size: EagerBytes(),
     "norm": _norm,
     "elementwise": _elementwise,
     "loss": _loss,

@@ -16,6 +16,8 @@ ACTIVATION_FLOPS: dict[Activation, int] = {
     "swiglu_clamped": 8,
 }
 """operations per element; exp, erf, tanh and a clamp count as one each"""
+NORM_FLOPS = {"rms": 4, "layer": 7}
+"""operations per element of a norm"""
 
 
 def norm(
@@ -25,15 +27,13 @@ def norm(
     subtracts the mean and adds a bias: 7 (Ba et al., arXiv 1607.06450). With `residual`, x + residual is formed in
     the same pass and written too: one add, one read and one write more."""
     n, b = rows * columns, size_of(dtype)
-    flops = ({"rms": 4, "layer": 7}[kind] + residual) * n
     weights = columns * b * (1 if kind == "rms" else 2)
-    arrays = 1 + residual
     return Op(
         name=name,
         kind="norm",
-        flops=flops,
-        bytes_read=arrays * n * b + weights,
-        bytes_written=arrays * n * b,
+        flops=(NORM_FLOPS[kind] + residual) * n,
+        bytes_read=(1 + residual) * n * b + weights,
+        bytes_written=(1 + residual) * n * b,
         dtype=dtype,
     )
 
@@ -44,11 +44,15 @@ def norm_backward(
     """dx = r·(w·dy − x̂·mean(w·dy·x̂)) and dw = Σ dy·x̂: 9 FLOPs per element for RMSNorm, 13 for LayerNorm. Reads dy
     and x (and the gradient that came along the residual), writes dx; dw is summed in fp32."""
     n, b = rows * columns, size_of(dtype)
-    flops = ({"rms": 9, "layer": 13}[kind] + residual) * n
     weights = 1 if kind == "rms" else 2
-    read = (2 + residual) * n * b + columns * b + rows * weights * FP32_BYTES
-    written = n * b + weights * columns * FP32_BYTES
-    return Op(name=name, kind="norm", flops=flops, bytes_read=read, bytes_written=written, dtype=dtype)
+    return Op(
+        name=name,
+        kind="norm",
+        flops=({"rms": 9, "layer": 13}[kind] + residual) * n,
+        bytes_read=(2 + residual) * n * b + columns * b + rows * weights * FP32_BYTES,
+        bytes_written=n * b + weights * columns * FP32_BYTES,
+        dtype=dtype,
+    )
 
 
 def rope(name: str, tokens: int, heads: int, rotary_dim: int, *, dtype: str) -> Op:
@@ -64,9 +68,14 @@ def activation(
 ) -> Op:
     """act(gate)·up (SwiGLU, Shazeer, arXiv 2002.05202) or act(up): reads both halves, writes one."""
     n, b = tokens * ffn, size_of(dtype)
-    flops = (ACTIVATION_FLOPS[function] + gated) * n
-    read = (1 + gated) * n * b
-    return Op(name=name, kind="elementwise", flops=flops, bytes_read=read, bytes_written=n * b, dtype=dtype)
+    return Op(
+        name=name,
+        kind="elementwise",
+        flops=(ACTIVATION_FLOPS[function] + gated) * n,
+        bytes_read=(1 + gated) * n * b,
+        bytes_written=n * b,
+        dtype=dtype,
+    )
 
 
 def activation_backward(
@@ -75,11 +84,10 @@ def activation_backward(
     """The function and its derivative, and for a gate two more multiplications: reads dy and the inputs, writes
     the gradient of each input."""
     n, b = tokens * ffn, size_of(dtype)
-    flops = (2 * ACTIVATION_FLOPS[function] + 1 + 2 * gated) * n
     return Op(
         name=name,
         kind="elementwise",
-        flops=flops,
+        flops=(2 * ACTIVATION_FLOPS[function] + 1 + 2 * gated) * n,
         bytes_read=(2 + gated) * n * b,
         bytes_written=(1 + gated) * n * b,
         dtype=dtype,
@@ -173,9 +181,14 @@ def adamw(
 def sgd(name: str, weights: int, *, momentum: bool = True, dtype: str = "fp32") -> Op:
     """w − lr·(μ·m + g): 4 FLOPs per weight, 2 without momentum; momentum is one more array read and written."""
     b = size_of(dtype)
-    read, written = weights * b * (2 + momentum), weights * b * (1 + momentum)
-    flops = (4 if momentum else 2) * weights
-    return Op(name=name, kind="optimizer", flops=flops, bytes_read=read, bytes_written=written, dtype=dtype)
+    return Op(
+        name=name,
+        kind="optimizer",
+        flops=(4 if momentum else 2) * weights,
+        bytes_read=weights * b * (2 + momentum),
+        bytes_written=weights * b * (1 + momentum),
+        dtype=dtype,
+    )
 
 
 # --- experts

@@ -5,15 +5,8 @@ recompute (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). HFU counts wha
 """
 
 from collections import Counter
-from collections.abc import Callable
 
-from armillary.spec.arithmetic.attention_ops import (
-    AttentionShape,
-    Span,
-    attention,
-    attention_backward,
-    simplicial_attention,
-)
+from armillary.spec.arithmetic.attention_ops import attention, attention_backward, simplicial_attention
 from armillary.spec.arithmetic.ops import Op
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.arithmetic.sublayers import attention_shape
@@ -33,29 +26,19 @@ def model_flops_per_token(config: ModelConfig, sequence: int, *, frozen: int = 0
 def attention_flops_per_token(config: ModelConfig, sequence: int) -> float:
     """Forward attention of one token, averaged over a sequence: Σ over layers of 2·heads·(qk_dim + v_dim)·keys, where
     the mean number of keys is sequence/2, or what the window or chunk leaves of it."""
-    return _over_layers(config, sequence, _forward)
+    return _over_layers(config, sequence, backward=False)
 
 
-def _over_layers(config: ModelConfig, sequence: int, pass_: Callable[[ModelConfig, LayerKind, int], Op]) -> float:
-    counts = Counter(config.layers)
-    return sum(count * pass_(config, kind, sequence).flops for kind, count in counts.items()) / sequence
+def _over_layers(config: ModelConfig, sequence: int, *, backward: bool) -> float:
+    counts = Counter(config.layers).items()
+    return sum(count * _attention(config, kind, sequence, backward=backward).flops for kind, count in counts) / sequence
 
 
-def _forward(config: ModelConfig, kind: LayerKind, sequence: int) -> Op:
+def _attention(config: ModelConfig, kind: LayerKind, sequence: int, *, backward: bool) -> Op:
+    """Attention of a sequence in one layer, by flash attention."""
     shape, spans = attention_shape(config, kind), [(sequence, sequence)]
-    if kind.attention == "simplicial":
-        return _simplicial(config, shape, spans, backward=False)
-    return attention("", shape, spans, dtype="bf16", half=True)
-
-
-def _flash_backward(config: ModelConfig, kind: LayerKind, sequence: int) -> Op:
-    shape, spans = attention_shape(config, kind), [(sequence, sequence)]
-    if kind.attention == "simplicial":
-        return _simplicial(config, shape, spans, backward=True)
-    return attention_backward("", shape, spans, dtype="bf16", half=True)
-
-
-def _simplicial(config: ModelConfig, shape: AttentionShape, spans: list[Span], *, backward: bool) -> Op:
+    if kind.attention != "simplicial":
+        return (attention_backward if backward else attention)("", shape, spans, dtype="bf16", half=True)
     assert config.simplicial is not None
     windows = {"window_1": config.simplicial.window_1, "window_2": config.simplicial.window_2}
     return simplicial_attention("", shape, spans, **windows, dtype="bf16", backward=backward)
@@ -75,7 +58,7 @@ def hardware_flops_per_token(
     `full` recomputes the forward of one layer in `recompute_every`; `selective` stores the outputs of GEMMs and
     attention, so that it repeats none of their FLOPs."""
     forward_attention = attention_flops_per_token(config, sequence)
-    recomputed = _over_layers(config, sequence, _flash_backward) - 2 * forward_attention if flash else 0.0
+    recomputed = _over_layers(config, sequence, backward=True) - 2 * forward_attention if flash else 0.0
     if recompute == "full":
         layers = parameters(config).multiplied - config.vocab * config.hidden
         recomputed += (2 * (layers + adapters) + forward_attention) / recompute_every

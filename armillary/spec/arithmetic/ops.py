@@ -12,7 +12,7 @@ from typing import Literal
 
 from armillary.spec.hardware import DTYPE_BYTES
 
-Kind = Literal[
+OpKind = Literal[
     "matmul",
     "conv",
     "attention",
@@ -39,7 +39,7 @@ class Op:
     a collective: that are sent and received). `dtype` is that of the inputs."""
 
     name: str
-    kind: Kind
+    kind: OpKind
     flops: float
     bytes_read: float
     bytes_written: float
@@ -80,15 +80,12 @@ def batched_matmul(
     name: str, batch: int, m: int, n: int, k: int, *, dtype: str, weight_dtype: str = "", out_dtype: str = ""
 ) -> Op:
     """`batch` GEMMs [m, k] @ [k, n]: 2·batch·m·n·k FLOPs."""
-    read = batch * (m * k * size_of(dtype) + k * n * size_of(weight_dtype or dtype))
-    written = batch * m * n * size_of(out_dtype or dtype)
-    flops = 2 * batch * m * n * k
     return Op(
         name=name,
         kind="matmul",
-        flops=flops,
-        bytes_read=read,
-        bytes_written=written,
+        flops=2 * batch * m * n * k,
+        bytes_read=batch * (m * k * size_of(dtype) + k * n * size_of(weight_dtype or dtype)),
+        bytes_written=batch * m * n * size_of(out_dtype or dtype),
         dtype=dtype,
         shape=(batch, m, n, k),
     )
@@ -107,16 +104,14 @@ def grouped_matmul(name: str, rows: int, n: int, k: int, *, groups: int, dtype: 
     """`rows` rows over `groups` weights [k, n] (experts): 2·rows·n·k FLOPs, every weight with a row is
     read once (MegaBlocks, arXiv 2211.15841)."""
     used = min(groups, rows)
-    read = rows * k * size_of(dtype) + used * k * n * size_of(weight_dtype or dtype)
-    per_group = -(-rows // used) if used else 0
     return Op(
         name=name,
         kind="matmul",
         flops=2 * rows * n * k,
-        bytes_read=read,
+        bytes_read=rows * k * size_of(dtype) + used * k * n * size_of(weight_dtype or dtype),
         bytes_written=rows * n * size_of(dtype),
         dtype=dtype,
-        shape=(used, per_group, n, k),
+        shape=(used, -(-rows // used) if used else 0, n, k),
     )
 
 
@@ -167,10 +162,9 @@ class Conv:
     @property
     def counts(self) -> tuple[int, int, int]:
         """Elements of input, weight and output."""
-        weight = self.channels_out * self.channels_in // self.groups * prod(self.kernel)
         return (
             self.batch * self.channels_in * prod(self.size),
-            weight,
+            self.channels_out * self.channels_in // self.groups * prod(self.kernel),
             self.batch * self.channels_out * prod(self.out),
         )
 

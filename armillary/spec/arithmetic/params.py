@@ -180,6 +180,3 @@ def _cached_entries(config: ModelConfig, attention: str, context: int) -> int:
     if config.mla is not None:
         return context * (config.mla.kv_rank + config.mla.rope_dim)
     return context * key_and_value
-
-
-__all__ = ["LayerParameters", "Parameters", "kv_bytes", "kv_bytes_per_token", "layer_parameters", "parameters"]

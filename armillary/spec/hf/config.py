@@ -12,12 +12,46 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadModel, nearest
-from armillary.spec.hf.families import READERS
-from armillary.spec.hf.layers import kinds
+from armillary.spec.hf import dense, moe
+from armillary.spec.hf.layers import Fields, Raw, all_sliding, kinds
 from armillary.spec.hf.rope import brief_longrope, read_rope, write_rope
 from armillary.spec.model import ModelConfig, MoE
 from armillary.spec.toml.fields import build
 
+READERS: dict[str, Callable[[Raw], Fields]] = {
+    "llama": dense.llama,
+    "mistral": all_sliding,
+    "ministral": all_sliding,
+    "mixtral": moe.mixtral,
+    "qwen2": dense.qwen2,
+    "qwen3": dense.qwen3,
+    "qwen2_moe": moe.qwen2_moe,
+    "qwen3_moe": moe.qwen3_moe,
+    "phi": dense.phi,
+    "phi3": dense.phi3,
+    "gemma": dense.gemma,
+    "gemma2": dense.gemma2,
+    "gemma3_text": dense.gemma3,
+    "gemma3": dense.gemma3,
+    "olmo": dense.olmo,
+    "olmo2": dense.olmo2,
+    "olmo3": dense.olmo3,
+    "olmoe": moe.olmoe,
+    "gpt2": dense.gpt2,
+    "gpt_neox": dense.gpt_neox,
+    "falcon": dense.falcon,
+    "mpt": dense.mpt,
+    "glm4_moe": moe.glm4_moe,
+    "deepseek_v2": moe.deepseek,
+    "deepseek_v3": moe.deepseek,
+    "kimi_k2": moe.deepseek,
+    "gpt_oss": moe.gpt_oss,
+    "llama4": moe.llama4,
+    "llama4_text": moe.llama4,
+    "smollm3": dense.smollm3,
+    "granite": dense.granite,
+    "dbrx": moe.dbrx,
+}
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -94,17 +128,18 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         known = ", ".join(WRITERS)
         raise BadModel(f"{config.name}: writing model_type '{config.family}' is not supported; it can be {known}")
     raw = _written(config)
-    _refuse_loss(config, from_hf(raw, name=config.name))
+    if lost := _lost(config, from_hf(raw, name=config.name)):  # an error, not a silent change of the model
+        able = [family for family in WRITERS if _says(replace(config, family=family))]
+        step = f"try --set model.family={' or '.join(able[:2])}" if able else "no other can either: leave it out"
+        raise BadModel(f"{config.name}: a '{config.family}' config.json cannot express {', '.join(lost)}; {step}")
     return raw
 
 
 def _written(config: ModelConfig) -> dict[str, Any]:
     architecture, writer = WRITERS[config.family]
-    return {"architectures": [architecture], "model_type": config.family} | _shared_fields(config) | writer(config)
-
-
-def _shared_fields(config: ModelConfig) -> dict[str, Any]:
-    return {
+    shared = {
+        "architectures": [architecture],
+        "model_type": config.family,
         "hidden_size": config.hidden,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.heads,
@@ -116,15 +151,8 @@ def _shared_fields(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "hidden_act": _ACTIVATIONS_OUT.get(config.activation, config.activation),
         "tie_word_embeddings": config.tied,
-    } | write_rope(config.rope)
-
-
-def _refuse_loss(config: ModelConfig, read_back: ModelConfig) -> None:
-    """Writing must not change the model: what the family cannot express is an error, not a silent loss."""
-    if lost := _lost(config, read_back):
-        able = [family for family in WRITERS if _says(replace(config, family=family))]
-        step = f"try --set model.family={' or '.join(able[:2])}" if able else "no other can either: leave it out"
-        raise BadModel(f"{config.name}: a '{config.family}' config.json cannot express {', '.join(lost)}; {step}")
+    }
+    return shared | write_rope(config.rope) | writer(config)
 
 
 def _lost(wanted: Any, written: Any, prefix: str = "") -> list[str]:
@@ -149,10 +177,6 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
-def _write_mistral(config: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": config.window}
-
-
 def _write_phi3(config: ModelConfig) -> dict[str, Any]:
     original = config.rope.original_context or config.context
     extra: dict[str, Any] = {"sliding_window": config.window, "partial_rotary_factor": config.rope.fraction}
@@ -174,7 +198,7 @@ def _write_qwen(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return _write_qwen(config) | {"attention_bias": config.qkv_bias}
+    return _write_qwen(config) | _write_bias(config)
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
@@ -232,7 +256,7 @@ def _experts(config: ModelConfig) -> MoE:
     return config.moe
 
 
-def _write_gemma(config: ModelConfig) -> dict[str, Any]:
+def _write_bias(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": config.qkv_bias}
 
 
@@ -240,7 +264,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     scalar = config.scale**-2
     rounded = round(scalar)
     types = {"sliding": "sliding_attention", "full": "full_attention"}
-    return _write_gemma(config) | {
+    return _write_bias(config) | {
         "hidden_activation": _ACTIVATIONS_OUT[config.activation],
         # the scale is stored as its inverse square; an integer is restored exactly
         "query_pre_attn_scalar": rounded if rounded**-0.5 == config.scale else scalar,
@@ -251,22 +275,16 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_olmo2(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.qkv_bias}
-
-
 WRITERS: dict[str, tuple[str, Callable[[ModelConfig], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _write_llama),
-    "mistral": ("MistralForCausalLM", _write_mistral),
+    "mistral": ("MistralForCausalLM", lambda config: {"sliding_window": config.window}),
     "mixtral": ("MixtralForCausalLM", _write_mixtral),
     "qwen2": ("Qwen2ForCausalLM", _write_qwen),
     "qwen3": ("Qwen3ForCausalLM", _write_qwen3),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _write_qwen3_moe),
     "glm4_moe": ("Glm4MoeForCausalLM", _write_glm4_moe),
     "phi3": ("Phi3ForCausalLM", _write_phi3),
-    "gemma": ("GemmaForCausalLM", _write_gemma),
+    "gemma": ("GemmaForCausalLM", _write_bias),
     "gemma2": ("Gemma2ForCausalLM", _write_gemma2),
-    "olmo2": ("Olmo2ForCausalLM", _write_olmo2),
+    "olmo2": ("Olmo2ForCausalLM", _write_bias),
 }
-
-__all__ = ["WRITERS", "from_hf", "to_hf"]

@@ -1,6 +1,6 @@
 """Readers of dense families: from a raw config.json to the ModelConfig fields that differ from the common reading.
 
-Defaults that files leave out are in hf_defaults.toml.
+Defaults that files leave out are in defaults.toml.
 """
 
 from armillary.spec.hf.layers import Fields, Raw, all_sliding, kinds, upper_sliding, with_window
@@ -10,10 +10,6 @@ from armillary.spec.hf.rope import read_rope
 def llama(raw: Raw) -> Fields:
     bias = raw.get("attention_bias", False)
     return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": raw.get("mlp_bias", False)}
-
-
-def mistral(raw: Raw) -> Fields:
-    return all_sliding(raw)
 
 
 def qwen2(raw: Raw) -> Fields:
@@ -29,10 +25,18 @@ def phi3(raw: Raw) -> Fields:
 
 
 def phi(raw: Raw) -> Fields:
-    eps = raw.get("layer_norm_eps", 1e-5)
-    layer_norm = {"norm": "layer", "norm_bias": True, "norm_eps": eps, "parallel": "one_norm"}
-    biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "head_bias": True}
-    return layer_norm | biases | {"gated": False, "rope": read_rope(raw, fraction=0.5)}
+    return {
+        "norm": "layer",
+        "norm_bias": True,
+        "norm_eps": raw.get("layer_norm_eps", 1e-5),
+        "parallel": "one_norm",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+        "gated": False,
+        "rope": read_rope(raw, fraction=0.5),
+    }
 
 
 def gemma(raw: Raw) -> Fields:
@@ -58,8 +62,8 @@ def gemma2(raw: Raw) -> Fields:
 
 
 def gemma3(raw: Raw) -> Fields:
-    every = raw.get("sliding_window_pattern", 6)
-    layers = kinds(raw, sliding=lambda i: (i + 1) % every != 0)
+    period = raw.get("sliding_window_pattern", 6)
+    layers = kinds(raw, sliding=lambda i: (i + 1) % period != 0)
     rope = read_rope({"rope_local_base_freq": 10_000.0} | dict(raw), theta=1e6)
     fields = gemma2(raw) | with_window(layers, raw.get("sliding_window", 4096))
     return fields | {"qk_norm": "head", "rope": rope}
@@ -173,8 +177,8 @@ def mpt(raw: Raw) -> Fields:
 
 
 def smollm3(raw: Raw) -> Fields:
-    every = raw.get("no_rope_layer_interval", 4)
-    no_rope = raw.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(raw["num_hidden_layers"])]
+    period = raw.get("no_rope_layer_interval", 4)
+    no_rope = raw.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(raw["num_hidden_layers"])]
     return llama(raw) | {"layers": kinds(dict(raw) | {"no_rope_layers": no_rope}), "rope": read_rope(raw, theta=2e6)}
 
 

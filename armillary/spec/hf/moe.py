@@ -1,6 +1,6 @@
 """Readers of families with experts: from a raw config.json to the ModelConfig fields that differ.
 
-Defaults that files leave out are in hf_defaults.toml.
+Defaults that files leave out are in defaults.toml.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def olmoe(raw: Raw) -> Fields:
 
 
 def deepseek(raw: Raw) -> Fields:
-    first, every = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
+    first, period = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
     mla = {
         "q_rank": raw.get("q_lora_rank"),
         "kv_rank": raw["kv_lora_rank"],
@@ -83,7 +83,7 @@ def deepseek(raw: Raw) -> Fields:
         "head_dim": mla["nope_dim"] + mla["rope_dim"],
         "rope": rope,
         "moe": deepseek_moe(raw),
-        "layers": kinds(raw, moe=lambda i: i >= first and i % every == 0),
+        "layers": kinds(raw, moe=lambda i: i >= first and i % period == 0),
         "attention_scale": scale * _yarn_softmax(rope.factor, rope.mscale_all_dim),
     }
 
@@ -145,9 +145,9 @@ def gpt_oss(raw: Raw) -> Fields:
 
 
 def llama4(raw: Raw) -> Fields:
-    every, step = raw.get("no_rope_layer_interval", 4), raw.get("interleave_moe_layer_step", 1)
+    period, step = raw.get("no_rope_layer_interval", 4), raw.get("interleave_moe_layer_step", 1)
     has_experts = set(raw.get("moe_layers") or range(step - 1, raw["num_hidden_layers"], step))
-    no_rope = raw.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(raw["num_hidden_layers"])]
+    no_rope = raw.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(raw["num_hidden_layers"])]
     layers = kinds(dict(raw) | {"no_rope_layers": no_rope}, moe=lambda i: i in has_experts)
     if not raw.get("layer_types"):
         layers = [layer | {"attention": "chunked" if layer["rope"] else "full"} for layer in layers]

@@ -10,7 +10,6 @@ from typing import Any, get_args
 from armillary.errors import BadModel
 from armillary.spec.model import Rope, RopeScaling
 
-_OTHER_NAMES = {"default": "none"}
 _KNOWN: dict[str, RopeScaling] = {name: name for name in get_args(RopeScaling)}
 
 
@@ -26,11 +25,11 @@ def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: floa
         local = raw["rope_local_base_freq"]
     base = table.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or theta
     candidates = (table.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), raw.get("rotary_pct"), fraction)
-    part = 1.0 if fraction is None else _first(*candidates)
-    scaling = table.get("rope_type") or table.get("type") or "default"
+    part = 1.0 if fraction is None else next(value for value in candidates if value is not None)
+    scaling = table.get("rope_type") or table.get("type") or "none"
     if "short_factor" in table:
         scaling = "longrope"  # early Phi-3 files call it su or yarn
-    scaling = _OTHER_NAMES.get(scaling, scaling)
+    scaling = "none" if scaling == "default" else scaling
     if scaling not in _KNOWN:
         raise BadModel(f"rope type '{scaling}' is not known; it can be one of {', '.join(_KNOWN)}")
     return Rope(
@@ -118,7 +117,3 @@ _WRITERS: dict[str, Any] = {
     "yarn": _write_yarn,
     "longrope": _write_longrope,
 }
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)

@@ -45,7 +45,7 @@ def suggested(text: str) -> list[Changes]:
 def _nearest(layout: Layout, case: Case, texts: Texts) -> Changes | None:
     changes = _followed(layout, case, texts)
     if changes is None:
-        changes = {key: value for key, value in _PLAIN.items() if _text(getattr(layout, key[7:])) != value}
+        changes = {key: value for key, value in _PLAIN.items() if str(getattr(layout, key[7:])).lower() != value}
         changes |= _followed(*_applied(changes, layout, case), texts) or {}
     for key in list(changes):
         fewer = {other: value for other, value in changes.items() if other != key}
@@ -72,7 +72,3 @@ def _applied(changes: Changes, layout: Layout, case: Case) -> tuple[Layout, Case
     batch = changes.get("train.batch_tokens")
     changed = case.filled(build(Layout, to_plain(layout) | values, "layout"))
     return changed, replace(case, batch_tokens=int(batch)) if batch else case
-
-
-def _text(value: object) -> str:
-    return "none" if value is None else str(value).lower()

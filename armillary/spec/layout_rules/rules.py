@@ -22,16 +22,6 @@ from armillary.spec.layout_rules.division import (
     tp_says,
 )
 from armillary.spec.layout_rules.nearest import completed
-from armillary.spec.layout_rules.trainer import (
-    compiled_holds,
-    compiled_says,
-    gathered_holds,
-    gathered_says,
-    halves_hold,
-    halves_say,
-    kept_holds,
-    kept_says,
-)
 from armillary.spec.model import ModelConfig
 
 
@@ -235,17 +225,65 @@ def _shrunk(layout: Layout, case: Case, available: int, axes: tuple[str, ...]) -
         if size == 1:
             continue
         most = max(1, min(size, available // (small.num_devices // size)))
-        change[axis] = next(n for n in range(most, 0, -1) if n == 1 or _divides(_with(small, axis, n), case))
+        sizes = (n for n in range(most, 0, -1) if n == 1 or _divides(replace(layout, **{**change, axis: n}), case))
+        change[axis] = next(sizes)
     return change if replace(layout, **change).num_devices <= available else {}
-
-
-def _with(layout: Layout, axis: str, size: int) -> Layout:
-    change: dict[str, Any] = {axis: size}
-    return replace(layout, **change)
 
 
 def _divides(layout: Layout, case: Case) -> bool:
     return all(_RULES[name][0](layout, case) for name in ("tp", "pp", "schedule", "cp"))
+
+
+# --- combinations that our trainer cannot run, though the layout divides everything
+
+
+def _selective_offload_holds(layout: Layout, case: Case) -> bool:
+    offloads = layout.offload in ("activations", "both")
+    return not (case.by_trainer and layout.recompute == "selective" and offloads)
+
+
+def _selective_offload_says(layout: Layout, case: Case) -> str:
+    return (
+        f"offload={layout.offload} does not cover what selective recompute stores; "
+        "try --set layout.recompute=full or none"
+    )
+
+
+def _selective_split_holds(layout: Layout, case: Case) -> bool:
+    """A split backward pass follows the graph of eager operators."""
+    return not (case.by_trainer and layout.recompute == "selective" and layout.splits_backward)
+
+
+def _selective_split_says(layout: Layout, case: Case) -> str:
+    return "zero-bubble stages cannot recompute selectively; try --set layout.recompute=full or none"
+
+
+def _zero3_split_holds(layout: Layout, case: Case) -> bool:
+    """The weight-gradient pass reads weights that ZeRO-3 has freed by then."""
+    shards_weights = layout.zero == 3 and layout.dp * layout.cp > 1
+    return not (case.by_trainer and shards_weights and layout.splits_backward)
+
+
+def _zero3_split_says(layout: Layout, case: Case) -> str:
+    return (
+        "zero-bubble stages need full weights between the two parts of a backward pass, which zero=3 shards; "
+        f"try --set layout.zero=2 (or layout.schedule={_unsplit_schedule(layout)})"
+    )
+
+
+def _compiled_split_holds(layout: Layout, case: Case) -> bool:
+    """torch splits a backward pass along the graph of eager operators."""
+    return not (case.by_trainer and case.compiled and layout.splits_backward)
+
+
+def _compiled_split_says(layout: Layout, case: Case) -> str:
+    schedule = _unsplit_schedule(layout)
+    return f"zero-bubble stages cannot be compiled; try --set layout.schedule={schedule} (or train.compile=false)"
+
+
+def _unsplit_schedule(layout: Layout) -> str:
+    """The nearest schedule that does not split the backward pass."""
+    return "interleaved" if layout.interleave > 1 else "1f1b"
 
 
 _Rule = tuple[Callable[[Layout, Case], bool], Callable[[Layout, Case], str]]
@@ -256,10 +294,10 @@ _RULES: dict[str, _Rule] = {
     "cp": (_cp_holds, _cp_says),
     "ep": (_ep_holds, _ep_says),
     "shard": (_shard_holds, _shard_says),
-    "kept": (kept_holds, kept_says),
-    "halves": (halves_hold, halves_say),
-    "gathered": (gathered_holds, gathered_says),
-    "compiled": (compiled_holds, compiled_says),
+    "selective_offload": (_selective_offload_holds, _selective_offload_says),
+    "selective_split": (_selective_split_holds, _selective_split_says),
+    "zero3_split": (_zero3_split_holds, _zero3_split_says),
+    "compiled_split": (_compiled_split_holds, _compiled_split_says),
     "fill": (_fill_holds, _fill_says),
     "devices": (_devices_hold, _devices_say),
     "tokens": (tokens_hold, tokens_say),

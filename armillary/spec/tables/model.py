@@ -125,20 +125,19 @@ def _following(config: ModelConfig, changes: Mapping[str, Any]) -> dict[str, Any
 
 def _layers(config: ModelConfig, given: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     """Truncate or continue the layers, then derive anew what the pattern keys (or adding or removing experts) name."""
-
     pattern = {key: given[key] for key in PATTERN_HELP if key in given}
     pattern.setdefault("num_layers", config.num_layers)
     for key, low in (("num_layers", 1), ("moe_every", 1), ("dense_first", 0), ("nope_every", 0)):
         if pattern.get(key, low) < low:
             raise BadRecipe(f"model.{key}={pattern[key]} must be at least {low}; try --set model.{key}={low}")
     experts = given.get("moe", config.moe) is not None
-    named = {
+    is_new = {
         "attention": "attention_pattern" in pattern,
         "mlp": "dense_first" in pattern or "moe_every" in pattern or experts != (config.moe is not None),
         "rope": "nope_every" in pattern,
     }
     layers, fresh = tile(config.layers, pattern["num_layers"]), layer_kinds(**pattern, moe=experts)
     return tuple(
-        replace(old, **{part: new[part] for part in named if named[part]})
+        replace(old, **{part: new[part] for part in is_new if is_new[part]})
         for old, new in zip(layers, fresh, strict=True)
     )

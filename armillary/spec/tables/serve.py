@@ -234,9 +234,6 @@ class Load:
         at_least(self, "load", 0, "length_spread", "warmup_s", "temperature")
         at_least(self, "load", 2, "longest")
         above_zero(self, "load", "ramp_to", "trace_speed", "timeout_s")
-        self._check_together()
-
-    def _check_together(self) -> None:
         if self.trace and self.concurrency:
             raise BadRecipe("load.trace and load.concurrency both say when requests are sent; leave one out")
         if self.ramp_to and (self.trace or self.concurrency):

@@ -32,15 +32,10 @@ def shares(blend: Mapping[str, float]) -> tuple[tuple[str, int], ...]:
     common = gcd(*weights.values())
     rows = sum(weights.values()) // common
     if rows > LONGEST:
-        better = f"{{ {', '.join(_rounded(weights))} }}"
-        raise BadRecipe(f"the weights of data.blend repeat only after {rows:,} rows; round them, as in {better}")
+        total = sum(weights.values())  # per mille, at least one
+        better = ", ".join(f'"{source}" = {max(1, round(1000 * count / total))}' for source, count in weights.items())
+        raise BadRecipe(f"the weights of data.blend repeat only after {rows:,} rows; round them, as in {{ {better} }}")
     return tuple((source, count // common) for source, count in weights.items())
-
-
-def _rounded(weights: Mapping[str, int]) -> list[str]:
-    """Per mille, at least one."""
-    total = sum(weights.values())
-    return [f'"{source}" = {max(1, round(1000 * count / total))}' for source, count in weights.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +87,6 @@ class Data:
         at_least(self, "data", 1, "cache_bytes")
         if not self.held_out < 1:
             raise refuse(self, "data", "held_out", "below 1")
-        self._check_blend()
-
-    def _check_blend(self) -> None:
         if self.blend and (self.path or self.source != type(self).source):
             other = f"data.path={self.path}" if self.path else f"data.source={self.source}"
             raise BadRecipe(f"data.blend and {other} exclude each other; make it one of the blend, or leave it out")
@@ -198,9 +190,6 @@ class TrainJob:
         above_zero(self, "train", "expert_capacity")
         above_zero(self, "train", "lr", "eps")
         above_zero(self, "train", "decay_fraction", most=1)
-        self._check_together()
-
-    def _check_together(self) -> None:
         if not self.lora_dropout < 1:
             raise refuse(self, "train", "lora_dropout", "below 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

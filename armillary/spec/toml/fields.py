@@ -110,10 +110,9 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is Any:
         return value
     try:
-        converted = _CONVERTERS[hint](value)
+        return _CONVERTERS[hint](value)
     except (ValueError, TypeError, OverflowError, BadInput):
         raise BadInput(f"{where}={value!r} is not {_PLAIN[hint]}") from None
-    return converted
 
 
 def _to_bool(value: Any) -> bool:
@@ -158,8 +157,7 @@ def help_of(cls: type[Any]) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     assert isinstance(tree.body[0], ast.ClassDef)
     texts: dict[str, str] = {}
-    body = tree.body[0].body
-    for item, after in pairwise(body):
+    for item, after in pairwise(tree.body[0].body):
         is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and is_text:
             texts[item.target.id] = str(ast.literal_eval(after.value))  # type: ignore[attr-defined]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.spec.plan import Plan
-from armillary.spec.recipe import Recipe, recipe_from_dict
-from armillary.spec.recipe_changes import KeyChange, recipe_changes
+from armillary.spec.recipe import KeyChange, Recipe, recipe_changes, recipe_from_dict
 from armillary.store.home import Home
 from armillary.store.runs import Run, Say, find_run, list_runs
 

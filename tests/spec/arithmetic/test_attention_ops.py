@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from armillary.spec.arithmetic.attention_ops import (
     AttentionShape,
+    attended_pairs,
     attention,
     attention_backward,
     keys_read,
-    pairs,
     self_spans,
     simplicial_attention,
     triples,
@@ -44,7 +44,7 @@ MASKS = st.one_of(
 def test_pairs_and_keys_read_equal_the_drawn_mask(span: tuple[int, int], mask: AttentionShape) -> None:
     queries, keys = span
     seen = [(q, k) for q in range(keys - queries, keys) for k in range(keys) if visible(q, k, mask)]
-    assert pairs(span, mask) == len(seen)
+    assert attended_pairs(span, mask) == len(seen)
     if queries:
         assert keys_read(span, mask) == len({k for _, k in seen})
 
@@ -53,13 +53,13 @@ def test_pairs_and_keys_read_equal_the_drawn_mask(span: tuple[int, int], mask: A
 @given(st.integers(1, 200), MASKS)
 def test_half_cuts_the_diagonal_in_two(length: int, mask: AttentionShape) -> None:
     """The MFU convention counts half of each query's own key, wherever the mask still grows."""
-    exact, half = pairs((length, length), mask), pairs((length, length), mask, half=True)
+    exact, half = attended_pairs((length, length), mask), attended_pairs((length, length), mask, half=True)
     assert exact - length / 2 <= half <= exact
-    assert pairs((length, length), shape(), half=True) == length**2 / 2
+    assert attended_pairs((length, length), shape(), half=True) == length**2 / 2
 
 
 def test_noncausal_sees_everything() -> None:
-    assert pairs((3, 10), shape(causal=False)) == 30
+    assert attended_pairs((3, 10), shape(causal=False)) == 30
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])

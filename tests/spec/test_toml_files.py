@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from armillary.spec import catalogue
-from armillary.spec.toml.lazy_toml import read_rows
+from armillary.spec.toml.toml_files import read_rows
 
 FOLDER = Path(catalogue.__file__).parent
 

@@ -1,8 +1,11 @@
-"""Lazy TOML: a long file as rows that are parsed on access, so that a verb that needs one model reads one model.
+"""TOML files: a long catalogue as rows that are parsed on access, and a writer for recipes.
 
-Splitting at the headings takes a millisecond, parsing the full catalogue a hundred.
+A verb that needs one model parses one model: splitting at the headings takes a millisecond, parsing the full catalogue
+a hundred. The writer is hand-written because `spec` uses only the standard library, which reads TOML (tomllib) but does
+not write it.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -57,3 +60,50 @@ def read_rows(path: Path, *, grouped: bool = False) -> dict[str, Rows]:
         texts = groups.setdefault(group, {})
         texts[name] = texts.get(name, "") + text[heading.start() : end]
     return {group: Rows(group, texts) for group, texts in groups.items()}
+
+
+# --- writing
+
+
+def dumps(tables: Mapping[str, Any]) -> str:
+    """One [table] after another with a blank line between them; nested tables as [outer.inner]."""
+    blocks = [_lines(tables)] if any(not isinstance(value, Mapping) for value in tables.values()) else []
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            blocks += _blocks(_key(name), value)
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _blocks(name: str, table: Mapping[str, Any]) -> list[list[str]]:
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    own = _lines(table)
+    blocks = [[f"[{name}]", *own]] if own or not inner else []
+    for key, value in inner.items():
+        blocks += _blocks(f"{name}.{_key(key)}", value)
+    return blocks
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _text(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
+    assert isinstance(value, list | tuple), f"TOML has no {type(value).__name__}"
+    return "[" + ", ".join(_value(item) for item in value) + "]"
+
+
+def _text(value: str) -> str:
+    """TOML has JSON's escapes, and also wants the delete character escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
