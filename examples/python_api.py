@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import armillary
-from armillary.model.sampling import Sampling
+from armillary.engine.request.sampling_params import Sampling
 from armillary.spec.arithmetic.params import kv_bytes_per_token, parameters
 from armillary.units import bytes_text, count_text
 

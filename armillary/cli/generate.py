@@ -19,7 +19,7 @@ from armillary.store.home import Home
 
 if TYPE_CHECKING:
     from armillary.engine.engine import Completion
-    from armillary.model.sampling import Sampling
+    from armillary.engine.request.sampling_params import Sampling
     from armillary.model.text.tokenizer import Tokenizer
     from armillary.model.transformer import Transformer
 
@@ -55,8 +55,8 @@ def generate(
 
     MODEL is a Hugging Face folder, a Hub id or a run; a shape without a tokenizer takes token ids: "1 15 7".
     """
+    from armillary.engine.request.sampling_params import MODEL_FIELDS, Sampling
     from armillary.model.generation_config import sampling_defaults
-    from armillary.model.sampling import MODEL_FIELDS, Sampling
 
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -110,8 +110,7 @@ def stream_completion(
     """Complete one prompt, handing text to `emit` as whole characters become known; `before` goes ahead of it, once
     there is something to follow it. Seconds to the first token go to `phases`."""
     from armillary.engine.engine import Completion
-    from armillary.engine.generate import answer
-    from armillary.model.sampling import check_tokenizer
+    from armillary.engine.generate import answer, check_tokenizer
 
     check_tokenizer(model, tokenizer)
     completion: Completion | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 
 from armillary.engine.build import Phase, make_engine
@@ -9,10 +10,9 @@ from armillary.engine.engine import Completion, Engine
 from armillary.engine.llm import dtype_to_load
 from armillary.engine.output.output_text import Piece
 from armillary.engine.request.request import Request
-from armillary.engine.request.sampling_params import SamplingParams
-from armillary.errors import BadModel
+from armillary.engine.request.sampling_params import Sampling, default_sampling
+from armillary.errors import BadInput, BadModel
 from armillary.model.device import pick_device
-from armillary.model.sampling import Sampling, check_prompts, check_tokenizer, default_sampling
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_weights import load_model
@@ -21,7 +21,7 @@ from armillary.store.home import Home
 from armillary.store.resolve_model import resolve_model
 
 _BROKEN = "the model's logits are not numbers; its weights are broken or its dtype too narrow"
-_TOGETHER = 64
+_MAX_RUNNING = 64
 
 
 def generate(
@@ -45,39 +45,11 @@ def generate(
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     engine = _engine(loaded, tokenizer, encoded, chosen)
     completions = engine.generate([_request(i, tokens, chosen) for i, tokens in enumerate(encoded)])
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for completion in completions:
         if completion.finish == "error":
             raise BadModel(_BROKEN)
-        completion.prompt = prompt
+        completion.prompt = prompts[int(completion.request.id)]
     return completions
-
-
-def _engine(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    prompts: Items[Items[int]],
-    sampling: Sampling,
-    phase: Phase | None = None,
-) -> Engine:
-    check_prompts(model, prompts, sampling)
-    longest = max(map(len, prompts)) + sampling.max_tokens
-    serve = Serve(
-        max_running=min(len(prompts), _TOGETHER), max_model_len=longest, prefix_cache=False, memory_fraction=1.0
-    )
-    return make_engine(model, tokenizer, serve, warm=False, phase=phase)[0]
-
-
-def _request(number: int, prompt: Items[int], sampling: Sampling) -> Request:
-    params = SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed + number,
-    )
-    return Request(id=str(number), prompt=prompt, params=params)
 
 
 def answer(
@@ -96,3 +68,51 @@ def answer(
             if piece.finish == "error":
                 raise BadModel(_BROKEN)
             yield piece
+
+
+def _engine(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompts: Items[Items[int]],
+    sampling: Sampling,
+    phase: Phase | None = None,
+) -> Engine:
+    check_prompts(model, prompts, sampling)
+    serve = Serve(
+        max_running=min(len(prompts), _MAX_RUNNING),
+        max_model_len=max(map(len, prompts)) + sampling.max_tokens,
+        prefix_cache=False,
+        memory_fraction=1.0,
+    )
+    return make_engine(model, tokenizer, serve, warm=False, phase=phase)[0]
+
+
+def _request(number: int, prompt: Items[int], sampling: Sampling) -> Request:
+    return Request(id=str(number), prompt=prompt, params=replace(sampling, seed=sampling.seed + number))
+
+
+def check_tokenizer(model: Transformer, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with ids that the model does not have."""
+    if tokenizer.vocab_size > model.config.vocab:
+        rows = f"the model has {model.config.vocab} rows and its tokenizer ids up to {tokenizer.vocab_size - 1}"
+        raise BadModel(f"{model.config.name}: {rows}; use the tokenizer the model was trained with")
+
+
+def check_prompts(model: Transformer, prompts: Items[Items[int]], sampling: Sampling) -> None:
+    """Refuse prompts that the model cannot continue."""
+    vocab, context = model.config.vocab, model.config.context
+    if not prompts:
+        raise BadInput("there is no prompt; give at least one")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise BadInput(f"prompt {i + 1} is empty; give at least one token")
+        if max(prompt) >= vocab or min(prompt) < 0:
+            wrong = next(token for token in prompt if not 0 <= token < vocab)
+            raise BadInput(
+                f"prompt {i + 1} has token {wrong} outside the model's vocabulary of {vocab}; use its tokenizer"
+            )
+        left = context - len(prompt)
+        if left < sampling.max_tokens:
+            wanted = f"{len(prompt)} + {sampling.max_tokens} tokens exceed the context of {context}"
+            fix = f"ask for at most {left}" if left > 0 else "shorten the prompt"
+            raise BadInput(f"prompt {i + 1}: {wanted}; {fix}")

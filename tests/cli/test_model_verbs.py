@@ -139,7 +139,7 @@ def test_generate_draws_as_the_model_says_where_no_flag_does(cli: Cli, tmp_path:
 
 def test_generate_penalises_repetitions_as_the_model_says(cli: Cli, tmp_path: Path) -> None:
     """Greedily, so that the engine and its slow twin must agree."""
-    from armillary.model.sampling import default_sampling
+    from armillary.engine.request.sampling_params import default_sampling
     from tests.model.plain_generation import plain_completions
 
     folder = make_folder(tmp_path)

@@ -16,9 +16,8 @@ import armillary
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
-from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.request.sampling_params import Sampling, SamplingParams, default_sampling
 from armillary.errors import BadInput, BadRecipe
-from armillary.model.sampling import Sampling, default_sampling
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import save_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from armillary.engine.request.sampling_params import Sampling
 from armillary.model.layers.attention_forms import plain
-from armillary.model.sampling import Sampling
 from armillary.model.transformer import build
 from tests.model.layers.test_attention_forms import SHAPES, small
 from tests.model.plain_generation import generate_tokens

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from armillary.engine.request.sampling_params import Sampling
 from armillary.errors import BadInput
-from armillary.model.sampling import Sampling
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import load_model, save_model

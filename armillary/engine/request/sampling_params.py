@@ -3,13 +3,17 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from armillary.engine.request.constraint import Structure
 from armillary.errors import BadInput
+from armillary.model.generation_config import sampling_defaults
 
 MOST_LOGPROBS = 100
 MOST_SEQUENCES = 1024
+MODEL_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""fields of `Sampling` that a model's generation_config.json may set"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +138,18 @@ class SamplingParams:
                     raise BadInput(f"{name} has token {token!r} outside the vocabulary of {vocab:,}; leave it out")
         if self.logit_bias and len(self.logit_bias) == vocab and max(self.logit_bias.values()) <= -100:
             raise BadInput("logit_bias rules every token out; leave at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(SamplingParams):
+    """Sampling parameters of `armillary.generate` and the verb `generate`: prompt i uses seed + i."""
+
+    max_tokens: int = 128
+    temperature: float = 0.8
+    seed: int = 0
+
+
+def default_sampling(folder: Path | None) -> Sampling:
+    """Our defaults, overridden by the model's generation_config.json."""
+    given = sampling_defaults(folder).given
+    return Sampling(**{name: value for name, value in given.items() if name in MODEL_FIELDS})
