@@ -109,7 +109,7 @@ def _on_cpu(reading: Reading) -> bool:
 def _levers(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
     if reading.kind == "serving":
         return serving.levers_for(finding, reading, home)
-    if reading.plan is None:
+    if reading.plan is None or reading.plan.train is None:
         return advice.levers_for(finding, reading)
     return training.levers_for(finding, reading, home)
 

@@ -92,7 +92,7 @@ def _steady(reading: Reading, gauge: str) -> float:
     return winsorised_mean(reading.series(gauge))
 
 
-def recomputed(reading: Reading) -> float | None:
+def recompute_share(reading: Reading) -> float | None:
     """Share of a step spent in recompute: within each step that measured it, since step times vary over a run."""
     timed = [(float(record["recompute_s"]), _length(record)) for record in reading.steps if "recompute_s" in record]
     shares = [min(1.0, seconds / step_s) for seconds, step_s in timed if step_s > 0]

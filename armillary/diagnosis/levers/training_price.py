@@ -14,7 +14,7 @@ from armillary.diagnosis.evidence.step_parts import (
     launch_overhead_share,
     micro_batch_overhead_share,
     parts_of,
-    recomputed,
+    recompute_share,
 )
 from armillary.diagnosis.evidence.thresholds import FILLABLE_MEMORY_SHARE
 from armillary.diagnosis.levers.apply import overrides_of
@@ -24,7 +24,6 @@ from armillary.planning.device_model.layout_arrays import Layouts, as_arrays
 from armillary.planning.training.prediction import Prediction, predict
 from armillary.planning.training.resolve import resolve
 from armillary.spec.layout_rules.rules import check_layout
-from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.units import bytes_text
@@ -51,10 +50,10 @@ class Pricing:
 
     def __init__(self, reading: Reading, home: Home) -> None:
         assert reading.plan is not None and reading.plan.train is not None, "a plan for training"
-        self.reading, self.plan, self.home = reading, reading.plan, home
-        self.parts: Parts | None = parts_of(reading)
-        asked = recipe_from_dict(self.plan.recipe)
-        self.recipe = replace(asked, layout=self.plan.layout, train=reading.plan.train)  # as it ran: auto is resolved
+        self.reading, self.plan, self.job, self.home = reading, reading.plan, reading.plan.train, home
+        self.parts = parts_of(reading)
+        requested = recipe_from_dict(self.plan.recipe)
+        self.recipe = replace(requested, layout=self.plan.layout, train=self.job)  # as it ran: auto is resolved
 
     @cached_property
     def now(self) -> Prediction:
@@ -63,80 +62,74 @@ class Pricing:
     def price(self, change: Mapping[str, Any]) -> Priced | None:
         """None where the change is not valid, does not fit, or nothing was measured to apply it to."""
         then = self._then(change)
-        if then is None or self.parts is None:
-            return None
-        more = self._more_memory(then)
-        if more is None:
+        more = self._more_memory(then) if then is not None else None
+        if then is None or more is None or self.parts is None:
             return None
         changed = self._changed(self.parts, then)
         return Priced(change=change, speedup=self.parts.total / changed.total, memory_bytes=more)
 
-    def priced(self, change: Mapping[str, Any], **seconds: float) -> Priced | None:
+    def price_parts(self, change: Mapping[str, Any], **seconds: float) -> Priced | None:
         """A change that only alters parts which were measured, given as they would be."""
         if self.parts is None:
             return None
-        values = {name: getattr(self.parts, name) for name in self.parts.__dataclass_fields__} | seconds
-        lost = sum(getattr(self.parts, name) - values[name] for name in ("data_wait", "comm_exposed", "bubble"))
-        values["step"] = seconds.get("step", max(1e-9, self.parts.step - lost))
-        return Priced(change=change, speedup=self.parts.total / Parts(**values).total, memory_bytes=0.0)
+        changed = replace(self.parts, **seconds)
+        if "step" not in seconds:
+            waits = ("data_wait", "comm_exposed", "bubble")
+            saved = sum(getattr(self.parts, name) - getattr(changed, name) for name in waits)
+            changed = replace(changed, step=max(1e-9, self.parts.step - saved))
+        return Priced(change=change, speedup=self.parts.total / changed.total, memory_bytes=0.0)
 
-    def joined(self, change: Mapping[str, Any]) -> Priced | None:
+    def fused(self, change: Mapping[str, Any]) -> Priced | None:
         """A change that only fuses memory-bound ops on a CPU: these scale by their predicted time, calls by the
         predicted time of calls; GEMMs and everything else stay."""
-        then, passes = self._then(change), self.reading.get("fusible_fraction")
-        if then is None or self.parts is None or passes is None:
+        then, fusible = self._then(change), self.reading.get("fusible_fraction")
+        if then is None or self.parts is None or fusible is None:
             return None
-        saved = passes * (1 - _of(then, "memory") / _of(self.now, "memory"))
+        saved = fusible * (1 - _of(then, "memory") / _of(self.now, "memory"))
         saved += (self.fixed or 0.0) * (1 - _of(then, "launch") / _of(self.now, "launch"))
-        return self.priced(change, step=self.parts.step - self.parts.work * saved)
+        return self.price_parts(change, step=self.parts.step - self.parts.work * saved)
 
-    def kept_here(self, change: Mapping[str, Any]) -> Priced | None:
+    def without_offload(self, change: Mapping[str, Any]) -> Priced | None:
         """A change that ends offloading: the measured stall goes, the optimizer's time on the device is added; by the
         planner alone where nothing was measured."""
         priced, spent, then = self.price(change), self.reading.get("offload_s"), self._then(change)
         if priced is None or spent is None or then is None or self.parts is None:
             return priced
         updating = max(0.0, _of(then, "optimizer") - _of(self.now, "optimizer"))
-        measured = self.priced(change, step=max(0.1 * self.parts.step, self.parts.step - spent + updating))
+        measured = self.price_parts(change, step=max(0.1 * self.parts.step, self.parts.step - spent + updating))
         return measured and replace(measured, memory_bytes=priced.memory_bytes)
 
     @property
-    def held_bytes(self) -> float:
+    def peak_bytes(self) -> float:
         """Memory in use at the fullest moment, as predicted."""
         return float(self.now.memory.total[0])
 
     @property
     def may_compile(self) -> bool:
         """Whether blocks run eagerly, operator by operator, and are not compiled yet."""
-        job = self.plan.train
-        return job is not None and not job.compiled and self.now.case.software.eager_layers
+        return not self.job.compiled and self.now.case.software.eager_layers
 
     # --- the planner
 
     def _predict(self, recipe: Recipe) -> Prediction:
-        asked = resolve(recipe, self.plan.model, self.plan.cluster, self.home)
-        return predict(asked.case, as_arrays([asked.layout]))
+        problem = resolve(recipe, self.plan.model, self.plan.cluster, self.home)
+        return predict(problem.case, as_arrays([problem.layout]))
 
     def _then(self, change: Mapping[str, Any]) -> Prediction | None:
         """The changed recipe as predicted; None where it is refused."""
         try:
             recipe = recipe_from_dict(self.plan.recipe, overrides_of(change))
-            job = recipe.train
             check_layout(
                 recipe.layout,
                 self.plan.model,
-                num_devices=self._devices,
-                sequence=job.sequence,
-                batch_tokens=job.batch_tokens,
+                num_devices=max(self.plan.cluster.num_devices, self.plan.layout.num_devices),
+                sequence=recipe.train.sequence,
+                batch_tokens=recipe.train.batch_tokens,
                 by_trainer=True,
             )
             return self._predict(recipe)
         except ArmillaryError:
             return None
-
-    @property
-    def _devices(self) -> int:
-        return max(self.plan.cluster.num_devices, self.plan.layout.num_devices)
 
     def _more_memory(self, then: Prediction) -> float | None:
         """Bytes beyond the present peak; None where they do not fit. A measured peak above the prediction scales
@@ -155,15 +148,7 @@ class Pricing:
         idle = _carried(parts.bubble, now.time.bubble[0], then.time.bubble[0])
         busy = work + exposed + idle
         wait = max(0.0, parts.step - busy) if parts.data_wait > 0.02 * parts.step else parts.data_wait
-        return Parts(
-            step=busy + wait,
-            data_wait=wait,
-            comm_exposed=exposed,
-            bubble=idle,
-            checkpoint=parts.checkpoint,
-            validation=parts.validation,
-            between=parts.between,
-        )
+        return replace(parts, step=busy + wait, data_wait=wait, comm_exposed=exposed, bubble=idle)
 
     def _worked(self, parts: Parts, then: Prediction) -> float:
         """Seconds that are neither waiting nor idle. Where only the rows per micro-batch differ and the trainer
@@ -172,9 +157,9 @@ class Pricing:
         if rows is not None and _same_but_rows(now.layouts, then.layouts):
             fewer = float(then.time.work.micro_batches[0] / now.time.work.micro_batches[0])
             return parts.work * (rows * fewer + 1 - rows)
-        again = min(self.recompute_s, parts.work)
-        work = (parts.work - again) * self._work_ratio(then)
-        return work + (_carried(again, now.time.recompute[0], then.time.recompute[0]) if again else 0.0)
+        recompute = min(self.recompute_s, parts.work)
+        work = (parts.work - recompute) * self._work_ratio(then)
+        return work + (_carried(recompute, now.time.recompute[0], then.time.recompute[0]) if recompute else 0.0)
 
     def _work_ratio(self, then: Prediction) -> float:
         """Ratio of work after to before: launches by their number, the rest by its predicted time. Recompute is apart
@@ -196,16 +181,16 @@ class Pricing:
     def _narrower_ratio(self, then: Prediction, fixed: float) -> float:
         """The ratio for another dtype: measured memory-bound ops by their predicted time, the rest by that of GEMMs and
         attention; launches stay."""
-        passes = min(1 - fixed, self.reading.get("fusible_fraction") or 0.0)
-        moved = _of(then, "memory", "optimizer") / _of(self.now, "memory", "optimizer")
-        multiplied = _of(then, "gemm", "attention") / _of(self.now, "gemm", "attention")
-        return fixed + passes * moved + (1 - fixed - passes) * multiplied
+        fusible = min(1 - fixed, self.reading.get("fusible_fraction") or 0.0)
+        memory = _of(then, "memory", "optimizer") / _of(self.now, "memory", "optimizer")
+        compute = _of(then, "gemm", "attention") / _of(self.now, "gemm", "attention")
+        return fixed + fusible * memory + (1 - fixed - fusible) * compute
 
     @property
     def recompute_s(self) -> float:
         """Seconds of recompute per step, where it was measured: its share in the steps that measured it, times a usual
         step."""
-        share = recomputed(self.reading)
+        share = recompute_share(self.reading)
         return share * self.parts.step if share and self.parts is not None else 0.0
 
     @cached_property
@@ -218,9 +203,9 @@ def launches(prediction: Prediction, apart: bool = False) -> float:
     """Kernels per step as the planner counts them: forward, recompute unless it is `apart`, and backward of every
     micro-batch."""
     time, layer = prediction.time, prediction.time.work.layer
-    again = 0.0 if apart else float(time.recompute[0] > 0) / float(prediction.layouts.recompute_every[0])
-    a_layer = float(layer.kernels_forward[0]) * (1 + again) + float(layer.kernels_backward[0])
-    return float(time.work.micro_batches[0]) * a_layer
+    recomputed = 0.0 if apart else float(time.recompute[0] > 0) / float(prediction.layouts.recompute_every[0])
+    per_layer = float(layer.kernels_forward[0]) * (1 + recomputed) + float(layer.kernels_backward[0])
+    return float(time.work.micro_batches[0]) * per_layer
 
 
 def worked(prediction: Prediction, apart: bool = False) -> float:
@@ -252,9 +237,3 @@ def _of(prediction: Prediction, *names: str) -> float:
 def _carried(measured: float, now: float, then: float) -> float:
     """A measured part, scaled by the predicted ratio; where none was predicted, the predicted part is added."""
     return measured * float(then / now) if now > 0 else measured + float(then)
-
-
-def pricing_of(reading: Reading, home: Home) -> Pricing | None:
-    """None where there is no plan for training to change."""
-    plan: Plan | None = reading.plan
-    return Pricing(reading, home) if plan is not None and plan.train is not None else None

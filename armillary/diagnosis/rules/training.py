@@ -3,7 +3,7 @@
 from statistics import median
 
 from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Rule
-from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recomputed
+from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recompute_share
 from armillary.diagnosis.evidence.stragglers import late_rank, waited_for_others
 from armillary.diagnosis.evidence.thresholds import (
     BUBBLE_SHARE,
@@ -106,7 +106,7 @@ def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
     """Activations are recomputed; the lever says whether they would fit."""
     if plan is None or plan.train is None or plan.layout.recompute == "none":
         return None
-    step, share = reading.get("step_s") or reading.predicted("step_s") or 0.0, recomputed(reading)
+    step, share = reading.get("step_s") or reading.predicted("step_s") or 0.0, recompute_share(reading)
     if share is None:
         share = (reading.predicted("recompute_s") or 0.0) / (reading.predicted("step_s") or 1.0)
     if not share or not step:

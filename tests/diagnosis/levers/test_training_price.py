@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.evidence.finding import Finding
 from armillary.diagnosis.levers.training import levers_for
-from armillary.diagnosis.levers.training_price import Pricing, pricing_of
+from armillary.diagnosis.levers.training_price import Pricing
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
 
 
@@ -71,7 +72,7 @@ def test_compiling_joins_passes_and_calls_and_leaves_products() -> None:
         "train.batch_tokens=2048",
     )
     made = [priced(*sets, window=BUSY | {"fusible": share}, kernels=1584.0, host_cpu_s=0.2) for share in (0.0, 0.3)]
-    calls, both = (one.joined({"train.compile": True}) for one in made)
+    calls, both = (one.fused({"train.compile": True}) for one in made)
     assert calls is not None and both is not None and all(one.may_compile for one in made)
     assert 1.02 < calls.speedup < 1 / (1 - made[0].fixed), "calls are fewer, not none"  # type: ignore[operator]
     assert 1.05 < both.speedup / calls.speedup < 1 / (1 - 0.3), "three tenths shrink, and do not go"
@@ -105,7 +106,8 @@ def test_exchanges_are_carried_over_in_their_predicted_proportion() -> None:
 
 
 def test_without_a_plan_for_training_there_is_nothing_to_price() -> None:
-    assert pricing_of(reading_of(), NOWHERE) is None
+    verdict = diagnose(reading_of(data_wait_s=0.5), NOWHERE)
+    assert verdict.cause == "data_starvation" and verdict.levers[0].action.startswith("DataLoader")
 
 
 def test_workers_are_as_many_as_the_step_needs() -> None:

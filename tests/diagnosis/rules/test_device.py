@@ -16,11 +16,13 @@ from armillary.diagnosis.rules.device import (
     precision,
     sync,
 )
+from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
 from armillary.planning.device_model.efficiency import AUTOGRAD_CALL, TORCH_CALL_S
+from armillary.profiling.dtypes.rates import PROBE
 from armillary.profiling.profile import Profile, Roofline, Row
 from armillary.store.home import Home
-from armillary.store.peaks import save_peaks
+from armillary.store.peaks import new_peaks, save_peaks
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
 from tests.training.test_auto_precision import ceilings
 
@@ -123,6 +125,16 @@ def test_16_bits_that_a_cpu_emulates_are_named(home: Home) -> None:
     assert "emulated" in verdict.headline
     wide = plan_of("layout.precision=fp32", *HERE, cluster=here(device="cpu"), home=home)
     assert diagnose(reading_of(wide), home).cause != "precision", "bf16 would be slower"
+
+
+def test_bf16_is_not_offered_where_a_probe_shows_it_to_be_slower(home: Home) -> None:
+    """Without ceilings the planner assumes a CPU with bf16 units."""
+    wide = plan_of("layout.precision=fp32", *HERE, cluster=here(device="cpu"), home=home)
+    for flops, offered in ((60e9, False), (300e9, True)):
+        points = [{"dtype": "fp32", "flops": 100e9}, {"dtype": "bf16", "flops": flops}]
+        save_peaks(home, new_peaks(device_name("cpu")).with_points(PROBE, points))
+        levers = diagnose(reading_of(wide), home).levers
+        assert any(lever.change == {"layout.precision": "bf16"} for lever in levers) is offered
 
 
 def test_kernels_that_are_the_time() -> None:
