@@ -42,7 +42,6 @@ class Calibration:
     """Result of a calibration."""
 
     call_s: float
-    """CPU time per torch call in an engine step"""
     process_bytes: float | None
     """peak memory of the process beside weights, KV cache and activations; None where the system does not report it"""
 

@@ -142,15 +142,12 @@ def _source(rows: list[Price]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """Cost of training in dollars."""
+    """Cost of training in dollars, time lost to failures included."""
 
     step_usd: float
-    """per step, its share of lost time included"""
     run_usd: float
-    """of all steps"""
     million_trained_tokens_usd: float
     run_s: float
-    """wall time of the run"""
     device_hour_usd: float
 
     def predicted(self) -> dict[str, float]:
@@ -177,17 +174,14 @@ def training_cost(
 
 @dataclass(frozen=True, kw_only=True)
 class ServingCost:
-    """Cost of serving in dollars."""
+    """Cost of serving in dollars: prompts and completions divide it by the time they take; a month is 730 hours of all
+    devices."""
 
     million_tokens_usd: float
-    """per million tokens, prompts and completions together"""
     million_in_usd: float
-    """per million prompt tokens, by the share of time in prefill"""
     million_out_usd: float
-    """per million generated tokens, by the rest"""
     device_hour_usd: float
     month_usd: float
-    """730 hours of all devices"""
 
     def predicted(self) -> dict[str, float]:
         return {"million_tokens_usd": self.million_tokens_usd, "device_hour_usd": self.device_hour_usd}

@@ -27,16 +27,13 @@ RESTART_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Failure rate of a run and the cost of a failure."""
+    """Failure rate of devices that must all work, and the cost of a failure: a checkpoint stops training for
+    `checkpoint_s`, and the next step runs `restart_s` after a failure."""
 
     num_devices: int
-    """devices that must all work"""
     device_mtbf_s: float = DEVICE_MTBF_H * HOUR
-    """mean time between failures of one device"""
     checkpoint_s: float
-    """time that a checkpoint stops training"""
     restart_s: float = RESTART_S
-    """from a failure to the next step"""
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
@@ -115,17 +112,14 @@ def goodput(failures: Failures, interval_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Goodput of a run."""
+    """Share of wall time spent on steps that are not lost, with a checkpoint every `interval_s` of training; Young's
+    and Daly's intervals are for comparison."""
 
     failures: Failures
     interval_s: float
-    """training time between two checkpoints"""
     goodput_fraction: float
-    """share of wall time spent on steps that are not lost"""
     young_s: float
-    """Young's interval, for comparison"""
     daly_s: float
-    """Daly's, for comparison"""
 
     @property
     def interruptions_per_day(self) -> float:

@@ -28,18 +28,15 @@ class NoPrice(BadInput):
 
 @dataclass(frozen=True, kw_only=True)
 class Owned:
-    """One bought device with its share of the node."""
+    """One bought device with its share of the node and of the staff, depreciated over `years`; `pue` is the power of
+    the site over that of the machines under load."""
 
     capex_usd: float
     years: float
-    """depreciation period"""
     power_w: float
-    """power under load"""
     pue: float
-    """power of the site over power of the machines"""
     usd_per_kwh: float
     staff_usd_per_year: float
-    """this device's share of staff"""
     capex_source: str = ""
 
     def running_usd_per_year(self, use: float) -> float:

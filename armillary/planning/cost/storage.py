@@ -30,28 +30,23 @@ ONE_SERVER = ("nas", "nas-100g")
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Size and bandwidth of one kind of stored data."""
+    """Size of one kind of stored data, of all copies that are kept, and the bandwidth that all nodes together need."""
 
     name: str
     size_bytes: float
     kept_bytes: float
-    """bytes of all copies that are kept"""
     read_bytes_per_s: float
-    """bytes/s that all nodes together must be able to read"""
     write_bytes_per_s: float
-    """bytes/s that all nodes together must be able to write"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Whether a tier is fast enough for a need."""
+    """Whether a tier is fast enough for a need, with the bandwidth of all nodes together."""
 
     need: Need
     tier: Storage
     read_bytes_per_s: float
-    """bytes/s that all nodes together can read"""
     write_bytes_per_s: float
-    """bytes/s that all nodes together can write"""
 
     @property
     def holds(self) -> bool:
@@ -72,14 +67,11 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStorage:
-    """Storage needs of a run."""
+    """Storage needs of a run: token shards, weights with optimizer states, gauges."""
 
     dataset: Need
-    """token shards"""
     checkpoint: Need
-    """weights and optimizer states"""
     logs: Need
-    """gauges"""
 
     @property
     def needs(self) -> tuple[Need, Need, Need]:

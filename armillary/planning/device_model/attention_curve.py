@@ -53,5 +53,4 @@ def measured_attention(
 
 def _between(points: Points, where: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     x, y = np.log(np.array(points).T)
-    values: npt.NDArray[np.float64] = np.exp(np.interp(np.log(where), x, y))
-    return values
+    return np.exp(np.interp(np.log(where), x, y))

@@ -59,7 +59,6 @@ class Curves:
     """Rates that one chip reaches."""
 
     generation: str
-    """section of efficiency.toml"""
     source: str
     """'catalogue', or the device and day of the measurement"""
     peaks: Mapping[str, float]
@@ -74,11 +73,9 @@ class Curves:
     gemm_waves: float
     """waves at which half the rate is lost"""
     num_sms: int
-    """multiprocessors"""
     attention_forward: Mapping[str, float]
     """dtype of ATTENTION -> FLOP/s of fused attention, long sequences, head dim 128"""
     attention_backward: Mapping[str, float]
-    """the same for the backward pass"""
     attention_at: Mapping[tuple[str, bool], AttentionCurve | None]
     """(dtype, is backward) -> curve over the measured lengths"""
     bytes_per_s: float
@@ -89,11 +86,8 @@ class Curves:
     """dtype of ATTENTION -> bytes/s at which GEMMs with a single row read their weights, where measured; else that of
     large copies"""
     kernel_s: float
-    """fixed overhead per kernel"""
     launch_s: float
-    """host time per eager launch"""
     call_s: float = TORCH_CALL_S
-    """CPU time per torch call without autograd"""
 
     @property
     def autograd_call_s(self) -> float:
@@ -117,8 +111,7 @@ class Curves:
         speed = np.array([max(1.0, self.peaks[name] / self.usual_peak) for name in PRECISIONS])[precision]
         waves = np.maximum(groups * m * n / (TILE * self.num_sms), 1e-9)
         shaped = reached * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
-        flops: Array = np.minimum(shaped, power_limited)
-        return flops
+        return np.minimum(shaped, power_limited)
 
     def attention_flops(
         self, keys: Array | float, head_dim: float, *, backward: bool, precision: Ints | None = None
@@ -130,8 +123,7 @@ class Curves:
         if precision is None:
             return narrow
         wide = self._attention_flops("fp32", keys, head_dim, backward=backward)
-        flops: Array = np.where(WIDE[precision], wide, narrow)
-        return flops
+        return np.where(WIDE[precision], wide, narrow)
 
     def _attention_flops(self, dtype: str, keys: Array, head_dim: float, *, backward: bool) -> Array:
         known = self.attention_at.get((dtype, backward))
@@ -139,18 +131,15 @@ class Curves:
             return known.flops(keys, head_dim)
         best = (self.attention_backward if backward else self.attention_forward)[dtype]
         dim = head_dim / (head_dim + HEAD_DIM) * (128 + HEAD_DIM) / 128
-        flops: Array = best * min(dim, 1.05) * keys / (keys + SEQUENCE)
-        return flops
+        return best * min(dim, 1.05) * keys / (keys + SEQUENCE)
 
     def eager_rate(self, precision: Ints) -> Array:
         """Bytes/s of eager torch operators for each layout."""
-        rates: Array = np.where(WIDE[precision], *(self.eager_bytes_per_s[dtype] for dtype in ("fp32", "bf16")))
-        return rates
+        return np.where(WIDE[precision], *(self.eager_bytes_per_s[dtype] for dtype in ("fp32", "bf16")))
 
     def memory_bound_s(self, num_bytes: Array) -> Array:
         """Seconds of a memory-bound kernel: bytes / bandwidth + its fixed overhead."""
-        seconds: Array = np.where(num_bytes > 0, num_bytes / self.bytes_per_s + self.kernel_s, 0.0)
-        return seconds
+        return np.where(num_bytes > 0, num_bytes / self.bytes_per_s + self.kernel_s, 0.0)
 
 
 def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attention", share: float = 1.0) -> Curves:

@@ -23,21 +23,16 @@ MOST_PARAMETERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """A framework as the planner sees it."""
+    """A framework as the planner sees it: factors on the times of PARAMETERS (`experts`: routed GEMMs and the
+    operations around them, where they are not fused), and settings that are facts."""
 
     name: str = "physics"
     gemm: float = 1.0
-    """factor on the time of GEMMs"""
     attention: float = 1.0
-    """factor on the time of attention"""
     memory: float = 1.0
-    """factor on the time of memory-bound operations (unfused operations)"""
     communication: float = 1.0
-    """factor on the time of collectives"""
     host: float = 1.0
-    """factor on the host time of launches"""
     experts: float = 1.0
-    """factor on the time of routed GEMMs and the operations around them, where they are not fused"""
     attention_kernel: str = "attention"
     """fused attention: 'attention', the chip generation's own, or 'flash_2'"""
     flat_gathers: bool = False

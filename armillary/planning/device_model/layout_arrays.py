@@ -43,28 +43,22 @@ class Layouts:
 
     dp: Ints
     zero: Ints
-    """ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 gradients too, 3 weights too"""
     shard: Ints
     """dp ranks that shard one copy"""
     tp: Ints
     sequence_parallel: Bools
-    """tp ranks split the tokens between the tensor-parallel regions"""
     pp: Ints
     interleave: Ints
-    """chunks of layers per stage"""
     schedule: Ints
     cp: Ints
     ep: Ints
     micro_batch: Ints
-    """sequences per rank and micro-batch"""
     recompute: Ints
     recompute_every: Ints
-    """one layer in this many recomputes"""
     precision: Ints
     fp8_scaling: Ints
     offload: Ints
     bucket_bytes: Ints
-    """bytes of gradients reduced together"""
 
     def __len__(self) -> int:
         return len(self.dp)

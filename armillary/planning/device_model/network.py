@@ -57,8 +57,7 @@ class Network:
             steps = steps + (units - 1) * ring.latency_s
             inside = np.maximum(within, 1)
         rounds = 2.0 if kind == "all_reduce" else 1.0
-        seconds: Array = np.where(members > 1, rounds * (worst + steps), 0.0)
-        return seconds
+        return np.where(members > 1, rounds * (worst + steps), 0.0)
 
     def gather_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
         """All-gather or reduce-scatter of an array of `num_bytes`."""
@@ -83,8 +82,7 @@ class Network:
             worst = np.maximum(worst, size * once * (within - inside) / members / ring.bytes_per_s)
             latency = np.where(within > inside, ring.latency_s * np.log2(np.maximum(members, 2)), latency)
             inside = within
-        seconds: Array = np.where(members > 1, worst + latency, 0.0)
-        return seconds
+        return np.where(members > 1, worst + latency, 0.0)
 
     def send_s(self, num_bytes: npt.ArrayLike, stride: Ints) -> Array:
         """Point to point between ranks `stride` apart."""
@@ -93,8 +91,7 @@ class Network:
         for ring in reversed(self.rings):
             here = size / ring.bytes_per_s + ring.latency_s
             seconds = np.where((stride < ring.reach) | np.isnan(seconds), here, seconds)
-        filled: Array = np.nan_to_num(seconds)
-        return filled
+        return np.nan_to_num(seconds)
 
 
 def network(cluster: Cluster, measured: Peaks | None = None) -> Network:

@@ -25,14 +25,11 @@ def is_fitted_on(config_id: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Fitted factors, and their errors on both halves."""
+    """Fitted factors by parameter, and their mean absolute errors on the rows of the fit and on the others."""
 
     numbers: Mapping[str, float]
-    """parameter -> factor on its time"""
     fitted_error: float
-    """mean absolute error on the rows of the fit"""
     other_error: float
-    """mean absolute error on the other rows"""
 
 
 def row_error(row: TrainingRow, numbers: Mapping[str, float]) -> float:

@@ -65,7 +65,6 @@ class InferenceRow:
     """One measured configuration, ready to be predicted."""
 
     replica: Replica
-    """model, chips, parallelism and dtypes"""
     kind: Kind
     batch: int
     """concurrent requests; 0: as many as fit"""

@@ -42,11 +42,9 @@ class InferencePrediction:
     fitted: bool
     """whether the engine's parameters may have been fitted on it"""
     kind: str = ""
-    """what was measured: static batch, batch 1, first token, max load …"""
     predicted: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
-    """why there is no prediction"""
 
     @property
     def engine(self) -> str:

@@ -53,12 +53,11 @@ HSDP_GROUP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRow:
-    """One measured configuration, ready to be priced."""
+    """One measured configuration, ready to be priced; its layout is an array of length one."""
 
     row: Row
     case: TrainCase
     layouts: Layouts
-    """the layout, an array of length one"""
     chips: int
     """devices by the row's count"""
     assumed: tuple[str, ...]

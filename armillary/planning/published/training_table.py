@@ -29,27 +29,22 @@ class TrainingPrediction:
     """without its release"""
     kind: str
     complete: bool
-    """whether the row has all that a prediction needs"""
     fitted: bool
     """whether the framework's factors were fitted on rows like it (even config_id)"""
     figure: str = ""
-    """name of the published figure"""
     measured: float | None = None
     predicted: float | None = None
-    """predicted value of the figure"""
     physics: float | None = None
     """value of the figure without fitted factors"""
     step_s: float | None = None
     memory_measured: float | None = None
     memory_predicted: float | None = None
-    """bytes that the allocator would count"""
     ran_out: bool = False
     """the row reports an out-of-memory error"""
     called_out: bool | None = None
     """the prediction exceeds the device"""
     assumed: tuple[str, ...] = ()
     reason: str = ""
-    """why there is no prediction"""
 
     @property
     def error(self) -> float | None:

@@ -25,12 +25,10 @@ class Capacity:
     """Replicas for some traffic, and the latencies of its requests."""
 
     server: Server
-    """one replica and its requests"""
     memory: ServingMemory
     highest: OperatingPoint
     """a replica at the highest rate that meets every objective"""
     replicas: int
-    """replicas needed for the traffic"""
     actual: OperatingPoint
     """a replica at its share of the traffic"""
 

@@ -49,14 +49,11 @@ class Request:
     serve: Serve
     traffic: Traffic
     objective: Objective
-    """latencies that must be met"""
     cost: Cost
     rates: Rates | None = None
     """how the engine uses the chip; None: the physics"""
     measured: Peaks | None = None
-    """measured ceilings of this device"""
     threads: Threads | None = None
-    """compute threads of the engine, where this machine's CPU serves"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,6 @@ class DeploymentOption:
     split: Split
     dtypes: ServingDtypes
     capacity: Capacity | None = None
-    """replicas and latencies; None: refused"""
     cost: ServingCost | None = None
     reason: str = ""
 

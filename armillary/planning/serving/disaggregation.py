@@ -21,12 +21,11 @@ from armillary.units import seconds_text
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
-    """A pool for prompts and a pool for tokens."""
+    """A pool for prompts and a pool for tokens; `transfer_s` moves a prompt's KV cache between them."""
 
     prefill: Capacity
     decode: Capacity
     transfer_s: float
-    """moving a prompt's KV cache"""
 
     @property
     def devices(self) -> int:

@@ -19,7 +19,8 @@ MOST_PARAMETERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How an engine uses a chip."""
+    """How an engine uses a chip; the last four are factors on the rates of expert GEMMs, of all GEMMs and of reads, and
+    on the fixed overhead of kernels and all-reduces."""
 
     overlap: float
     """exponent p of the soft roofline (computeᵖ + readsᵖ)^(1/p) for a single wave of thread blocks: 1 none, ∞ full"""
@@ -48,13 +49,9 @@ class Rates:
     experts_in_16_bits: float = 0.0
     """1: expert GEMMs run in 16 bits whatever the dtype of the weights"""
     expert_rate: float = 1.0
-    """factor on the rate of expert GEMMs"""
     compute_rate: float = 1.0
-    """factor on the rate of GEMMs"""
     memory_rate: float = 1.0
-    """factor on the rate of reads"""
     fixed_time: float = 1.0
-    """factor on the fixed overhead of kernels and all-reduces"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -78,11 +75,9 @@ class Engine:
     match: tuple[str, ...]
     """prefixes of its name in tables, lower case"""
     parameters: Mapping[str, float]
-    """field of Rates -> value, at most three"""
     source: str
     date: str
     command: str
-    """command that repeats the fit"""
 
     def __post_init__(self) -> None:
         if len(self.parameters) > MOST_PARAMETERS:

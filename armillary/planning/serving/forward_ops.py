@@ -27,11 +27,8 @@ class Split:
     """Parallelism of one replica: tp · pp · ep devices."""
 
     tp: int = 1
-    """ranks that shard heads and MLPs"""
     pp: int = 1
-    """stages that shard the layers"""
     ep: int = 1
-    """ranks with their own sequences that shard the experts"""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep"):
@@ -49,24 +46,21 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingDtypes:
-    """Dtypes of a served model."""
+    """Dtypes of a served model: of stored weights, of the inputs of GEMMs, and of the KV cache."""
 
     weights: str = "bf16"
-    """of the stored matrices of layers; embedding and head are in the activations' dtype"""
+    """of the matrices of layers; embedding and head are in the activations' dtype"""
     compute: str = "bf16"
-    """of the inputs of GEMMs"""
     kv: str = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """`count` sequences that each add `queries` tokens and then attend to `keys`."""
+    """`count` sequences that each add `queries` tokens and then attend to `keys`, the new ones included."""
 
     count: int
     queries: int
-    """new tokens per sequence"""
     keys: int
-    """tokens per sequence, the new ones included"""
 
     @property
     def tokens(self) -> int:

@@ -17,14 +17,12 @@ from armillary.planning.serving.replica import Replica
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Times of a batch of equal requests."""
+    """Times of a batch of equal requests: the mean inter-token latency of each, and the tokens per second of all."""
 
     ttft_s: float
     itl_s: float
-    """mean inter-token latency of a request"""
     total_s: float
     tokens_out_per_s: float
-    """generated tokens per second, all requests"""
 
 
 def static_batch(replica: Replica, batch: int, tokens_in: int, tokens_out: int) -> Generation:

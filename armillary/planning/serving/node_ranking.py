@@ -20,11 +20,9 @@ class RankedServing:
     """One node of the catalogue, with its cheapest deployment for some traffic."""
 
     node: Node
-    """the node to rent or buy"""
     best: DeploymentOption | None = None
     """the cheapest option; None where none meets the objectives"""
     software: tuple[str, ...] = ()
-    """engines that run on its chip"""
     reason: str = ""
 
 

@@ -41,7 +41,6 @@ class OperatingPoint:
     """A replica at a sustainable rate; times in seconds."""
 
     requests_per_s: float
-    """arrivals per second, all finished"""
     running: float
     """mean batch size of decode steps"""
     step_s: float
@@ -52,12 +51,9 @@ class OperatingPoint:
     """mean inter-token latency of a request in the fullest batches"""
     ttft_p50_s: float
     ttft_p99_s: float
-    """99th percentile of the time to first token"""
     e2e_p50_s: float
     e2e_p99_s: float
-    """99th percentile of the time to last token"""
     prefill_fraction: float
-    """share of the replica's time in prefill"""
 
 
 @dataclass(frozen=True, kw_only=True)

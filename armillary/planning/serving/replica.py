@@ -63,11 +63,8 @@ class EngineStepTime:
     other_s: float = 0.0
     """norms, rotations, activations, routing, embedding"""
     kernels_s: float = 0.0
-    """fixed overhead of kernels"""
     comm_s: float = 0.0
-    """all-reduces, all-to-alls and sends"""
     host_s: float = 0.0
-    """waiting for the host"""
 
     @property
     def total_s(self) -> float:
@@ -83,11 +80,8 @@ class Replica:
     """its devices; only the links inside the replica count"""
     split: Split = field(default_factory=Split)
     dtypes: ServingDtypes = field(default_factory=ServingDtypes)
-    """dtypes of weights, compute and KV cache"""
     rates: Rates = field(default_factory=physics)
-    """how the engine uses the chip"""
     measured: Peaks | None = None
-    """measured ceilings of this device"""
 
     @cached_property
     def forward(self) -> Forward:

@@ -30,7 +30,6 @@ class ServingMemory:
     """Bytes on each device of a replica."""
 
     weights_bytes: float
-    """weights, with their scales"""
     working_bytes: float
     """activations of the largest step, logits, framework"""
     kv_bytes: float

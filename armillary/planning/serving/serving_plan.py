@@ -36,9 +36,7 @@ class ServingPlan:
     """A plan with everything that a user asks about it."""
 
     recipe: Recipe
-    """the recipe as given"""
     request: Request
-    """the recipe with model and devices resolved"""
     chosen: DeploymentOption
     tried: tuple[DeploymentOption, ...]
     """every option, best first; the chosen one alone where the recipe has a layout"""

@@ -18,7 +18,6 @@ class Term:
     formula: str
     numbers: str
     value: str
-    """the result, with its unit"""
 
 
 def plan_rows(request: Request, option: DeploymentOption, split: Pools | None = None) -> list[tuple[str, str]]:

@@ -80,26 +80,19 @@ _WARM_UP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Seconds of an engine step."""
+    """Seconds of an engine step: `base_s` in any, `prompt_s` with prefill, `mixed_s` with prefill and decodes; and
+    seconds per prompt token, per decode, per key that a decode reads, per (query, key) pair of prefill, per prefill
+    chunk (row) and per earlier token of its prompt (past)."""
 
     base_s: float
-    """per step"""
     prompt_s: float = 0.0
-    """per step with prefill"""
     mixed_s: float = 0.0
-    """per step with prefill and decodes"""
     prefill_s: float = 0.0
-    """per prompt token"""
     decode_s: float = 0.0
-    """per decode"""
     context_s: float = 0.0
-    """per key that a decode reads"""
     pair_s: float = 0.0
-    """per (query, key) pair of prefill"""
     row_s: float = 0.0
-    """per prefill chunk"""
     past_s: float = 0.0
-    """per earlier token of a chunk's prompt, whose key is read"""
     least_queries: float = 0.0
     """prefill tokens below which attention takes no less time: fewer thread blocks leave a device idle"""
     waits: bool = False
@@ -109,9 +102,7 @@ class StepCost:
     error: float = 0.0
     """median of |fitted − measured| / measured over single steps"""
     steps: int = 0
-    """steps of the fit"""
     basis: str = "given"
-    """where it comes from"""
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step with that work."""

@@ -14,24 +14,18 @@ from armillary.spec.tables.serve import Traffic
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One request."""
+    """One request, numbered from 1."""
 
     number: int
-    """number of the request, from 1"""
     at_s: float
-    """arrival time"""
     tokens_in: int
-    """prompt tokens"""
     tokens_out: int
     """output tokens of each completion, the end token included"""
     limit: int
-    """most output tokens allowed"""
     shared_prefix: int = 0
-    """prompt tokens shared with an earlier request"""
+    """prompt tokens shared with the earlier request `prefix_source`"""
     prefix_source: int = 0
-    """number of that request"""
     answers: int = 1
-    """completions of the prompt"""
 
 
 def recorded(requests: Sequence[Mapping[str, Any]]) -> tuple[Arrival, ...]:

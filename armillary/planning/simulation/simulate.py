@@ -44,15 +44,10 @@ class System:
     settings: Settings
     """scheduler limits; the vocabulary does not matter"""
     num_blocks: int
-    """usable blocks of the KV cache"""
     block_tokens: int = 16
-    """tokens of a block"""
     groups: tuple[Group, ...] = FULL_ATTENTION
-    """layer groups by attention span"""
     prefix: bool = True
-    """whether the prefix cache is on"""
     overlap: bool = True
-    """whether the next step is scheduled while one runs"""
     streamed: bool = False
     """outputs are streamed, as by a server, so that prefill is limited by default"""
 
@@ -73,14 +68,11 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """Result of a simulation."""
+    """Result of a simulation: gauges and records per step and per completion, as of a measured run."""
 
     gauges: Mapping[str, float]
-    """of the run, computed by `served_gauges` as for a measured one"""
     steps: Sequence[Mapping[str, Any]] = field(repr=False)
-    """a record per step, as the engine writes it"""
     requests: Sequence[Mapping[str, Any]] = field(repr=False)
-    """a record per completion"""
     refused: int = 0
     """requests that were invalid or found the queue full"""
 

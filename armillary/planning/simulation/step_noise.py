@@ -21,9 +21,7 @@ class StepNoise:
     """Ratios of measured to fitted seconds."""
 
     ratios: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
-    """per kind of step"""
     _near: dict[Kind, Sequence[float]] = field(default_factory=dict, repr=False, compare=False)
-    """results of earlier calls"""
 
     def ratios_near(self, prompts: bool, seconds: float) -> Sequence[float]:
         """Ratios of the steps most similar to one of so many seconds; empty where none were seen."""

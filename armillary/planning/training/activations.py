@@ -155,20 +155,17 @@ def micro_batches_in_flight(layouts: Layouts, micro_batches: Array) -> Array:
     (interleaved: Narayanan et al., SC21)."""
     limit = np.where(layouts.schedule == INTERLEAVED, layouts.pp + (layouts.pp - 1) / layouts.interleave, layouts.pp)
     limit = np.where(layouts.schedule == GPIPE, micro_batches, limit)
-    in_flight: Array = np.where(layouts.pp == 1, 1.0, np.minimum(limit, micro_batches))
-    return in_flight
+    return np.where(layouts.pp == 1, 1.0, np.minimum(limit, micro_batches))
 
 
 def stored_bytes(case: TrainCase, layouts: Layouts, layers: Array, in_flight: Array) -> Array:
     """Bytes of `layers` layers and `in_flight` micro-batches between forward and backward pass, after recompute."""
-    total: Array = layers * in_flight * stored_layer_bytes(case, layouts) + top_bytes(case, layouts)
-    return total
+    return layers * in_flight * stored_layer_bytes(case, layouts) + top_bytes(case, layouts)
 
 
 def top_bytes(case: TrainCase, layouts: Layouts) -> Array:
     """Bytes stored above the last layer."""
-    total: Array = _tokens(case, layouts) * activation_bytes(case, layouts).after_layers
-    return total
+    return _tokens(case, layouts) * activation_bytes(case, layouts).after_layers
 
 
 def stored_layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
@@ -181,15 +178,13 @@ def stored_layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
         [share * each.layer_input + (1 - share) * full, share * each.selective + (1 - share) * full],
         full,
     )
-    total: Array = _tokens(case, layouts) * per_layer
-    return total
+    return _tokens(case, layouts) * per_layer
 
 
 def layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
     """Bytes inside the first layer during its backward pass: what it recomputes, and its gradients."""
     each = activation_bytes(case, layouts)
-    total: Array = _tokens(case, layouts) * (each.recomputed + each.gradients)
-    return total
+    return _tokens(case, layouts) * (each.recomputed + each.gradients)
 
 
 def last_layer_bytes(case: TrainCase, layouts: Layouts, layers: Array) -> Array:
@@ -198,11 +193,9 @@ def last_layer_bytes(case: TrainCase, layouts: Layouts, layers: Array) -> Array:
     each = activation_bytes(case, layouts)
     after = (np.ceil(layers) - 1) % layouts.recompute_every
     recomputed = np.maximum(each.recomputed - after * each.no_recompute, 0.0)
-    total: Array = _tokens(case, layouts) * (recomputed + each.gradients)
-    return total
+    return _tokens(case, layouts) * (recomputed + each.gradients)
 
 
 def _tokens(case: TrainCase, layouts: Layouts) -> Array:
     """Tokens per micro-batch on one device."""
-    tokens: Array = layouts.micro_batch * case.sequence / layouts.cp
-    return tokens
+    return layouts.micro_batch * case.sequence / layouts.cp

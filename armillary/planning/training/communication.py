@@ -23,11 +23,10 @@ WIRE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommCost:
-    """One kind of communication."""
+    """Seconds of one kind of communication, and those of them that compute does not hide."""
 
     total: Array
     exposed: Array
-    """of them, not hidden by compute"""
 
     @property
     def hidden(self) -> Array:
@@ -39,11 +38,8 @@ class LayerComm:
     """Communication of one layer for one micro-batch, forward and backward together."""
 
     tp: CommCost
-    """tensor parallel: all-gather before and reduce-scatter after each sharded region"""
     cp: CommCost
-    """context parallel: keys and values around the ring"""
     ep: CommCost
-    """expert parallel: tokens to their experts and back"""
 
     @property
     def exposed(self) -> Array:
@@ -141,14 +137,12 @@ def data_parallel(
 def _buckets(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
     """Buckets in which unsharded gradients are sent, at most one per layer; a small model sends one, at the end."""
     size = params.total * _trained_share(case, layouts, params) * case.software.grad_bytes
-    buckets: Array = np.clip(np.ceil(size / layouts.bucket_bytes), 1.0, np.maximum(params.layers, 1.0))
-    return buckets
+    return np.clip(np.ceil(size / layouts.bucket_bytes), 1.0, np.maximum(params.layers, 1.0))
 
 
 def _exposed(seconds: Array, share: Array, window: Array) -> Array:
     """What a window leaves exposed of communication in chunks, one of which has no window."""
-    exposed: Array = np.maximum(0.0, seconds * share - window) + seconds * (1 - share)
-    return exposed
+    return np.maximum(0.0, seconds * share - window) + seconds * (1 - share)
 
 
 def _scatter_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
@@ -178,8 +172,7 @@ def _gather_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Ar
 
 def _shard_counts(layouts: Layouts, members: Ints) -> Ints:
     """Of the ranks with the same weights, those that shard one copy: dp (or its shard group) × cp."""
-    sharers: Ints = np.minimum(np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1), members)
-    return sharers
+    return np.minimum(np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1), members)
 
 
 def _grad_s(case: TrainCase, layouts: Layouts, params: DeviceParameters, which: str) -> Array:
@@ -197,8 +190,7 @@ def _grad_s(case: TrainCase, layouts: Layouts, params: DeviceParameters, which: 
         + case.network.ring_s("all_reduce", size / np.maximum(inside, 1), members // inside, stride * inside),
         scatter,
     )
-    seconds: Array = np.where(layouts.zero == 0, reduce, scattered) * case.software.communication
-    return seconds
+    return np.where(layouts.zero == 0, reduce, scattered) * case.software.communication
 
 
 def _replicas(layouts: Layouts, params: DeviceParameters, which: str) -> tuple[Ints, Ints, Array]:

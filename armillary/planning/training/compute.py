@@ -22,25 +22,18 @@ from armillary.spec.model import LayerKind
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds and kernel launches of one micro-batch on one device, by kind of operation."""
+    """Seconds and kernel launches of one micro-batch on one device, by kind of operation; memory-bound ones are norms,
+    activations, rotations, routing and casts."""
 
     gemm_forward: Array
-    """GEMMs of the forward pass"""
     gemm_backward: Array
-    """GEMMs of the backward pass: two per GEMM of the forward pass"""
     attention_forward: Array
-    """attention of the forward pass"""
     attention_backward: Array
-    """attention of the backward pass"""
     memory_forward: Array
-    """memory-bound operations of the forward pass: norms, activations, rotations, routing, casts"""
     memory_backward: Array
-    """memory-bound operations of the backward pass"""
     selective_recompute: Array
     kernels_forward: Array
-    """kernels launched by the forward pass"""
     kernels_backward: Array
-    """kernels launched by the backward pass"""
     tp_gemm: Array
     """GEMMs that can hide tensor-parallel communication, forward and backward"""
 
@@ -186,8 +179,7 @@ def gemm_s(
     flops_s = 2 * groups * m * n * k / curves.gemm_flops(precision, m, n, k, per_kernel)
     output = np.where(WIDE[precision], 4.0, 2.0)
     bytes_s = groups * (m * k * size + k * n * size + m * n * output) / curves.bytes_per_s
-    seconds: Array = np.maximum(flops_s, bytes_s) + curves.kernel_s * groups / per_kernel
-    return seconds
+    return np.maximum(flops_s, bytes_s) + curves.kernel_s * groups / per_kernel
 
 
 # --- attention and memory-bound operations

@@ -17,7 +17,8 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """Bytes stored per token and layer (mean over the kinds of layers) on one device."""
+    """Bytes stored per token and layer (mean over the kinds of layers) on one device, and bytes of gradients and of
+    recomputed activations inside one layer during its backward pass."""
 
     no_recompute: Array
     selective: Array
@@ -25,9 +26,7 @@ class ActivationBytes:
     layer_input: Array
     """the layer's input alone, for full recompute"""
     gradients: Array
-    """gradients inside one layer during its backward pass"""
     recomputed: Array
-    """what one layer recomputes during its backward pass"""
     after_layers: Array
     """after all layers: the last norm and the hidden states that the loss reads"""
 

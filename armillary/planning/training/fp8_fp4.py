@@ -29,13 +29,9 @@ class Casts(NamedTuple):
     """Bytes and kernels of casting the operands of a GEMM."""
 
     forward: Array
-    """bytes of the forward pass"""
     backward: Array
-    """bytes of the backward pass"""
     kernels_forward: Array
-    """kernels of the forward pass"""
     kernels_backward: Array
-    """kernels of the backward pass"""
 
 
 def precision_of(case: TrainCase, name: str, layouts: Layouts, gemm: Gemm) -> Ints:
@@ -84,8 +80,7 @@ def _plain_and_transposed(scaling: Ints, reads: float, size: Array) -> Array:
     Per-token scales: the fp8 rows are read again to be transposed. A per-tensor scale needs one more read of the source
     first; per-row scales of both forms need two more, and no second read of the rows."""
     more = np.select([scaling == TENSOR, scaling == ROW], [size + reads, np.full_like(size, 2 * reads)], size)
-    moved: Array = 2 + 2 * size + more
-    return moved
+    return 2 + 2 * size + more
 
 
 def _source_bytes(name: str, *, gated: bool) -> tuple[float, float]:
@@ -102,5 +97,4 @@ def weights_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Ar
     size, per_tensor = SIZES[layouts.precision], layouts.fp8_scaling == TENSOR
     each = np.where(per_tensor, 4 + 4 + size + 2 * size, 4 + size + 4 + 4 + size)
     is_cast = NARROW[layouts.precision] & case.software.fused_blocks & (case.lora is None)
-    seconds: Array = np.where(is_cast, params.dense - params.ends, 0.0) * each / case.curves.bytes_per_s
-    return seconds
+    return np.where(is_cast, params.dense - params.ends, 0.0) * each / case.curves.bytes_per_s

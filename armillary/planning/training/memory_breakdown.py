@@ -34,24 +34,18 @@ FRAGMENTATION = 0.04
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device of the fullest stage, at its peak."""
+    """Bytes on one device of the fullest stage, at its peak: master weights are fp32 copies of lower-precision ones,
+    buffers are all-gathered weights and gradient buckets, other is context, libraries and fragmentation."""
 
     weights: Array
-    """in the dtype of their GEMMs"""
     gradients: Array
     """in the dtype in which they are summed"""
     optimizer: Array
-    """AdamW's two moments"""
     master: Array
-    """fp32 copies of lower-precision weights"""
     activations: Array
-    """stored for the backward pass"""
     loss: Array
-    """logits and what the loss stores"""
     buffers: Array
-    """all-gathered weights and gradient buckets"""
     other: Array
-    """context, libraries, fragmentation"""
     host: Array
     """offloaded to host memory or disk; not part of the sum"""
     peak_at: Ints
@@ -94,8 +88,7 @@ def fits(case: TrainCase, layouts: Layouts, usage: Memory, limit: float | None =
     """Whether usage is within a device's memory, or `limit` where that is less, and the offloaded part within its share
     of the host."""
     most = min(limit or np.inf, case.cluster.chip.memory_bytes or np.inf)
-    within: Bools = (usage.total <= most) & (usage.host <= host_capacity(case, layouts))
-    return within
+    return (usage.total <= most) & (usage.host <= host_capacity(case, layouts))
 
 
 def _larger(first: Memory, second: Memory, is_second: Bools) -> Memory:
@@ -118,8 +111,7 @@ def by_stage(case: TrainCase, layouts: Layouts) -> list[Memory]:
 
 def _micro_batches(case: TrainCase, layouts: Layouts) -> Array:
     """Micro-batches per rank and step."""
-    number: Array = np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0)
-    return number
+    return np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0)
 
 
 def _stage(case: TrainCase, layouts: Layouts, params: DeviceParameters, in_flight: Array, *, loss: bool) -> Memory:

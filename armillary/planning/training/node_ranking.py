@@ -18,22 +18,17 @@ KINDS = ("gpu", "tpu", "npu")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """One node of the catalogue, with its best layout for a job."""
+    """One node of the catalogue and as many of it as requested, with its best layout for a job, or why nothing fits."""
 
     node: Node
-    """the node to rent or buy"""
     cluster: Cluster | None = None
-    """as many nodes as requested"""
     best: Prediction | None = None
     """the fastest layout; None where nothing fits"""
     run_s: float | None = None
-    """wall time of the run"""
     run_usd: float | None = None
     """cost of the run; None where no price is known"""
     frameworks: tuple[str, ...] = ()
-    """software that runs on its chip"""
     reason: str = ""
-    """why it does not fit"""
 
 
 Watch = Callable[[int, int, str], None]

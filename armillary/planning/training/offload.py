@@ -37,13 +37,11 @@ _NVME, _BF16 = OFFLOADS.index("nvme"), PRECISIONS.index("bf16")
 
 
 def optimizer_offloaded(layouts: Layouts) -> Bools:
-    out: Bools = np.isin(layouts.offload, _OPTIMIZER)
-    return out
+    return np.isin(layouts.offload, _OPTIMIZER)
 
 
 def activations_offloaded(layouts: Layouts) -> Bools:
-    out: Bools = np.isin(layouts.offload, _ACTIVATIONS)
-    return out
+    return np.isin(layouts.offload, _ACTIVATIONS)
 
 
 # --- bytes
@@ -59,8 +57,7 @@ def resident_master_share(case: TrainCase, layouts: Layouts, params: DeviceParam
     leaves = leaves & (not case.software.eager_layers) & (not case.pure)
     # an untied embedding has no 16-bit form beside it
     table = params.ends if case.model.tied else params.ends / 4
-    share: Array = np.where(leaves, table / np.maximum(params.total, 1.0), 1.0)
-    return share
+    return np.where(leaves, table / np.maximum(params.total, 1.0), 1.0)
 
 
 def host_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, in_flight: Array) -> Array:
@@ -69,8 +66,7 @@ def host_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, in_f
     states = sharded_bytes(case, layouts, params, each, 1)
     staging = np.minimum(STAGING, 2 * states / HOST_STATE_BYTES * 4.0)
     moved = in_flight * _moved(case, layouts, params.layers)
-    total: Array = np.where(optimizer_offloaded(layouts), states + staging, 0.0) + moved
-    return total
+    return np.where(optimizer_offloaded(layouts), states + staging, 0.0) + moved
 
 
 def _moved(case: TrainCase, layouts: Layouts, layers: Array) -> Array:
@@ -92,8 +88,7 @@ def offload_s(
     else:
         copied = moved / link_rate(case)
         exposed = np.maximum(0.0, copied - forward) + np.maximum(0.0, copied - backward)
-    seconds: Array = micro_batches * exposed + optimizer_s(case, layouts, params, forward)
-    return seconds
+    return micro_batches * exposed + optimizer_s(case, layouts, params, forward)
 
 
 def optimizer_s(case: TrainCase, layouts: Layouts, params: DeviceParameters, forward: Array) -> Array:
@@ -110,8 +105,7 @@ def _overlaps(case: TrainCase, layouts: Layouts) -> Bools:
     that are not compiled, which can wait for their weights."""
     sharded = (layouts.zero > 0) & (layouts.dp * layouts.cp > 1)
     able = case.software.fully_shard and case.cluster.chip.kind != "cpu" and not case.compiled
-    overlaps: Bools = (layouts.pp == 1) & ~sharded & able
-    return overlaps
+    return (layouts.pp == 1) & ~sharded & able
 
 
 def host_adamw_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
@@ -125,8 +119,7 @@ def host_adamw_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) ->
         seconds = np.maximum(count * HOST_BYTES / host_rate(case), count * 4.0 / link_rate(case))
     rate = np.where(_is_cached(case, count), MAPPED_BYTES_PER_S, min(MAPPED_BYTES_PER_S, _disk_rate(case)))
     disk = count * DISK_BYTES / rate
-    total: Array = np.where(layouts.offload == _NVME, np.maximum(seconds, disk), seconds)
-    return total
+    return np.where(layouts.offload == _NVME, np.maximum(seconds, disk), seconds)
 
 
 def link_rate(case: TrainCase) -> float:
@@ -166,5 +159,4 @@ def _is_cached(case: TrainCase, count: Array) -> Bools:
     """Whether the page cache can hold the file: then no disk is read, and writes run beside the steps."""
     node = case.cluster.node
     memory = node.memory_bytes / node.num_chips if node and node.memory_bytes else 0.0
-    cached: Bools = count * HOST_STATE_BYTES < 0.8 * memory
-    return cached
+    return count * HOST_STATE_BYTES < 0.8 * memory

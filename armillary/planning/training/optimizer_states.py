@@ -38,8 +38,7 @@ def state_bytes(case: TrainCase, layouts: Layouts) -> StateBytes:
 def _alone(case: TrainCase, layouts: Layouts) -> Bools:
     """Whether gradients are neither summed over ranks nor accumulated over micro-batches, and the software uses it."""
     single = (layouts.num_devices == 1) & (layouts.micro_batch * case.sequence >= case.batch_tokens)
-    alone: Bools = single & case.software.narrow_alone
-    return alone
+    return single & case.software.narrow_alone
 
 
 def fsdp_full(case: TrainCase, layouts: Layouts) -> Bools:
@@ -82,8 +81,7 @@ def sharded_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, e
     dense_shared, routed_shared = shard_counts(layouts)
     dense, routed = trained_parameters(case, layouts, params)
     shared = layouts.zero >= stage
-    total: Array = each * (dense / np.where(shared, dense_shared, 1) + routed / np.where(shared, routed_shared, 1))
-    return total
+    return each * (dense / np.where(shared, dense_shared, 1) + routed / np.where(shared, routed_shared, 1))
 
 
 def weight_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, states: StateBytes) -> Array:

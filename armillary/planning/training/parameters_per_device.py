@@ -20,9 +20,8 @@ class DeviceParameters:
     """Parameters on one device of the fullest stage, before ZeRO shards them."""
 
     layer: Array
-    """dense parameters per layer: attention, MLP, shared expert, router, norms"""
+    """dense parameters per layer: attention, MLP, shared expert, router, norms; `experts` are the routed ones"""
     experts: Array
-    """parameters of routed experts per layer"""
     ends: Array
     """embedding or output projection, whichever the stage has (both on a single stage)"""
     layers: Array

@@ -77,7 +77,6 @@ class Stage:
     """micro-batches whose activations it stores"""
     micro_batches: Array
     makes_logits: bool
-    """it has the output projection"""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """In the order of SNAPSHOTS."""
@@ -163,8 +162,7 @@ class Stage:
         capacity = np.maximum((LOSS_BYTES + head * size) / (model.vocab * size), 1.0)
         chunks = np.ceil(tokens / capacity)
         logits = np.ceil(tokens / chunks) * model.vocab * size
-        total: Array = logits + tokens * model.hidden * size + head * np.where(chunks > 1, 4.0, size)
-        return total
+        return logits + tokens * model.hidden * size + head * np.where(chunks > 1, 4.0, size)
 
     # --- gradients
 
@@ -184,8 +182,7 @@ class Stage:
     @property
     def _accumulates(self) -> Bools:
         """Whether earlier micro-batches of the step have left gradients."""
-        accumulates: Bools = self.micro_batches > self.in_flight
-        return accumulates
+        return self.micro_batches > self.in_flight
 
     def _late_gradients(self) -> Array:
         """In the first layer's backward pass; fully_shard's root runs after it, so the root's gradients are those of
@@ -195,8 +192,7 @@ class Stage:
         root = params.ends * states.gradient / shared
         earlier = self.micro_batches >= np.where(layouts.zero == 3, 2, 3)
         without = fsdp_full(self.case, layouts) & ~earlier
-        late: Array = self._gradients - np.where(without, root, 0.0)
-        return late
+        return self._gradients - np.where(without, root, 0.0)
 
     def _head_gradient(self) -> Array:
         """The output projection's: the first to be computed."""
@@ -245,8 +241,7 @@ class Stage:
         new = (2.0 if self.case.model.tied else 0.0) + self._accumulates
         number = self.params.total * self.states.gradient
         bucket = np.where(self.layouts.dp > 1, np.minimum(self.layouts.bucket_bytes, number), 0.0)
-        tables: Array = np.maximum(new * table, bucket + (table if self.case.model.tied else 0.0))
-        return tables
+        return np.maximum(new * table, bucket + (table if self.case.model.tied else 0.0))
 
     def _buffers(self) -> Array:
         """ZeRO 3: two all-gathered layers and one layer's full gradient (frozen layers have none); ZeRO 1 and 2: a
@@ -259,8 +254,7 @@ class Stage:
         gathered = np.minimum(2.0, params.layers) * layer * weight + (0.0 if case.lora else layer * states.gradient)
         number = sum(trained_parameters(case, layouts, params), np.zeros(len(layouts)))
         bucket = np.where(layouts.zero > 0, np.minimum(2.0 * layouts.bucket_bytes, number * states.gradient), 0.0)
-        bytes_: Array = np.where(layouts.zero == 3, gathered, bucket)
-        return bytes_
+        return np.where(layouts.zero == 3, gathered, bucket)
 
     def _gathered(self) -> tuple[Array, ...]:
         """ZeRO 3 all-gathers a layer and prefetches the next, ZeRO 1 and 2 all of them until their last backward pass;
@@ -299,8 +293,7 @@ class Stage:
         apart = np.where(self.layouts.zero == 3, self.params.ends - table, 0.0)  # all-gathered again for its gradient
         inner = self.params.ends - apart
         summed = copied * (1 + 1 / shard_counts(self.layouts)[0])
-        left: Array = np.where(apart > 0, apart * (2 * weight + summed) + inner * weight, inner * (weight + copied))
-        return left
+        return np.where(apart > 0, apart * (2 * weight + summed) + inner * weight, inner * (weight + copied))
 
 
 def logit_bytes(case: TrainCase, layouts: Layouts) -> Array:

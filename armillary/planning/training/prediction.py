@@ -42,8 +42,7 @@ class Prediction:
     @property
     def mfu(self) -> Array:
         rate = self.tokens_per_s * self.model_flops / self.layouts.num_devices
-        share: Array = rate / self.case.curves.usual_peak
-        return share
+        return rate / self.case.curves.usual_peak
 
     @property
     def model_flops(self) -> float:

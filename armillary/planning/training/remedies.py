@@ -31,7 +31,6 @@ class Remedy:
     """A change of layout with which the model fits."""
 
     change: Change
-    """field of the layout -> value"""
     layout: Layout
     memory_bytes: float
     step_s: float

@@ -38,7 +38,6 @@ class TrainingProblem:
     """A training recipe with everything resolved that planning needs."""
 
     recipe: Recipe
-    """overrides applied, auto resolved"""
     requested: Recipe
     """the recipe before auto was resolved"""
     model: ModelConfig

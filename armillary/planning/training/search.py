@@ -36,14 +36,12 @@ class SearchResult:
     """Outcome of a search."""
 
     num_valid: int
-    """layouts that divide model, devices and batch"""
+    """layouts that divide model, devices and batch; `num_fitting` of them fit into memory"""
     num_fitting: int
-    """of them, those that fit into memory"""
     seconds: float
     best: Prediction
     """the fastest layouts, fastest first, one per set of parallel axes"""
     front: Prediction
-    """the Pareto front of time and memory, fastest first"""
 
 
 def search(
@@ -116,8 +114,7 @@ def _front(seconds: Array, bytes_: Array) -> Ints:
     order = np.lexsort((bytes_, seconds))
     lowest = np.minimum.accumulate(bytes_[order])
     first = np.concatenate([[True], lowest[1:] < lowest[:-1]])
-    positions: Ints = order[first]
-    return positions
+    return order[first]
 
 
 # --- why

@@ -31,8 +31,7 @@ class Stages:
     def last(self, layer_s: Array, head_s: Array) -> Array:
         """Layers of the last stage."""
         capacity = np.floor(self.fullest - head_s / np.maximum(layer_s, 1e-12))
-        layers: Array = np.where(self.is_exact, self.least_last, np.clip(capacity, self.least_last, self.fullest))
-        return layers
+        return np.where(self.is_exact, self.least_last, np.clip(capacity, self.least_last, self.fullest))
 
 
 def split(case: TrainCase, layouts: Layouts) -> Stages:

@@ -43,12 +43,10 @@ def straggler_s(case: TrainCase, layouts: Layouts, busy: Array) -> Array:
     """Every collective waits for the slowest node: share·log2(nodes) of the busy time; on one CPU for the slowest
     rank."""
     if case.software.eager_layers:
-        late: Array = CPU_STRAGGLER * np.log2(layouts.num_devices) * busy
-        return late
+        return CPU_STRAGGLER * np.log2(layouts.num_devices) * busy
     per_node = case.cluster.node.num_chips if case.cluster.node else case.cluster.fast_domain
     nodes = np.maximum(layouts.num_devices / max(per_node, 1), 1.0)
-    seconds: Array = STRAGGLER * np.log2(nodes) * busy
-    return seconds
+    return STRAGGLER * np.log2(nodes) * busy
 
 
 def launch_s(case: TrainCase, layouts: Layouts, work: Work, device: Array) -> Array:
@@ -58,14 +56,12 @@ def launch_s(case: TrainCase, layouts: Layouts, work: Work, device: Array) -> Ar
     if case.software.eager_layers:
         forwards = 1 + np.where(layouts.recompute == FULL, 1.0 / layouts.recompute_every, 0.0)
         calls = CALLS_PER_OPERATOR * (work.kernels_forward * forwards + work.kernels_backward)
-        spent: Array = calls * case.curves.autograd_call_s * case.software.host
-        return spent
+        return calls * case.curves.autograd_call_s * case.software.host
     each = GRAPH_LAUNCH_S if case.software.graphs else case.curves.launch_s
     host = (work.kernels_forward + work.kernels_backward) * each * case.software.host
     routed = case.model.num_moe_layers > 0 and not case.software.flex_dispatch
     waits = routed & ((layouts.ep > 1) | (not case.software.fused_experts))
-    seconds: Array = np.where(waits, host, np.maximum(0.0, host - device))
-    return seconds
+    return np.where(waits, host, np.maximum(0.0, host - device))
 
 
 def data_s(case: TrainCase, layouts: Layouts, micro_batches: Array, busy: Array) -> Array:

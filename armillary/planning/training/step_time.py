@@ -44,20 +44,17 @@ class StageWork:
     stages: Stages
     parameters: DeviceParameters
     layer: Work
-    """one layer (mean over the kinds of layers)"""
     mean_stage: Work
     """the mean stage, with its share of embedding and output projection"""
     layer_comm: LayerComm
     recompute: Array
     """seconds that the backward pass of a layer recomputes"""
     forward_share: Array
-    """share of the forward pass in the time of a layer"""
     mean_micro_batch_time: Array
     """seconds on the mean stage, communication inside layers included"""
     micro_batch_time: Array
     """seconds on the slowest stage, communication inside layers included"""
     launch: Array
-    """seconds the device waits for kernel launches"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +62,8 @@ class StepTime:
     """Seconds per step on every layout, term by term."""
 
     gemm: Array
-    """GEMMs of the model, forward and backward"""
     attention: Array
     memory: Array
-    """memory-bound operations: norms, activations, casts, loss"""
     recompute: Array
     contention: Array
     """slowdown of compute by the communication that it hides"""
@@ -80,15 +75,11 @@ class StepTime:
     optimizer: Array
     launch: Array
     straggler: Array
-    """waiting for the slowest node"""
     data: Array
     """waiting for the batch, where a data loader was measured"""
     other: Array
-    """fixed cost of a step"""
     offload: Array
-    """waiting for offloaded states and activations"""
     work: StageWork = field(repr=False)
-    """one micro-batch on a stage"""
 
     @property
     def compute(self) -> Array:

@@ -75,13 +75,10 @@ class TrainCase:
     sequence: int
     batch_tokens: int
     software: Software = PHYSICS
-    """what kernels and framework do; by default the physics alone"""
     measured: Peaks | None = None
-    """measured ceilings of this device, if any"""
     measured_share: float = 1.0
     """share of those ceilings per device of the layout (processes that share a CPU)"""
     lora: Lora | None = None
-    """LoRA adapters; None: every weight is trained"""
     pure: bool = False
     """weights, gradients and moments are all in the working precision, without fp32 master weights"""
     extra_heads: int = 0
@@ -90,7 +87,6 @@ class TrainCase:
     """tokens per chunk of the loss; 0: the full micro-batch"""
     compiled: bool = False
     flash: bool = field(default=True)
-    """flash attention: no score matrix in memory"""
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.batch_tokens < 1:

@@ -35,7 +35,6 @@ class TrainingPlan:
     prediction: Prediction
     """time and memory of the layout, arrays of length one"""
     goodput: Goodput
-    """share of time left after failures"""
     cost: TrainingCost | None
     """cost in dollars; None where no price is known"""
     price_source: str
