@@ -68,3 +68,8 @@ def unknown(kind: str, name: str, options: Iterable[str], *, where: str = "") ->
 def missing(package: str, needed_for: str, extra: str) -> MissingPart:
     """A MissingPart that says which extra brings the package."""
     return MissingPart(f"{needed_for} needs {package}: pip install 'armillary[{extra}]'")
+
+
+def one_line(error: object, most: int | None = None) -> str:
+    """The text of an error as one line of at most `most` characters."""
+    return " ".join(str(error).split())[:most]

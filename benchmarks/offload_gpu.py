@@ -43,7 +43,7 @@ from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
 from armillary.training.setup.kernel_selection import use_kernels
-from armillary.training.step.loss_scaler import LossScaler
+from armillary.training.step.nonfinite import LossScaler
 from armillary.training.step.numerics import autocast
 from armillary.training.step.offload import Offloaded, optimizer_of
 from armillary.training.step.optimizer import set_learning_rate, update

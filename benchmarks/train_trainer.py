@@ -19,7 +19,7 @@ from armillary.spec.tables.model import ModelTable
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.store.home import Home
 from armillary.training.gauge_log import Recorder
-from armillary.training.prepare_run import start, starting_point
+from armillary.training.prepare_run import resolve_run, model_source
 from armillary.training.trainer import Trainer
 
 TEXT_BYTES = 8_000_000
@@ -42,7 +42,7 @@ def trainer_step(
         train=TrainJob(sequence=SEQUENCE, batch_tokens=rows * SEQUENCE, profile_every=0),
     )
     seconds: list[float] = []
-    begun, steps = start(recipe, home, starting_point(recipe, home)), count()
+    begun, steps = resolve_run(recipe, home, model_source(recipe, home)), count()
     begun.prepare()
     with (
         join_world(None) as world,

@@ -13,7 +13,7 @@ from armillary.cli.demo import state as demo
 from armillary.cli.train.planning import plan_of
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
-from armillary.training.prepare_run import start, starting_point
+from armillary.training.prepare_run import model_source, resolve_run
 
 ROOT = Path(__file__).parent.parent
 RECIPES = [*sorted((ROOT / "recipes").glob("*.toml")), demo.RECIPE]
@@ -25,7 +25,7 @@ def test_a_recipe_plans_fits_and_can_be_exported(path: Path, home: Home, monkeyp
     recipe = load_recipe(path)
     if recipe.model.path:  # needs a folder of one's own; a shape stands in for it
         recipe = load_recipe(path, ["model.name=armillary-2m"])
-    begun = start(recipe, home, starting_point(recipe, home), room=recipe.layout.num_devices)
+    begun = resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=recipe.layout.num_devices)
     made = plan_of(begun)
     assert made.fits and made.plan().predicted["step_s"] > 0
 

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 
 from armillary.errors import BadData, BadInput, NotFound
-from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.spec.tables.train import Data, TrainJob, shares
 from armillary.store.atomic import staged_folder
 from armillary.store.home import Home
 from armillary.training.data.batch import BatchSource
-from armillary.training.data.batches import Batches
-from armillary.training.data.blend import Blend, Turns
+from armillary.training.data.batches import Batches, Blend, HeldOut, SourceOrder, Validation
 from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.index import NAME, Split
@@ -27,8 +25,7 @@ from armillary.training.data.remote import Remote, is_url
 from armillary.training.data.row_packing import Packing
 from armillary.training.data.shards import TokenShards
 from armillary.training.data.survey import Progress, survey
-from armillary.training.data.tokenize_corpus import SAMPLE_BYTES
-from armillary.training.data.validation import HeldOut, Validation
+from armillary.training.data.tokenize_corpus import SAMPLE_BYTES, trained
 from armillary.training.prepare_data import Prepared, folder_name, prepare
 from armillary.units import bytes_text
 
@@ -140,10 +137,9 @@ def _train_shared(data: Data, progress: Progress) -> None:
         share = max(1, SAMPLE_BYTES * count // sum(count for _, count in counts))
         surveyed = survey(corpus, held_out=data.held_out, seed=data.seed, sample_bytes=share, progress=progress)
         texts += surveyed.sample
-    progress(0, 1, "training the tokenizer")
     assert data.vocab is not None
     with staged_folder(Path(data.tokenizer), overwrite=True) as folder:
-        train_tokenizer(texts, data.vocab).save(folder)
+        trained(texts, data.vocab, progress).save(folder)
 
 
 # --- opening shards
@@ -170,7 +166,7 @@ def open_data(data: Data, job: TrainJob) -> OpenData:
     )
     kept = [(shards, count) for shards, count in zip(held_out, counts, strict=True) if shards.num_tokens > 1]
     return OpenData(
-        train=parts[0] if len(parts) == 1 else Blend(parts=parts, turns=Turns(counts=counts), batch=rows),
+        train=parts[0] if len(parts) == 1 else Blend(parts=parts, order=SourceOrder(counts=counts), batch=rows),
         validation=Validation(
             parts=tuple(HeldOut(shards=s, sequence=job.sequence, packing=_packing(s, data)) for s, _ in kept),
             counts=tuple(count for _, count in kept),

@@ -5,19 +5,20 @@ Two passes stream the text: one surveys it (sizes, held-out documents, a sample 
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from armillary.errors import ArmillaryError, BadInput, BadModel
+from armillary.errors import ArmillaryError, BadInput, BadModel, one_line
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import LARGEST, SMALLEST
 from armillary.store.atomic import Taken, staged_folder
 from armillary.training.chat_data.prepare import make_chat
 from armillary.training.data.cache import Cache
-from armillary.training.data.corpus import Corpus, find_corpus
+from armillary.training.data.corpus import find_corpus
 from armillary.training.data.index import NAME, SPLITS, Index
 from armillary.training.data.remote import is_url
 from armillary.training.data.shards import SHARD_TOKENS, TokenShards
@@ -27,18 +28,14 @@ from armillary.training.data.tokenize_corpus import encode_corpus
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What `prepare` made, or found made already."""
+    """What `prepare` made, or found made already (`reused`, from the same source and settings); `remade` is what was
+    wrong with an existing folder that was rebuilt. `seconds` is the time this call took."""
 
     folder: Path
-    """where the shards are"""
     index: Index
-    """what is in them"""
     reused: bool
-    """whether the folder was there already, from the same source and settings"""
     seconds: float
-    """time this call took"""
     remade: str = ""
-    """what was wrong with an existing folder that was rebuilt; empty where nothing was"""
 
     @property
     def num_tokens(self) -> int:
@@ -90,12 +87,13 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     wanted |= _unusual(shuffle, format, template)
+    make = partial(make_chat, template=template) if format == "chat" else encode_corpus
     index, wrong = _finished(out, wanted, overwrite=overwrite)
     reused = index is not None
     if index is None:
         try:
             with staged_folder(out, overwrite=overwrite) as folder:
-                index = _maker(format, template)(corpus, folder, given, vocab, wanted, progress)
+                index = make(corpus, folder, given, vocab, wanted, progress)
         except Taken:  # another process was quicker; what it made may be just what was asked for
             index, _ = _finished(out, wanted, overwrite=False)
             assert index is not None
@@ -186,16 +184,5 @@ def _difference(index: Index, wanted: Mapping[str, Any], name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
+    text = one_line(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-# --- making one
-
-Maker = Callable[[Corpus, Path, Tokenizer | None, int, Mapping[str, Any], Progress], Index]
-
-
-def _maker(format: str, template: str) -> Maker:
-    if format != "chat":
-        return encode_corpus
-    return lambda corpus, folder, given, vocab, *rest: make_chat(corpus, folder, given, vocab, template, *rest)

@@ -44,7 +44,7 @@ from armillary.training.telemetry.trackers import check_trackers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ResolvedRun:
     """A checked recipe, its plan, and where its data goes."""
 
     recipe: Recipe
@@ -65,7 +65,7 @@ class Start:
         unfinished = self.to_resume(choice)
         if unfinished is None:
             return self.create_run(name=choice.name, file=choice.file, text=text, overrides=overrides)
-        return self.keeping(unfinished).take_over(unfinished, choice, text=text, overrides=overrides)
+        return self.with_settings_of(unfinished).take_over(unfinished, choice, text=text, overrides=overrides)
 
     def to_resume(self, choice: Choice, say: Say = lambda text: None) -> Run | None:
         """The run to resume; None where a new one is to be created. BadInput where the user has to decide."""
@@ -79,7 +79,7 @@ class Start:
         """Keys in which the run's recipe differs from this one, with their classes."""
         return changes_since(run, self.recipe, self.plan.weights)
 
-    def keeping(self, run: Run) -> Start:
+    def with_settings_of(self, run: Run) -> ResolvedRun:
         """The same with the precision and the compilation that the run was started with, where the recipe leaves them
         to auto: a run resumed elsewhere keeps its precision, and warns where auto would now differ."""
         before, plan = Plan.from_json(run.plan.read_text(), str(run.plan)), self.plan
@@ -120,19 +120,19 @@ class Start:
         )
 
 
-def start(
+def resolve_run(
     recipe: Recipe,
     home: Home,
     source: ModelSource,
     *,
-    room: int = 0,
+    cpu_ranks: int = 0,
     fills: int | None = None,
     until: Until | None = None,
     device: str | None = None,
-) -> Start:
+) -> ResolvedRun:
     """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
-    of `source`, or from scratch where it has none. `room` is how many processes may share a CPU's cores, where
-    that was asked for, and `fills` how many devices must all be used; `until` is a goal that must be within reach. A
+    of `source`, or from scratch where it has none. `cpu_ranks` is how many processes may share a CPU's cores, where
+    that was asked for, and `fills` how many devices must all be used; `until` is a goal that must be achievable. A
     precision of auto is resolved for the device."""
     config = recipe.model_config(source.config)
     if source.folder is not None and config != source.config:
@@ -147,7 +147,7 @@ def start(
     check_trackers(recipe.train.track)
     cluster = recipe.cluster(here(device=device))
     job = recipe.train
-    there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
+    there = max(cluster.num_devices, cpu_ranks if cluster.chip.kind == "cpu" else 0)
     check_layout(
         recipe.layout,
         config,
@@ -172,7 +172,7 @@ def start(
         chosen={"layout.precision": dtype.reason} if dtype.reason else {},
         notes=(*filter(None, [dtype.warning]), *notes_of(config, recipe.layout, job)),
     )
-    return Start(recipe=recipe, plan=plan, home=home)
+    return ResolvedRun(recipe=recipe, plan=plan, home=home)
 
 
 def _check_model(recipe: Recipe, config: ModelConfig, fills: int | None) -> None:
@@ -194,7 +194,7 @@ def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:
     return Path(recipe.data.tokenizer) if recipe.data.tokenizer else own
 
 
-def starting_point(recipe: Recipe, home: Home) -> ModelSource:
+def model_source(recipe: Recipe, home: Home) -> ModelSource:
     """The recipe's model: a name of the catalogue or a bare config.json is trained from scratch; a folder, a run, a
     release or a Hub id starts from its weights, unless the recipe asks for its shape only."""
     source = resolve_model(recipe.model.source, home, need_weights=False)
@@ -236,16 +236,16 @@ def train_recipe(
     choice = Choice(name=run, new=new, take_over=take_over, file=file)
     until = until or Until.of(ready.train)
 
-    def find() -> Start:
-        begun = start(ready, home, starting_point(ready, home), room=world.size, until=until, device=device)
+    def find() -> ResolvedRun:
+        resolved = resolve_run(ready, home, model_source(ready, home), cpu_ranks=world.size, until=until, device=device)
         if world.size == 1:
-            _refuse_many(begun.plan)
-            refuse_elsewhere(begun.plan)
-        return begun
+            _refuse_many(resolved.plan)
+            refuse_elsewhere(resolved.plan)
+        return resolved
 
-    def open_run(begun: Start) -> Run:
-        begun.prepare()
-        return begun.open_run(choice, overrides=overrides)
+    def open_run(resolved: ResolvedRun) -> Run:
+        resolved.prepare()
+        return resolved.open_run(choice, overrides=overrides)
 
     with join_world(device) as world:
         return train_on_ranks(
@@ -255,8 +255,8 @@ def train_recipe(
 
 def train_on_ranks(
     world: World,
-    find: Callable[[], Start],
-    open_run: Callable[[Start], Run],
+    find: Callable[[], ResolvedRun],
+    open_run: Callable[[ResolvedRun], Run],
     view: Callable[[Plan, Run], AbstractContextManager[Watch | None]],
     *,
     device: str | None,
@@ -267,8 +267,8 @@ def train_on_ranks(
     """Train as one of the ranks of `world`: all find the model, the main rank prepares the data and opens the run for
     all, and `view` shows its steps."""
     ranks = make_consensus(world)
-    begun = ranks.run_long("find the model", find)
-    run = ranks.broadcast(ranks.run_long("prepare the data", lambda: open_run(begun) if world.is_main else None))
+    resolved = ranks.run_long("find the model", find)
+    run = ranks.broadcast(ranks.run_long("prepare the data", lambda: open_run(resolved) if world.is_main else None))
     assert run is not None
     plan = Plan.from_json(run.plan.read_text(), str(run.plan))  # as the main rank resolved it
     with view(plan, run) as watch:

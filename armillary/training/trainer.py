@@ -21,9 +21,8 @@ from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
 from armillary.training.data.loader import DeviceBatch, to_device
-from armillary.training.setup.build_model import open_text, start_model
-from armillary.training.step.loss_scaler import LossScaler
-from armillary.training.step.nonfinite import Nonfinite
+from armillary.training.setup.build_model import build_model, open_text
+from armillary.training.step.nonfinite import LossScaler, Nonfinite
 from armillary.training.step.numerics import autocast
 from armillary.training.step.offload import Offloaded, optimizer_of
 from armillary.training.step.optimizer import learning_rate, set_learning_rate, update
@@ -65,7 +64,7 @@ class Trainer:
         self.ranks = ranks or Consensus(rank=world.rank, size=world.size)
         self.mesh = self.ranks.run_on_all(lambda: make_mesh(plan.layout, world))
         self.text = self.ranks.run_on_all(lambda: open_text(plan))
-        self.sharded, self.choices = start_model(plan, self.mesh, self.ranks, names=kernels, home=home)
+        self.sharded, self.choices = build_model(plan, self.mesh, self.ranks, names=kernels, home=home)
         self.model = self.sharded.model
         self.num_parameters = self.sharded.num_parameters
         self.optimizer = self.ranks.run_on_all(

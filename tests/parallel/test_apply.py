@@ -15,8 +15,7 @@ from armillary.parallel.mesh import Mesh, make_mesh
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import axis_sizes
-from armillary.training.parity.case import ROWS, Case, batch, tiny
-from armillary.training.parity.steps import many
+from armillary.training.parity.case import ROWS, Case, batch, many, tiny
 from armillary.training.step.loss import loss_sum
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks

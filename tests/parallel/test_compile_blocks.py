@@ -7,8 +7,7 @@ import torch
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind
-from armillary.training.parity.case import Case, Outcome, tiny
-from armillary.training.parity.steps import steps
+from armillary.training.parity.case import Case, Outcome, steps, tiny
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks
 

@@ -9,8 +9,7 @@ import pytest
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind
-from armillary.training.parity.case import Case, tiny
-from armillary.training.parity.steps import many
+from armillary.training.parity.case import Case, many, tiny
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks
 

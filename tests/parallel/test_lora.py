@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from armillary.spec.layout import Layout
-from armillary.training.parity.case import Case, tiny
-from armillary.training.parity.steps import many
+from armillary.training.parity.case import Case, many, tiny
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks
 

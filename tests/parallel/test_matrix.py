@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import BadInput
-from armillary.training.parity.matrix import Row, cases_of, measure
-from armillary.training.parity.parity_page import page, rows_of, table, with_rows
+from armillary.training.parity.matrix import Row, cases_of, measure, page, rows_of, table, with_rows
 from armillary.training.parity.strategies import ALL, EXPERTS, chosen, layout_of
 from tests.ranks import Ranks
 

@@ -17,8 +17,7 @@ from armillary.parallel.offload import Activations, offload_activations
 from armillary.parallel.recompute import recompute
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind
-from armillary.training.parity.case import Case, Outcome, mixture, tiny
-from armillary.training.parity.steps import many, steps
+from armillary.training.parity.case import Case, Outcome, many, mixture, steps, tiny
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")

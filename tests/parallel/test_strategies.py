@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.training.parity.case import Case, Outcome, error, tiny
+from armillary.training.parity.case import Case, Outcome, error, many, tiny
 from armillary.training.parity.matrix import BARS, alone
-from armillary.training.parity.steps import many
 from armillary.training.parity.strategies import STRATEGIES, layout_of
 from tests.ranks import Ranks
 

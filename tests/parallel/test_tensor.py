@@ -15,8 +15,7 @@ from armillary.parallel.tensor import apply_tensor_parallel, regathering
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.tables.train import TrainJob
-from armillary.training.parity.case import Case, tiny
-from armillary.training.parity.steps import shard_model, train_step
+from armillary.training.parity.case import Case, shard_model, tiny, train_step
 from tests.ranks import Ranks
 
 

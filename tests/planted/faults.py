@@ -110,15 +110,15 @@ def ballast(needed: float) -> Iterator[None]:
 def _on_blocks(put: Callable[[Any], Any]) -> Iterator[None]:
     from armillary.training import trainer
 
-    start_model = trainer.start_model
+    build_model = trainer.build_model
 
-    def started(*args: Any, **named: Any) -> Any:
-        made = start_model(*args, **named)
-        for block in made.sharded.model.blocks.values():
+    def faulty(*args: Any, **named: Any) -> Any:
+        sharded, choices = build_model(*args, **named)
+        for block in sharded.model.blocks.values():
             put(block)
-        return made
+        return sharded, choices
 
-    with mock.patch.object(trainer, "start_model", started):
+    with mock.patch.object(trainer, "build_model", faulty):
         yield
 
 

@@ -19,7 +19,7 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.training.loop import make_consensus
-from armillary.training.prepare_run import start, starting_point
+from armillary.training.prepare_run import model_source, resolve_run
 from armillary.training.telemetry.step_telemetry import MEASURED_STEP
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
@@ -115,7 +115,7 @@ def rows(ranks: Ranks, cases: Sequence[Case], home: Home, corpus: Path) -> list[
     plans, predicted, found = {}, {}, {}
     for case in cases:
         recipe = case.recipe(corpus)
-        begun = start(recipe, home, starting_point(recipe, home), room=4)
+        begun = resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=4)
         begun.prepare()
         plans[case] = begun.plan
         asked = resolve(recipe, begun.plan.model, begun.plan.cluster, home)

@@ -74,8 +74,8 @@ def test_two_ranks_follow_one(layout: str, recipe: Make, home: Home, ranks: Rank
 
 
 def begin_many(recipe: Recipe, home: Home) -> str:
-    from armillary.training.prepare_run import start, starting_point
+    from armillary.training.prepare_run import model_source, resolve_run
 
-    begun = start(recipe, home, starting_point(recipe, home), room=2)
+    begun = resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=2)
     begun.prepare()
     return begun.plan.to_json()

@@ -24,7 +24,7 @@ from armillary.store.home import Home
 from armillary.store.resolve_model import resolve_model
 from armillary.store.runs import find_run
 from armillary.training.loop import train
-from armillary.training.prepare_run import Start, start, starting_point, train_recipe
+from armillary.training.prepare_run import ResolvedRun, model_source, resolve_run, train_recipe
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 from tests.model.families import transformers
@@ -32,8 +32,8 @@ from tests.model.families import transformers
 Make = Callable[..., Recipe]
 
 
-def begin(recipe: Recipe, home: Home) -> Start:
-    return start(recipe, home, starting_point(recipe, home))
+def begin(recipe: Recipe, home: Home) -> ResolvedRun:
+    return resolve_run(recipe, home, model_source(recipe, home))
 
 
 def alone(device: str = "cpu") -> World:

@@ -24,7 +24,7 @@ from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.checkpoint import saved_steps
 from armillary.training.loop import train
-from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.prepare_run import ResolvedRun, model_source, resolve_run
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
@@ -32,8 +32,8 @@ from tests.ranks import Ranks
 Make = Callable[..., Recipe]
 
 
-def begin(recipe: Recipe, home: Home) -> Start:
-    begun = start(recipe, home, starting_point(recipe, home), room=4)
+def begin(recipe: Recipe, home: Home) -> ResolvedRun:
+    begun = resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=4)
     begun.prepare()
     return begun
 
@@ -89,7 +89,7 @@ def losses(run: Run) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
-def on_ranks(ranks: Ranks, begun: Start, run: Run, *args: Any) -> list[Any]:
+def on_ranks(ranks: Ranks, begun: ResolvedRun, run: Run, *args: Any) -> list[Any]:
     """Train on as many ranks as the plan's layout has; one is this process."""
     count = begun.plan.layout.num_devices
     if count == 1:
@@ -198,7 +198,7 @@ def test_nan_ends_every_rank_with_one_line(recipe: Make, home: Home, ranks: Rank
 
 
 def validate_without_a_shard(plan: str) -> str:
-    from armillary.training.data.validation import Validation
+    from armillary.training.data.batches import Validation
 
     ranks = Consensus(rank=dist.get_rank(), size=dist.get_world_size())
     world = World(rank=ranks.rank, size=ranks.size, local_rank=ranks.rank, device=torch.device("cpu"))

@@ -18,7 +18,7 @@ import torch
 from armillary.errors import ArmillaryError, BadData, BadInput, NotFound
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.store.home import Home
-from armillary.training.data.blend import Blend
+from armillary.training.data.batches import Blend
 from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.loader import Loader
@@ -226,7 +226,7 @@ def test_a_blend_shares_one_tokenizer_and_keeps_proportions(texts: Path, tmp_pat
     data = Data(blend={str(texts / "b.jsonl"): 1, str(texts / "a.jsonl"): 3}, held_out=0.1, packing="whole")
     found = opened(data, tmp_path)
     assert isinstance(found.train, Blend)
-    assert found.train.turns.counts == (3, 1)
+    assert found.train.order.counts == (3, 1)
     again = opened(replace(data, blend=dict(reversed(data.blend.items()))), tmp_path)
     assert same(found, again)  # the order in the recipe means nothing
     held_out = list(found.validation.batches(rows=8))

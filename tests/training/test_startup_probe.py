@@ -15,7 +15,7 @@ from armillary.store.gauges import columns
 from armillary.store.home import Home
 from armillary.training import startup_probe
 from armillary.training.data.loader import DeviceBatch
-from armillary.training.prepare_run import start, starting_point, train_recipe
+from armillary.training.prepare_run import model_source, resolve_run, train_recipe
 from armillary.training.startup_probe import (
     CALLS_16BIT,
     CALLS_FP32,
@@ -44,7 +44,7 @@ DROPPED = ("train.lora_rank=4", "train.lora_dropout=0.5", "train.lr=0.01")
 
 
 def trainer_of(recipe: Recipe, home: Home) -> Trainer:
-    begun = start(recipe, home, starting_point(recipe, home))
+    begun = resolve_run(recipe, home, model_source(recipe, home))
     begun.prepare()
     return Trainer(begun.plan, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
 

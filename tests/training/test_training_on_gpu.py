@@ -11,7 +11,7 @@ from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.training.loop import train
-from armillary.training.prepare_run import start, starting_point
+from armillary.training.prepare_run import model_source, resolve_run
 from armillary.training.telemetry.step_telemetry import StepReport
 from tests.training.checkpoint.test_checkpoint import Cut
 from tests.training.checkpoint.test_checkpoint import losses as written
@@ -45,7 +45,7 @@ def test_compiled_blocks_give_the_same_losses(recipe: Make, home: Home) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_run_cut_off_goes_on_with_the_same_bits(precision: str, recipe: Make, home: Home) -> None:
     made = recipe("train.steps=9", "train.save_every=3", f"layout.precision={precision}", STILL)
-    begun = start(made, home, starting_point(made, home))
+    begun = resolve_run(made, home, model_source(made, home))
     begun.prepare()
     whole, cut = begun.create_run(), begun.create_run()
     train(begun.plan, whole, device="cuda")
@@ -62,7 +62,7 @@ def test_a_run_cut_off_goes_on_with_the_same_bits(precision: str, recipe: Make, 
 
 def test_what_is_measured_on_a_gpu(recipe: Make, home: Home) -> None:
     made = recipe("train.steps=6", "train.profile_every=3", "layout.precision=bf16", STILL)
-    begun = start(made, home, starting_point(made, home))
+    begun = resolve_run(made, home, model_source(made, home))
     begun.prepare()
     run = begun.create_run()
     train(begun.plan, run, device="cuda")

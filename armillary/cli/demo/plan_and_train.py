@@ -21,14 +21,14 @@ from armillary.store.runs import Run, find_run, list_runs
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:
-    from armillary.training.prepare_run import Start
+    from armillary.training.prepare_run import ResolvedRun
 
 STOP_AT = 0.4
 """share of the steps after which the run is interrupted"""
 _POLL_S = 0.1
 
 
-def plan(state: DemoState) -> Start:
+def plan(state: DemoState) -> ResolvedRun:
     """What the training run will take, before anything is started."""
     with state.stage("plan", "what the recipe will take, before anything runs") as say:
         begun = begin(state.out, state.home, state.recipe)
@@ -38,7 +38,7 @@ def plan(state: DemoState) -> Start:
         return begun
 
 
-def train(state: DemoState, begun: Start) -> Run:
+def train(state: DemoState, begun: ResolvedRun) -> Run:
     """Train, be interrupted by a real SIGINT, and go on from the checkpoint that it left."""
     job, layout = begun.recipe.train, begun.plan.layout
     ranks = f"{layout.num_devices} ranks" if layout.num_devices > 1 else "one process"
@@ -53,7 +53,7 @@ def train(state: DemoState, begun: Start) -> Run:
         return find_run(state.home, name)
 
 
-def _train_and_go_on(state: DemoState, begun: Start, name: str, *, stop: int) -> dict[str, Any]:
+def _train_and_go_on(state: DemoState, begun: ResolvedRun, name: str, *, stop: int) -> dict[str, Any]:
     """How the run called `name` ended, interrupted after about `stop` steps on the way."""
     settings: dict[str, Any] = {"text": RECIPE.read_text(), "overrides": state.overrides, "name": name, "brief": True}
     with interrupted_at(state, name, stop) as interruption:

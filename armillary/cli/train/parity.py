@@ -169,7 +169,7 @@ def _launched_some(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]
 
 def _show(out: Output, rows: list[Row], page: Path | None) -> None:
     from armillary.store.atomic import write_text
-    from armillary.training.parity.parity_page import cells, columns, with_rows
+    from armillary.training.parity.matrix import cells, columns, with_rows
 
     shown = list(rows[0].errors), ("loss", "weights")  # the page has norms too
     out.table("agreement with one process", columns(*shown), (cells(row, *shown) for row in rows))

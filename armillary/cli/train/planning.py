@@ -16,7 +16,7 @@ from armillary.units import count_text, seconds_text
 if TYPE_CHECKING:
     from armillary.planning.training.training_plan import TrainingPlan
     from armillary.store.runs import Run
-    from armillary.training.prepare_run import Start
+    from armillary.training.prepare_run import ResolvedRun
     from armillary.training.stopping import Until
 
 DAY_S = 86_400.0
@@ -31,18 +31,20 @@ def begin(
     devices: int | None = None,
     fills: int | None = None,
     until: Until | None = None,
-) -> Start:
+) -> ResolvedRun:
     """Find the model, fetching its weights if necessary, check everything, plan it, and show the plan."""
     need_torch("training")
     from armillary.model.device import pick_device
-    from armillary.training.prepare_run import start, starting_point
+    from armillary.training.prepare_run import model_source, resolve_run
 
     source = find_model(out, home, recipe.model.source, need_weights=False)
     if source.origin == "hub" and not recipe.train.from_scratch:
         find_model(out, home, recipe.model.source, need_weights=True)
-    start_point = starting_point(recipe, home)
+    source = model_source(recipe, home)
     pick_device(device)
-    begun = _with_compile(start(recipe, home, start_point, room=devices or 0, fills=fills, until=until, device=device))
+    begun = _with_compile(
+        resolve_run(recipe, home, source, cpu_ranks=devices or 0, fills=fills, until=until, device=device)
+    )
     begun, predicted = planned(begun)
     say_start(out, begun, predicted)
     for note in begun.plan.notes:
@@ -50,7 +52,7 @@ def begin(
     return begun
 
 
-def planned(begun: Start) -> tuple[Start, TrainingPlan]:
+def planned(begun: ResolvedRun) -> tuple[ResolvedRun, TrainingPlan]:
     """The start with the planner's predictions in its plan, and the training plan itself."""
     predicted = plan_of(begun)
     plan = predicted.plan()
@@ -58,13 +60,13 @@ def planned(begun: Start) -> tuple[Start, TrainingPlan]:
     return replace(begun, plan=replace(begun.plan, predicted=plan.predicted, notes=notes)), predicted
 
 
-def _resolved(begun: Start) -> Recipe:
+def _resolved(begun: ResolvedRun) -> Recipe:
     """The recipe with every `auto` resolved by its plan."""
     assert begun.plan.train is not None
     return replace(begun.recipe, layout=begun.plan.layout, train=begun.plan.train)
 
 
-def _with_compile(begun: Start) -> Start:
+def _with_compile(begun: ResolvedRun) -> ResolvedRun:
     """train.compile = "auto" resolved by the planner's estimate of what compiling saves."""
     if begun.recipe.train.compile != "auto":
         return begun
@@ -82,7 +84,7 @@ def _with_compile(begun: Start) -> Start:
     return replace(begun, plan=plan)
 
 
-def plan_of(begun: Start) -> TrainingPlan:
+def plan_of(begun: ResolvedRun) -> TrainingPlan:
     """The planner's prediction; a plan that does not fit is refused with a remedy."""
     from armillary.planning.device_model.layout_arrays import as_arrays
     from armillary.planning.training.prediction import predict
@@ -97,7 +99,7 @@ def plan_of(begun: Start) -> TrainingPlan:
     return plan
 
 
-def say_start(out: Output, begun: Start, predicted: TrainingPlan) -> None:
+def say_start(out: Output, begun: ResolvedRun, predicted: TrainingPlan) -> None:
     from armillary.cli.plan.plan_text import layout_text, line_text, memory_text, offload_rows, step_text
     from armillary.spec.arithmetic.params import parameters
 
@@ -118,7 +120,7 @@ def say_start(out: Output, begun: Start, predicted: TrainingPlan) -> None:
         out.say(line_text(name, text))
 
 
-def _rate_text(begun: Start) -> str:
+def _rate_text(begun: ResolvedRun) -> str:
     """The peak learning rate, and its scaling by the batch."""
     from armillary.spec.arithmetic.params import parameters
 
@@ -128,7 +130,7 @@ def _rate_text(begun: Start) -> str:
     return f"{peak:.3g}{scaled}, {job.warmup:,} steps of warm-up, then {job.schedule}"
 
 
-def seconds_left(begun: Start, run: Run | None) -> float:
+def seconds_left(begun: ResolvedRun, run: Run | None) -> float:
     """Predicted seconds of the remaining steps."""
     from armillary.training.checkpoint.checkpoint import saved_steps
 
@@ -136,7 +138,7 @@ def seconds_left(begun: Start, run: Run | None) -> float:
     return max(0, begun.recipe.train.steps - done) * begun.plan.predicted["step_s"]
 
 
-def refuse_days(begun: Start, *, yes: bool) -> None:
+def refuse_days(begun: ResolvedRun, *, yes: bool) -> None:
     """Refuse a plan of more than a day on a CPU without --yes: it is usually a mistake."""
     left = seconds_left(begun, None)
     if yes or begun.plan.cluster.chip.kind != "cpu" or left <= DAY_S:

@@ -24,7 +24,7 @@ from armillary.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from armillary.store.runs import Run
-    from armillary.training.prepare_run import Start
+    from armillary.training.prepare_run import ResolvedRun
     from armillary.training.stopping import Until
 
 
@@ -115,7 +115,7 @@ def _goal(recipe: Recipe) -> Until | None:
 
 def run_training(
     out: Output,
-    begun: Start,
+    begun: ResolvedRun,
     *,
     text: str,
     overrides: tuple[str, ...],
@@ -139,8 +139,14 @@ def run_training(
 
 
 def _open_run(
-    out: Output, begun: Start, text: str, overrides: tuple[str, ...], choice: dict[str, Any], *, brief: bool = False
-) -> tuple[Start, Run]:
+    out: Output,
+    begun: ResolvedRun,
+    text: str,
+    overrides: tuple[str, ...],
+    choice: dict[str, Any],
+    *,
+    brief: bool = False,
+) -> tuple[ResolvedRun, Run]:
     from armillary.training.checkpoint.resume import Choice
 
     chosen = Choice(**choice)
@@ -168,9 +174,9 @@ def _open_run(
     return begun, run
 
 
-def _kept(out: Output, begun: Start, run: Run) -> Start:
+def _kept(out: Output, begun: ResolvedRun, run: Run) -> ResolvedRun:
     """The start with the settings that the continued run keeps, planned again where that makes a difference."""
-    kept = begun.keeping(run)
+    kept = begun.with_settings_of(run)
     if (kept.plan.layout, kept.plan.train) == (begun.plan.layout, begun.plan.train):
         return kept
     for note in kept.plan.notes:
@@ -179,7 +185,7 @@ def _kept(out: Output, begun: Start, run: Run) -> Start:
     return planned(kept)[0]
 
 
-def end_text(begun: Start, run: Run) -> str:
+def end_text(begun: ResolvedRun, run: Run) -> str:
     """'ends about 14:05 (12:30)', with the day where that is not today."""
     left = seconds_left(begun, run)
     now, end = time.localtime(), time.localtime(time.time() + left)
@@ -197,7 +203,7 @@ def _saves(job: TrainJob, step_s: float) -> str:
     return f"checkpoints every {steps:,} steps{about}"
 
 
-def _goes_on(out: Output, begun: Start, run: Run) -> str:
+def _goes_on(out: Output, begun: ResolvedRun, run: Run) -> str:
     """Where an unfinished run continues, and why it had ended; edits since then are reported."""
     from armillary.training.checkpoint.checkpoint import saved_steps
     from armillary.training.checkpoint.resume import texts
@@ -211,7 +217,7 @@ def _goes_on(out: Output, begun: Start, run: Run) -> str:
 
 
 def _train_here(
-    out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
+    out: Output, begun: ResolvedRun, run: Run, device: str | None, until: Until | None, *, brief: bool
 ) -> dict[str, Any]:
     from armillary.training.loop import train as library_train
 
@@ -221,7 +227,7 @@ def _train_here(
 
 
 def _launch(
-    out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
+    out: Output, begun: ResolvedRun, run: Run, device: str | None, until: Until | None, *, brief: bool
 ) -> dict[str, Any]:
     """Train in ranks that this process starts; a failure is recorded here, because a rank may be killed before it
     can."""

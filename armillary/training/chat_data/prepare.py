@@ -4,37 +4,32 @@ Two passes over the records: one to see how many there are and which are held ou
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from armillary.errors import BadData, BadInput, NotFound, missing
+from armillary.errors import BadData, BadInput, NotFound
 from armillary.model.text.tokenizer import Tokenizer
-from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.chat_data.answer_mask import samples
 from armillary.training.chat_data.conversation import TEMPLATES, Conversation, conversation
 from armillary.training.data.corpus import Corpus
-from armillary.training.data.index import SPLITS, Index
-from armillary.training.data.readers import json_row, opened
-from armillary.training.data.shards import ShardWriter
-from armillary.training.data.survey import Progress, text_hash
+from armillary.training.data.index import Index
+from armillary.training.data.readers import json_row, opened, opened_parquet
+from armillary.training.data.survey import Progress, content_hash
+from armillary.training.data.tokenize_corpus import SAMPLE_BYTES, EncodedDocument, trained, write_index, write_shards
 
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One row, as plain values."""
+    """One row: its values by key or column, the file with the line or row, and its size as text."""
 
     values: dict[str, Any]
-    """by key or column"""
     origin: str
-    """file, with the line or row"""
     num_bytes: int
-    """size of it as text"""
 
 
 def records(corpus: Corpus) -> Iterator[Record]:
@@ -51,31 +46,15 @@ def _lines(path: Path, name: str) -> Iterator[Record]:
         for number, line in enumerate(file, start=1):
             if not line.isspace():
                 origin = f"{name}:{number}"
-                values = json_row(line, origin, like='{"messages": […]}')
+                values = json_row(line, origin, example='{"messages": […]}')
                 yield Record(values=values, origin=origin, num_bytes=len(line))
 
 
 def _parquet(path: Path, name: str) -> Iterator[Record]:
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise missing("pyarrow", "Parquet data", "data") from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=256):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Record(values=values, origin=f"{name}:{number}", num_bytes=len(str(values)))
-    except (arrow.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
-        raise BadData(f"{path} is not readable Parquet ({' '.join(str(error).split())}); fetch it again") from None
-
-
-_SAMPLE_BYTES = 8_000_000
-_NAMED_SKIPPED = 20
+    with opened_parquet(path) as file:
+        rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+        for number, values in enumerate(rows, start=1):
+            yield Record(values=values, origin=f"{name}:{number}", num_bytes=len(str(values)))
 
 
 def make_chat(
@@ -83,59 +62,45 @@ def make_chat(
     folder: Path,
     given: Tokenizer | None,
     vocab: int,
-    template: str,
     settings: Mapping[str, Any],
     progress: Progress,
+    *,
+    template: str,
 ) -> Index:
     """Write shards, tokenizer and index of the corpus' conversations into `folder`, which is empty."""
     below = _held_out_below(corpus, settings["held_out"], settings["seed"], progress)
     tokenizer = with_template(given or _trained(corpus, vocab, progress), template)
-    tokenizer.save(folder / "tokenizer")
-    dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     skipped: list[str] = []
-    size = 0
-    with ExitStack() as stack:
-        limit = settings["shard_tokens"]
-        writers = {s: stack.enter_context(ShardWriter(folder, s, dtype, shard_tokens=limit)) for s in SPLITS}
+    text_bytes = 0
+
+    def encoded() -> Iterator[EncodedDocument]:
+        nonlocal text_bytes
         for record, talk in _conversations(corpus, progress, "encoding"):
             talk_samples = samples(tokenizer, talk)
             if not talk_samples:
                 skipped.append(f"{talk.origin}: no answer to learn")
-            held_out = text_hash(talk.identity, settings["seed"]) < below
+            held_out = content_hash(talk.identity.encode(), settings["seed"]) < below
             for sample in talk_samples:
-                writers["validation" if held_out else "train"].add(sample.ids, sample.answers)
-            size += record.num_bytes
-    index = Index(
-        dtype=dtype,
-        vocab=tokenizer.vocab_size,
-        tokenizer_sha256=tokenizer.fingerprint,
-        splits={split: tuple(writers[split].shards) for split in SPLITS},
-        text_bytes=size,
-        num_skipped=len(skipped),
-        skipped=tuple(skipped[:_NAMED_SKIPPED]),
-        made_from=settings,
-    )
+                yield "validation" if held_out else "train", sample.ids, sample.answers
+            text_bytes += record.num_bytes
+
+    index = write_shards(folder, tokenizer, settings, encoded())
     if not index.num_tokens("train"):
         raise BadData(f"{corpus.source} has no answer to learn; give records with messages of role assistant")
-    index.write(folder)
-    return index
+    return write_index(folder, index, text_bytes, skipped)
 
 
 def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     """The tokenizer with the template asked for, which it is saved and exported with."""
-    if not template:
-        if not tokenizer.templates:
-            raise BadInput("this tokenizer has no chat template; try --set data.template=plain, or a file of your own")
-        return tokenizer
-    return replace(tokenizer, templates={"default": template_text(template)})
+    if not template and not tokenizer.templates:
+        raise BadInput("this tokenizer has no chat template; try --set data.template=plain, or a file of your own")
+    return replace(tokenizer, templates={"default": template_text(template)}) if template else tokenizer
 
 
 def template_text(template: str) -> str:
     """One of ours by name, or a file's."""
-    if template in TEMPLATES:
-        return TEMPLATES[template]
     try:
-        return Path(template).read_text(encoding="utf-8")
+        return TEMPLATES.get(template) or Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         names = " or ".join(sorted(TEMPLATES))
         raise NotFound(f"no chat template '{template}'; name a readable file, or {names}") from None
@@ -153,7 +118,9 @@ def _conversations(corpus: Corpus, progress: Progress, stage: str) -> Iterator[t
 def _held_out_below(corpus: Corpus, share: float, seed: int, progress: Progress) -> int:
     """Conversations with a hash below this are held out: `share` of them, at least one and not all where there are two
     that differ."""
-    hashes = sorted({text_hash(talk.identity, seed) for _, talk in _conversations(corpus, progress, "reading")})
+    hashes = sorted(
+        {content_hash(talk.identity.encode(), seed) for _, talk in _conversations(corpus, progress, "reading")}
+    )
     if not hashes:
         raise BadData(f"{corpus.source} holds no conversation; give .jsonl or .parquet files with records")
     if share == 0 or len(hashes) < 2:
@@ -167,12 +134,11 @@ def _trained(corpus: Corpus, vocab: int, progress: Progress) -> Tokenizer:
     order = np.random.default_rng(0).permutation(len(texts))
     chosen, size = [], 0
     for i in order:
-        if size >= _SAMPLE_BYTES:
+        if size >= SAMPLE_BYTES:
             break
         chosen.append(texts[i])
         size += len(texts[i].encode())
-    progress(0, 1, "training the tokenizer")
-    return train_tokenizer(chosen, vocab)
+    return trained(chosen, vocab, progress)
 
 
 def _texts(talk: Conversation) -> list[str]:

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from armillary.errors import ArmillaryError, BadData
+from armillary.errors import ArmillaryError, BadData, one_line
 from armillary.parallel.consensus import Consensus
 from armillary.spec.toml.fields import to_plain
 from armillary.store import strict_json
@@ -137,7 +137,7 @@ def _read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus)
             )
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        raise BadData(f"{folder} is no checkpoint of this model ({_one_line(first)}); name another run") from error
+        raise BadData(f"{folder} is no checkpoint of this model ({one_line(first, 200)}); name another run") from error
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -244,7 +244,3 @@ def _quiet() -> Any:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         yield
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -1,17 +1,23 @@
-"""Batches of one set of token shards: `at(step)` depends on the seed and the step only, not on the number of ranks.
+"""Batches for training and validation: `at(step)` depends on the seed and the step only, not on the number of ranks.
 
-Rows come in a new random order each epoch; which documents are neighbours in a row was settled when they were packed.
+Rows of a source come in a new random order each epoch; which documents are neighbours in a row was settled when they
+were packed. A blend has rows of several sources in exact proportion: a source with share w of n rows has had more than
+n·w - 1 and less than n·w + 1 of them after any number of rows, and exactly n·w at the end of a round. Held-out rows
+come in their own order, the same ones at every validation; a source that is through gives blank rows.
 """
 
+import heapq
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 from threading import Thread
+from typing import Protocol
 
 import numpy as np
 
 from armillary.errors import ArmillaryError, BadData, BadInput
-from armillary.training.data.batch import Batch
+from armillary.training.data.batch import IGNORED, LAYOUT, Batch
 from armillary.training.data.remote import Remote
 from armillary.training.data.row_packing import Packing, Rows, make_rows
 from armillary.training.data.sample_order import group_at, ids_at, shard_order
@@ -52,20 +58,15 @@ class ShardPrefetcher:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Training batches of a split."""
+    """Training batches of one source: `batch` rows (B) of `sequence` tokens (T) per step over all ranks. The rows of
+    `mix` shards are mixed with each other (0: of all)."""
 
     shards: TokenShards
-    """the training split"""
     sequence: int
-    """tokens in a row (T)"""
     batch: int
-    """rows of a step over all ranks (B)"""
     seed: int = 0
-    """of the order"""
     packing: Packing = "stream"
-    """how documents become rows"""
     mix: int = 0
-    """shards whose rows are mixed with each other; 0: all"""
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.batch < 1:
@@ -73,10 +74,11 @@ class Batches:
         if self.num_samples < 1 and self.packing == "whole":
             nothing = f"{self.shards.folder} has no document with anything to learn in rows of {self.sequence}"
             raise BadData(f"{nothing}; use other text, or raise train.sequence")
+        tokens = self.shards.num_tokens
         if self.num_samples < 1:
             raise BadData(
-                f"{self.shards.folder} has {self.shards.num_tokens} training tokens, fewer than one sequence of "
-                f"{self.sequence} and the token after it; use more text or --set train.sequence={self._fitting}"
+                f"{self.shards.folder} has {tokens} training tokens, fewer than one sequence of {self.sequence} and the "
+                f"token after it; use more text or --set train.sequence={max(1, tokens - 1)}"
             )
 
     @cached_property
@@ -101,10 +103,6 @@ class Batches:
     def steps_per_epoch(self) -> float:
         return self.num_samples / self.batch
 
-    @property
-    def _fitting(self) -> int:
-        return max(1, self.shards.num_tokens - 1)
-
     def at(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
         """The rows of one rank at a step; the ranks' rows in order are the batch of `world=1`."""
         return self.rows_at(positions_of(step, self.batch, rank, world))
@@ -123,3 +121,155 @@ def positions_of(step: int, batch: int, rank: int, world: int) -> np.ndarray:
     rows = batch // world
     first = step * batch + rank * rows
     return np.arange(first, first + rows, dtype=np.int64)
+
+
+# --- blends
+
+
+class Part(Protocol):
+    """One source of a blend."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens in a row."""
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of its epoch."""
+
+    def rows_at(self, positions: np.ndarray) -> Batch:
+        """The rows at these positions of its own endless order."""
+
+
+def source_table(counts: Sequence[int]) -> np.ndarray:
+    """The source of each row of a round in which source k has counts[k] rows.
+
+    The j-th row of a source is released at j·n/count and its deadline is (j + 1)·n/count; of those that are released,
+    the one with the earliest deadline goes first (Baruah et al., "Proportionate progress", Algorithmica 1996).
+    """
+    total = sum(counts)
+    upcoming = [(0, source, 0) for source in range(len(counts))]
+    released: list[tuple[int, int, int]] = []
+    table: np.ndarray = np.empty(total, np.int32)
+    for row in range(total):
+        while upcoming and upcoming[0][0] <= row:
+            _, source, number = heapq.heappop(upcoming)
+            heapq.heappush(released, (-(-(number + 1) * total // counts[source]), source, number))
+        _, source, number = heapq.heappop(released)
+        table[row] = source
+        if number + 1 < counts[source]:
+            heapq.heappush(upcoming, ((number + 1) * total // counts[source], source, number + 1))
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOrder:
+    """Which source a row of the endless order comes from, and which of that source's rows it is; `counts` are the rows
+    of each source in a round."""
+
+    counts: tuple[int, ...]
+
+    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, position in that source's own order)."""
+        table, before = self._round
+        places: np.ndarray = positions % len(table)
+        sources = table[places]
+        return sources, positions // len(table) * np.array(self.counts)[sources] + before[places]
+
+    @cached_property
+    def _round(self) -> tuple[np.ndarray, np.ndarray]:
+        """Source of each row of a round, and how many rows that source had before it."""
+        table = source_table(self.counts)
+        before: np.ndarray = np.empty(len(table), np.int64)
+        for source in range(len(self.counts)):
+            before[table == source] = np.arange(self.counts[source])
+        return table, before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """Training batches of several sources, `batch` rows (B) per step over all ranks; each source has its own order and
+    starts a new epoch by itself."""
+
+    parts: tuple[Part, ...]
+    order: SourceOrder
+    batch: int
+
+    @property
+    def sequence(self) -> int:
+        return self.parts[0].sequence
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Until the source that takes longest was seen once; others begin again before."""
+        each = zip(self.parts, self.order.counts, strict=True)
+        return max(part.num_samples * sum(self.order.counts) / count for part, count in each) / self.batch
+
+    def at(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
+        """The rows of one rank at a step; the ranks' rows in order are the batch of `world=1`."""
+        return blended(self.parts, *self.order.at(positions_of(step, self.batch, rank, world)))
+
+
+def blended(parts: Sequence[Part], sources: np.ndarray, positions: np.ndarray) -> Batch:
+    """One batch whose row i is the row positions[i] of source sources[i]."""
+    shape = (len(sources), parts[0].sequence)
+    arrays: dict[str, np.ndarray] = {name: np.empty(shape, dtype) for name, dtype in LAYOUT.items()}
+    for source in np.unique(sources).tolist():
+        here = sources == source
+        part_rows = parts[source].rows_at(positions[here])
+        for name, array in arrays.items():
+            array[here] = getattr(part_rows, name)
+    return Batch(**arrays)
+
+
+# --- held-out rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The held-out rows of one source."""
+
+    shards: TokenShards
+    sequence: int
+    packing: Packing = "stream"
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return make_rows(self.shards, self.sequence, self.packing)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows, the last of which may be short."""
+        if self.packing == "stream":
+            return -(-max(0, self.shards.num_tokens - 1) // self.sequence)
+        return int(self._rows.edges[-1])
+
+    def rows_at(self, positions: np.ndarray) -> Batch:
+        """The rows with these numbers; blank ones beyond the end."""
+        shape = (len(positions), self.sequence)
+        arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in LAYOUT.items()}
+        arrays["targets_BT"].fill(IGNORED)
+        arrays["positions_BT"][:] = np.arange(self.sequence)
+        there = positions < self.num_samples
+        if there.any():
+            part_rows = self._rows.make(positions[there])
+            for name, array in arrays.items():
+                array[there] = getattr(part_rows, name)
+        return Batch(**arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """The sources with held-out text, and the rows of each in a round."""
+
+    parts: tuple[HeldOut, ...]
+    counts: tuple[int, ...]
+
+    def batches(self, *, rows: int, limit: int | None = None, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """At most `limit` batches of `rows` rows over all ranks, all of one shape: padding and blank rows are IGNORED,
+        so weigh losses by `num_targets`. None where nothing is held out."""
+        each, total = zip(self.parts, self.counts, strict=True), sum(self.counts)
+        last = max((-(-part.num_samples * total // (count * rows)) for part, count in each), default=0)
+        order = SourceOrder(counts=self.counts)
+        for number in range(last)[:limit]:
+            yield blended(self.parts, *order.at(positions_of(number, rows, rank, world)))

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from armillary.errors import BadData, BadInput, NotFound, nearest
 from armillary.training.data.cache import Cache
-from armillary.training.data.document import Document, Skipped
-from armillary.training.data.readers import reader_of
+from armillary.training.data.readers import Document, Skipped, reader_of
 from armillary.training.data.remote import Remote, is_url
 
 STDLIB = "stdlib"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from armillary.errors import ArmillaryError, BadData, MissingPart, missing
+from armillary.errors import ArmillaryError, BadData, MissingPart, missing, one_line
 
 _AT_ONCE = 16
 """requests to a web server"""
@@ -100,7 +100,7 @@ class Remote:
         except ArmillaryError:
             raise
         except ImportError as error:  # fsspec knows the scheme, but its package is not there
-            raise MissingPart(f"reading {self.url} needs another package ({_one_line(error)})") from None
+            raise MissingPart(f"reading {self.url} needs another package ({one_line(error, 200)})") from None
         except Exception as error:  # every store has its own tree of errors
             raise self._plain(error, name) from error
 
@@ -109,13 +109,9 @@ class Remote:
         cause = error.__cause__ or error
         if isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) == 404:
             return _missing(self.address(name))
-        why = f"{type(cause).__name__}: {_one_line(cause)}"
+        why = f"{type(cause).__name__}: {one_line(cause, 200)}"
         return ArmillaryError(f"cannot read {self.address(name)} ({why}); check the address and access")
 
 
 def _missing(address: str) -> BadData:
     return BadData(f"{address} is missing; check the address, or upload it again")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from armillary.errors import BadData
 from armillary.training.data.corpus import Corpus
-from armillary.training.data.document import Document, Skipped
+from armillary.training.data.readers import Document, Skipped
 
 Progress = Callable[[int, int, str], None]
 """called with (done, total, what): bytes of text, and the stage in a few words"""
@@ -20,29 +20,20 @@ _TOP = 2**64
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What one pass over a corpus found."""
+    """What one pass over a corpus gave: texts that are not blank, their size in UTF-8, documents that came as token
+    ids, files left out, and a sample of the documents with the largest hashes (those held out come last). A document is
+    held out when its hash with the `seed` is below `held_out_below`."""
 
     num_documents: int
-    """texts that are not blank"""
     text_bytes: int
-    """their size in UTF-8"""
     num_tokenised: int
-    """documents that came as token ids"""
     skipped: tuple[Skipped, ...]
-    """files left out"""
     sample: tuple[str, ...]
-    """documents with the largest hashes, up to a number of bytes: those held out come last"""
     held_out_below: int
-    """a document is held out when its hash is below this"""
     seed: int
-    """of the hash"""
 
     def is_held_out(self, document: Document) -> bool:
         return content_hash(document.content, self.seed) < self.held_out_below
-
-
-def text_hash(text: str, seed: int) -> int:
-    return content_hash(text.encode(), seed)
 
 
 def content_hash(content: bytes, seed: int) -> int:
@@ -101,8 +92,7 @@ class Sample:
     """The documents with the smallest hashes that fit into `limit` bytes: random, yet independent of their order."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._size = 0
+        self._limit, self._size = limit, 0
         self._heap: list[tuple[int, int, str]] = []
 
     def add(self, number: int, text: str, length: int) -> None:

@@ -1,19 +1,41 @@
-"""A case of the parity matrix: a tiny model on a layout for some steps, what came of it, and how far two are apart.
+"""A few training steps of a tiny model on any layout, to compare layouts with one process.
 
-Every layout reads the same rows of the same batches, which are a function of the step.
+`steps(case)` runs on every rank, or alone where the layout is of one device; what comes back is the losses, gradient
+norms and full weights. Every layout reads the same rows of the same batches, which are a function of the step.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from armillary.kernels.core.dtype import DTYPES
+from armillary.model.layers.attention_forms import packed, plain
+from armillary.model.moe.experts import Router
+from armillary.model.transformer import Transformer, build
+from armillary.parallel.apply import Sharded, apply
+from armillary.parallel.mesh import Mesh, make_mesh
+from armillary.parallel.pipeline.pipeline import Rows, StageFns
+from armillary.parallel.pipeline.stage import make_stage_model
+from armillary.parallel.shard_weights import fill_random, materialise
+from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
+from armillary.spec.layout_rules.placement import axis_sizes
 from armillary.spec.model import LayerKind, ModelConfig, MoE
+from armillary.spec.tables.train import TrainJob
+from armillary.training.setup.kernel_selection import use_kernels
+from armillary.training.step.lora import add_lora
+from armillary.training.step.loss import loss_sum
+from armillary.training.step.offload import optimizer_of
+from armillary.training.step.router_balance import Routers
 
 ROWS, SEQUENCE = 16, 16
 
@@ -95,3 +117,135 @@ def _relative(found: Tensor | float, wanted: Tensor | float) -> float:
     assert a.shape == b.shape
     value = float((a - b).norm() / b.norm().clamp_min(1e-30))
     return value if math.isfinite(value) else math.inf
+
+
+def steps(case: Case) -> Outcome:
+    """On this rank; every rank gets the same outcome."""
+    if case.layout.num_devices == 1:
+        return run(case, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
+    with join_world("cpu") as world:
+        return run(case, world)
+
+
+def many(cases: list[Case]) -> list[Outcome]:
+    """Several cases in one call of the pool; only the main rank's outcomes are worth sending."""
+    outcomes = [steps(case) for case in cases]
+    return outcomes if not dist.is_initialized() or dist.get_rank() == 0 else []
+
+
+def run(case: Case, world: World) -> Outcome:
+    job = TrainJob(
+        weight_decay=0.1,
+        lora_rank=case.lora,
+        lora_on=case.lora_on,
+        seed=1,
+        sequence=SEQUENCE,
+        batch_tokens=ROWS * SEQUENCE,
+        balance_loss=0.05,
+        router_z_loss=1e-3,
+        expert_capacity=case.capacity,
+    )
+    sharded = shard_model(case, job, world)
+    routers = Routers(sharded, job)
+    optimizer = optimizer_of(sharded, job, folder=Path(tempfile.gettempdir()))
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-3  # at 1e-2 one process with four micro-batches differs from itself by 8e-6
+    losses, norms, gauges = [], [], []
+    for step in range(case.steps):
+        routers.start()
+        loss, norm = train_step(sharded, case, step)
+        gauges.append({name: float(value) for name, value in routers.finish().items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        norms.append(float(norm))
+    return Outcome(losses, norms, {name: sharded.full_tensor(name).clone() for name in names(sharded)}, gauges)
+
+
+def names(sharded: Sharded) -> list[str]:
+    """Of the full model's parameters."""
+    if sharded.pipeline is None:
+        return [name for name, _ in sharded.model.named_parameters()]
+    with torch.device("meta"):
+        return [name for name, _ in Transformer(sharded.model.config).named_parameters()]
+
+
+def shard_model(case: Case, job: TrainJob, world: World) -> Sharded:
+    """The model with its initial weights, sharded before or after they are drawn."""
+    # alone even among ranks, where make_mesh would communicate
+    mesh = make_mesh(case.layout, world) if world.size > 1 else Mesh(axis_sizes(case.layout), world)
+    later = case.meta or case.layout.pp > 1
+    if case.layout.pp > 1:
+        with torch.device("meta"):
+            model: Transformer = make_stage_model(case.config, case.layout, mesh.rank("pp"), sequence=SEQUENCE)
+    elif case.meta:
+        with torch.device("meta"):
+            model = Transformer(case.config)
+    else:
+        model = build(case.config, dtype=DTYPES[case.dtype], device="cpu", seed=1)
+    add_lora(model, job)
+    use_kernels(model, job=job, layout=case.layout, device=torch.device("cpu"))
+    sharded = apply(model.to(DTYPES[case.dtype]), case.layout, mesh, loss=loss_sum, compile=case.compile)
+    if sharded.activations is not None:
+        sharded.activations.least_bytes = 1  # all of a model this small would stay
+    if later:
+        materialise(sharded.model, "cpu")
+        fill_random(sharded.model, seed=1)
+    decide(sharded.model)
+    return sharded
+
+
+@torch.no_grad()
+def decide(model: Transformer) -> None:
+    """Routers with an opinion: a fresh one's scores are so alike in a model this small that rounding would decide."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module._parameters["weight"].mul_(20.0)  # type: ignore[union-attr]
+
+
+def train_step(sharded: Sharded, case: Case, step: int) -> tuple[Tensor, Tensor]:
+    tokens, targets, documents = batch(case, step)
+    count = int((targets != -100).sum())
+    mesh = sharded.mesh
+    rows = slice(*(ROWS // mesh.dp_size * n for n in (mesh.dp_rank, mesh.dp_rank + 1)))
+    if sharded.pipeline is not None:
+        return pipelined(sharded, case, tokens[rows], targets[rows], documents[rows], count)
+    micro = list(zip(*(x[rows].chunk(case.accumulate) for x in (tokens, targets, documents)), strict=True))
+    total = torch.zeros((), dtype=DTYPES[case.dtype])
+    for number, (tokens_bT, targets_bT, documents_bT) in enumerate(micro):
+        attend = packed(documents_bT) if case.documents else plain
+        positions_bT = torch.arange(SEQUENCE).expand_as(tokens_bT)
+        if sharded.context is not None:
+            attend = sharded.context.attend(documents_bT if case.documents else None)
+            tokens_bT, targets_bT, positions_bT = map(sharded.context.shard, (tokens_bT, targets_bT, positions_bT))
+        with sharded.accumulate(last=number + 1 == len(micro)):
+            hidden = sharded.model(tokens_bT, positions_bT, attend)
+            loss = sharded.loss_sum(hidden, targets_bT, chunk=case.chunk) / count
+            loss.backward()
+        total += loss.detach()
+    return sharded.total(total), sharded.clip(case.clip)
+
+
+def pipelined(
+    sharded: Sharded, case: Case, tokens: Tensor, targets: Tensor, documents: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The same step through the stages."""
+    assert sharded.pipeline is not None
+    cut = sharded.context.shard if sharded.context is not None else lambda x: x
+    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    rows = Rows(
+        tokens_BT=cut(tokens),
+        targets_BT=cut(targets),
+        positions_BT=cut(positions),
+        documents_BT=documents if case.documents else None,
+    )
+    attends = sharded.context.attend if sharded.context is not None else lambda x: plain if x is None else packed(x)
+    stage_fns = StageFns(
+        attends=attends,
+        autocast=nullcontext,
+        scale=lambda loss: loss,
+        loss=lambda model, hidden, y: sharded.loss_sum(hidden, y, chunk=case.chunk, model=model) / count,
+    )
+    total = sharded.pipeline.step(rows, stage_fns, num_micro_batches=case.accumulate)
+    sharded.finish_gradients()
+    return sharded.total(total), sharded.clip(case.clip)

@@ -1,7 +1,8 @@
-"""Steps whose loss or gradients are not finite: the device has skipped the update (optimizer.update).
+"""Steps whose loss or gradients are not finite, and the fp16 loss scale that keeps small gradients from vanishing.
 
-`train.on_nonfinite` says what follows: the run stops, with the weights it had before that step, or continues with the
-next batch. fp16 always continues, with a smaller loss scale.
+The device has skipped the update of such a step (optimizer.update). `train.on_nonfinite` says what follows: the run
+stops, with the weights it had before that step, or continues with the next batch. fp16 always continues, with a
+smaller loss scale (Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2).
 """
 
 import math
@@ -9,16 +10,56 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from armillary.errors import ArmillaryError
 from armillary.kernels.optimizer.adamw import AdamW
 from armillary.parallel.consensus import Consensus, attempt
+from armillary.parallel.ddp import local_of
 from armillary.spec.tables.train import TrainJob
-from armillary.training.step.loss_scaler import refuse_tiny_scale
 
 MOST_IN_A_ROW = 10
 """steps skipped one after the other, beyond which no batch is to blame"""
+SMALLEST_SCALE = 2.0**-14
+"""a scale below this cannot be the remedy: the loss itself is no number"""
+
+
+class LossScaler(torch.amp.GradScaler):
+    """`scale(loss).backward()`, `unscale_`, clip, `step`, `update`; disabled for every precision but fp16. torch's
+    GradScaler for gradients that are sharded over ranks: each checks its own part, and all skip together."""
+
+    def __init__(self, device: torch.device, *, enabled: bool, many: bool = False) -> None:
+        """`many` where other ranks hold other gradients."""
+        super().__init__(device.type, enabled=enabled)
+        self._many = many
+        if enabled:
+            self._lazy_init_scale_growth_tracker(device)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Of the local part of each gradient; whether any rank found an overflow is the maximum over all."""
+        for grads in _local_gradients(optimizer).values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        if self._many:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The scale, without waiting for the device; None where nothing is scaled."""
+        return self._scale if self.is_enabled() else None
+
+
+def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                local = local_of(parameter.grad)
+                by_dtype.setdefault(local.dtype, []).append(local)
+    return by_dtype
 
 
 class Nonfinite:
@@ -42,7 +83,11 @@ class Nonfinite:
             return
         if "loss_scale" in values:
             self.skipped += 1
-            refuse_tiny_scale(values["loss_scale"], step)
+            if values["loss_scale"] < SMALLEST_SCALE:
+                raise ArmillaryError(
+                    f"fp16 overflows at step {step} whatever the loss scale (now {values['loss_scale']:g}); "
+                    "try --set layout.precision=fp32, or bf16 where the device has units for it"
+                )
             return
         if isinstance(self._optimizer, AdamW):
             self._optimizer.uncount()

@@ -15,7 +15,7 @@ from armillary.kernels.optimizer import adamw
 from armillary.parallel.apply import Sharded
 from armillary.spec.tables.train import TrainJob
 from armillary.training.step.host_adamw import HostAdamW
-from armillary.training.step.loss_scaler import LossScaler
+from armillary.training.step.nonfinite import LossScaler
 
 
 def make_optimizer(

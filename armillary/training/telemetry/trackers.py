@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from armillary.errors import missing
+from armillary.errors import missing, one_line
 from armillary.store.runs import Run
 
 Say = Callable[[str], None]
@@ -71,8 +71,8 @@ class Trackers:
             return call()
         except Exception as error:
             self._open.pop(name, None)
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self._say(f"{_TITLES[name]} gave up ({reason[:200]}); training goes on, gauges.jsonl has everything")
+            reason = one_line(error, 200) or type(error).__name__
+            self._say(f"{_TITLES[name]} gave up ({reason}); training goes on, gauges.jsonl has everything")
             return None
 
 

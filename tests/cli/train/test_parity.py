@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from armillary.cli.train import parity
-from armillary.training.parity.matrix import Row
-from armillary.training.parity.parity_page import rows_of
+from armillary.training.parity.matrix import Row, rows_of
 from tests.conftest import Ran
 
 Cli = Callable[..., Ran]

@@ -19,8 +19,7 @@ from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import axis_sizes
 from armillary.spec.model import LayerKind, Rope
-from armillary.training.parity.case import Case, tiny
-from armillary.training.parity.steps import many
+from armillary.training.parity.case import Case, many, tiny
 from tests.kernels.interpreter import needs_interpreter
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks

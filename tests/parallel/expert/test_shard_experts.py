@@ -15,9 +15,8 @@ from armillary.parallel.expert import all_to_all as dispatch
 from armillary.parallel.expert.all_to_all import AllToAllPlan
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
-from armillary.training.parity.case import Case, Outcome, tiny
+from armillary.training.parity.case import Case, Outcome, many, tiny
 from armillary.training.parity.matrix import alone
-from armillary.training.parity.steps import many
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks
 

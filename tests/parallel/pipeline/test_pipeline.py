@@ -20,8 +20,7 @@ from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.rules import check_layout
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.training.parity.case import Case, tiny
-from armillary.training.parity.steps import many
+from armillary.training.parity.case import Case, many, tiny
 from armillary.training.step.loss import loss_sum
 from tests.parallel.pipeline.idle_stages import Work, idle_share, measured_idle, replayed_idle, sleeping_pipeline
 from tests.parallel.test_strategies import check

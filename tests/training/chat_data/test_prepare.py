@@ -31,7 +31,7 @@ def record(i: int) -> dict[str, Any]:
 
 def make(source: Path, folder: Path, *, given: Tokenizer | None = None, template: str = "", **settings: Any) -> Index:
     folder.mkdir()
-    return make_chat(find_corpus(source), folder, given, 300, template, SETTINGS | settings, quiet)
+    return make_chat(find_corpus(source), folder, given, 300, SETTINGS | settings, quiet, template=template)
 
 
 def said(folder: Path, split: str) -> list[tuple[str, str]]:

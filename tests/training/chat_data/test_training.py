@@ -15,7 +15,7 @@ from armillary.store.home import Home
 from armillary.training.data.batch import IGNORED
 from armillary.training.loop import train
 from armillary.training.open_data import open_data
-from armillary.training.prepare_run import start, starting_point, train_recipe
+from armillary.training.prepare_run import model_source, resolve_run, train_recipe
 from tests.ranks import Ranks
 from tests.training.test_many_ranks import begin, losses, on_ranks
 
@@ -33,7 +33,7 @@ def test_batches_hold_whole_conversations_and_ask_for_answers_only(
     tmp_path: Path, home: Home, recipe: Callable[..., Recipe]
 ) -> None:
     wanted = recipe(f"data.source={talks(tmp_path)}", "data.format=chat", "train.sequence=96", "train.batch_tokens=384")
-    begun = start(wanted, home, starting_point(wanted, home))
+    begun = resolve_run(wanted, home, model_source(wanted, home))
     begun.prepare()
     assert begun.plan.data is not None and begun.plan.train is not None
     opened = open_data(begun.plan.data, begun.plan.train)
@@ -66,7 +66,7 @@ def test_cut_conversations_are_said(tmp_path: Path, home: Home, recipe: Callable
         "train.steps=1",
         "train.profile_every=0",
     )
-    begun = start(wanted, home, starting_point(wanted, home))
+    begun = resolve_run(wanted, home, model_source(wanted, home))
     begun.prepare()
     said: list[str] = []
     train(begun.plan, begun.create_run(), device="cpu", say=said.append)

@@ -29,7 +29,7 @@ from armillary.store.manifest import size_faults
 from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint.checkpoint import newest, save, saved_steps
 from armillary.training.loop import train
-from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.prepare_run import ResolvedRun, model_source, resolve_run
 from armillary.training.run_lifecycle import RunLifecycle
 from armillary.training.step.numerics import seed
 from armillary.training.telemetry.step_telemetry import StepReport
@@ -44,8 +44,8 @@ class Cut(Exception):
     """What ends a run without warning."""
 
 
-def begin(recipe: Recipe, home: Home) -> Start:
-    begun = start(recipe, home, starting_point(recipe, home))
+def begin(recipe: Recipe, home: Home) -> ResolvedRun:
+    begun = resolve_run(recipe, home, model_source(recipe, home))
     begun.prepare()
     return begun
 
@@ -55,7 +55,7 @@ def losses(run: Run) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_gauges(run.gauges)}
 
 
-def cut_off(begun: Start, after: int) -> Run:
+def cut_off(begun: ResolvedRun, after: int) -> Run:
     """A run that dies once step `after` is written down."""
     run = begun.create_run()
 

@@ -16,7 +16,7 @@ from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint.checkpoint import prune, saved_steps
 from armillary.training.checkpoint.interval import APART, EVERY_S, SaveClock, interval_steps
 from armillary.training.loop import train
-from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.prepare_run import ResolvedRun, model_source, resolve_run
 from armillary.training.telemetry.step_telemetry import StepReport
 from tests.ranks import Ranks
 from tests.training.test_many_ranks import on_ranks
@@ -103,9 +103,9 @@ def test_the_only_good_one_never_goes(tmp_path: Path) -> None:
 # --- whole runs
 
 
-def begin(recipe: Recipe, home: Home, step_s: float) -> Start:
+def begin(recipe: Recipe, home: Home, step_s: float) -> ResolvedRun:
     """A run that is planned to take so long a step."""
-    begun = start(recipe, home, starting_point(recipe, home), room=4)
+    begun = resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=4)
     begun.prepare()
     return replace(begun, plan=replace(begun.plan, predicted={"step_s": step_s}))
 

@@ -13,7 +13,7 @@ from armillary.store.home import Home
 from armillary.store.lease import Lease, write_lease
 from armillary.store.runs import Run, list_runs
 from armillary.training.checkpoint.resume import Choice, changes_since, unfinished_run
-from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.prepare_run import ResolvedRun, model_source, resolve_run
 
 Make = Callable[..., Recipe]
 FREE = [
@@ -29,11 +29,11 @@ NOTED = ["train.lr=0.1", "train.steps=13", "layout.precision=bf16", "layout.dp=2
 DEFINING = ["data.seed=2", "model.ffn=96", "train.seed=4", "train.batch_tokens=512", "train.sequence=64"]
 
 
-def begin(recipe: Recipe, home: Home) -> Start:
-    return start(recipe, home, starting_point(recipe, home), room=4)
+def begin(recipe: Recipe, home: Home) -> ResolvedRun:
+    return resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=4)
 
 
-def interrupted(begun: Start, **options: str) -> Run:
+def interrupted(begun: ResolvedRun, **options: str) -> Run:
     run = begun.create_run(**options)
     run.update(state="interrupted", step=5)
     return run

@@ -8,22 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.training.data.batch import LAYOUT, Batch
-from armillary.training.data.batches import Batches
-from armillary.training.data.blend import Blend, Turns, turns
+from armillary.training.data.batches import Batches, Blend, SourceOrder, source_table
 
 shares = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple)
 
 
 def test_the_table_spreads_sources_evenly() -> None:
-    assert turns([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
-    assert turns([1, 1, 1]).tolist() == [0, 1, 2]
-    assert turns([2]).tolist() == [0, 0]
+    assert source_table([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
+    assert source_table([1, 1, 1]).tolist() == [0, 1, 2]
+    assert source_table([2]).tolist() == [0, 0]
 
 
 @settings(deadline=None, max_examples=60)
 @given(counts=shares)
 def test_proportions_are_exact_to_one_row_after_any_number_of_rows(counts: tuple[int, ...]) -> None:
-    table = turns(counts)
+    table = source_table(counts)
     assert np.bincount(table, minlength=len(counts)).tolist() == list(counts)
     rows = np.arange(1, len(table) + 1)
     for source, count in enumerate(counts):
@@ -36,7 +35,7 @@ def test_proportions_are_exact_to_one_row_after_any_number_of_rows(counts: tuple
 def test_a_source_gives_its_rows_one_after_another(counts: tuple[int, ...], start: int) -> None:
     """Also far into a run: the position is computed, never counted."""
     positions = np.arange(start, start + 3 * sum(counts))
-    sources, numbers = Turns(counts=counts).at(positions)
+    sources, numbers = SourceOrder(counts=counts).at(positions)
     for source, count in enumerate(counts):
         own = numbers[sources == source]
         assert len(own) == 3 * count
@@ -51,7 +50,7 @@ def blend(make_shards) -> Blend:
     for number, rows in enumerate([40, 7, 23]):
         shards = make_shards([[1000 * (number + 1) + i for i in range(5 * rows + 1)]])
         parts.append(Batches(shards=shards, sequence=5, batch=16, seed=number))
-    return Blend(parts=tuple(parts), turns=Turns(counts=(5, 2, 3)), batch=16)
+    return Blend(parts=tuple(parts), order=SourceOrder(counts=(5, 2, 3)), batch=16)
 
 
 def arrays(batch: Batch) -> list[np.ndarray]:
@@ -85,6 +84,6 @@ def test_an_epoch_ends_with_the_slowest_source(blend: Blend) -> None:
 def test_a_blend_of_one_source_is_that_source(blend: Blend) -> None:
     only = blend.parts[0]
     assert isinstance(only, Batches)
-    alone = Blend(parts=(only,), turns=Turns(counts=(1,)), batch=16)
+    alone = Blend(parts=(only,), order=SourceOrder(counts=(1,)), batch=16)
     np.testing.assert_array_equal(alone.at(9).tokens_BT, only.at(9).tokens_BT)
     assert alone.steps_per_epoch == only.steps_per_epoch

@@ -6,7 +6,7 @@ import pytest
 
 from armillary.errors import BadData, NotFound
 from armillary.training.data.corpus import Corpus, find_corpus
-from armillary.training.data.document import Document, Skipped
+from armillary.training.data.readers import Document, Skipped
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_copies_arrive_before_they_are_used_and_are_never_overwritten(batches: B
 
 
 def test_workers_need_no_torch() -> None:
-    code = "import sys, armillary.training.data.workers, armillary.training.data.blend; print('torch' in sys.modules)"
+    code = "import sys, armillary.training.data.workers, armillary.training.data.batches; print('torch' in sys.modules)"
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stdout=-1, check=True)
     assert ran.stdout.strip() == b"False"

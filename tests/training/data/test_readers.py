@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadData, MissingPart
 from armillary.training.data import readers
-from armillary.training.data.document import Document, Skipped
-from armillary.training.data.readers import read_jsonl, read_parquet, read_text, reader_of
+from armillary.training.data.readers import Document, Skipped, read_jsonl, read_parquet, read_text, reader_of
 
 
 def texts(path: Path, key: str = "text") -> list[str]:

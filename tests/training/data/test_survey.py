@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadData
 from armillary.training.data.corpus import find_corpus
-from armillary.training.data.document import Document
-from armillary.training.data.survey import Sample, Survey, survey, text_hash
+from armillary.training.data.readers import Document
+from armillary.training.data.survey import Sample, Survey, content_hash, survey
 
 
 def look(folder: Path, *, held_out: float = 0.1, seed: int = 0, sample_bytes: int = 10_000) -> Survey:
@@ -70,7 +70,7 @@ def test_the_sample_is_a_prefix_of_the_order_by_hash(texts: list[str], limit: in
     def sampled(order: list[str], limit: int) -> tuple[str, ...]:
         sample = Sample(limit)
         for text in order:
-            sample.add(text_hash(text, 0), text, len(text))
+            sample.add(content_hash(text.encode(), 0), text, len(text))
         return sample.texts()
 
     shuffled = random.sample(texts, len(texts))
@@ -93,4 +93,4 @@ def test_the_tokenizer_does_not_see_held_out_text_while_there_is_other(tmp_path:
     for i in range(200):
         (tmp_path / f"{i}.txt").write_text(f"document number {i} " * 5)
     found = survey(find_corpus(tmp_path), held_out=0.2, seed=0, sample_bytes=4_000, progress=lambda *_: None)
-    assert found.sample and not any(text_hash(text, 0) < found.held_out_below for text in found.sample)
+    assert found.sample and not any(content_hash(text.encode(), 0) < found.held_out_below for text in found.sample)

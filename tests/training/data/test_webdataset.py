@@ -11,7 +11,7 @@ import pytest
 from armillary.errors import BadData, BadInput, NotFound
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.data.corpus import find_corpus, numbered
-from armillary.training.data.document import Document, Skipped
+from armillary.training.data.readers import Document, Skipped
 from armillary.training.data.shards import TokenShards
 from armillary.training.prepare_data import prepare
 

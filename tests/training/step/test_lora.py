@@ -27,7 +27,7 @@ from armillary.spec.recipe import Recipe
 from armillary.spec.tables.model import model_table
 from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
-from armillary.training.prepare_run import start, starting_point, train_recipe
+from armillary.training.prepare_run import model_source, resolve_run, train_recipe
 from armillary.training.step.lora import add_lora, base_dtype, is_adapter, merged, peft_tensors, save_adapter
 from armillary.training.step.optimizer import make_optimizer
 from armillary.training.telemetry.step_telemetry import StepReport
@@ -296,5 +296,5 @@ def test_experts_that_stay_frozen_are_noted(home: Home, recipe: Callable[..., Re
         "model.moe.ffn=32",
     ]
     wanted = recipe(*experts, "train.lora_rank=2")
-    notes = start(wanted, home, starting_point(wanted, home)).plan.notes
+    notes = resolve_run(wanted, home, model_source(wanted, home)).plan.notes
     assert any("the experts of 2 layers carry no adapters" in note for note in notes), notes

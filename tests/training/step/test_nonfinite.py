@@ -22,7 +22,7 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
 from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
-from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.prepare_run import ResolvedRun, model_source, resolve_run
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.nonfinite import MOST_IN_A_ROW
 from armillary.training.step.optimizer import (
@@ -40,8 +40,8 @@ Make = Callable[..., Recipe]
 STOPS = r"(loss|grad_norm) is nan at step 1.*; the step was not taken and the weights are as before it: try --set train"
 
 
-def begin(recipe: Recipe, home: Home) -> Start:
-    begun = start(recipe, home, starting_point(recipe, home), room=4)
+def begin(recipe: Recipe, home: Home) -> ResolvedRun:
+    begun = resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=4)
     begun.prepare()
     return begun
 

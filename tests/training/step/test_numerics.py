@@ -11,7 +11,7 @@ import torch
 from armillary.errors import ArmillaryError
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
-from armillary.training.step.loss_scaler import LossScaler
+from armillary.training.step.nonfinite import LossScaler
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks

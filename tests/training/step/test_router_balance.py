@@ -18,10 +18,9 @@ from armillary.spec.model import LayerKind
 from armillary.spec.recipe import ModelTable, Recipe
 from armillary.store.home import Home
 from armillary.training.loop import train
-from armillary.training.parity.case import Case
+from armillary.training.parity.case import Case, many
 from armillary.training.parity.case import mixture as tiny_mixture
-from armillary.training.parity.steps import many
-from armillary.training.prepare_run import start, starting_point
+from armillary.training.prepare_run import model_source, resolve_run
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 from tests.training.test_loop import alone
@@ -42,7 +41,7 @@ GLM = (
 
 
 def trainer(recipe: Recipe, home: Home) -> Trainer:
-    begun = start(recipe, home, starting_point(recipe, home))
+    begun = resolve_run(recipe, home, model_source(recipe, home))
     begun.prepare()
     return Trainer(begun.plan, alone())
 

@@ -13,7 +13,7 @@ from armillary.parallel.world import join_world
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.training import trainer as trainer_module
-from armillary.training.prepare_run import start, starting_point
+from armillary.training.prepare_run import model_source, resolve_run
 from armillary.training.telemetry.async_readback import AsyncReadback
 from armillary.training.trainer import Trainer
 
@@ -71,7 +71,7 @@ def test_a_step_reads_its_numbers_before_it_steps_and_asks_for_nothing_else(
     recipe: Make, home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = recipe()
-    begun, order = start(ready, home, starting_point(ready, home)), []
+    begun, order = resolve_run(ready, home, model_source(ready, home)), []
     begun.prepare()
     with join_world("cpu") as world, Trainer(begun.plan, world) as trainer:
         trainer.step(0)

@@ -18,8 +18,7 @@ from armillary.spec.gauges import budget_gauge
 from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import tiny
 from armillary.training.stopping import Until
-from armillary.training.telemetry.memory_gauges import CpuMeter, bytes_of
-from armillary.training.telemetry.memory_tracker import MemoryWatch
+from armillary.training.telemetry.memory_gauges import CpuMeter, MemoryWatch, bytes_of
 from armillary.training.telemetry.profiled_step import (
     FIRST,
     ProfileSchedule,

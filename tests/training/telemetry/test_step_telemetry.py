@@ -12,7 +12,7 @@ from armillary.parallel.world import join_world
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
-from armillary.training.prepare_run import start, starting_point
+from armillary.training.prepare_run import model_source, resolve_run
 from armillary.training.telemetry.profiled_step import FIRST
 from armillary.training.telemetry.step_telemetry import NullTelemetry, StepReport, StepTelemetry
 from armillary.training.trainer import Trainer
@@ -40,7 +40,7 @@ def both(plan: str) -> tuple[bool, list[StepReport], list[StepReport]]:
 
 
 def plan_of(recipe: Recipe, home: Home) -> str:
-    begun = start(recipe, home, starting_point(recipe, home), room=4)
+    begun = resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=4)
     begun.prepare()
     return begun.plan.to_json()
 
