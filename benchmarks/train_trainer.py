@@ -19,7 +19,7 @@ from armillary.spec.tables.model import ModelTable
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.store.home import Home
 from armillary.training.gauge_log import Recorder
-from armillary.training.prepare_run import resolve_run, model_source
+from armillary.training.prepare_run import model_source, resolve_run
 from armillary.training.trainer import Trainer
 
 TEXT_BYTES = 8_000_000

@@ -77,8 +77,8 @@ class Batches:
         tokens = self.shards.num_tokens
         if self.num_samples < 1:
             raise BadData(
-                f"{self.shards.folder} has {tokens} training tokens, fewer than one sequence of {self.sequence} and the "
-                f"token after it; use more text or --set train.sequence={max(1, tokens - 1)}"
+                f"{self.shards.folder} has {tokens} training tokens, fewer than one sequence of {self.sequence} and "
+                f"the token after it; use more text or --set train.sequence={max(1, tokens - 1)}"
             )
 
     @cached_property
