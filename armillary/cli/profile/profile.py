@@ -183,15 +183,9 @@ def is_readable(name: str) -> bool:
 
 def read_file(path: Path, home: Home) -> Profile:
     """A profile; of a trace, compared with the roofline of the device it names."""
-    from armillary.profiling.analysis.analyse import analyse, device_name
-    from armillary.profiling.analysis.roofline import roofline_for
-    from armillary.profiling.trace.read_trace import read_trace
+    from armillary.profiling.analysis.analyse import analyse_file
 
-    if _holds_profile(path):
-        return _read_profile(path)
-    trace = read_trace(path)
-    memory = trace.device_bytes[0] if trace.device_bytes else None
-    return analyse(trace, roofline=roofline_for(device_name(trace), home, memory), source=str(path))
+    return _read_profile(path) if _holds_profile(path) else analyse_file(path, home, source=str(path))
 
 
 def check_folder(option: str, path: Path) -> None:

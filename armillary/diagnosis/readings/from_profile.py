@@ -18,16 +18,9 @@ _HEAD = 4096
 
 def read_profiled(path: Path, home: Home) -> Reading:
     """A trace of torch.profiler or Nsight Systems, or what `armillary profile --json` printed."""
-    from armillary.profiling.analysis.analyse import analyse, device_name
-    from armillary.profiling.analysis.roofline import roofline_for
-    from armillary.profiling.trace.read_trace import read_trace
+    from armillary.profiling.analysis.analyse import analyse_file
 
-    if (profile := _written(path)) is not None:
-        return reading_of(profile, str(path))
-    trace = read_trace(path)
-    memory = trace.device_bytes[0] if trace.device_bytes else None
-    roofline = roofline_for(device_name(trace), home, memory)
-    return reading_of(analyse(trace, roofline=roofline, source=str(path)), str(path))
+    return reading_of(_written(path) or analyse_file(path, home, source=str(path)), str(path))
 
 
 def reading_of(profile: Profile, source: str) -> Reading:

@@ -10,12 +10,14 @@ from armillary.profiling.analysis.idle_gaps import as_gaps
 from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
 from armillary.profiling.analysis.memory_timeline import memory_timeline
 from armillary.profiling.analysis.op_table import rows
+from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.analysis.roofline_attribution import Judged, judge
 from armillary.profiling.analysis.step_budget import Budget, budget, busiest_device, overhead_note, without_recording
 from armillary.profiling.profile import Profile, Roofline
 from armillary.profiling.trace.event_classes import is_host_copy, is_launch
 from armillary.profiling.trace.read_trace import read_trace
 from armillary.profiling.trace.trace import OP, RUNTIME, Trace
+from armillary.store.home import Home
 
 
 def analyse(
@@ -42,6 +44,14 @@ def analyse(
     return findings(profile, judged, spent)
 
 
+def analyse_file(path: Path, home: Home | None, *, source: str, cpu: str = "", plain_s: float | None = None) -> Profile:
+    """A trace file, compared with the roofline of the device that it names, else with that of the CPU `cpu`."""
+    trace = read_trace(path)
+    memory_bytes = trace.device_bytes[0] if trace.device_bytes else None
+    roofline = roofline_for(traced_device(trace) or cpu, home, memory_bytes)
+    return analyse(trace, roofline=roofline, source=source, plain_s=plain_s)
+
+
 def device_of(trace: Trace, spent: Budget) -> str:
     if spent.device < 0:
         return "cpu"
@@ -49,7 +59,7 @@ def device_of(trace: Trace, spent: Budget) -> str:
     return f"cuda {known}" if known else f"cuda:{spent.device}"
 
 
-def device_name(trace: Trace) -> str:
+def traced_device(trace: Trace) -> str:
     """What the driver calls the device a trace was recorded on, or '' where the trace does not say."""
     number = busiest_device(trace)
     return trace.devices[number] if 0 <= number < len(trace.devices) else ""

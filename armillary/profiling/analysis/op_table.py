@@ -10,7 +10,7 @@ from armillary.profiling.analysis.roofline import LAUNCH_S, bound
 from armillary.profiling.analysis.roofline_attribution import Judged
 from armillary.profiling.analysis.step_budget import Budget
 from armillary.profiling.profile import Row
-from armillary.profiling.trace.host_calls import MODULE
+from armillary.profiling.trace.event_classes import MODULE
 from armillary.profiling.trace.intervals import clip
 from armillary.profiling.trace.trace import OP, Array
 

@@ -15,13 +15,11 @@ from armillary.profiling.analysis.idle_gaps import Stretch, exposed, idle_stretc
 from armillary.profiling.analysis.kernel_time import KernelTime, split_kernel_time
 from armillary.profiling.analysis.roofline_attribution import Judged
 from armillary.profiling.profile import BUDGET
-from armillary.profiling.trace.event_classes import is_host_copy
+from armillary.profiling.trace.event_classes import STEP, is_host_copy
 from armillary.profiling.trace.intervals import clip, length
 from armillary.profiling.trace.launch_correlation import Links
 from armillary.profiling.trace.trace import ANNOTATION, MEMCPY, Array, Trace
 from armillary.units import seconds_text
-
-STEP = "ProfilerStep#"
 
 
 @dataclass(frozen=True, kw_only=True)

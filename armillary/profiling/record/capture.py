@@ -7,7 +7,6 @@ What is profiled is handed in as a callable: training, serving and anybody's cod
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -15,12 +14,9 @@ import torch
 
 from armillary.errors import BadInput
 from armillary.machine.device_name import device_name
-from armillary.profiling.analysis.analyse import analyse
-from armillary.profiling.analysis.analyse import device_name as traced_device
-from armillary.profiling.analysis.roofline import roofline_for
+from armillary.profiling.analysis.analyse import analyse_file
 from armillary.profiling.profile import Profile
 from armillary.profiling.record.recorder import TraceRecorder, finish
-from armillary.profiling.trace.read_trace import read_trace
 from armillary.store.home import Home
 
 
@@ -50,11 +46,11 @@ def profile(
     plain_s = _timed(step, steps)
     recorder = TraceRecorder(memory=memory, stacks=stacks)
     record(recorder, step, steps, twin)
-    with ExitStack() as stack:
-        folder = Path(trace_path).parent if trace_path else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        path = recorder.save(folder / (Path(trace_path).name if trace_path else "trace.json"))
-        result = read(path, home=home, source=source or getattr(step, "__name__", "step"), plain_s=plain_s)
-    return result
+    with tempfile.TemporaryDirectory() as folder:
+        path = recorder.save(Path(trace_path or Path(folder) / "trace.json"))
+        cpu = device_name("cpu", threads=torch.get_num_threads())
+        name = source or getattr(step, "__name__", "step")
+        return analyse_file(path, home or Home.default(), source=name, cpu=cpu, plain_s=plain_s)
 
 
 def record(
@@ -73,13 +69,6 @@ def record(
         recorder.end_step()
     finally:
         recorder.stop()
-
-
-def read(path: Path, *, home: Home | None, source: str, plain_s: float | None = None) -> Profile:
-    """Analyse a trace that was just made here, against the roofline of the device that did its work."""
-    trace = read_trace(path)
-    name = traced_device(trace) or device_name("cpu", threads=torch.get_num_threads())
-    return analyse(trace, roofline=roofline_for(name, home or Home.default()), source=source, plain_s=plain_s)
 
 
 def _timed(step: Callable[[], object], steps: int) -> float:

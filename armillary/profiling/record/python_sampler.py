@@ -1,7 +1,9 @@
-"""Sampling of Python stacks, about every millisecond, from a thread of its own.
+"""Sampling of Python stacks, about every millisecond, from a thread of its own; the samples become trace events.
 
 torch's own stacks trace every call, which makes Python-heavy steps several times slower and names only the line a
-function begins at; samples cost a few per cent and name the very line. `sample_events` turns them into trace events.
+function begins at; samples cost a few per cent and name the very line. A sample says where Python was at one moment;
+drawn as an event it must not seem to hold, or be held by, operators whose times are exact. So it is clipped to the
+interval between two exact events, and left out inside operators.
 """
 
 import faulthandler
@@ -10,8 +12,10 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 Frame = tuple[str, int, str]
 """file, line, function"""
@@ -111,3 +115,133 @@ def _stacks(dump: bytes) -> Iterator[tuple[int, tuple[Frame, ...]]]:
             int(head.group(1), 16),
             tuple((file.decode(), int(line), name.decode()) for file, line, name in reversed(frames)),
         )
+
+
+# --- trace events
+
+_WAITS = (
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "hipDeviceSynchronize",
+    "hipStreamSynchronize",
+)
+"""calls in which Python waits: their line is worth knowing"""
+_EXACT = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver", "runtime")
+
+_APART = 0.01
+"""µs between neighbours, which rounding would otherwise put inside one another"""
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""frames of the recording itself are left out"""
+
+Event = dict[str, Any]
+Stretch = tuple[float, float]
+SampledSpan = tuple[float, float, tuple[Frame, ...]]
+"""start and end in µs, and the stack"""
+
+
+def sample_events(samples: Iterable[Sample], exact: list[Event], base_ns: int, pid: int) -> list[Event]:
+    """Trace events of the samples: a stack of frames for each interval that a sample represents."""
+    threads = _by_thread(exact)
+    free = {thread: free_stretches(events) for thread, events in threads.items()}
+    events: list[Event] = []
+    by_thread: dict[int, list[Sample]] = {}
+    for sample in samples:
+        by_thread.setdefault(sample.thread, []).append(sample)
+    for thread, taken in by_thread.items():
+        for start, end, stack in merged(placed(taken, free.get(thread), base_ns)):
+            events += [_event(frame, start, end, thread, pid) for frame in stack if not frame[0].startswith(_OURS)]
+    return events
+
+
+def placed(samples: list[Sample], free: list[Stretch] | None, base_ns: int) -> Iterator[SampledSpan]:
+    """(start, end, stack) in µs; the midpoint between two samples of one interval is the border."""
+    times = [(sample.time_ns - base_ns) / 1e3 for sample in samples]
+    starts = [start for start, _ in free] if free is not None else []
+    for index, (at, sample) in enumerate(zip(times, samples, strict=True)):
+        before = (times[index - 1] + at) / 2 if index else at - 500.0
+        after = (at + times[index + 1]) / 2 if index + 1 < len(times) else at + 500.0
+        if free is not None:
+            number = bisect_right(starts, at) - 1
+            if number < 0 or free[number][1] <= at:
+                continue
+            low, high = free[number]
+            # the first and last sample of a stretch stand for all of it that lies outside the others
+            before = low if not index or times[index - 1] < low else before
+            after = high if index + 1 == len(times) or times[index + 1] >= high else after
+        if after > before:
+            yield before, after, sample.stack
+
+
+def merged(stays: Iterable[SampledSpan]) -> Iterator[SampledSpan]:
+    """Consecutive spans with the same stack, merged."""
+    last: SampledSpan | None = None
+    for stay in stays:
+        if last is not None and last[1] == stay[0] and last[2] == stay[2]:
+            last = (last[0], stay[1], stay[2])
+            continue
+        if last is not None:
+            yield last
+        last = stay
+    if last is not None:
+        yield last
+
+
+def free_stretches(events: list[Event]) -> list[Stretch]:
+    """Intervals of one thread between the borders of its events, without those inside operators."""
+    events = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+    stretches: list[Stretch] = []
+    open_: list[tuple[float, bool]] = []
+    cursor, allowed = float("-inf"), True
+
+    def advance(until: float) -> None:
+        nonlocal cursor
+        if until > cursor and allowed and cursor > float("-inf"):
+            stretches.append((cursor, until))
+        cursor = max(cursor, until)
+
+    for event in events:
+        while open_ and open_[-1][0] <= event["ts"]:
+            advance(open_[-1][0])
+            open_.pop()
+            allowed = open_[-1][1] if open_ else True
+        advance(event["ts"])
+        allowed = _python_may_stand_in(event, open_[-1][1] if open_ else True)
+        open_.append((event["ts"] + event["dur"], allowed))
+    while open_:
+        advance(open_[-1][0])
+        open_.pop()
+        allowed = open_[-1][1] if open_ else True
+    return stretches
+
+
+def _python_may_stand_in(event: Mapping[str, Any], outside: bool) -> bool:
+    if event["name"] in _WAITS:
+        return True
+    return outside and event["cat"] in ("user_annotation", "python_function")
+
+
+def _by_thread(exact: list[Event]) -> dict[int, list[Event]]:
+    threads: dict[int, list[Event]] = {}
+    for event in exact:
+        if event.get("ph") == "X" and event.get("cat") in _EXACT and isinstance(event.get("tid"), int):
+            threads.setdefault(event["tid"], []).append(event)
+    return threads
+
+
+def _event(frame: Frame, start: float, end: float, thread: int, pid: int) -> Event:
+    file, line, function = frame
+    here = os.getcwd() + os.sep  # a path as the person who ran it would type it
+    name = f"{file.removeprefix(here)}({line}): {function}"
+    return {
+        "ph": "X",
+        "cat": "python_function",
+        "name": name,
+        "pid": pid,
+        "tid": thread,
+        "ts": start + _APART,
+        "dur": max(0.0, end - start - 2 * _APART),
+        "args": {"sampled": 1},
+    }

@@ -17,29 +17,24 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from armillary.profiling.record.module_scopes import ModuleScopes
-from armillary.profiling.record.optimizer_sizes import OptimizerSizes
-from armillary.profiling.record.python_sampler import Sampler
-from armillary.profiling.record.sample_events import sample_events
-from armillary.profiling.trace.tensor_lists import KEY as OPTIMIZERS
-
-STEP = "ProfilerStep#"
-"""what the annotation of a step begins with, as torch.profiler writes it"""
+from armillary.profiling.record.hooks import ModuleScopes, OptimizerSizes
+from armillary.profiling.record.python_sampler import Sampler, sample_events
+from armillary.profiling.trace.event_classes import OPTIMIZERS, STEP
 
 
 class TraceRecorder:
     """`start()`, then `begin_step()` before each step, `stop()`, and `save(path)`; all from one thread.
 
-    Without `hooks` modules have no names, and optimisers are told of by `see`.
+    Without `hooks` modules have no names, and optimisers are told of by `optimizers.see`.
     """
 
     def __init__(self, *, memory: bool = True, stacks: bool = True, hooks: bool = True) -> None:
-        _quiet()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read at the first start: no lines of the profiler's on stderr
         self._profiler = torch.profiler.profile(activities=activities(), record_shapes=True, profile_memory=memory)
         self._sampler = Sampler() if stacks else None
         self._hooks = hooks
         self._modules = ModuleScopes()
-        self._optimizers = OptimizerSizes()
+        self.optimizers = OptimizerSizes()
         self._step: Any = None
         self.steps = 0
         self.running = False
@@ -52,22 +47,18 @@ class TraceRecorder:
             warnings.simplefilter("ignore")  # torch 2.11 warns at every start that it forgets earlier recordings
             self._profiler.start()
         if self._hooks:
-            self._modules.__enter__()
-            self._optimizers.start()
+            self._modules.start()
+            self.optimizers.start()
         with record_function("armillary: first annotation"):  # pays what the first one costs
             pass
         if self._sampler:
             self._sampler.start()
 
-    def see(self, optimizer: Any) -> None:
-        """An optimiser has taken a step."""
-        self._optimizers.see(optimizer)
-
     def drop_hooks(self) -> None:
         """Go on without them."""
         self._hooks = False
-        self._modules.__exit__(None, None, None)
-        self._optimizers.stop()
+        self._modules.stop()
+        self.optimizers.stop()
 
     def begin_step(self) -> None:
         self.end_step()
@@ -116,7 +107,7 @@ class TraceRecorder:
         if self._sampler:
             added += sample_events(self._sampler.samples(), [*added, *parsed["traceEvents"]], base_ns, pid)
         lines = "".join(json.dumps(event) + ",\n" for event in added)
-        about = f'"{OPTIMIZERS}": {json.dumps(self._optimizers.lists)},\n'
+        about = f'"{OPTIMIZERS}": {json.dumps(self.optimizers.lists)},\n'
         path.write_text(f"{text[: mark.start()]}{about}{mark.group()}\n{lines}{text[mark.end() :]}")
 
 
@@ -129,11 +120,6 @@ def finish() -> None:
     """Wait for the accelerator, so that a step holds all of its own work."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def _quiet() -> None:
-    """The profiler prints lines of its own on stderr at every start; its variable is read at the first."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 _LINE = b"Memory block of unknown size was allocated before"

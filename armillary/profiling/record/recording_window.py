@@ -92,7 +92,7 @@ class RecordingWindow:
         self._end_cold()
         if self.recorder is not None:
             if optimizer is not None:
-                self.recorder.see(optimizer)
+                self.recorder.optimizers.see(optimizer)
             self._next_recorded()
         elif self.user_profiler.running:
             self._last = 0.0

@@ -3,10 +3,12 @@
     python -c '…; main()' REQUEST SCRIPT ARGUMENTS…      or: REQUEST -m MODULE ARGUMENTS…
 
 REQUEST is a JSON file that says how many steps to record and where the trace goes; beside it a second file is left
-that says what was seen. Only torch and the standard library are used, as the script may have an environment of its own.
+that says what was seen. Of a job that torchrun starts, the first rank of this machine is recorded, the others run
+unchanged. Only torch and the standard library are used, as the script may have an environment of its own.
 """
 
 import atexit
+import functools
 import gc
 import json
 import os
@@ -18,8 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from armillary.profiling.record import torchrun
-
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun")
 NO_TORCH = 3
 """exit code when the script's interpreter has no torch"""
 
@@ -53,10 +54,10 @@ def main() -> None:
     """The beginning of a script, or of torchrun."""
     request, target = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2:]
     _need_torch()
-    if not torchrun.launches(target):
+    if not is_torchrun(target):
         sys.exit(_recorded(request, target))
     path = sys.argv[1]
-    launcher = torchrun.follow_launcher(lambda words: inside(path, *split(words), "rank"))
+    launcher = follow_launcher(lambda words: inside(path, *split(words), "rank"))
     sys.exit(run(target, launcher.main if target[:2] == ["-m", launcher.__name__] else None))
 
 
@@ -64,14 +65,14 @@ def rank() -> None:
     """The beginning of a rank of torchrun."""
     request, target = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2:]
     _need_torch()
-    if not torchrun.is_recorded():
+    if not is_recorded_rank():
         sys.exit(run(target))
     code = _recorded(request, target)
-    _leave_in_order()
+    _shut_down()
     _end_at_once(code)  # threads of gloo and of the recording have been seen to abort a rank at exit
 
 
-def _leave_in_order() -> None:
+def _shut_down() -> None:
     """What Python does at its end: threads are waited for, exit functions called, forgotten files closed."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -91,11 +92,11 @@ def _need_torch() -> None:
 def _recorded(request: dict[str, Any], target: list[str]) -> int:
     from armillary.profiling.record.recording_window import RecordingWindow
 
-    left: list[bool] = []
+    written: list[bool] = []
 
     def done() -> None:
-        leave(window, request)
-        left.append(True)
+        write_recording(window, request)
+        written.append(True)
         if request["stop"]:
             raise EnoughRecorded(0)
 
@@ -103,8 +104,8 @@ def _recorded(request: dict[str, Any], target: list[str]) -> int:
     window.open()
     atexit.register(lambda: _end_at_once(code) if window.lost else None)  # the first one in is the last one out
     code = run(target)
-    if not left and window.own:
-        leave(window, request)
+    if not written and window.own:
+        write_recording(window, request)
     return code
 
 
@@ -148,7 +149,7 @@ def _show(error: BaseException) -> None:
     traceback.print_exception(type(error), error, trace)
 
 
-def leave(window: Any, request: dict[str, Any]) -> None:
+def write_recording(window: Any, request: dict[str, Any]) -> None:
     """Write the trace and what was seen."""
     import torch
 
@@ -161,9 +162,47 @@ def leave(window: Any, request: dict[str, Any]) -> None:
         "compiled": window.script.compiled,
         "their_profiler": window.user_profiler.met,
         "children": window.children.count,
-        "rank": torchrun.note(),
+        "rank": rank_note(),
         "warm": recorder is window.recorder,
         "plain_s": window.plain_s,
         "threads": torch.get_num_threads(),
     }
     Path(request["seen"]).write_text(json.dumps(seen))
+
+
+# --- torchrun
+
+
+def is_torchrun(target: Sequence[str]) -> bool:
+    """Whether what is run is torchrun, as a module or as a program."""
+    return (target[1] if target[0] == "-m" else Path(target[0]).name) in LAUNCHERS
+
+
+def is_recorded_rank() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def rank_note() -> str:
+    """A note on which rank was recorded; '' outside torchrun."""
+    if "LOCAL_RANK" not in os.environ:
+        return ""
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return f"rank {rank} of {world} was recorded"
+
+
+def follow_launcher(inside: Callable[[Sequence[str]], list[str]]) -> Any:
+    """Have every rank started through `inside(options and target)`; returns torchrun's module, which turns its options
+    into one command for all ranks in a single function."""
+    from torch.distributed import run
+
+    plain = run.config_from_args
+
+    @functools.wraps(plain)
+    def config_from_args(args: Any) -> tuple[Any, Any, Any]:
+        config, command, words = plain(args)
+        if isinstance(command, str) and Path(command).name.startswith("python"):
+            words = inside(words)
+        return config, command, words
+
+    run.config_from_args = config_from_args
+    return run

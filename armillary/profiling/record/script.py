@@ -12,13 +12,9 @@ from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.machine.device_name import device_name
-from armillary.profiling.analysis.analyse import analyse
-from armillary.profiling.analysis.analyse import device_name as traced_device
-from armillary.profiling.analysis.roofline import roofline_for
+from armillary.profiling.analysis.analyse import analyse_file
 from armillary.profiling.profile import Profile
-from armillary.profiling.record.run_script import NO_TORCH, inside, split
-from armillary.profiling.record.torchrun import LAUNCHERS, launches
-from armillary.profiling.trace.read_trace import read_trace
+from armillary.profiling.record.run_script import LAUNCHERS, NO_TORCH, inside, is_torchrun, split
 from armillary.store.home import Home
 
 _STEP_KINDS = {
@@ -63,7 +59,7 @@ def profile_script(
     The script's output is passed through, or goes to `stdout`.
     """
     command = parse(words)
-    if stop and launches(command.target):
+    if stop and is_torchrun(command.target):
         raise BadInput("one rank cannot end the job of all; leave --stop out")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -79,7 +75,7 @@ def profile_script(
 def parse(words: Sequence[str]) -> Command:
     """The interpreter, its options, and what it runs; `torchrun …` is `python -m torch.distributed.run …`."""
     if words and Path(words[0]).name == "torchrun":
-        words = [_python_beside(words[0]), "-m", LAUNCHERS[0], *words[1:]]
+        words = [_python_of(words[0]), "-m", LAUNCHERS[0], *words[1:]]
     if not words or not Path(words[0]).name.startswith("python"):
         raise BadInput(f"'{' '.join(words[:1])}' is not python; write armillary profile -- python SCRIPT …")
     options, target = split(words[1:])
@@ -93,13 +89,13 @@ def parse(words: Sequence[str]) -> Command:
     return Command(python=python, options=options, target=target)
 
 
-def _python_beside(program: str) -> str:
+def _python_of(program: str) -> str:
     """The interpreter that a program was installed for."""
     path = shutil.which(program)
     if path is None:
         raise NotFound(f"no program {program}; check the path")
-    beside = Path(path).parent / "python"
-    return str(beside) if beside.exists() else sys.executable
+    python = Path(path).with_name("python")
+    return str(python) if python.exists() else sys.executable
 
 
 def _run(command: Command, request: Path, stdout: Any) -> int:
@@ -120,9 +116,8 @@ def _nothing_recorded(command: Command, code: int) -> ArmillaryError:
 
 
 def _read(command: Command, trace: Path, seen: dict[str, Any], home: Home) -> Profile:
-    events = read_trace(trace)
-    name = traced_device(events) or device_name("cpu", threads=seen["threads"])
-    result = analyse(events, roofline=roofline_for(name, home), source=command.name, plain_s=seen["plain_s"])
+    cpu = device_name("cpu", threads=seen["threads"])
+    result = analyse_file(trace, home, source=command.name, cpu=cpu, plain_s=seen["plain_s"])
     return replace(result, notes=(*result.notes, *_notes(seen)))
 
 

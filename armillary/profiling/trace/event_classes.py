@@ -6,6 +6,12 @@ Names are all that is left of a kernel inside a CUDA graph, so the patterns are 
 import re
 from functools import cache
 
+STEP = "ProfilerStep#"
+"""what the annotation of a step begins with, as torch.profiler writes it"""
+MODULE = "nn.Module: "
+"""what the Python event of a module's forward begins with, as in torch's own stacks"""
+OPTIMIZERS = "armillaryOptimizers"
+"""key of the list of {"weights", "dtype"} that our recordings have beside the events"""
 _KERNELS: tuple[tuple[str, str], ...] = (
     (
         "collective",

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from armillary.profiling.trace.event_classes import host_state
+from armillary.profiling.trace.event_classes import MODULE, STEP, host_state
 from armillary.profiling.trace.trace import ANNOTATION, HOST_KINDS, KINDS, OP, PYTHON, Array, Trace
 
 STATES = ("annotation", "python", "op", "view", "code", "launch", "slow", "copy", "sync", "comm", "loader")
@@ -19,8 +19,6 @@ QUIET = 2
 """states below this index are neither torch nor the driver: Python runs"""
 _HELD = ("sync", "comm", "loader")
 """states that nested events inherit"""
-MODULE = "nn.Module: "
-STEP = "ProfilerStep#"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,17 @@
 """torch-profiler (Kineto) events as columns.
 
 Every version since 2021 is read: categories and argument names changed over time, and AMD, Intel and MTIA builds use
-names of their own.
+names of their own. torch writes a list of more than thirty tensors as []: where the recording says how many weights the
+optimisers step, such a list is replaced by one tensor with that many elements (the mean, where there are several
+parameter groups).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from armillary.profiling.trace.chrome_json import ChromeTrace
-from armillary.profiling.trace.tensor_lists import fill_lists
+from armillary.profiling.trace.event_classes import OPTIMIZERS
 from armillary.profiling.trace.trace import ANNOTATION, KERNEL, MEMCPY, MEMSET, OP, PYTHON, RUNTIME, Trace, TraceBuilder
 
 CATEGORIES = {
@@ -79,6 +82,8 @@ _DETAILS = {
 
 _LATEST_US = 1e17
 """year 5138"""
+_FUSED_LISTS = {"adam": 4, "adamw": 4, "sgd": 3, "adagrad": 3, "lamb": 4}
+"""weights, gradients and states of a fused optimiser; the step counts, one number per tensor, are left out"""
 
 
 def read(path: Path, *, gzipped: bool) -> Trace:
@@ -227,3 +232,33 @@ def _is_time(value: Any) -> TypeGuard[float]:
 
 def _list(value: Any) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+# --- long lists of tensors
+
+
+def fill_lists(
+    name: str, dims: list[Any], types: list[Any], numbers: list[Any], about: Mapping[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """`dims` and `types` with the lists filled in, or unchanged."""
+    base, lists = name.removeprefix("aten::"), about.get(OPTIMIZERS)
+    if not lists or not base.startswith(("_foreach_", "_fused_")) or "TensorList" not in types:
+        return dims, types
+    if any(shape for shape, kind in zip(dims, types, strict=False) if kind == "TensorList"):
+        return dims, _typed(types, lists)  # short enough to be written out
+    if base == "_foreach_add_" and numbers[-1:] in (["1"], ["1."]):
+        return dims, types  # the counts of steps
+    weights = sum(int(entry["weights"]) for entry in lists) // len(lists)
+    kind = f"TensorList {lists[0]['dtype']}"
+    fused = _FUSED_LISTS.get(base.strip("_").removeprefix("fused_"))
+    if fused:
+        return [[[weights]]] * fused, [kind] * fused
+    filled = [[[weights]] if each == "TensorList" else shape for shape, each in zip(dims, types, strict=False)]
+    return filled, [kind if each == "TensorList" else each for each in types]
+
+
+def _typed(types: list[Any], lists: list[Mapping[str, Any]]) -> list[Any]:
+    """Lists with what they hold, where all weights have one type."""
+    if len({entry["dtype"] for entry in lists}) > 1:
+        return types
+    return [f"TensorList {lists[0]['dtype']}" if each == "TensorList" else each for each in types]

@@ -267,11 +267,11 @@ def test_any_trace_adds_up(tmp_path_factory: pytest.TempPathFactory, spans: list
 
 @pytest.mark.parametrize("path", sorted(EXCERPTS.glob("*.json.gz")), ids=lambda path: path.name.split(".")[0])
 def test_traces_of_others(path: Path) -> None:
-    from armillary.profiling.analysis.analyse import device_name
+    from armillary.profiling.analysis.analyse import traced_device
     from armillary.profiling.analysis.roofline import roofline_for
 
     trace = read_trace(path)
-    roofline = roofline_for(device_name(trace), None)
+    roofline = roofline_for(traced_device(trace), None)
     profile = analyse(trace, roofline=roofline)
     assert roofline.source == "catalogue"
     assert sum(profile.budget.values()) == pytest.approx(profile.wall_s, rel=5e-3)

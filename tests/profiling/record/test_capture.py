@@ -16,10 +16,10 @@ from torch import nn
 
 from armillary.errors import BadInput
 from armillary.profiling.record.capture import profile, record
-from armillary.profiling.record.module_scopes import PREFIX, ModuleScopes
-from armillary.profiling.record.python_sampler import Sample, Sampler
+from armillary.profiling.record.hooks import ModuleScopes
+from armillary.profiling.record.python_sampler import Sample, Sampler, free_stretches, merged, placed
 from armillary.profiling.record.recorder import TraceRecorder
-from armillary.profiling.record.sample_events import free_stretches, merged, placed
+from armillary.profiling.trace.event_classes import MODULE
 from armillary.store.home import Home
 
 pytestmark = pytest.mark.slow  # real runs, whose shares depend on what else the machine does
@@ -58,9 +58,9 @@ def test_every_step_is_marked(trace: Path) -> None:
 
 def test_modules_have_their_paths_and_hold_their_operators(trace: Path) -> None:
     python = events(trace, "python_function")
-    modules = [event for event in python if event["name"].startswith(PREFIX)]
-    assert {event["name"].removeprefix(PREFIX) for event in modules} == {"Net", "body", "body.0", "body.1"}
-    linear = next(event for event in modules if event["name"] == PREFIX + "body.0")
+    modules = [event for event in python if event["name"].startswith(MODULE)]
+    assert {event["name"].removeprefix(MODULE) for event in modules} == {"Net", "body", "body.0", "body.1"}
+    linear = next(event for event in modules if event["name"] == MODULE + "body.0")
     inside = [event for event in events(trace, "cpu_op") if event["name"] == "aten::addmm"]
     assert any(linear["ts"] <= op["ts"] and op["ts"] + op["dur"] <= linear["ts"] + linear["dur"] for op in inside)
 
@@ -104,11 +104,12 @@ def test_a_forward_that_raises_leaves_no_open_module() -> None:
             raise ValueError
 
     names, net = ModuleScopes(), nn.Sequential(Breaks())
-    with names:
-        for _ in range(2):
-            with pytest.raises(ValueError):
-                net(torch.ones(1))
-    assert [event["name"] for event in names.events(1, 0)] == [PREFIX + "0", PREFIX + "Sequential"] * 2
+    names.start()
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            net(torch.ones(1))
+    names.stop()
+    assert [event["name"] for event in names.events(1, 0)] == [MODULE + "0", MODULE + "Sequential"] * 2
 
 
 # --- samples

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import pytest
 from torch.distributed import run
 
-from armillary.profiling.record.run_script import inside, split
-from armillary.profiling.record.torchrun import follow_launcher, is_recorded, launches, note
+from armillary.profiling.record.run_script import (
+    follow_launcher,
+    inside,
+    is_recorded_rank,
+    is_torchrun,
+    rank_note,
+    split,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +28,7 @@ from armillary.profiling.record.torchrun import follow_launcher, is_recorded, la
     ],
 )
 def test_launchers(target: list[str], is_one: bool) -> None:
-    assert launches(target) == is_one
+    assert is_torchrun(target) == is_one
 
 
 @pytest.mark.parametrize(
@@ -49,12 +55,12 @@ def test_every_rank_is_started_through_ours(
 def test_the_first_rank_of_a_machine_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert is_recorded() and note() == ""
+    assert is_recorded_rank() and rank_note() == ""
     for name, value in (("RANK", "8"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "16")):
         monkeypatch.setenv(name, value)
-    assert is_recorded() and note() == "rank 8 of 16 was recorded"
+    assert is_recorded_rank() and rank_note() == "rank 8 of 16 was recorded"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert not is_recorded()
+    assert not is_recorded_rank()
 
 
 def test_ours_comes_after_the_options_of_python() -> None:

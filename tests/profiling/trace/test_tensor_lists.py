@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from armillary.profiling.record.recorder import TraceRecorder
+from armillary.profiling.trace.event_classes import OPTIMIZERS
+from armillary.profiling.trace.kineto import fill_lists
 from armillary.profiling.trace.read_trace import read_trace
-from armillary.profiling.trace.tensor_lists import KEY, fill_lists
 from armillary.profiling.work.work import op_of
 from tests.profiling.traces import HandMade
 
-LISTS = {KEY: [{"weights": 3000, "dtype": "c10::BFloat16"}, {"weights": 1000, "dtype": "c10::BFloat16"}]}
+LISTS = {OPTIMIZERS: [{"weights": 3000, "dtype": "c10::BFloat16"}, {"weights": 1000, "dtype": "c10::BFloat16"}]}
 MANY = "TensorList"
 
 
@@ -43,7 +44,7 @@ def test_lists_that_are_written_out_keep_their_shapes_and_get_a_type() -> None:
     shapes, kinds = [[[32, 64], [32]], []], [MANY, "Scalar"]
     typed = fill_lists("aten::_foreach_mul_", shapes, kinds, ["", "2"], LISTS)
     assert typed == (shapes, [f"{MANY} c10::BFloat16", "Scalar"])
-    mixed = {KEY: [*LISTS[KEY], {"weights": 8, "dtype": "float"}]}
+    mixed = {OPTIMIZERS: [*LISTS[OPTIMIZERS], {"weights": 8, "dtype": "float"}]}
     assert fill_lists("aten::_foreach_mul_", shapes, kinds, ["", "2"], mixed) == (shapes, kinds)
 
 
@@ -67,5 +68,5 @@ def test_the_recording_counts_weights_with_gradients(tmp_path: Path, groups: int
     optimizer.step()
     recorder.end_step()
     recorder.stop()
-    lists = json.loads(recorder.save(tmp_path / "t.json").read_text())[KEY]
+    lists = json.loads(recorder.save(tmp_path / "t.json").read_text())[OPTIMIZERS]
     assert [entry["weights"] for entry in lists] == [40 * 72 // groups] * groups and lists[0]["dtype"] == "float"

@@ -1,25 +1,27 @@
-"""The names of modules in a trace: `blocks.3.attention` around what that module's forward runs.
+"""Hooks of a recording, which torch calls for all modules and optimisers, so that nothing has to be handed in.
 
-Hooks that torch calls for every module are put in place for the window only, so that nothing has to be handed in. Code
-that torch.compile made is left alone: a hook would make it compile again.
+They give a trace the names of modules (`blocks.3.attention` around what that module's forward runs) and the number of
+weights that optimisers step: torch leaves the shapes of lists beyond thirty tensors out of its traces. Code that
+torch.compile made is left alone: a hook would make it compile again.
 """
 
 import sys
 import threading
 import time
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn.modules import module as hooks
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 
-PREFIX = "nn.Module: "
-"""what such an annotation begins with, as in torch's own stacks"""
+from armillary.profiling.trace.event_classes import MODULE
+
+_NAMES = {"torch.bfloat16": "c10::BFloat16", "torch.float16": "c10::Half", "torch.float64": "double"}
 
 
 class ModuleScopes:
-    """While entered, forward passes of modules are annotated with their path in the outermost module."""
+    """Between `start` and `stop`, forward passes of modules are annotated with their path in the outermost module."""
 
     def __init__(self) -> None:
         self._names: dict[int, dict[int, str]] = {}
@@ -29,17 +31,14 @@ class ModuleScopes:
         self._spans: list[tuple[str, int, int, int]] = []
         """name, thread, start and end in ns since 1970, which is the clock of the trace"""
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         if not compiled():
             self._handles = [
-                hooks.register_module_forward_pre_hook(self._before),
-                hooks.register_module_forward_hook(self._after, always_call=True),
+                modules.register_module_forward_pre_hook(self._before),
+                modules.register_module_forward_hook(self._after, always_call=True),
             ]
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -74,7 +73,7 @@ class ModuleScopes:
             {
                 "ph": "X",
                 "cat": "python_function",
-                "name": PREFIX + name,
+                "name": MODULE + name,
                 "pid": pid,
                 "tid": thread,
                 "ts": (start - base_ns) / 1e3,
@@ -94,3 +93,43 @@ def compiled() -> bool:
     """Whether torch.compile has made anything in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+
+
+class OptimizerSizes:
+    """Between `start` and `stop`, every optimiser that takes a step is measured."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, list[dict[str, Any]]] = {}
+        self._handle: Any = None
+
+    def start(self) -> None:
+        self._handle = optimizers.register_optimizer_step_pre_hook(self._see)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _see(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_compiling():  # Dynamo then finds nothing here
+            self.see(optimizer)
+
+    def see(self, optimizer: Any) -> None:
+        """Measure one; also for those whose steps are followed without our hook."""
+        if id(optimizer) not in self._seen:
+            self._seen[id(optimizer)] = _lists(optimizer)
+
+    @property
+    def lists(self) -> list[dict[str, Any]]:
+        """[{"weights": …, "dtype": …}]: one for each list of tensors a step goes over."""
+        return [entry for entries in self._seen.values() for entry in entries]
+
+
+def _lists(optimizer: Any) -> list[dict[str, Any]]:
+    """torch steps the tensors of a group together, those of one device and dtype."""
+    counts: dict[tuple[int, str, str], int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for tensor in group["params"]:
+            if tensor.grad is not None:
+                key = (number, str(tensor.device), str(tensor.dtype))
+                counts[key] = counts.get(key, 0) + tensor.numel()
+    return [{"weights": count, "dtype": _NAMES.get(dtype, "float")} for (_, _, dtype), count in counts.items()]
