@@ -30,7 +30,7 @@ def make(folder: Path, name: str, device: str) -> float:
     model = drawn(name, device, torch.bfloat16)
     with TemporaryDirectory() as like:
         train_tokenizer(["def main():\n    return 0\n"] * 20, 300).save(Path(like))
-        save_model(model, folder, like=Path(like))
+        save_model(model, folder, template=Path(like))
     return time.monotonic() - begin
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from armillary.machine.machine import machine
-from armillary.model.export_graph import export, like
+from armillary.model.export_graph import export, inputs_like
 from armillary.model.python_module import load_python_module
 from armillary.serving.load.probe import probe
 from armillary.serving.load.rate_search import SearchResult, rate_runner, search_rate
@@ -85,7 +85,7 @@ def write(title: str, lines: list[str]) -> None:
 def compare(name: str, folder: Path, seconds: float) -> Iterator[str]:
     """Lines of the table, as they are measured."""
     module, examples = load_python_module(f"{EXAMPLES}:{name}")
-    file = export(module, like(examples), folder / f"{name}.pt2", "pt2").path
+    file = export(module, inputs_like(examples), folder / f"{name}.pt2", "pt2").path
     alone = _least(lambda: module(examples[0][:1]))
     yield f"\n{name}: a row alone {1e3 * alone:.2f} ms, p99 limit {1e3 * LIMITS_S[name]:.0f} ms\n"
     yield "| batching | highest rate, requests/s | p50 ms | p99 ms | mean rows | next rate fails by |"
@@ -160,13 +160,13 @@ def server(file: Path, max_batch: int) -> Iterator[str]:
 def speeds(name: str, folder: Path) -> Iterator[str]:
     """Time of a row and of 32 rows, for every form of the same model; compiling takes longest and comes last."""
     module, examples = load_python_module(f"{EXAMPLES}:{name}")
-    pt2 = export(module, like(examples), folder / f"{name}.pt2", "pt2").path
+    pt2 = export(module, inputs_like(examples), folder / f"{name}.pt2", "pt2").path
     forms: dict[str, Callable[[], Callable[[torch.Tensor], object]]] = {
         "eager": lambda: module,
         "exported (.pt2)": lambda: _served(pt2, Predict(threads=1)),
         "TorchScript (.pt)": lambda: _served(_traced(module, examples[0], folder / f"{name}.pt"), Predict(threads=1)),
         "ONNX (onnxruntime)": lambda: _served(
-            export(module, like(examples), folder / f"{name}.onnx", "onnx").path, Predict(threads=1)
+            export(module, inputs_like(examples), folder / f"{name}.onnx", "onnx").path, Predict(threads=1)
         ),
         "compiled": lambda: torch.compile(module, dynamic=True),
         "exported, compiled": lambda: _served(pt2, Predict(threads=1, compile=True)),

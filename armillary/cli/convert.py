@@ -89,7 +89,7 @@ def convert(
     from armillary.model.weights.hf_weights import save_model
 
     with out.progress("writing", unit="tensor") as bar:
-        save_model(loaded, target, like=source.files, shard_bytes=shard_bytes, overwrite=overwrite, progress=bar.at)
+        save_model(loaded, target, template=source.files, shard_bytes=shard_bytes, overwrite=overwrite, progress=bar.at)
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     parameters = sum(p.numel() for p in loaded.parameters())
     out.say(f"{target} · {count_text(parameters)} parameters · {bytes_text(size)} in safetensors")
@@ -142,11 +142,11 @@ def export_model(
 
 def _python_module(model: str, inputs: tuple[str, ...]) -> tuple[nn.Module, tuple[Input, ...]]:
     """The module that a Python file makes, and what it takes: as asked, or as the file's own examples."""
-    from armillary.model.export_graph import like, parse_input
+    from armillary.model.export_graph import inputs_like, parse_input
     from armillary.model.python_module import load_python_module
 
     module, examples = load_python_module(model)
-    wanted = tuple(parse_input(text) for text in inputs) or like(examples)
+    wanted = tuple(parse_input(text) for text in inputs) or inputs_like(examples)
     if not wanted:
         raise BadInput(f"the inputs of {model} are not known; give a row's shape, like --input 3x32x32")
     return module, wanted

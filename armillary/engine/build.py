@@ -65,7 +65,7 @@ def make_engine(
     `group` the model is sharded over its ranks; the first rank's engine leads, the others follow. Without `warm`, for
     few requests, a CUDA graph is captured when its shape first comes instead of at the start. An engine that
     `owns_model` frees weights that it keeps in another form. `eos_ids` count where there is no tokenizer."""
-    tell = phase or (lambda name, seconds: None)
+    on_phase = phase or (lambda name, seconds: None)
     begin = time.monotonic()
     fit_threads()
     if serve.threads is not None and _device_type(model) == "cpu":
@@ -82,10 +82,10 @@ def make_engine(
     settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache), late_masks=group is None)
     executor.rows.allocate(cache.pool.num_blocks)
     scheduler = Scheduler(settings, cache)
-    tell("kernels and KV cache", time.monotonic() - begin)
+    on_phase("kernels and KV cache", time.monotonic() - begin)
     begin = time.monotonic()
     if warm and (graphs := executor.warm()):
-        tell(f"{graphs} CUDA graphs", time.monotonic() - begin)
+        on_phase(f"{graphs} CUDA graphs", time.monotonic() - begin)
     ahead = serve.decides_ahead(_device_type(model))
     loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=ahead)
     if record is not None and warm and group is None:
@@ -93,7 +93,7 @@ def make_engine(
         for gauges in calibrate_steps(executor, scheduler.cache, settings, _CALIBRATION_S[_device_type(model)]):
             record(gauges)
             loop.times.learn(StepWork.of(gauges), gauges["calibration_step_s"])
-        tell("calibration", time.monotonic() - begin)
+        on_phase("calibration", time.monotonic() - begin)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
     return Engine(loop, texts, record=record, roofline=roofline), plan
@@ -138,8 +138,8 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     """Products in the form a CPU is quickest with: 8 bits where asked for, else bf16 rearranged once."""
     forward = executor.forward
     can_pack = packs(next(forward.model.parameters()))
-    held = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
-    packed = partial(PackedDense, plain=held < (free_bytes(executor.device) or 0) * _SPARE)
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
+    packed = partial(PackedDense, plain=weight_bytes < (free_bytes(executor.device) or 0) * _SPARE)
     if can_pack:
         replace_head(forward, packed, let_go=let_go)
     if serve.weights == "int8" or can_pack:

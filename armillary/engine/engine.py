@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from armillary.engine.output.output_text import Answers, Piece
 from armillary.engine.request.request import Request
-from armillary.engine.request.sequence import Finish, Logprob, Sequence
+from armillary.engine.request.sequence import FinishReason, Logprob, Sequence
 from armillary.engine.scheduler.decision import Decision, StepTimeModel
 from armillary.engine.scheduler.loop import Loop, StepFailed
 from armillary.engine.scheduler.request_checks import MakeConstraint
@@ -36,7 +36,7 @@ class Completion:
     """output tokens, the end token included"""
     text: str = ""
     """output text, without end tokens and stop strings"""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     error: str = ""
     logprobs: list[Logprob] = field(default_factory=list)
     """of the output tokens, where requested"""

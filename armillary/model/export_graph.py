@@ -38,10 +38,10 @@ class Input:
 
     def example(self, rows: int, *, free: int = _FREE, seed: int = 0) -> Tensor:
         shape = [rows, *(free if size is None else size for size in self.sizes)]
-        dice = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         if self.dtype.is_floating_point:
-            return torch.randn(shape, generator=dice).to(self.dtype)
-        return torch.randint(0, self.below, shape, generator=dice).to(self.dtype)
+            return torch.randn(shape, generator=generator).to(self.dtype)
+        return torch.randint(0, self.below, shape, generator=generator).to(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def parse_input(text: str) -> Input:
     return Input(sizes=sizes, dtype=dtype)
 
 
-def like(examples: Sequence[Tensor]) -> tuple[Input, ...]:
+def inputs_like(examples: Sequence[Tensor]) -> tuple[Input, ...]:
     """Inputs with the shapes of tensors that have rows first."""
     return tuple(Input(sizes=tuple(example.shape[1:]), dtype=example.dtype) for example in examples)
 

@@ -30,8 +30,8 @@ class LoraLinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.empty(rows, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
-        inner = F.linear(kept, self.lora_a.to(x.dtype))
+        dropped = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
+        inner = F.linear(dropped, self.lora_a.to(x.dtype))
         b_OA = expand_b(self.lora_b, self.target) * self.scale
         return _added(F.linear(x, self.weight, self.bias), inner, b_OA)
 

@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 30, 280)
     tokenizer.save(tmp_path / "tokenizer")
     made = build(small(vocab=tokenizer.vocab_size), dtype=torch.float32, device="cpu", seed=3)
-    return save_model(made, tmp_path / "model", like=tmp_path / "tokenizer")
+    return save_model(made, tmp_path / "model", template=tmp_path / "tokenizer")
 
 
 def edit(folder: Path, **changes: object) -> None:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer(["def main():\n    return 0\n"] * 20, 300)
     tokenizer.save(path / "tokenizer")
     model = build(small(vocab=tokenizer.vocab_size), dtype=torch.float32, device="cpu", seed=3)
-    return save_model(model, path / "m", like=path / "tokenizer")
+    return save_model(model, path / "m", template=path / "tokenizer")
 
 
 def test_texts_are_continued_as_by_plain_generation(folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from armillary.errors import BadInput, BadModel, NotFound
 from armillary.kernels.core.torch_compat import load_program
-from armillary.model.export_graph import Input, export, like, of_transformer, parse_input
+from armillary.model.export_graph import Input, export, inputs_like, of_transformer, parse_input
 from armillary.model.layers.attention_forms import plain
 from armillary.model.python_module import is_python_module, load_python_module
 from armillary.model.transformer import build
@@ -102,7 +102,7 @@ def test_nonsense_is_no_input(text: str) -> None:
 def test_modules_of_a_python_file(net: str) -> None:
     assert is_python_module(net) and is_python_module(f"{net}:Net") and not is_python_module("gpt2")
     module, examples = load_python_module(f"{net}:wide")
-    assert isinstance(module, nn.Module) and like(examples) == (Input(sizes=(4,)),)
+    assert isinstance(module, nn.Module) and inputs_like(examples) == (Input(sizes=(4,)),)
     assert load_python_module(f"{net}:Net")[1] == ()
     for name, error, words in (
         ("", BadInput, "needs the name"),
@@ -144,6 +144,6 @@ def test_the_verb(net: str, tmp_path: Path, cli: Callable[..., Any]) -> None:
 @pytest.mark.slow
 def test_onnx_agrees(net: str, tmp_path: Path) -> None:
     module, examples = load_python_module(f"{net}:wide")
-    assert export(module, like(examples), tmp_path / "m.onnx", "onnx").error <= 1e-5
+    assert export(module, inputs_like(examples), tmp_path / "m.onnx", "onnx").error <= 1e-5
     model = build(WINDOWED, dtype=torch.float32, device="cpu", seed=0)
     assert export(*of_transformer(model), tmp_path / "t.onnx", "onnx").error <= 1e-4

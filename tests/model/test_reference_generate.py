@@ -72,7 +72,7 @@ def test_text_to_text_from_a_folder(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["def main():\n    return 0\n"] * 20, 300)
     tokenizer.save(tmp_path / "tokenizer")
     model = build(small(vocab=tokenizer.vocab_size), dtype=torch.float32, device="cpu", seed=3)
-    folder = save_model(model, tmp_path / "m", like=tmp_path / "tokenizer")
+    folder = save_model(model, tmp_path / "m", template=tmp_path / "tokenizer")
     made = plain_completions(folder, ["def main", "return"], Sampling(max_tokens=5, seed=1))
     assert [len(tokens) <= 5 for tokens, _, _ in made] == [True, True]
     assert made == plain_completions(folder, ["def main", "return"], Sampling(max_tokens=5, seed=1))

@@ -99,7 +99,9 @@ def wide_folder(path: Path) -> Path:
     config = small(
         vocab=tokenizer.vocab_size, context=CONTEXT, num_layers=LAYERS, heads=HEADS, kv_heads=HEADS, head_dim=DIM
     )
-    return save_model(build(config, dtype=torch.float32, device="cpu", seed=3), path / "wide", like=path / "tokenizer")
+    return save_model(
+        build(config, dtype=torch.float32, device="cpu", seed=3), path / "wide", template=path / "tokenizer"
+    )
 
 
 def test_a_process_knows_the_limits_of_its_group(box: Box) -> None:

@@ -36,7 +36,7 @@ def make_folder(path: Path, *, context: int = CONTEXT) -> Path:
     (path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
     config = small(vocab=tokenizer.vocab_size, context=context)
     model = build(config, dtype=torch.float32, device="cpu", seed=3)
-    return save_model(model, path / "tiny", like=path / "tokenizer")
+    return save_model(model, path / "tiny", template=path / "tokenizer")
 
 
 @dataclass

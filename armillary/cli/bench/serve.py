@@ -81,7 +81,7 @@ def serve(
             requests=requests,
             tokens_in=tokens_in,
             tokens_out=tokens_out,
-            keep=kept.__setitem__,
+            on_records=kept.__setitem__,
             peaks=_peaks(home, loaded),
         )
         if run is not None:
@@ -137,7 +137,7 @@ def _write(run: Run, notes: Notes) -> None:
     from armillary.store.gauges import GaugeWriter
 
     with GaugeWriter(run.gauges) as writer:
-        for at, gauges, step, request in notes.kept:
+        for at, gauges, step, request in notes.records:
             writer.write(gauges, step=step, request=request, now=at)
 
 
@@ -152,7 +152,9 @@ def _answer(out: Output, bench: ServeBench, run: Run | None) -> None:
     _show(out, bench)
     rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in bench.modes]
     quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in bench.modes]
-    out.result(asdict(bench) | {"modes": rows, "run": run.name if run is not None else None}, quiet=quiet)
+    result = asdict(bench) | {"modes": rows, "run": run.name if run is not None else None}
+    result["together"] = result.pop("max_running")
+    out.result(result, quiet=quiet)
 
 
 def _show(out: Output, bench: ServeBench) -> None:

@@ -27,7 +27,7 @@ class ServeBench:
     """one request at a time, greedy"""
     single_bytes_per_s: float
     """bytes per second of weights and keys read by single-stream decoding"""
-    together: int
+    max_running: int
     burst: int
     modes: tuple[Served, ...]
     """the same requests by batching mode"""
@@ -42,15 +42,15 @@ class ServeBench:
 class Notes:
     """Records in memory: no file is written during the measurement."""
 
-    kept: list[tuple[float, Mapping[str, Any], int | None, str | None]] = field(default_factory=list)
+    records: list[tuple[float, Mapping[str, Any], int | None, str | None]] = field(default_factory=list)
     """unix seconds, gauges, and their step or request"""
 
     def record(self, gauges: Mapping[str, Any], *, step: int | None = None, request: str | None = None) -> None:
-        self.kept.append((time.time(), gauges, step, request))
+        self.records.append((time.time(), gauges, step, request))
 
     def forget_warm_up(self) -> None:
         """Drop steps and requests so far; calibration records stay."""
-        self.kept = [record for record in self.kept if record[2] is None and record[3] is None]
+        self.records = [record for record in self.records if record[2] is None and record[3] is None]
 
 
 def bench_serve(
@@ -62,7 +62,7 @@ def bench_serve(
     tokens_in: int = 128,
     tokens_out: int = 64,
     watch: Callable[[str], None] = lambda name: None,
-    keep: Callable[[str, Notes], None] | None = None,
+    on_records: Callable[[str, Notes], None] | None = None,
     peaks: Peaks | None = None,
 ) -> ServeBench:
     """A single stream, then the same ragged requests once for each batching mode.
@@ -80,20 +80,20 @@ def bench_serve(
     for mode in modes:
         watch(f"batching {mode}")
         notes, setting = Notes(), replace(serve, batching=mode)  # type: ignore[arg-type]
-        engine, _ = make_engine(model, None, setting, seed=0, record=notes.record if keep else None, peaks=peaks)
+        engine, _ = make_engine(model, None, setting, seed=0, record=notes.record if on_records else None, peaks=peaks)
         serve_all(engine, fixed(serve.max_running, tokens_in=tokens_in, tokens_out=4, vocab=config.vocab, name="warm"))
         notes.forget_warm_up()
         load = ragged(requests, most_in=tokens_in, most_out=tokens_out, vocab=config.vocab)
         runs.append(serve_bursts(engine, load, _BURST * serve.max_running, name=mode))
-        if keep is not None:
-            keep(mode, notes)
+        if on_records is not None:
+            on_records(mode, notes)
     bench = ServeBench(
         model=config.name,
         device=weight.device.type,
         dtype=str(weight.dtype).removeprefix("torch."),
         single=single,
         single_bytes_per_s=0.0,
-        together=serve.max_running,
+        max_running=serve.max_running,
         burst=_BURST * serve.max_running,
         modes=tuple(runs),
     )

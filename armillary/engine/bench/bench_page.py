@@ -35,7 +35,7 @@ def title(bench: ServeBench) -> str:
 def workload(bench: ServeBench) -> str:
     """What all modes were given."""
     return (
-        f"the same {bench.modes[0].requests} requests in bursts of {bench.burst}, {bench.together} together at most"
+        f"the same {bench.modes[0].requests} requests in bursts of {bench.burst}, {bench.max_running} together at most"
         if bench.modes
         else "no requests"
     )

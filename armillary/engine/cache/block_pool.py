@@ -58,9 +58,9 @@ class BlockPool:
         """One more holder for each; a free hashed block is taken out of the free list."""
         refs, follow, previous = self.refs, self._next, self._previous
         for block in blocks:
-            held = refs[block]
-            refs[block] = held + 1
-            if not held:
+            holders = refs[block]
+            refs[block] = holders + 1
+            if not holders:
                 before, after = previous[block], follow[block]
                 follow[before] = after
                 previous[after] = before

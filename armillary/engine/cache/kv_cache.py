@@ -104,7 +104,7 @@ class KVCache:
         """Empty tables; `match` and `grow` fill them."""
         seq.tables = [[] for _ in self.groups]
         seq.windows = [0] * len(self.groups)
-        seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.held = 0
+        seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.num_blocks = 0
         seq.matching = self.prefix and seq.request.params.prompt_logprobs is None
         if not seq.matching:
             seq.miss = seq.miss or "off"
@@ -128,7 +128,7 @@ class KVCache:
                 fresh = pool.allocate(num_new)
                 table += fresh
                 self.table_updates.append(TableUpdate(seq.row, g, have, fresh))
-            seq.held += num_new * len(tables)
+            seq.num_blocks += num_new * len(tables)
         self._set_room(seq)
         return True
 
@@ -145,14 +145,14 @@ class KVCache:
                 block = fresh.pop()
                 table.append(block)
                 updates.append(TableUpdate(row, g, have, [block]))
-            seq.held += groups
+            seq.num_blocks += groups
             self._set_room(seq)
 
     def _set_room(self, seq: Sequence) -> None:
-        seq.num_writable = writable = len(seq.tables[0]) * self.block_tokens
+        seq.num_writable = capacity = len(seq.tables[0]) * self.block_tokens
         if seq.constraint is None:
             most = seq.limit - 2
-            seq.num_allocated = writable if writable < most else most
+            seq.num_allocated = capacity if capacity < most else most
 
     def _own(self, seq: Sequence, index: int, shared: list[int]) -> None:
         """Copy on write: other holders keep the old block, and the prefix cache forgets the one that is written."""
@@ -190,7 +190,7 @@ class KVCache:
             self.pool.release_all(gone)
             table[start:end] = nothing = [NULL] * (end - start)
             seq.windows[g] = end
-            seq.held -= len(gone)
+            seq.num_blocks -= len(gone)
             self.table_updates.append(TableUpdate(seq.row, g, start, nothing))
 
     def fork(self, leader: Sequence, seq: Sequence) -> bool:
@@ -206,7 +206,7 @@ class KVCache:
             table[:first] = [NULL] * first
             self.pool.add_holder(table[first:] if first else table)
             seq.tables[g], seq.windows[g] = table, first
-            seq.held += count - first
+            seq.num_blocks += count - first
             if table:
                 self.table_updates.append(TableUpdate(seq.row, g, 0, table.copy()))
         seq.computed, seq.matching = shared, False
@@ -225,7 +225,7 @@ class KVCache:
                 self._forget(table)
             self.free_table(table)
         seq.tables, seq.windows = [[] for _ in self.groups], [0] * len(self.groups)
-        seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.held = 0
+        seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.num_blocks = 0
         seq.matching = False
 
     def free_table(self, table: list[int]) -> None:

@@ -31,10 +31,10 @@ class Group:
 
     def blocks_at(self, tokens: int, block_tokens: int, step_tokens: int) -> int:
         """Most blocks a sequence of `tokens` holds, when at most `step_tokens` are computed at once."""
-        every = -(-tokens // block_tokens)
+        all_blocks = -(-tokens // block_tokens)
         if self.sees == "all":
-            return every
-        return min(every, (self.reach - 1 + step_tokens + block_tokens - 2) // block_tokens + 1)
+            return all_blocks
+        return min(all_blocks, (self.reach - 1 + step_tokens + block_tokens - 2) // block_tokens + 1)
 
     def text(self) -> str:
         sight = {"all": "all tokens", "window": f"the last {self.reach:,}", "chunk": f"chunks of {self.reach:,}"}

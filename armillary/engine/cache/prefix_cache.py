@@ -42,8 +42,8 @@ class PrefixCache:
         self.beginnings = DigestMap(pool.num_blocks)  # tokens of first blocks, whatever their salt (first group)
         self.ghosts = DigestMap(pool.num_blocks)  # recently evicted digests, oldest first in each part (first group)
         self.num_ghosts = 0
-        kept = max(pool.num_blocks, min(_GHOSTS, 8 * pool.num_blocks))  # a small cache would forget too soon
-        self._most_ghosts = -(-kept // len(self.ghosts.parts))  # of a part
+        capacity = max(pool.num_blocks, min(_GHOSTS, 8 * pool.num_blocks))  # a small cache would forget too soon
+        self._most_ghosts = -(-capacity // len(self.ghosts.parts))  # of a part
 
     def __len__(self) -> int:
         return self.num_hashed

@@ -16,13 +16,13 @@ def search(cache: KVCache, seq: Sequence, budget: int, totals: Totals) -> int:
     if not seq.matching and seq.computed >= seq.num_prompt:
         return 0
     first, before = seq.matching, seq.cached_tokens if seq.matching else seq.computed
-    looks = match(cache, seq, budget) if first else rematch(cache, seq, budget)
+    lookups = match(cache, seq, budget) if first else rematch(cache, seq, budget)
     if not seq.matching and not seq.preemptions:
         if first:
             totals.misses[str(seq.miss)] += 1
         totals.hits += seq.computed - before
         seq.cached_tokens += seq.computed - before
-    return looks
+    return lookups
 
 
 def match(cache: KVCache, seq: Sequence, budget: int) -> int:
@@ -39,9 +39,9 @@ def match(cache: KVCache, seq: Sequence, budget: int) -> int:
         return stop - index
     looked = num_found - index + 1
     if cache.window_groups:
-        kept, more = _longest_with_windows(cache, seq, num_found, max(budget, 1))
-        _take(cache, seq, num_found, kept)
-        num_found, looked = kept, looked + more
+        num_usable, more = _longest_with_windows(cache, seq, num_found, max(budget, 1))
+        _take(cache, seq, num_found, num_usable)
+        num_found, looked = num_usable, looked + more
     seq.matching = False
     if seq.miss is None:
         _explain(cache, seq, num_found, last)
@@ -99,7 +99,7 @@ def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
             del blocks[count:]
             cache.pool.share_all(blocks)
             seq.tables[g] += blocks
-            seq.held += count
+            seq.num_blocks += count
             cache.table_updates.append(TableUpdate(seq.row, g, index, blocks))
     return index + count
 
@@ -121,39 +121,39 @@ def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> li
 def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int) -> tuple[int, int]:
     """The most blocks, up to `most`, after which every windowed group has what the next query sees; (blocks,
     lookups)."""
-    count, looks, size = most, 0, cache.block_tokens
+    count, lookups, size = most, 0, cache.block_tokens
     group = 0
     while count and group < len(cache.window_groups):
         g = cache.window_groups[group]
         first = cache.groups[g].first_needed(count * size) // size
         missing = next((i for i in range(count - 1, first - 1, -1) if not _find(cache, seq, g, i)), None)
-        looks += count - (first if missing is None else missing)
+        lookups += count - (first if missing is None else missing)
         if missing is None:
             group += 1
-        elif looks > budget:
-            return 0, looks
+        elif lookups > budget:
+            return 0, lookups
         else:
             count, group = missing, 0
-    return count, looks
+    return count, lookups
 
 
-def _take(cache: KVCache, seq: Sequence, num_found: int, kept: int) -> None:
+def _take(cache: KVCache, seq: Sequence, num_found: int, num_usable: int) -> None:
     """Free the blocks beyond `kept`, and share the windows before it."""
     for g in cache.full_groups:
-        cache.free_table(seq.tables[g][kept:])
-        del seq.tables[g][kept:]
-        seq.held -= num_found - kept
+        cache.free_table(seq.tables[g][num_usable:])
+        del seq.tables[g][num_usable:]
+        seq.num_blocks -= num_found - num_usable
     for g in cache.window_groups:
-        first = min(kept, cache.groups[g].first_needed(kept * cache.block_tokens) // cache.block_tokens)
-        blocks = [_find(cache, seq, g, index) for index in range(first, kept)]
+        first = min(num_usable, cache.groups[g].first_needed(num_usable * cache.block_tokens) // cache.block_tokens)
+        blocks = [_find(cache, seq, g, index) for index in range(first, num_usable)]
         cache.pool.share_all(blocks)
         seq.tables[g] = [NULL] * first + blocks
         seq.windows[g] = first
-        seq.held += len(blocks)
-        if kept:
+        seq.num_blocks += len(blocks)
+        if num_usable:
             cache.table_updates.append(TableUpdate(seq.row, g, 0, seq.tables[g].copy()))
-    seq.computed = kept * cache.block_tokens
-    seq.num_hashed = kept
+    seq.computed = num_usable * cache.block_tokens
+    seq.num_hashed = num_usable
 
 
 def _explain(cache: KVCache, seq: Sequence, num_found: int, last: int) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from armillary.engine.cache.block_hash import DigestMap
 from armillary.engine.request.sequence import Sequence
 
-_KEPT = 65_536  # least blocks that are remembered: a million tokens in blocks of 16
+_CAPACITY = 65_536  # least blocks that are remembered: a million tokens in blocks of 16
 _MOST_BLOCKS = 4096  # most blocks of one sequence
 _ENDED = 64  # finished sequences that wait to be added
 
@@ -19,9 +19,9 @@ _ENDED = 64  # finished sequences that wait to be added
 class PrefixReuse:
     """Prefixes, and the last request that had each."""
 
-    def __init__(self, kept: int = _KEPT) -> None:
-        self._kept = kept
-        self._young, self._old = DigestMap(kept), DigestMap(kept)
+    def __init__(self, capacity: int = _CAPACITY) -> None:
+        self._capacity = capacity
+        self._young, self._old = DigestMap(capacity), DigestMap(capacity)
         self._new = 0  # entries since the older half was dropped
         self._ended: deque[Sequence] = deque(maxlen=_ENDED)
         self._count = 0
@@ -63,5 +63,5 @@ class PrefixReuse:
         for name in names:
             self._young.part(name)[name] = seq.number
         self._new += len(names)
-        if self._new > self._kept:
-            self._young, self._old, self._new = DigestMap(self._kept), self._young, 0
+        if self._new > self._capacity:
+            self._young, self._old, self._new = DigestMap(self._capacity), self._young, 0

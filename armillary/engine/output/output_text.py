@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
 
-from armillary.engine.request.sequence import Finish, Logprob, Sequence
+from armillary.engine.request.sequence import FinishReason, Logprob, Sequence
 from armillary.engine.scheduler.decision import Decision, Outcome
 from armillary.engine.scheduler.scheduler import Scheduler
 
@@ -35,14 +35,14 @@ class StopText:
             self.stopped, self._held = True, ""
             place, length = min(places)
             return text[: place + length if self._include else place]
-        kept = self._beginning(text)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        safe = len(text) - self._beginning(text)
+        self._held = text[safe:]
+        return text[:safe]
 
     def finish(self) -> str:
         """The held-back text, which is no stop string."""
-        held, self._held = self._held, ""
-        return held
+        rest, self._held = self._held, ""
+        return rest
 
     def _beginning(self, text: str) -> int:
         """Length of the longest suffix of `text` that a stop string begins with."""
@@ -83,7 +83,7 @@ class Piece:
     """new text, without end tokens and stop strings"""
     gap_s: float | None = None
     """time since the sequence's last token (ITL); none for its first"""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     """in its last piece: why it ended"""
     error: str = ""
     logprobs: tuple[Logprob, ...] = ()

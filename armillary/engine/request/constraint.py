@@ -9,15 +9,15 @@ from typing import Literal, Protocol
 
 from armillary.errors import BadInput
 
-Kind = Literal["json", "json_schema", "regex", "grammar", "choice"]
-KINDS: tuple[Kind, ...] = ("json", "json_schema", "regex", "grammar", "choice")
+StructureKind = Literal["json", "json_schema", "regex", "grammar", "choice"]
+KINDS: tuple[StructureKind, ...] = ("json", "json_schema", "regex", "grammar", "choice")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
     """What the output must match."""
 
-    kind: Kind
+    kind: StructureKind
     """any JSON, JSON of a schema, a regular expression, a grammar, or one of several texts"""
     source: str = ""
     """the schema, expression or grammar; the texts of a choice, one per line"""

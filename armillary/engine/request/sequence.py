@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from armillary.engine.request.request import Request
 
 
-Finish = Literal["stop", "length", "abort", "deadline", "error"]
-FINISHES: dict[Finish, str] = {
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+FINISHES: dict[FinishReason, str] = {
     "stop": "an end token or stop string came, or the structure is complete",
     "length": "max_tokens or the model's length is reached",
     "abort": "the client went away",
@@ -64,7 +64,6 @@ class Sequence:
         "finished_at",
         "first_token_at",
         "forks",
-        "held",
         "index",
         "is_prefilling",
         "largest_gap_s",
@@ -75,6 +74,7 @@ class Sequence:
         "matching",
         "miss",
         "num_allocated",
+        "num_blocks",
         "num_hashed",
         "num_prompt",
         "num_visible",
@@ -124,7 +124,7 @@ class Sequence:
         self.num_writable = 0  # positions below are in blocks that this sequence may write
         self.tables: list[list[int]] = []  # per layer group: the block of tokens 0 … B-1, of B … 2B-1, …
         self.windows: list[int] = []  # per layer group: blocks before this index are freed
-        self.held = 0
+        self.num_blocks = 0
         self.chain = chain
         self.num_hashed = 0
         self.matching = False  # the prefix lookup is not finished
@@ -141,7 +141,7 @@ class Sequence:
         self.blocks_at_start = 0  # blocks of the tokens that it starts with
         self.blocks_at_limit = 0
         self.preemptions = 0
-        self.finish: Finish | None = None
+        self.finish: FinishReason | None = None
         self.error = ""
         self.arrived_at = 0.0
         self.started_at: float | None = None

@@ -47,7 +47,7 @@ class Launched:
     """where tokens are not sampled yet: constraint masks depend on tokens of the step before"""
 
     @property
-    def late(self) -> bool:
+    def unsampled(self) -> bool:
         """Whether `draw` is still to be called."""
         return self.logits_BV is not None
 
@@ -273,9 +273,9 @@ def _store_prompt_logprobs(launched: Launched) -> None:
         and min(c.start + c.size, c.sequence.num_prompt - 1) > c.start
     ]
     for chunk, wanted, logprobs in zip(chunks, launched.step.prompts, launched.prompts, strict=True):
-        kept, skipped = chunk.sequence.prompt_logprobs, len(chunk.sequence.prompt_logprobs) - chunk.start
+        stored, skipped = chunk.sequence.prompt_logprobs, len(chunk.sequence.prompt_logprobs) - chunk.start
         if 0 <= skipped < wanted.size:
-            kept += [
+            stored += [
                 _logprob(token, row, wanted.num_top)
                 for token, row in zip(wanted.targets[skipped:], logprobs[skipped:].tolist(), strict=True)
             ]

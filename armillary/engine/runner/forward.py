@@ -111,8 +111,8 @@ class Forward:
         small = self.kernels.small is not None and len(x) <= MAX_TOKENS
         added: Tensor | None = None
         for layer in self.layers:
-            kept = wanted if layer is self.layers[-1] else None
-            context = (batches[layer.group], slots_GT[layer.group], cos_sin[layer.sliding], kept)
+            selected = wanted if layer is self.layers[-1] else None
+            context = (batches[layer.group], slots_GT[layer.group], cos_sin[layer.sliding], selected)
             if small:
                 x = self._small(layer, x, *context)
             else:
@@ -164,14 +164,14 @@ class Forward:
         batch: PagedBatch,
         slots_T: Tensor,
         cos_sin: tuple[Tensor | None, Tensor | None],
-        kept: Tensor | None,
+        selected: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(residual stream, what is still to be added to it); after attention only of the `kept` tokens."""
         norms = layer.norms
         normed, x = self._summed(norms["attention_norm"], x, added)
         mixed = self._attention(layer, layer.qkv(normed), batch, slots_T, cos_sin)
-        if kept is not None:
-            mixed, normed, x = (each.index_select(0, kept) for each in (mixed, normed, x))
+        if selected is not None:
+            mixed, normed, x = (each.index_select(0, selected) for each in (mixed, normed, x))
         mixed = _scaled(self._after(norms["attention_post_norm"], self.reduce(layer.out(mixed))), layer.scale)
         if layer.parallel:
             own = norms["mlp_norm"]
@@ -208,15 +208,15 @@ class Forward:
         batch: PagedBatch,
         slots_T: Tensor,
         cos_sin: tuple[Tensor | None, Tensor | None],
-        kept: Tensor | None,
+        selected: Tensor | None,
     ) -> Tensor:
         """A few tokens: norms, gate and residual are fused into the GEMMs."""
         small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
         assert small is not None and first is not None and second is not None
         qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps)
         mixed = self._attention(layer, qkv, batch, slots_T, cos_sin)
-        if kept is not None:
-            mixed, x = mixed.index_select(0, kept), x.index_select(0, kept)
+        if selected is not None:
+            mixed, x = mixed.index_select(0, selected), x.index_select(0, selected)
         x = small(mixed, _weight(layer.out), None, x)
         inner = small(x, _weight(layer.up), second.weight, None, second.eps, True)
         return small(inner, _weight(layer.down), None, x)  # type: ignore[no-any-return]
@@ -273,8 +273,8 @@ def angle_tables(rotary: RotaryTable, length: int) -> dict[bool, tuple[Tensor, T
     positions_1A = torch.arange(length, device=device)[None]
 
     def table(kinds: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
-        pairs = [RotaryTable.cos_sin_of(positions_1A, kind, factor) for kind in kinds]
-        cos, sin = (torch.cat([pair[i][0, :, 0] for pair in pairs]) for i in (0, 1))
+        tables = [RotaryTable.cos_sin_of(positions_1A, kind, factor) for kind in kinds]
+        cos, sin = (torch.cat([pair[i][0, :, 0] for pair in tables]) for i in (0, 1))
         return cos.contiguous(), sin.contiguous()
 
     full = table(frequencies, rotary.factor)

@@ -110,7 +110,7 @@ def full_qk_norm(
     add: Callable[[Tensor], Tensor] = lambda squares: squares,
 ) -> IntoCache:
     """`run` with the norm before it, for the heads of `rank` of `size`; `add` all-reduces the sums of squares."""
-    local, held, dim = config.heads // size, max(1, config.kv_heads // size), config.head_dim
+    local, kv_heads, dim = config.heads // size, max(1, config.kv_heads // size), config.head_dim
     copies = max(1, size // config.kv_heads)
 
     def normed(x_TM: Tensor, weight: Tensor, first: int, total: int, repeats: int, eps: float) -> Tensor:
@@ -121,12 +121,12 @@ def full_qk_norm(
 
     def into_cache(qkv: Tensor, cache: Tensor, slots: Tensor, cos: Any, sin: Any, options: QkvOptions) -> Any:
         assert options.q_weight is not None and options.k_weight is not None and not options.plus_one
-        grouped = qkv.unflatten(-1, (held, -1, dim))
+        grouped = qkv.unflatten(-1, (kv_heads, -1, dim))
         q, k, v = grouped[:, :, :-2].flatten(1), grouped[:, :, -2].flatten(1), grouped[:, :, -1:]
         q = normed(q, options.q_weight, rank * local * dim, config.heads * dim, 1, options.eps)
         first = rank * config.kv_heads // size * dim
         k = normed(k, options.k_weight, first, config.kv_heads * dim, copies, options.eps)
-        queries, keys = q.unflatten(-1, (held, -1, dim)), k.unflatten(-1, (held, 1, dim))
+        queries, keys = q.unflatten(-1, (kv_heads, -1, dim)), k.unflatten(-1, (kv_heads, 1, dim))
         packed = torch.cat((queries, keys, v), dim=2).flatten(1)
         return run(packed, cache, slots, cos, sin, replace(options, norm="none", q_weight=None, k_weight=None))
 

@@ -63,12 +63,12 @@ class Admission:
         """Whether its tokens fit beside the blocks that running sequences need and are likely to need."""
         growth, prompts = self._growth(), [other for other in running if other.is_prefilling]
         left = self._cache.available - self._needed(seq)
-        left -= sum(max(0, other.blocks_at_start - other.held) for other in prompts)
+        left -= sum(max(0, other.blocks_at_start - other.num_blocks) for other in prompts)
         if left >= self.reserve * growth * (len(running) + 1):
             return True  # enough for every sequence to grow as far as it may
         likely = min(growth, seq.blocks_at_limit - seq.blocks_at_start)
         for other in running:
-            likely += min(growth, max(0, other.blocks_at_limit - max(other.held, other.blocks_at_start)))
+            likely += min(growth, max(0, other.blocks_at_limit - max(other.num_blocks, other.blocks_at_start)))
         return left >= self.reserve * likely
 
     def _growth(self) -> int:

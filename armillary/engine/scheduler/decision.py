@@ -8,11 +8,12 @@ positions, sampled ones included.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from armillary.engine.cache.kv_cache import Copy, TableUpdate
-from armillary.engine.request.sequence import BROKEN, Finish, Sequence
+from armillary.engine.request.sequence import BROKEN, FinishReason, Sequence
 
 
 class StepWork(NamedTuple):
@@ -39,7 +40,7 @@ class StepTimeModel(Protocol):
         """Seconds of a step with that work."""
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """A prefill chunk: consecutive prompt tokens of one sequence."""
 
     sequence: Sequence
@@ -77,7 +78,7 @@ class Decision:
         self.decodes: list[Sequence] = []  # sequences that compute one token and sample the next
         self.positions: list[int] = []  # position of each decode's token
         self.rows: list[int] = []
-        self.chunks: list[Chunk] = []
+        self.chunks: list[PrefillChunk] = []
         self.sampling: list[Sequence] = []
         """sequences that sample a token, in this order: decodes, then chunks that end the prefill"""
         self.prefill_done: list[Sequence] = []
@@ -142,7 +143,7 @@ class Outcome(NamedTuple):
 class Ending(NamedTuple):
     """Why a sequence is finished."""
 
-    finish: Finish
+    finish: FinishReason
     error: str = ""
 
 
@@ -160,8 +161,8 @@ def without_broken(sequences: list[Sequence], tokens: list[int]) -> tuple[list[S
     for seq in sequences:
         if seq.tokens[-1] == BROKEN:
             seq.tokens.pop()
-    kept = [(seq, token) for seq, token in zip(sequences, tokens, strict=True) if token != BROKEN]
-    return [seq for seq, _ in kept], [token for _, token in kept]
+    usable = [(seq, token) for seq, token in zip(sequences, tokens, strict=True) if token != BROKEN]
+    return [seq for seq, _ in usable], [token for _, token in usable]
 
 
 def _ending(seq: Sequence, token: int) -> Ending | None:
@@ -192,17 +193,17 @@ def take_back(decision: Decision) -> list[Sequence]:
     return [seq for seq, _ in unfinished]
 
 
-def keep_some(decision: Decision, first: int, count: int) -> None:
+def limit_decodes(decision: Decision, first: int, count: int) -> None:
     """Keep `count` decodes of a decision that has only decodes so far, round robin from `first` on; the others wait."""
-    pairs = list(zip(decision.decodes, decision.positions, strict=True))
-    first %= len(pairs)
-    pairs = pairs[first:] + pairs[:first]
-    for seq, position in pairs[count:]:
+    decodes = deque(zip(decision.decodes, decision.positions, strict=True))
+    decodes.rotate(-first)
+    chosen = [decodes.popleft() for _ in range(count)]
+    for seq, position in decodes:
         seq.computed = position
-    kept = {id(seq) for seq, _ in pairs[:count]}
-    decision.decodes = [seq for seq, _ in pairs[:count]]
-    decision.positions = [position for _, position in pairs[:count]]
-    decision.last = [seq for seq in decision.last if id(seq) in kept]
+    decision.decodes = [seq for seq, _ in chosen]
+    decision.positions = [position for _, position in chosen]
+    taken = set(map(id, decision.decodes))
+    decision.last = [seq for seq in decision.last if id(seq) in taken]
 
 
 def as_one(copies: list[Copy]) -> list[Copy]:

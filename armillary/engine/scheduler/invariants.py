@@ -65,7 +65,7 @@ def check_request_table(request_table: RequestTable) -> None:
     _must(
         len(waiting) == len(request_table.waiting), f"{len(waiting)} wait and {len(request_table.waiting)} are counted"
     )
-    _must(all(seq.state is State.WAITING and not seq.held for seq in waiting), "one that waits holds blocks")
+    _must(all(seq.state is State.WAITING and not seq.num_blocks for seq in waiting), "one that waits holds blocks")
     sleeping = [fork for seq in (*running, *waiting) for fork in seq.forks if fork.finish is None]
     everyone = Counter(map(id, joined(running, waiting, sleeping)))
     _must(all(count == 1 for count in everyone.values()), "a sequence is in two places")
@@ -80,8 +80,8 @@ def check_blocks(cache: KVCache, running: list[Sequence]) -> None:
     holders = Counter(joined.from_iterable(entries))
     holders.pop(NULL, None)
     for block in range(1, pool.num_blocks):
-        held = holders.get(block, 0)
-        _must(pool.refs[block] == held, f"block {block} counts {pool.refs[block]} holders and has {held}")
+        count = holders.get(block, 0)
+        _must(pool.refs[block] == count, f"block {block} counts {pool.refs[block]} holders and has {count}")
     _must(not pool.refs[NULL] and not pool.hashed[NULL], "the null block is in use")
     free = list(pool.free_blocks())
     _must(len(free) == pool.num_free, f"{len(free)} blocks are free and {pool.num_free} are counted")
@@ -117,7 +117,9 @@ def check_sequence(cache: KVCache, seq: Sequence) -> None:
     """Its blocks cover its computed tokens, hold them, and can be written where it goes on."""
     size = cache.block_tokens
     _must(0 <= seq.num_pending <= 2 and seq.computed < seq.length <= seq.limit, f"{seq} counts its tokens wrongly")
-    _must(seq.held == sum(block != NULL for table in seq.tables for block in table), f"{seq} miscounts its blocks")
+    _must(
+        seq.num_blocks == sum(block != NULL for table in seq.tables for block in table), f"{seq} miscounts its blocks"
+    )
     _must(
         seq.computed < seq.prefill_target if seq.is_prefilling else seq.computed >= seq.prefill_target,
         f"{seq} is not where it says it is",
@@ -135,9 +137,9 @@ def check_sequence(cache: KVCache, seq: Sequence) -> None:
         _must(window <= max(needed, 0), f"{seq} gave back blocks that it still sees")
         _must(all(table[window:]) and not any(table[:window]), f"{seq} has a hole in its table")
         at = seq.computed // size
-        writable = at >= len(table) or cache.pool.refs[table[at]] == 1
+        exclusive = at >= len(table) or cache.pool.refs[table[at]] == 1
         _must(
-            writable or max(seq.num_allocated, seq.num_writable) <= seq.computed,
+            exclusive or max(seq.num_allocated, seq.num_writable) <= seq.computed,
             f"{seq} would write into a block that others read",
         )
     _check_content(cache, seq)

@@ -35,7 +35,7 @@ class LateExecutor(Executor, Protocol):
 
 def _is_late(launched: Any) -> bool:
     """Whether a launched step is still to be sampled."""
-    return getattr(launched, "late", False)
+    return getattr(launched, "unsampled", False)
 
 
 class StepFailed(ArmillaryError):
@@ -112,9 +112,9 @@ class Loop:
 
     def _collect(self) -> Outcome:
         """Take the tokens of launched steps; with overlap, one computing step stays in flight."""
-        keep = 1 if self.overlap and not self._launched[-1][0].empty else 0
-        together = Outcome([], [], [])
-        while len(self._launched) > keep:
+        num_in_flight = 1 if self.overlap and not self._launched[-1][0].empty else 0
+        collected = Outcome([], [], [])
+        while len(self._launched) > num_in_flight:
             decision, launched = self._launched.pop(0)
             begin = self.clock()
             tokens = () if decision.empty else self.executor.tokens(launched)
@@ -123,7 +123,7 @@ class Loop:
             self.taken.append(decision.number)
             self.times.took(decision, now - decision.decided_at)
             outcome = self.scheduler.update(decision, tokens, now)
-            together.sequences.extend(outcome.sequences)
-            together.tokens.extend(outcome.tokens)
-            together.finished.extend(outcome.finished)
-        return together
+            collected.sequences.extend(outcome.sequences)
+            collected.tokens.extend(outcome.tokens)
+            collected.finished.extend(outcome.finished)
+        return collected

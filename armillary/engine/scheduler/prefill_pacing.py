@@ -83,8 +83,8 @@ class PrefillController:
         seen = [x for x in self._sizes.get((_size(rows), rows + count), ()) if x[2] > self._steps - _LATE]
         if not seen or self._fit is None:
             return None
-        pair_s, pairs = max(0.0, self._fit[2]) / _UNITS[2], count * (past + (count + 1) / 2)
-        return min(seconds + pair_s * (pairs - then) for seconds, then, _ in seen)
+        pair_s, attention_pairs = max(0.0, self._fit[2]) / _UNITS[2], count * (past + (count + 1) / 2)
+        return min(seconds + pair_s * (attention_pairs - then) for seconds, then, _ in seen)
 
     @property
     def most(self) -> int:
@@ -111,11 +111,11 @@ class PrefillController:
         self._held_up = self._held_up + 1 if seconds > _HELD_UP * self.slowdown * alone else 0
         if 0 < self._held_up <= _IN_A_ROW:
             return
-        pairs = decision.num_prefill_pairs
-        self._learn([1.0, tokens / _UNITS[1], pairs / _UNITS[2]], seconds - alone)
+        attention_pairs = decision.num_prefill_pairs
+        self._learn([1.0, tokens / _UNITS[1], attention_pairs / _UNITS[2]], seconds - alone)
         if len(decision.chunks) == 1:
             same_size = self._sizes.setdefault((_size(rows), rows + tokens), deque(maxlen=_LAST))
-            same_size.append((seconds, pairs, self._steps))
+            same_size.append((seconds, attention_pairs, self._steps))
 
     def _learn(self, parts: list[float], seconds: float) -> None:
         """One more equation γ + α·n + β·pairs = seconds."""
@@ -126,13 +126,13 @@ class PrefillController:
         moved = [sum(x * part for x, part in zip(row, parts, strict=True)) for row in self._covariance]
         scale = _FORGET + sum(x * part for x, part in zip(moved, parts, strict=True))
         self._fit = [value + x / scale * error for value, x in zip(self._fit, moved, strict=True)]
-        kept = [
+        updated = [
             [(row[j] - moved[i] * moved[j] / scale) / _FORGET for j in range(3)]
             for i, row in enumerate(self._covariance)
         ]
-        most = max(kept[i][i] for i in range(3))
+        most = max(updated[i][i] for i in range(3))
         self._covariance = (
-            kept if most < _MAX_COVARIANCE else [[x * _MAX_COVARIANCE / most for x in row] for row in kept]
+            updated if most < _MAX_COVARIANCE else [[x * _MAX_COVARIANCE / most for x in row] for row in updated]
         )
 
 

@@ -7,7 +7,7 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.prefix_reuse import PrefixReuse
 from armillary.engine.request.counters import Totals
 from armillary.engine.request.request import Request
-from armillary.engine.request.sequence import Finish, Sequence, State
+from armillary.engine.request.sequence import FinishReason, Sequence, State
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.queue import Deadlines, Waiting
 from armillary.engine.scheduler.request_checks import LONG_ROPE, MakeConstraint, check, make_sequences
@@ -104,7 +104,7 @@ class RequestTable:
                 self.waiting.push(fork)
         seq.forks = []
 
-    def end(self, seq: Sequence, reason: Finish, now: float, error: str = "") -> None:
+    def end(self, seq: Sequence, reason: FinishReason, now: float, error: str = "") -> None:
         """Finish a sequence; call `sweep` after the last."""
         assert seq.finish is None, f"{seq.id} is finished already"
         sleeping = seq.leader is not None and seq in seq.leader.forks
@@ -119,7 +119,7 @@ class RequestTable:
         self._count(seq, reason)
         self.prefix_reuse.ended(seq)
 
-    def _count(self, seq: Sequence, reason: Finish) -> None:
+    def _count(self, seq: Sequence, reason: FinishReason) -> None:
         self.totals.aborted += reason in ("abort", "deadline")
         self.totals.errors += reason == "error"
         siblings = self.requests[seq.request.id]

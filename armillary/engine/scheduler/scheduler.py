@@ -11,17 +11,17 @@ from collections.abc import Sequence as Items
 from armillary.engine.cache.kv_cache import CacheHousekeeping, KVCache
 from armillary.engine.cache.prefix_lookup import search
 from armillary.engine.request.request import Request
-from armillary.engine.request.sequence import BROKEN, Finish, Sequence, State
+from armillary.engine.request.sequence import BROKEN, FinishReason, Sequence, State
 from armillary.engine.scheduler import invariants
 from armillary.engine.scheduler.admission import Admission
 from armillary.engine.scheduler.decision import (
-    Chunk,
     Decision,
     Ending,
     Outcome,
+    PrefillChunk,
     as_one,
     find_endings,
-    keep_some,
+    limit_decodes,
     take_back,
     without_broken,
 )
@@ -71,13 +71,13 @@ class Scheduler:
         self.request_table.enter(sequences, now)
         return sequences
 
-    def abort(self, request_id: str, now: float, reason: Finish = "abort") -> list[Sequence]:
+    def abort(self, request_id: str, now: float, reason: FinishReason = "abort") -> list[Sequence]:
         """End what is left of a request; returns the sequences that were not finished."""
         ended = [seq for seq in self.request_table.requests.get(request_id, ()) if seq.finish is None]
         self._end([(seq, Ending(reason)) for seq in ended], now)
         return ended
 
-    def finish(self, seq: Sequence, reason: Finish, now: float, *, num_output: int | None = None) -> None:
+    def finish(self, seq: Sequence, reason: FinishReason, now: float, *, num_output: int | None = None) -> None:
         """End one sequence from outside (a stop string was seen), keeping its first `num_output` tokens."""
         self._end([(seq, Ending(reason))], now)
         if num_output is not None:
@@ -171,7 +171,7 @@ class Scheduler:
             take(seq)
             place(at)
         if len(decision.decodes) > self.limit.tokens:
-            keep_some(decision, self.limit.next_decode, self.limit.tokens)
+            limit_decodes(decision, self.limit.next_decode, self.limit.tokens)
             self.limit.next_decode += self.limit.tokens
         return prompts
 
@@ -226,7 +226,7 @@ class Scheduler:
             decision.decodes.append(seq)
             decision.positions.append(start)
         else:
-            decision.chunks.append(Chunk(seq, seq.row, start, count, samples))
+            decision.chunks.append(PrefillChunk(seq, seq.row, start, count, samples))
 
     def _admit(self, decision: Decision, budget: Budget, now: float) -> None:
         """Start waiting sequences in order, as long as rows, blocks and budget last."""
@@ -307,21 +307,21 @@ class Scheduler:
             self.limit.went_well()
         if self.prefill.controller is not None:
             self.prefill.controller.took(decision, decision.decided_at, now)
-        sequences, kept = decision.sampling, list(tokens)
+        sequences, sampled = decision.sampling, list(tokens)
         if decision.has_finished:
-            kept = [token for seq, token in zip(sequences, kept, strict=True) if seq.finish is None]
+            sampled = [token for seq, token in zip(sequences, sampled, strict=True) if seq.finish is None]
             sequences = [seq for seq in sequences if seq.finish is None]
-            self.totals.discarded += len(tokens) - len(kept)
-        for seq, token in zip(sequences, kept, strict=True):
+            self.totals.discarded += len(tokens) - len(sampled)
+        for seq, token in zip(sequences, sampled, strict=True):
             seq.tokens.append(token)
-        over = self._endings(decision, sequences, kept)
+        over = self._endings(decision, sequences, sampled)
         for seq in decision.prefill_done:
             if seq.first_token_at is None:
                 seq.first_token_at = now
-        if BROKEN in kept:
-            sequences, kept = without_broken(sequences, kept)
-        self.totals.tokens_out += len(kept)
-        return Outcome(sequences, kept, self._finished(over, now))
+        if BROKEN in sampled:
+            sequences, sampled = without_broken(sequences, sampled)
+        self.totals.tokens_out += len(sampled)
+        return Outcome(sequences, sampled, self._finished(over, now))
 
     def _endings(
         self, decision: Decision, sequences: list[Sequence], tokens: list[int]
@@ -357,6 +357,6 @@ class Scheduler:
         return ended
 
     def _check(self) -> None:
-        every = self.settings.check_every
-        if every and not self.totals.steps % every:
+        interval = self.settings.check_every
+        if interval and not self.totals.steps % interval:
             invariants.check(self)

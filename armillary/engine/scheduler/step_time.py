@@ -47,8 +47,10 @@ class StepTimes:
 
     def _tokens(self, work: StepWork) -> float:
         """The work in tokens: those computed, and attention as tokens that cost as much."""
-        pairs = work.context_tokens + work.prefill_pairs
-        return work.prefill_tokens + work.decode_tokens + (pairs / self._attention if self._attention else 0.0)
+        attention_pairs = work.context_tokens + work.prefill_pairs
+        return (
+            work.prefill_tokens + work.decode_tokens + (attention_pairs / self._attention if self._attention else 0.0)
+        )
 
     def most_seconds(self, work: StepWork) -> float | None:
         """Upper estimate of a step's seconds from the steps so far; None where there were none."""
@@ -78,8 +80,8 @@ class StepRoofline:
         """Sliding windows are not counted: layers that have one read less."""
         keys = work.context_tokens + work.prefill_past + work.prefill_tokens
         moved = self.weight_bytes + keys * self.kv_bytes
-        tokens, pairs = work.prefill_tokens + work.decode_tokens, work.context_tokens + work.prefill_pairs
-        flops = tokens * self.token_flops + pairs * self.pair_flops
+        tokens, attention_pairs = work.prefill_tokens + work.decode_tokens, work.context_tokens + work.prefill_pairs
+        flops = tokens * self.token_flops + attention_pairs * self.pair_flops
         return max(moved / self.read_bytes_per_s, flops / self.flops_per_s)
 
 

@@ -95,7 +95,7 @@ class GaugeLog:
         self._queue: queue.Queue[tuple[Mapping[str, Any], int | None, str | None, float] | None] = queue.Queue(
             _MOST_WAITING
         )
-        self.every = 1  # one in so many steps is recorded
+        self.step_interval = 1  # one in so many steps is recorded
         self._lasting: list[Mapping[str, Any]] = []
         """records of neither a step nor a request: written again when old ones are cut off"""
         self._seen = 0
@@ -119,9 +119,9 @@ class GaugeLog:
         now = time.monotonic()
         if now - self._since >= 1.0:
             wanted = self._counted / (now - self._since) / self._per_second
-            self.every = max(1, round(wanted))
+            self.step_interval = max(1, round(wanted))
             self._counted, self._since = 0, now
-        return self._seen <= self._first or not self._seen % self.every
+        return self._seen <= self._first or not self._seen % self.step_interval
 
     def close(self) -> None:
         """Write what waits, and close the file."""

@@ -15,7 +15,7 @@ from armillary.engine.cache.kv_cache import KVCache, TableUpdate
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
-from armillary.engine.scheduler.decision import Chunk, Decision
+from armillary.engine.scheduler.decision import Decision, PrefillChunk
 from armillary.engine.scheduler.loop import Executor, StepTooLarge
 from armillary.engine.scheduler.settings import Settings
 
@@ -106,7 +106,7 @@ def decision_of(shape: StepShape, cache: KVCache) -> Decision:
             decision.positions.append(length - 1)
             decision.rows.append(row)
         else:
-            decision.chunks.append(Chunk(seq, row, shape.past, shape.size, True))
+            decision.chunks.append(PrefillChunk(seq, row, shape.past, shape.size, True))
     return decision
 
 

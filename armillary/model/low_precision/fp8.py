@@ -31,7 +31,7 @@ class Fp8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def use_fp8(model: Any, *, scaling: str, kept: Collection[str] = (), multiply: Multiply = reference) -> list[str]:
+def use_fp8(model: Any, *, scaling: str, exclude: Collection[str] = (), multiply: Multiply = reference) -> list[str]:
     """Convert projections of attention and of dense MLPs to Fp8Linear, except those in `kept` and those of another
     class (adapters); returns the names of converted layers within a block."""
     names: dict[str, None] = {}
@@ -39,7 +39,7 @@ def use_fp8(model: Any, *, scaling: str, kept: Collection[str] = (), multiply: M
         parts = {"attention.qkv": block.attention.qkv, "attention.out": block.attention.out}
         parts |= {f"mlp.{name}": getattr(block.mlp, name, None) for name in ("up", "down")}
         for name, module in parts.items():
-            if name not in kept and type(module) in (nn.Linear, Fp8Linear):
+            if name not in exclude and type(module) in (nn.Linear, Fp8Linear):
                 module.__class__ = Fp8Linear
                 module.multiply, module.scaling = multiply, scaling
                 names[name] = None
@@ -56,7 +56,7 @@ class Fp8Weights:
     def __init__(self, scaling: str) -> None:
         """A weight has no tokens: with per-token scaling it has per-row scales in both layouts."""
         self.scaling = "row" if scaling == "token" else scaling
-        self.kept: dict[Tensor, tuple[int, Operand]] = {}
+        self.operands: dict[Tensor, tuple[int, Operand]] = {}
 
     def rows(self, parameter: nn.Parameter) -> ScaledTensor:
         """[N, K], for the forward GEMM."""
@@ -70,18 +70,18 @@ class Fp8Weights:
         source = Source(x=parameter.detach())
         if parameter.dtype != torch.float32:
             return make_operand(source, E4M3, self.scaling, rows=not transposed, transposed=transposed)
-        version, operand = self.kept.get(parameter, (-1, None))
+        version, operand = self.operands.get(parameter, (-1, None))
         if operand is None or version != parameter._version:
-            self.kept.pop(parameter, None)  # freed before the new one is allocated
+            self.operands.pop(parameter, None)  # freed before the new one is allocated
             operand = make_operand(source, E4M3, self.scaling)
-            self.kept[parameter] = parameter._version, operand
+            self.operands[parameter] = parameter._version, operand
         return operand
 
     @property
     def nbytes(self) -> int:
-        """Memory of the kept operands."""
-        pairs = (pair for _, operand in self.kept.values() for pair in (operand.rows, operand.transposed))
-        return sum(pair.values.nbytes + pair.scale.nbytes for pair in pairs if pair is not None)
+        """Memory of the operands."""
+        scaled = (tensor for _, operand in self.operands.values() for tensor in (operand.rows, operand.transposed))
+        return sum(tensor.values.nbytes + tensor.scale.nbytes for tensor in scaled if tensor is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,25 +92,25 @@ class Fp8Gemms:
     weights: Fp8Weights
     multiply: Fp8Gemm = field(default_factory=Fp8Gemm)
 
-    def forward(self, x: Operand, parameter: nn.Parameter, like: Tensor, *, add: Tensor | None = None) -> Tensor:
+    def forward(self, x: Operand, parameter: nn.Parameter, reference: Tensor, *, add: Tensor | None = None) -> Tensor:
         """x·weightᵀ [B, T, ·] in the dtype of `like`, plus `add`."""
         addend = None if add is None else add.contiguous().flatten(0, -2)
-        y = self.multiply(present(x.rows), self.weights.rows(parameter), like.dtype, fast=True, add=addend)
-        return y.view(*like.shape[:-1], -1)
+        y = self.multiply(present(x.rows), self.weights.rows(parameter), reference.dtype, fast=True, add=addend)
+        return y.view(*reference.shape[:-1], -1)
 
-    def back(self, dy: Operand, parameter: nn.Parameter, like: Tensor) -> Tensor:
+    def back(self, dy: Operand, parameter: nn.Parameter, reference: Tensor) -> Tensor:
         """dy·weight [B, T, ·]."""
-        dx = self.multiply(present(dy.rows), self.weights.transposed(parameter), like.dtype, fast=False)
-        return dx.view(*like.shape[:-1], -1)
+        dx = self.multiply(present(dy.rows), self.weights.transposed(parameter), reference.dtype, fast=False)
+        return dx.view(*reference.shape[:-1], -1)
 
     def gradient(
-        self, parameter: nn.Parameter, dy: Operand, x: ScaledTensor, like: Tensor, *, accumulate: bool
+        self, parameter: nn.Parameter, dy: Operand, x: ScaledTensor, reference: Tensor, *, accumulate: bool
     ) -> Tensor | None:
         """dyᵀ·x, returned, or accumulated into the parameter's .grad."""
         if not parameter.requires_grad:
             return None
         if not accumulate:
-            return self.multiply(present(dy.transposed), x, like.dtype, fast=False)
+            return self.multiply(present(dy.transposed), x, reference.dtype, fast=False)
         first = parameter.grad is None
         if first:
             parameter.grad = torch.empty_like(parameter)

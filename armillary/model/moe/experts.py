@@ -160,7 +160,7 @@ class MixtureOfExperts(nn.Module):
         logits_ME = self.router.logits(x_MH)
         weights_Mk, chosen_Mk = self.router.choose(logits_ME)
         balance = self.balance if torch.is_grad_enabled() else None
-        experts_Mk = chosen_Mk if balance is None else balance.kept(chosen_Mk, len(x_BTH), self.moe)
+        experts_Mk = chosen_Mk if balance is None else balance.within_capacity(chosen_Mk, len(x_BTH), self.moe)
         mixed_MH, shared_MH = self.dispatch(
             self.experts, x_MH, weights_Mk.to(x_MH.dtype), experts_Mk, lambda: self._shared(x_MH)
         )

@@ -43,7 +43,7 @@ class RouterBalance:
     """applies a rule to the choices [B, T, k] of complete sequences, of which this rank has a part, and returns that
     part"""
 
-    def kept(self, chosen_Mk: Tensor, sequences: int, moe: MoE) -> Tensor:
+    def within_capacity(self, chosen_Mk: Tensor, sequences: int, moe: MoE) -> Tensor:
         """The choices, where those beyond the capacity name no expert."""
         if (capacity := self.capacity) is None:
             return chosen_Mk

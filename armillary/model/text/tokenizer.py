@@ -20,7 +20,7 @@ from armillary.errors import BadInput, BadModel, NotFound
 from armillary.model.generation_config import read_json
 from armillary.model.text import chat_template as chat
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -30,7 +30,7 @@ class Tokenizer:
 
     backend: tokenizers.Tokenizer = field(repr=False)
     """the Rust tokenizer, without truncation or padding"""
-    named: Mapping[str, str]  # bos_token, eos_token, pad_token … as text
+    special_tokens: Mapping[str, str]  # bos_token, eos_token, pad_token … as text
     eos_ids: tuple[int, ...] = ()
     """ids that end a generation; the tokenizer's own end of text comes first"""
     templates: Mapping[str, str] = field(default_factory=dict)
@@ -49,13 +49,15 @@ class Tokenizer:
         config = read_json(folder / "tokenizer_config.json")
         # newer folders keep everything in tokenizer_config.json; a special_tokens_map.json there is a leftover
         tokens = config if "added_tokens_decoder" in config else config | read_json(folder / "special_tokens_map.json")
-        named = {key: text for key, value in tokens.items() if key.endswith("_token") and (text := _text(value))}
-        _add_lacking(backend, _listed(config, folder), named, tokens)
+        special_tokens = {
+            key: text for key, value in tokens.items() if key.endswith("_token") and (text := _text(value))
+        }
+        _add_lacking(backend, _listed(config, folder), special_tokens, tokens)
         ends = read_json(folder / "generation_config.json").get("eos_token_id")
         return cls(
             backend=backend,
-            named=named,
-            eos_ids=_eos_ids(backend.token_to_id(named.get("eos_token", "")), ends),
+            special_tokens=special_tokens,
+            eos_ids=_eos_ids(backend.token_to_id(special_tokens.get("eos_token", "")), ends),
             templates=chat.read_templates(folder, config),
             config=config,
         )
@@ -65,7 +67,9 @@ class Tokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._serialised, encoding="utf-8")
-        config = {key: value for key, value in self.config.items() if key != "chat_template"} | dict(self.named)
+        config = {key: value for key, value in self.config.items() if key != "chat_template"} | dict(
+            self.special_tokens
+        )
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         if list(self.templates) == ["default"]:
             config["chat_template"] = self.templates["default"]
@@ -124,7 +128,7 @@ class Tokenizer:
         put around the parts that the template marks as the assistant's; `continue_final` leaves the last message open;
         `template` replaces the tokenizer's own."""
         source = chat.pick(self.templates, tools=tools) if template is None else template
-        variables = dict(self.named) | extra
+        variables = dict(self.special_tokens) | extra
         return chat.render(
             source,
             messages,
@@ -164,7 +168,7 @@ class Tokenizer:
         return self._id("pad_token")
 
     def _id(self, name: str) -> int | None:
-        return self.backend.token_to_id(self.named[name]) if name in self.named else None
+        return self.backend.token_to_id(self.special_tokens[name]) if name in self.special_tokens else None
 
     @cached_property
     def _serialised(self) -> str:
@@ -184,10 +188,12 @@ class Detokenizer:
     leading space). All pieces joined, with `finish()`, equal one decode of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, keep: frozenset[int] = frozenset()) -> None:
-        """Special tokens are left out, except those in `keep`."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, include: frozenset[int] = frozenset()
+    ) -> None:
+        """Special tokens are left out, except those in `include`."""
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()
+        self._skip = tokenizer.special_ids - include if skip_special else frozenset[int]()
         self._before: list[int] = []
         self._pending: list[int] = []
 
@@ -262,15 +268,15 @@ def _listed(config: Mapping[str, Any], folder: Path) -> list[tuple[Any, bool]]:
 def _add_lacking(
     backend: tokenizers.Tokenizer,
     listed: list[tuple[Any, bool]],
-    named: Mapping[str, str],
+    special_tokens: Mapping[str, str],
     tokens: Mapping[str, Any],
 ) -> None:
     """Add tokens that the configuration names and tokenizer.json lacks, with the next free ids, in transformers'
     order."""
     extra = tokens.get("extra_special_tokens") or tokens.get("additional_special_tokens") or ()
     extra = extra.values() if isinstance(extra, Mapping) else extra
-    first = [named[name] for name in _NAMED if name in named]
-    wanted = [*listed, *((token, True) for token in [*first, *named.values(), *extra])]
+    first = [special_tokens[name] for name in _SPECIAL_NAMES if name in special_tokens]
+    wanted = [*listed, *((token, True) for token in [*first, *special_tokens.values(), *extra])]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token, special in wanted:
         text = _text(token)

@@ -68,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     )
     return Tokenizer(
         backend=backend,
-        named={"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD},
+        special_tokens={"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD},
         eos_ids=(ids[END_OF_TEXT], ids[TURN_END]),
         templates={"default": CHAT_TEMPLATE},
         config={"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},

@@ -28,7 +28,7 @@ def convert(
     source = resolve_model(str(model), home or Home.default(), need_weights=not random_weights)
     refuse_unwritable(source)
     loaded = open_weights(source, random_weights=random_weights, seed=seed, dtype=dtype, device="cpu")
-    return save_model(loaded, target, like=source.files, shard_bytes=shard_bytes, overwrite=overwrite)
+    return save_model(loaded, target, template=source.files, shard_bytes=shard_bytes, overwrite=overwrite)
 
 
 def refuse_unwritable(source: ModelSource) -> None:

@@ -140,9 +140,11 @@ def _moe_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -
         yield _same(f"{prefix}mlp.shared.down.weight", down)
     gate, up, down = names.experts
     experts = range(moe.num_experts)
-    pairs = tuple(f"{hf_prefix}{name.format(e=e)}.weight" for e in experts for name in (gate, up))
+    gate_ups = tuple(f"{hf_prefix}{name.format(e=e)}.weight" for e in experts for name in (gate, up))
     downs = tuple(f"{hf_prefix}{down.format(e=e)}.weight" for e in experts)
-    yield Rule(name=f"{prefix}mlp.experts.up_E2FH", hf_names=pairs, join=_join_expert_pairs, split=_split_expert_pairs)
+    yield Rule(
+        name=f"{prefix}mlp.experts.up_E2FH", hf_names=gate_ups, join=_join_gate_ups, split=_split_gate_ups
+    )
     yield Rule(
         name=f"{prefix}mlp.experts.down_EHF", hf_names=downs, join=torch.stack, split=lambda x: list(x.unbind(0))
     )
@@ -191,9 +193,9 @@ def _gate_up_pair(*, stacked: bool) -> tuple[Join, Split]:
     return join, split
 
 
-def _join_expert_pairs(parts: Sequence[Tensor]) -> Tensor:
+def _join_gate_ups(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([interleave(gate, up) for gate, up in zip(parts[0::2], parts[1::2], strict=True)])
 
 
-def _split_expert_pairs(fused: Tensor) -> list[Tensor]:
+def _split_gate_ups(fused: Tensor) -> list[Tensor]:
     return [half for expert in fused.unbind(0) for half in (expert[0::2], expert[1::2])]

@@ -179,7 +179,7 @@ def save_model(
     folder: Path | str,
     *,
     dtype: torch.dtype | str | None = None,
-    like: Path | None = None,
+    template: Path | None = None,
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -189,13 +189,13 @@ def save_model(
     an unsharded parameter by name where the model holds only a part; it is called in the order of `hf_layout.rules`."""
     if shard_bytes < 1:
         raise BadInput(f"a weight file of at most {shard_bytes} bytes holds nothing; try --shard-size 5GB")
-    raw = to_hf(model.config) | _token_ids(like)
-    kept = parse_dtype(dtype) if dtype is not None else next(model.parameters()).dtype
-    raw["torch_dtype"] = HF_NAMES[kept]
+    raw = to_hf(model.config) | _token_ids(template)
+    stored_dtype = parse_dtype(dtype) if dtype is not None else next(model.parameters()).dtype
+    raw["torch_dtype"] = HF_NAMES[stored_dtype]
     _refuse_foreign(Path(folder))
     with staged_folder(Path(folder), overwrite=overwrite) as staged:
-        _write_shards(model, staged, kept, shard_bytes, progress, read)
-        for path in [like / name for name in _ALONGSIDE] if like else []:
+        _write_shards(model, staged, stored_dtype, shard_bytes, progress, read)
+        for path in [template / name for name in _ALONGSIDE] if template else []:
             if path.exists():
                 shutil.copyfile(path, staged / path.name)
         (staged / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
@@ -214,12 +214,12 @@ def _refuse_foreign(folder: Path) -> None:
         raise BadInput(f"{folder} holds {foreign[0]}, which is no part of a model we write; choose another folder")
 
 
-def _token_ids(like: Path | None) -> dict[str, Any]:
+def _token_ids(template: Path | None) -> dict[str, Any]:
     """Always written: where they are missing, families fill in ids that may be outside the vocabulary."""
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     for name in ("config.json", "generation_config.json"):
-        if like is not None and (like / name).exists():
-            raw = json.loads((like / name).read_text())
+        if template is not None and (template / name).exists():
+            raw = json.loads((template / name).read_text())
             return {key: raw.get(key) for key in keys}
     return dict.fromkeys(keys)
 
@@ -228,8 +228,8 @@ def hf_tensors(model: Transformer, dtype: torch.dtype, read: Read | None = None)
     """(Hugging Face name, tensor) of every weight, split."""
     read = read or (dict(model.named_parameters()) | selection_biases(model)).__getitem__
     for rule in rules(model.config):
-        kept = torch.float32 if rule.name.endswith(SELECTION_BIAS) else dtype
-        fused = read(rule.name).detach().to("cpu", kept)
+        stored_dtype = torch.float32 if rule.name.endswith(SELECTION_BIAS) else dtype
+        fused = read(rule.name).detach().to("cpu", stored_dtype)
         for name, part in zip(rule.hf_names, rule.split(fused), strict=True):
             yield name, part.contiguous()
 

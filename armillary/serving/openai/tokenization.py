@@ -129,7 +129,7 @@ class Tokenization:
         if tokenizer is None:
             return TokenIdText
         kept = frozenset(i for text in keep if (i := tokenizer.backend.token_to_id(text)) is not None)
-        return lambda: Detokenizer(tokenizer, skip_special=skip_special, keep=kept)
+        return lambda: Detokenizer(tokenizer, skip_special=skip_special, include=kept)
 
     def bad_tokens(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words that must not be generated."""

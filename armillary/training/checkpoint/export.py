@@ -20,7 +20,7 @@ def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consensus, *, l
     """Every rank calls this; the main rank writes, and all raise its error where it cannot."""
     reader, error = Whole(sharded, job), None
     if ranks.is_main:
-        _, error = attempt(lambda: save_model(sharded.model, folder, like=like, overwrite=True, read=reader))
+        _, error = attempt(lambda: save_model(sharded.model, folder, template=like, overwrite=True, read=reader))
     reader.rest()
     ranks.agree(error)
     return folder

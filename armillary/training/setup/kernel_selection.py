@@ -87,7 +87,7 @@ def use_kernels(
     device = device or next(model.parameters()).device
     _sort_experts(model, job, grouped_linear)
     if layout.precision == "fp8":
-        use_fp8(model, scaling=layout.fp8_scaling, kept=stays_in_bf16(model.config, layout), multiply=_fp8(device))
+        use_fp8(model, scaling=layout.fp8_scaling, exclude=stays_in_bf16(model.config, layout), multiply=_fp8(device))
     if device.type != "cuda" and not (names and interpreted()):
         return Choices()
     functions, taken = {}, {}

@@ -119,7 +119,7 @@ def test_a_windowed_group_gives_back_what_no_query_sees_any_more() -> None:
     seq = start(scheduler, "a", [2, 3, 4, 5, 6], 40)
     for _ in range(30):
         step(scheduler, 20)
-        assert seq.held <= 4  # the window, and one ahead
+        assert seq.num_blocks <= 4  # the window, and one ahead
     assert seq.tables[0][:5] == [0] * 5 and all(seq.tables[0][-2:])
 
 
@@ -159,7 +159,7 @@ def test_a_long_table_is_given_back_in_slices() -> None:
     assert scheduler.cache.pool.num_used == 550
     seq = start(scheduler, "b", [3] * 690, 1)  # what it needs is freed at once
     scheduler.update(scheduler.under_way[0], (), 0.0)
-    assert scheduler.schedule(0.0).num_tokens == 690 and seq.held == 690
+    assert scheduler.schedule(0.0).num_tokens == 690 and seq.num_blocks == 690
     check(scheduler)
 
 

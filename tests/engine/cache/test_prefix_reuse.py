@@ -43,7 +43,7 @@ def test_another_salt_repeats_nothing() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    scheduler, few = make_scheduler(num_blocks=40), PrefixReuse(kept=8)
+    scheduler, few = make_scheduler(num_blocks=40), PrefixReuse(capacity=8)
     scheduler.request_table.prefix_reuse = few
     for i in range(20):
         submit(scheduler, f"r{i}", [2 + i] * 24)

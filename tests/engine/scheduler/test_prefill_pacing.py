@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from armillary.engine.engine import Engine
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import Answers
-from armillary.engine.scheduler.decision import Chunk, Decision
+from armillary.engine.scheduler.decision import Decision, PrefillChunk
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.prefill_budget import Budget
 from armillary.engine.scheduler.prefill_pacing import PrefillController
@@ -69,7 +69,7 @@ SEQUENCE = make_scheduler().submit(ask("a", [2], 1), 0.0)[0]
 def decided(chunks: list[tuple[int, int]], rows: int = 4) -> Decision:
     decision = Decision(1)
     decision.decodes = [SEQUENCE] * rows
-    decision.chunks = [Chunk(SEQUENCE, 0, start, size, False) for start, size in chunks]
+    decision.chunks = [PrefillChunk(SEQUENCE, 0, start, size, False) for start, size in chunks]
     return decision
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.engine.scheduler.decision import Chunk, Decision
+from armillary.engine.scheduler.decision import Decision, PrefillChunk
 from armillary.engine.scheduler.step_time import step_roofline
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.catalogue import models
@@ -25,6 +25,6 @@ def test_a_decode_is_bound_by_bytes_and_a_prompt_by_products() -> None:
     weights = parameters(config).multiplied
     assert roofline.seconds(decode.work) == pytest.approx((2 * weights + 128 * roofline.kv_bytes) / 4e12)
     prompt = Decision(2)
-    prompt.chunks = [Chunk(None, 0, 0, 8192, True)]  # type: ignore[arg-type]
+    prompt.chunks = [PrefillChunk(None, 0, 0, 8192, True)]  # type: ignore[arg-type]
     assert roofline.seconds(prompt.work) >= 2 * weights * 8192 / 7e14
     assert step_roofline(config, None, "bf16") is None

@@ -14,7 +14,7 @@ from armillary.store.gauges import GaugeWriter, read_gauges
 def test_every_request_and_some_steps(tmp_path: Path) -> None:
     path = tmp_path / "gauges.jsonl"
     made = GaugeLog(GaugeWriter(path), first=10)
-    made.every = 7
+    made.step_interval = 7
     for step in range(1, 101):
         made.record({"running": step}, step=step)
         made.record({"tokens_out": 3}, request=str(step))
@@ -32,7 +32,7 @@ def test_a_quick_engine_is_sampled_more_thinly(tmp_path: Path, monkeypatch: pyte
     for step in range(1, 2001):
         now[0] += 0.001  # a thousand steps a second
         made.record({"running": 1}, step=step)
-    assert made.every == 20
+    assert made.step_interval == 20
     made.close()
 
 

@@ -84,7 +84,7 @@ def test_weights_are_rounded_again_only_when_they_changed() -> None:
     torch.testing.assert_close(weights.rows(weight).scale, 2 * first.scale)
     gathered = nn.Parameter(torch.randn(16, 16).bfloat16())
     weights.rows(gathered)
-    assert list(weights.kept) == [weight] and weights.nbytes == 2 * 32 * 48 + 4 * (32 + 48)
+    assert list(weights.operands) == [weight] and weights.nbytes == 2 * 32 * 48 + 4 * (32 + 48)
 
 
 @needs_interpreter
@@ -99,7 +99,7 @@ def test_layers_with_a_bias_or_something_else_stay_as_they_are() -> None:
     model = Transformer(small(mlp_bias=True))
     block = model.blocks["0"]
     block.attention.out = nn.Sequential(block.attention.out)  # type: ignore[union-attr, assignment]
-    made = use_fp8(model, scaling="row", kept=["attention.qkv"])
+    made = use_fp8(model, scaling="row", exclude=["attention.qkv"])
     assert set(made) == {"attention.out", "mlp.up", "mlp.down"}  # the first of the other block
     assert type(block.attention.out) is nn.Sequential and type(block.attention.qkv) is nn.Linear  # type: ignore[union-attr]
     up: Fp8Linear = block.mlp.up  # type: ignore[union-attr, assignment]

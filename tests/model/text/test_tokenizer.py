@@ -85,7 +85,7 @@ def agree(folder: Path) -> Tokenizer:
         assert ours.decode(ids, skip_special=False) == theirs.decode(ids)
     assert ours.vocab_size == len(theirs)
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
-    assert dict(ours.named) == theirs.special_tokens_map
+    assert dict(ours.special_tokens) == theirs.special_tokens_map
     return ours
 
 
@@ -159,7 +159,11 @@ def test_saved_and_loaded_again_it_is_the_same(tmp_path: Path, kind: str) -> Non
     first.save(tmp_path / "b")
     second = agree(tmp_path / "b")
     assert second.fingerprint == first.fingerprint
-    assert (second.named, second.eos_ids, second.templates) == (first.named, first.eos_ids, first.templates)
+    assert (second.special_tokens, second.eos_ids, second.templates) == (
+        first.special_tokens,
+        first.eos_ids,
+        first.templates,
+    )
     assert second.config["model_max_length"] == 99
 
 

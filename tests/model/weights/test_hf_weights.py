@@ -80,7 +80,7 @@ def test_tokenizer_files_and_token_ids_travel(folder: Path, tmp_path: Path) -> N
     (folder / "tokenizer.json").write_text("{}")
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"eos_token_id": 7}))
-    copy = save_model(load_model(folder), tmp_path / "copy", like=folder)
+    copy = save_model(load_model(folder), tmp_path / "copy", template=folder)
     assert (copy / "tokenizer.json").read_text() == "{}"
     assert json.loads((copy / "config.json").read_text())["eos_token_id"] == 7
 

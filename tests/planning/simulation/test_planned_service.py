@@ -62,7 +62,7 @@ def test_calls_of_a_step_are_what_the_engine_makes(layers: int, rows: int, tmp_p
     tokenizer.save(tmp_path / "tokenizer")
     config = small(vocab=tokenizer.vocab_size, num_layers=layers)
     folder = save_model(
-        build(config, dtype=torch.float32, device="cpu", seed=3), tmp_path / "m", like=tmp_path / "tokenizer"
+        build(config, dtype=torch.float32, device="cpu", seed=3), tmp_path / "m", template=tmp_path / "tokenizer"
     )
     made = {}
     for tokens in (4, 12):

@@ -79,7 +79,7 @@ def test_tokens_have_their_bytes(texts: Tokenization) -> None:
 def test_special_tokens_are_shown_where_a_parser_needs_them(texts: Tokenization) -> None:
     tokenizer = texts.tokenizer
     assert isinstance(tokenizer, Tokenizer) and tokenizer.eos_id is not None
-    name = tokenizer.named["eos_token"]
+    name = tokenizer.special_tokens["eos_token"]
     for keep, said in ((frozenset({name}), name), (frozenset[str](), "")):
         made = texts.detokenizer(keep)()
         assert isinstance(made, Detokenizer) and made.push(tokenizer.eos_id) + made.finish() == said

@@ -221,7 +221,9 @@ def test_a_prefix_token_without_characters_goes_with_its_answer() -> None:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     template = "{% for m in messages %}{{ '<s>' + m.content + '</s>' }}{% endfor %}"
-    tokenizer = Tokenizer(backend=backend, named={"eos_token": "</s>"}, eos_ids=(2,), templates={"default": template})
+    tokenizer = Tokenizer(
+        backend=backend, special_tokens={"eos_token": "</s>"}, eos_ids=(2,), templates={"default": template}
+    )
     (sample,) = samples(tokenizer, talk([{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]))
     chosen = [backend.id_to_token(i) for i, on in zip(sample.ids, sample.answers, strict=True) if on]
     assert chosen == ["▁", "c", "d", "</s>"]

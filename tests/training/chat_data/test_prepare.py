@@ -113,7 +113,7 @@ def test_a_template_is_given_kept_and_saved(tmp_path: Path) -> None:
 
 
 def test_errors_end_with_the_next_step(tmp_path: Path) -> None:
-    bare = Tokenizer(backend=train_tokenizer(["x"], 280).backend, named={}, eos_ids=(0,))
+    bare = Tokenizer(backend=train_tokenizer(["x"], 280).backend, special_tokens={}, eos_ids=(0,))
     with pytest.raises(BadInput, match=r"has no chat template; try --set data.template=plain"):
         with_template(bare, "")
     with pytest.raises(NotFound, match="no chat template 'chatlm'; name a readable file, or chatml or plain"):
