@@ -142,9 +142,7 @@ def _moe_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -
     experts = range(moe.num_experts)
     gate_ups = tuple(f"{hf_prefix}{name.format(e=e)}.weight" for e in experts for name in (gate, up))
     downs = tuple(f"{hf_prefix}{down.format(e=e)}.weight" for e in experts)
-    yield Rule(
-        name=f"{prefix}mlp.experts.up_E2FH", hf_names=gate_ups, join=_join_gate_ups, split=_split_gate_ups
-    )
+    yield Rule(name=f"{prefix}mlp.experts.up_E2FH", hf_names=gate_ups, join=_join_gate_ups, split=_split_gate_ups)
     yield Rule(
         name=f"{prefix}mlp.experts.down_EHF", hf_names=downs, join=torch.stack, split=lambda x: list(x.unbind(0))
     )
