@@ -73,10 +73,8 @@ def _kernels(profile: Profile, rest: float) -> dict[str, float]:
 
 def _stalled(gaps: tuple[Gap, ...], rest: float, most: float) -> float:
     """Share in which the host held the device up for long at a stretch, for another reason than its loader."""
-    held = sum(
-        gap.seconds for gap in gaps if gap.seconds >= LONG_STALL_S and gap.cause in ("host", "gil", "sync", "copy")
-    )
-    return min(held, most) / rest
+    stalls = (gap for gap in gaps if gap.seconds >= LONG_STALL_S and gap.cause in ("host", "gil", "sync", "copy"))
+    return min(sum(gap.seconds for gap in stalls), most) / rest
 
 
 def _settings(profile: Profile) -> dict[str, str]:

@@ -5,6 +5,7 @@ the numbers of the dicts as texts.
 """
 
 import ast
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,8 +43,15 @@ def is_trainer(lines: Sequence[str]) -> bool:
     return any(_DICT.search(line) for line in lines)
 
 
-def is_trainer_state(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("log_history"), list) and "global_step" in value
+def parse_trainer_state(text: str) -> dict[str, Any] | None:
+    """The content of a trainer_state.json; None where the text is none."""
+    if not text.lstrip().startswith("{") or '"log_history"' not in text:
+        return None
+    try:
+        state = json.loads(text)
+    except ValueError:
+        return None
+    return state if isinstance(state.get("log_history"), list) and "global_step" in state else None
 
 
 def read_trainer(lines: Sequence[str], source: str) -> Reading:
@@ -56,19 +64,19 @@ def read_trainer(lines: Sequence[str], source: str) -> Reading:
                 step = int(done)
                 records.mark(step, _seconds(elapsed), float(rate) if unit == "s/it" else 1 / max(1e-9, float(rate)))
         for text in _DICT.findall(line):
-            told = _dict(text)
-            values |= _whole(told)
-            records.tell(step, told)
+            entry = _dict(text)
+            values |= _whole(entry)
+            records.add(step, entry)
     return _reading(records, values, source, {"max_steps": str(total)} if total else {})
 
 
 def read_trainer_state(state: Mapping[str, Any], source: str) -> Reading:
     """From the file beside a checkpoint."""
     records, values = _Steps(), dict[str, float]()
-    for told in state["log_history"]:
-        if isinstance(told, dict):
-            values |= _whole(told)
-            records.tell(int(told.get("step", 0)), told)
+    for entry in state["log_history"]:
+        if isinstance(entry, dict):
+            values |= _whole(entry)
+            records.add(int(entry.get("step", 0)), entry)
     return _reading(records, values, source, {name: str(state[name]) for name in _STATE if state.get(name)})
 
 
@@ -76,7 +84,7 @@ class _Steps:
     """Records by step, and the bar's marks."""
 
     def __init__(self) -> None:
-        self.found: dict[int, Record] = {}
+        self.by_step: dict[int, Record] = {}
         self.last = (0, 0.0)
         self.unnumbered = 0
 
@@ -84,51 +92,43 @@ class _Steps:
         before, then = self.last
         if step <= before:
             return
-        seconds = (elapsed - then) / (step - before)
         exact = elapsed - then >= _COARSE_S
-        self._at(step)["step_s"] = seconds if exact else rate_s
+        self._at(step)["step_s"] = (elapsed - then) / (step - before) if exact else rate_s
         self.last = (step, elapsed)
 
-    def tell(self, step: int, told: Mapping[str, Any]) -> None:
+    def add(self, step: int, entry: Mapping[str, Any]) -> None:
         """Without a bar or a step, dicts are counted."""
-        kept = {ours: value for theirs, ours in _NAMES.items() if (value := number(str(told.get(theirs)))) is not None}
-        if not kept:
-            return
-        if step == 0:
-            self.unnumbered += 1
-            step = self.unnumbered
-        self._at(step).update(kept)
+        gauges = {
+            ours: value for theirs, ours in _NAMES.items() if (value := number(str(entry.get(theirs)))) is not None
+        }
+        if gauges:
+            self.unnumbered += step == 0
+            self._at(step or self.unnumbered).update(gauges)
 
     def _at(self, step: int) -> Record:
-        return self.found.setdefault(step, {"step": step})
+        return self.by_step.setdefault(step, {"step": step})
 
 
 def _reading(records: _Steps, values: dict[str, float], source: str, settings: dict[str, str]) -> Reading:
-    ordered = [records.found[step] for step in sorted(records.found)]
-    kept, skipped = without_warm_up(ordered)
-    notes = [f"{skipped} steps of warm-up were left out"] if skipped else []
-    if not any("step_s" in record for record in kept) and "step_s" not in values:
+    steps, notes = without_warm_up([records.by_step[step] for step in sorted(records.by_step)], "steps")
+    if not any("step_s" in record for record in steps) and "step_s" not in values:
         notes.append("nothing says how long steps took: keep the progress bar, or the last dict with train_runtime")
     return Reading(
         source=source,
         kind="training",
         by="hf-trainer",
-        steps=tuple(kept),
+        steps=tuple(steps),
         values=values,
         settings=settings,
         notes=tuple(notes),
     )
 
 
-def _whole(told: Mapping[str, Any]) -> dict[str, float]:
+def _whole(entry: Mapping[str, Any]) -> dict[str, float]:
     """What the last dict says of all steps; step_s includes everything done between them."""
-    values = {
-        "run_s": number(str(told.get("train_runtime"))),
-        "tokens_per_s": number(str(told.get("train_tokens_per_second"))),
-    }
-    rate = number(str(told.get("train_steps_per_second")))
-    if rate:
-        values["step_s"] = 1 / rate
+    names = ("train_runtime", "train_tokens_per_second", "train_steps_per_second")
+    run_s, tokens, steps = (number(str(entry.get(name))) for name in names)
+    values = {"run_s": run_s, "tokens_per_s": tokens, "step_s": 1 / steps if steps else None}
     return {name: value for name, value in values.items() if value}
 
 

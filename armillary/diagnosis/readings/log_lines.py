@@ -1,8 +1,9 @@
 """What the readers of other people's logs share: plain lines, clock times, numbers, and steps put in order."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from statistics import median
 
 from armillary.store.gauges import Record
@@ -38,8 +39,14 @@ def number(text: str | None) -> float | None:
         return None
 
 
+def read_fields(text: str, fields: Mapping[str, tuple[re.Pattern[str], float]]) -> Record:
+    """Gauge -> number times scale, of the fields (pattern, scale) that the text has."""
+    matches = [(name, match, scale) for name, (pattern, scale) in fields.items() if (match := pattern.search(text))]
+    return {name: value * scale for name, match, scale in matches if (value := number(match[1])) is not None}
+
+
 def in_order(records: Iterable[Record]) -> list[Record]:
-    """One record a step, the first where several ranks wrote it; a run that was started again goes on from its last
+    """One record per step, the first where several ranks wrote it; a run that was restarted goes on from its last
     beginning."""
     by_step: dict[int, Record] = {}
     last = -1
@@ -47,32 +54,29 @@ def in_order(records: Iterable[Record]) -> list[Record]:
         step = int(record["step"])
         if step < last:
             by_step = {before: earlier for before, earlier in by_step.items() if before < step}
-        if step not in by_step:
-            by_step[step] = record
+        by_step.setdefault(step, record)
         last = step
     return [by_step[step] for step in sorted(by_step)]
 
 
 def with_step_times(records: Sequence[Record]) -> list[Record]:
     """step_s from the clock between two lines, where a line has none of its own."""
-    done = []
-    for before, record in zip([None, *records[:-1]], records, strict=True):
-        if before is not None and "step_s" not in record and "time" in record and "time" in before:
-            count = record["step"] - before["step"]
-            seconds = record["time"] - before["time"]
+    timed = list(records)
+    for index, (before, record) in enumerate(pairwise(records), 1):
+        if "step_s" not in record and "time" in record and "time" in before:
+            count, seconds = record["step"] - before["step"], record["time"] - before["time"]
             if count > 0 and seconds > 0:
-                record = record | {"step_s": seconds / count}
-        done.append(record)
-    return done
+                timed[index] = record | {"step_s": seconds / count}
+    return timed
 
 
-def without_warm_up(records: Sequence[Record]) -> tuple[list[Record], int]:
-    """(records, how many were left out): those at the beginning that took half as long again as is usual."""
+def without_warm_up(records: Sequence[Record], unit: str = "lines") -> tuple[list[Record], list[str]]:
+    """(records, a note): without those at the beginning that took half as long again as is usual."""
     times = [record["step_s"] for record in records if "step_s" in record]
     if len(times) < 6:
-        return list(records), 0
+        return list(records), []
     usual, most = median(times), max(1, int(WARM_UP * len(records)))
     first = 0
     while first < most and records[first].get("step_s", 10 * usual) > 1.5 * usual:
         first += 1
-    return list(records[first:]), first
+    return list(records[first:]), [f"{first} {unit} of warm-up were left out"] if first else []

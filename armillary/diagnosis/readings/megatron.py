@@ -6,8 +6,9 @@ checkpoints and validations, so what the clock shows beyond it is theirs.
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
-from armillary.diagnosis.readings.log_lines import clock, in_order, number, without_warm_up
+from armillary.diagnosis.readings.log_lines import clock, in_order, number, read_fields, without_warm_up
 from armillary.diagnosis.readings.reading import Reading
 from armillary.store.gauges import Record
 
@@ -45,12 +46,10 @@ def is_megatron(lines: Sequence[str]) -> bool:
 
 def read_megatron(lines: Sequence[str], source: str) -> Reading:
     settings = {match[1]: match[2].strip() for line in lines if (match := _ARGUMENT.match(line))}
-    records = in_order(_records(lines, settings))
-    kept, skipped = without_warm_up(_with_stalls(records))
-    notes = [f"{skipped} lines of warm-up were left out"] if skipped else []
-    if any(record.get("comm_exposed_s") for record in kept):
+    records, notes = without_warm_up(_with_stalls(in_order(_records(lines, settings))))
+    if any(record.get("comm_exposed_s") for record in records):
         notes.append("gradient exchange is what Megatron's timers show: with overlap it is not all exposed")
-    steps = tuple({name: value for name, value in record.items() if name[0] != "_"} for record in kept)
+    steps = tuple({name: value for name, value in record.items() if name[0] != "_"} for record in records)
     return Reading(source=source, kind="training", by="megatron", steps=steps, settings=settings, notes=tuple(notes))
 
 
@@ -78,10 +77,7 @@ def _iteration(line: str, settings: dict[str, str]) -> Record | None:
     record: Record = {"step": int(matched[1])}
     if (when := clock(line)) is not None:
         record["time"] = when
-    for name, (pattern, scale) in _FIELDS.items():
-        value = number(match[1]) if (match := pattern.search(matched[3])) else None
-        if value is not None:
-            record[name] = value * scale
+    record |= read_fields(matched[3], _FIELDS)
     batch, sequence = record.pop("batch", None), number(settings.get("seq_length"))
     if batch and sequence and record.get("step_s"):
         record |= {"batch_tokens": batch * sequence, "tokens_per_s": batch * sequence / record["step_s"]}
@@ -107,12 +103,10 @@ def _add_timer(record: Record, line: str) -> None:
 
 def _with_stalls(records: list[Record]) -> list[Record]:
     """The clock's time between two lines beyond what the iterations took, given to what was done in it."""
-    done = []
-    for before, record in zip([None, *records[:-1]], records, strict=True):
-        if before is not None and {"time", "step_s"} <= record.keys() and "time" in before:
+    for before, record in pairwise(records):
+        if {"time", "step_s"} <= record.keys() and "time" in before:
             beyond = record["time"] - before["time"] - record["step_s"] * (record["step"] - before["step"])
             gauge = "checkpoint_stall_s" if "_saved" in record else "validation_s" if "_validated" in record else None
             if gauge and beyond > 0:
-                record = record | {gauge: beyond}
-        done.append(record)
-    return done
+                record[gauge] = beyond
+    return records

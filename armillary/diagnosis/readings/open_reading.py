@@ -1,11 +1,12 @@
 """Whatever a person points at, as a Reading: a run, gauges.jsonl, a server's address, a trace, another's log."""
 
-import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from armillary.diagnosis.readings.hf_trainer import is_trainer, is_trainer_state, read_trainer, read_trainer_state
+from armillary.diagnosis.readings.hf_trainer import is_trainer, parse_trainer_state, read_trainer, read_trainer_state
 from armillary.diagnosis.readings.log_lines import plain_lines
 from armillary.diagnosis.readings.megatron import is_megatron, read_megatron
 from armillary.diagnosis.readings.reading import Reading
@@ -13,7 +14,7 @@ from armillary.diagnosis.readings.run_folder import read_gauges_file, read_run
 from armillary.diagnosis.readings.torchtitan import is_torchtitan, read_torchtitan
 from armillary.errors import BadData, NotFound
 from armillary.store.home import Home
-from armillary.store.runs import Run, find_run, is_run_folder
+from armillary.store.runs import find_run, is_run_folder
 
 READS = "torchtitan, Megatron-LM or Hugging Face Trainer output, or a trainer_state.json"
 _READERS = ((is_torchtitan, read_torchtitan), (is_megatron, read_megatron), (is_trainer, read_trainer))
@@ -24,11 +25,7 @@ def is_log(path: Path) -> bool:
     """Whether a file holds lines of one of the known trainers."""
     if not path.is_file() or path.stat().st_size > _MOST_BYTES:
         return False
-    text = path.read_text(errors="replace")
-    if _state(text) is not None:
-        return True
-    lines = plain_lines(text)
-    return any(is_it(lines) for is_it, _ in _READERS)
+    return _reader_of(path.read_text(errors="replace")) is not None
 
 
 def read_log(path: Path) -> Reading:
@@ -39,29 +36,20 @@ def read_log(path: Path) -> Reading:
         raise NotFound(f"no file {path}; give {READS}") from None
     except OSError as error:
         raise BadData(f"{path} cannot be read ({error.strerror}); give {READS}") from None
-    if (state := _state(text)) is not None:
-        return _noted(read_trainer_state(state, str(path)))
+    read = _reader_of(text)
+    if read is None:
+        raise BadData(f"{path} holds no line that is known here; give {READS}")
+    reading = read(str(path))
+    note = "a log says when steps were slow, not why: a trace of some steps says more (torch.profiler)"
+    return replace(reading, notes=(*reading.notes, note))
+
+
+def _reader_of(text: str) -> Callable[[str], Reading] | None:
+    """read(source) for a text of one of the known trainers."""
+    if (state := parse_trainer_state(text)) is not None:
+        return partial(read_trainer_state, state)
     lines = plain_lines(text)
-    for is_it, read in _READERS:
-        if is_it(lines):
-            return _noted(read(lines, str(path)))
-    raise BadData(f"{path} holds no line that is known here; give {READS}")
-
-
-def _noted(reading: Reading) -> Reading:
-    """With what a log cannot tell."""
-    told = "a log says when steps were slow, not why: a trace of some steps says more (torch.profiler)"
-    return replace(reading, notes=(*reading.notes, told))
-
-
-def _state(text: str) -> dict[str, object] | None:
-    if not text.lstrip().startswith("{") or '"log_history"' not in text:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if is_trainer_state(value) else None
+    return next((partial(read, lines) for is_it, read in _READERS if is_it(lines)), None)
 
 
 _KNOWN = (
@@ -85,27 +73,21 @@ def open_reading(target: str, home: Home) -> Reading:
     path = Path(target).expanduser()
     if path.is_file():
         return _read_file(path, home)
-    if path.is_dir() and not is_run_folder(path):
-        inside = path / "gauges.jsonl"
-        if inside.is_file():
-            return read_gauges_file(inside)
-    return read_run(_found(target, home), home)
-
-
-def _found(target: str, home: Home) -> Run:
+    if (path / "gauges.jsonl").is_file() and not is_run_folder(path):
+        return read_gauges_file(path / "gauges.jsonl")
     try:
-        return find_run(home, target)
-    except NotFound as error:
+        run = find_run(home, target)
+    except NotFound:
         if "/" in target or "." in target:
             raise NotFound(f"no file or run '{target}'; give a run, gauges.jsonl, a trace, a log or a URL") from None
-        raise error
+        raise
+    return read_run(run, home)
 
 
 def _read_file(path: Path, home: Home) -> Reading:
     """By how it begins: a trace may be too large to be looked through for lines of a log."""
     from armillary.diagnosis.readings.from_profile import read_profiled
     from armillary.diagnosis.readings.metrics_page import is_page, read_metrics
-    from armillary.diagnosis.readings.open_reading import is_log, read_log
 
     with path.open("rb") as file:
         head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from armillary.diagnosis.readings.reading import Kind, Reading
+from armillary.diagnosis.readings.reading import Reading
 from armillary.engine.scheduler.decision import StepWork
 from armillary.errors import BadData, BadInput
 from armillary.planning.simulation.request_stats import served_gauges
@@ -47,15 +47,17 @@ _STARTUP = ("torch_call_s", "micro_batch_overhead_fraction")
 
 def read_run(run: Run, home: Home) -> Reading:
     """What a run measured, with its plan; records of an unfinished run are read as far as they go."""
-    plan = Plan.from_json(run.plan.read_text(), str(run.plan)) if run.plan.is_file() else None
-    return read_records(list(read_gauges(run.gauges)), source=f"run {run.name}", plan=plan)
+    return _read(run.gauges, run.plan, f"run {run.name}")
 
 
 def read_gauges_file(path: Path) -> Reading:
     """gauges.jsonl alone, with the plan that may lie beside it."""
-    beside = path.parent / "plan.json"
-    plan = Plan.from_json(beside.read_text(), str(beside)) if beside.is_file() else None
-    return read_records(list(read_gauges(path)), source=str(path), plan=plan)
+    return _read(path, path.parent / "plan.json", str(path))
+
+
+def _read(gauges: Path, plan: Path, source: str) -> Reading:
+    known = Plan.from_json(plan.read_text(), str(plan)) if plan.is_file() else None
+    return read_records(list(read_gauges(gauges)), source=source, plan=known)
 
 
 def read_records(records: Sequence[Record], *, source: str, plan: Plan | None = None) -> Reading:
@@ -63,8 +65,7 @@ def read_records(records: Sequence[Record], *, source: str, plan: Plan | None = 
     if not records:
         raise BadInput(f"{source} has measured nothing yet; wait until it has taken some steps")
     _check_numbers(records, source)
-    kind = _kind(records, plan)
-    if kind == "serving":
+    if _is_serving(records, plan):
         return _serving(records, source, plan)
     return _training([record for record in records if "step" in record], source, plan)
 
@@ -76,10 +77,10 @@ def _check_numbers(records: Sequence[Record], source: str) -> None:
             raise BadData(f"{source} has {wrong}={record[wrong]!r}, which is not a number; delete that line")
 
 
-def _kind(records: Sequence[Record], plan: Plan | None) -> Kind:
-    if any("engine_step_s" in record or "request" in record or "calibration_step_s" in record for record in records):
-        return "serving"
-    return "serving" if plan is not None and plan.serve is not None and plan.train is None else "training"
+def _is_serving(records: Sequence[Record], plan: Plan | None) -> bool:
+    if any(not record.keys().isdisjoint(("engine_step_s", "request", "calibration_step_s")) for record in records):
+        return True
+    return plan is not None and plan.serve is not None and plan.train is None
 
 
 # --- training
@@ -87,20 +88,18 @@ def _kind(records: Sequence[Record], plan: Plan | None) -> Kind:
 
 def _training(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
     skipped = max(0, min(WARM_UP, len(records) - FEWEST))
-    kept = [_cleaned(record) for record in records[skipped:]]
-    early = [_lasting(record) for record in records[:skipped]]
-    steps = [record for record in early if len(record) > 1] + kept
-    notes = (f"{skipped} steps of warm-up were left out",) if skipped else ()
-    if sum("step_s" in record for record in kept) < FEWEST:
-        notes = (*notes, "few steps were measured: a longer run says more")
-    reading = Reading(source=source, kind="training", steps=tuple(steps), values=_last(records), plan=plan)
+    steady = [_cleaned(record) for record in records[skipped:]]
+    early = [lasting for record in records[:skipped] if len(lasting := _lasting(record)) > 1]
+    notes = [f"{skipped} steps of warm-up were left out"] if skipped else []
+    if sum("step_s" in record for record in steady) < FEWEST:
+        notes.append("few steps were measured: a longer run says more")
+    reading = Reading(source=source, kind="training", steps=(*early, *steady), values=_last(records), plan=plan)
     if is_disturbed(reading):
-        notes = (
-            *notes,
+        notes.append(
             f"the main thread waited for a core {_queued(reading):.0%} of the time: something else runs "
-            "on this machine, and shares are rough",
+            "on this machine, and shares are rough"
         )
-    return replace(reading, notes=notes)
+    return replace(reading, notes=tuple(notes))
 
 
 def is_disturbed(reading: Reading) -> bool:
@@ -121,17 +120,13 @@ def _cleaned(record: Record) -> Record:
 
 def _lasting(record: Record) -> Record:
     """What a warm-up step tells all the same: memory taken apart, and what is done between steps."""
-    told = ("step", "checkpoint_s", "checkpoint_stall_s", "checkpoint_bytes", "validation_s", *_STARTUP)
-    return {name: value for name, value in record.items() if name in told or name.startswith("memory_")}
+    names = ("step", "checkpoint_s", "checkpoint_stall_s", "checkpoint_bytes", "validation_s", *_STARTUP)
+    return {name: value for name, value in record.items() if name in names or name.startswith("memory_")}
 
 
 def _last(records: Sequence[Record]) -> dict[str, float]:
     """Totals and what holds for the run so far."""
-    totals: dict[str, float] = {}
-    for record in records:
-        kept = {name: float(value) for name, value in record.items() if _is_total(name)}
-        totals |= kept
-    return totals
+    return {name: float(value) for record in records for name, value in record.items() if _is_total(name)}
 
 
 def _is_total(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What servers call their gauges on a metrics page, and what their flags are called: facts, a table a server.
+"""What servers call their gauges on a metrics page, and what their flags are called: facts, one table per server.
 
 vLLM: vllm/v1/metrics/loggers.py, names of engines before it last; SGLang: its production metrics page; Text Generation
 Inference: its metrics page; ours: the gauge's name with armillary_ before it.
@@ -122,16 +122,16 @@ _TGI = Server(
 
 
 def _ours() -> Server:
-    def named(kind: str) -> Names:
+    def of_kind(kind: str) -> Names:
         names = (name for name, gauge in GAUGES.items() if gauge.kind == kind)
         return {name: tuple(map(prometheus_name, (name, *former_names(name)))) for name in names}
 
     return Server(
         name="armillary",
         prefix="armillary_",
-        values=named("value"),
-        totals=named("counter"),
-        histograms=named("histogram"),
+        values=of_kind("value"),
+        totals=of_kind("counter"),
+        histograms=of_kind("histogram"),
         info="armillary_serve_info",
         replica="one more server, or a gateway over {value}",
     )

@@ -7,18 +7,24 @@ The line is 'step: 10  loss: 5.1  grad_norm: 2.3  memory: 26.1GiB(32.9%)  tps: 3
 import re
 from collections.abc import Sequence
 
-from armillary.diagnosis.readings.log_lines import clock, in_order, number, with_step_times, without_warm_up
+from armillary.diagnosis.readings.log_lines import (
+    clock,
+    in_order,
+    number,
+    read_fields,
+    with_step_times,
+    without_warm_up,
+)
 from armillary.diagnosis.readings.reading import Reading
 from armillary.store.gauges import Record
 
 _STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:\s*(\S+)(.*)")
 _FIELDS = {
-    "grad_norm": re.compile(r"grad_norm:\s*([\d.eE+-]+)"),
-    "tokens_per_s_per_device": re.compile(r"\b[tw]ps:\s*([\d,.]+)"),
-    "flops_per_s": re.compile(r"\btflops:\s*([\d,.]+)"),
-    "mfu": re.compile(r"\bmfu:\s*([\d.]+)%"),
+    "grad_norm": (re.compile(r"grad_norm:\s*([\d.eE+-]+)"), 1.0),
+    "tokens_per_s_per_device": (re.compile(r"\b[tw]ps:\s*([\d,.]+)"), 1.0),
+    "flops_per_s": (re.compile(r"\btflops:\s*([\d,.]+)"), 1e12),
+    "mfu": (re.compile(r"\bmfu:\s*([\d.]+)%"), 0.01),
 }
-_SCALE = {"flops_per_s": 1e12, "mfu": 0.01}
 _MEMORY = re.compile(r"memory:\s*([\d.]+)GiB\(([\d.]+)%\)")
 _SAVED = re.compile(r"saving the checkpoint.*?in ([\d.]+) seconds", re.IGNORECASE)
 _VALIDATED = re.compile(r"validate step:\s*(\d+)\s+loss:\s*([\d.]+)", re.IGNORECASE)
@@ -42,22 +48,22 @@ def is_torchtitan(lines: Sequence[str]) -> bool:
 
 
 def read_torchtitan(lines: Sequence[str], source: str) -> Reading:
-    settings = _settings(lines)
     records = in_order(record for line in lines if (record := _record(line)) is not None)
-    kept, skipped = without_warm_up(with_step_times(records))
-    steps = _with_events(lines, kept)
-    notes = (f"{skipped} lines of warm-up were left out",) if skipped else ()
-    return Reading(source=source, kind="training", by="torchtitan", steps=tuple(steps), settings=settings, notes=notes)
-
-
-def _settings(lines: Sequence[str]) -> dict[str, str]:
-    """The last word on each."""
-    settings: dict[str, str] = {}
-    for line in lines:
-        if _STEP.search(line):
-            continue
-        settings |= {name: match[1].strip() for name, pattern in _SETTINGS.items() if (match := pattern.search(line))}
-    return settings
+    steps, notes = without_warm_up(with_step_times(records))
+    return Reading(
+        source=source,
+        kind="training",
+        by="torchtitan",
+        steps=tuple(_with_events(lines, steps)),
+        settings={
+            name: match[1].strip()
+            for line in lines
+            if not _STEP.search(line)
+            for name, pattern in _SETTINGS.items()
+            if (match := pattern.search(line))
+        },
+        notes=tuple(notes),
+    )
 
 
 def _record(line: str) -> Record | None:
@@ -68,13 +74,9 @@ def _record(line: str) -> Record | None:
     record: Record = {"step": int(matched[1]), "loss": loss}
     if (when := clock(line)) is not None:
         record["time"] = when
-    for name, pattern in _FIELDS.items():
-        value = number(match[1]) if (match := pattern.search(matched[3])) else None
-        if value is not None:
-            record[name] = value * _SCALE.get(name, 1.0)
+    record |= read_fields(matched[3], _FIELDS)
     if memory := _MEMORY.search(matched[3]):
-        record["memory_reserved_bytes"] = float(memory[1]) * 2**30
-        record["memory_used_fraction"] = float(memory[2]) / 100
+        record |= {"memory_reserved_bytes": float(memory[1]) * 2**30, "memory_used_fraction": float(memory[2]) / 100}
     return record
 
 
