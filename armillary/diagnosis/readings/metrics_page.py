@@ -4,7 +4,7 @@ Percentiles are interpolated in the histograms' buckets, so they are as exact as
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from urllib.error import URLError
@@ -28,7 +28,7 @@ _READS = ", ".join(server.name for server in SERVERS.values())
 def read_metrics(
     target: str, home: Home | None = None, *, apart_s: float = APART_S, wait: Callable[[float], None] = time.sleep
 ) -> Reading:
-    """The page behind a URL, looked at twice, or the page in a file."""
+    """The page behind a URL, scraped twice, or the page in a file."""
     if not target.startswith(("http://", "https://")):
         return reading_of_page(_file(Path(target)), source=target)
     url = page_url(target)
@@ -37,10 +37,9 @@ def read_metrics(
     own = _own_run(page, _server(page, url), home, target)
     if own is not None:
         return own
-    begun = time.monotonic()
+    begin = time.monotonic()
     wait(apart_s)
-    second, seconds = _fetch(url), time.monotonic() - begun
-    return reading_of_page(second, source=target, earlier=first, seconds=seconds)
+    return reading_of_page(_fetch(url), source=target, earlier=first, seconds=time.monotonic() - begin)
 
 
 def _own_run(page: Page, server: Server, home: Home | None, target: str) -> Reading | None:
@@ -74,23 +73,22 @@ def reading_of_page(text: str, *, source: str, earlier: str | None = None, secon
     page = parse_page(text)
     server = _server(page, source)
     before, notes = _before(page, earlier, server)
-    looks = Scrapes(server=server, now=page, before=before, seconds=seconds if before else 0.0)
-    values = looks.figures()
+    scrapes = Scrapes(server=server, now=page, before=before, seconds=seconds if before else 0.0)
+    values = scrapes.figures()
     settings, more = _settings(page, server, values)
-    means = busy_means(looks, values | more)
-    notes = (*notes, *_notes(looks, values), *((NOTE,) if means else ()))
+    means = busy_means(scrapes, values | more)
+    notes += (
+        (f"looked at twice, {seconds:.0f} s apart",)
+        if before is not None
+        else ("one look at the page: means are since the server started; a URL is looked at twice",)
+    )
+    if not values.get("requests_total") and not values.get("running"):
+        notes += ("no request has been answered yet: there is nothing to judge",)
+    if means:
+        notes += ("nobody is there now: batch, queue and cache are means over the steps that were taken",)
     return Reading(
         source=source, kind="serving", by=server.name, settings=settings, values=values | more | means, notes=notes
     )
-
-
-def _notes(looks: Scrapes, values: Mapping[str, float]) -> Iterator[str]:
-    if looks.before is not None:
-        yield f"looked at twice, {looks.seconds:.0f} s apart"
-    else:
-        yield "one look at the page: means are since the server started; a URL is looked at twice"
-    if not values.get("requests_total") and not values.get("running"):
-        yield "no request has been answered yet: there is nothing to judge"
 
 
 def page_url(target: str) -> str:
@@ -114,46 +112,32 @@ def _server(page: Page, source: str) -> Server:
 
 
 def _before(page: Page, earlier: str | None, server: Server) -> tuple[Page | None, tuple[str, ...]]:
-    """The earlier page, unless the server started again in between."""
+    """The earlier page, unless the server restarted in between."""
     if earlier is None:
         return None, ()
     before = parse_page(earlier)
     now, then = totals_of(page, server), totals_of(before, server)
     if any(now.get(name, total) < total for name, total in then.items()):
-        return None, ("the server started again between the two looks: the first is left out",)
+        return None, ("the server restarted between the two looks: the first is left out",)
     return before, ()
 
 
 def _settings(page: Page, server: Server, values: Mapping[str, float]) -> tuple[dict[str, str], dict[str, float]]:
     """What the page says of the server's settings, and what follows from them."""
     settings = page.labels(server.info) if server.info else {}
-    settings |= {"models": ", ".join(models)} if (models := _models(page, server)) else {}
+    running = first_of(page, server.values.get("running", ()))
+    labels = [sample.labels for sample in page.find(running)] if running else []
+    if models := sorted({each["model_name"] for each in labels if "model_name" in each}):
+        settings["models"] = ", ".join(models)
     more: dict[str, float] = {}
     blocks, size = (number_of(settings.get(name)) for name in ("num_gpu_blocks", "block_size"))
     tokens = number_of(settings.get("kv_cache_size_tokens")) or (blocks * size if blocks and size else None)
-    engines = _engines(page, server)
+    engines = max(1, len({each.get("engine", each.get("dp_rank", "")) for each in labels}))
     if tokens and "kv_capacity_tokens" not in values:
         more["kv_capacity_tokens"] = tokens * engines
     if engines > 1:
         more["replicas"] = float(engines)
     return settings, more
-
-
-def _models(page: Page, server: Server) -> list[str]:
-    name = first_of(page, server.values.get("running", ()))
-    return (
-        sorted({sample.labels["model_name"] for sample in page.find(name) if "model_name" in sample.labels})
-        if name
-        else []
-    )
-
-
-def _engines(page: Page, server: Server) -> int:
-    name = first_of(page, server.values.get("running", ()))
-    ranks = (
-        {sample.labels.get("engine", sample.labels.get("dp_rank", "")) for sample in page.find(name)} if name else set()
-    )
-    return max(1, len(ranks))
 
 
 # --- where it is
@@ -177,30 +161,27 @@ def _fetch(url: str) -> str:
         raise NotFound(f"no metrics page at {url} ({why}); start the server, or give the address it prints") from None
 
 
-NOTE = "nobody is there now: batch, queue and cache are means over the steps that were taken"
+# --- means of a page without requests now
 
 
-def busy_means(looks: Scrapes, values: Mapping[str, float]) -> dict[str, float]:
-    """Nothing where requests are there now, or where the page does not tell."""
-    running = _running(looks, values) if not values.get("running") and not values.get("waiting") else None
+def busy_means(scrapes: Scrapes, values: Mapping[str, float]) -> dict[str, float]:
+    """Requests running and waiting, and the share of the KV cache in use, while there were requests: running is the
+    mean step's batch or, where steps are not counted, follows from Little's law over the time between two scrapes.
+    Nothing where requests are there now, or where the page does not tell."""
+    if values.get("running") or values.get("waiting"):
+        return {}
+    served = _served_s(values)
+    running = scrapes.batch if scrapes.batch is not None else values.get("requests_per_s", 0.0) * served
     if not running:
         return {}
     means = {"running": running, "unanswered": 0.0}
-    served, queue = _served_s(values), values.get("queue_s")
-    if served and queue is not None:
-        means["waiting"] = running * queue / served
-    capacity = values.get("kv_capacity_tokens")
-    if capacity:
-        means["kv_used_fraction"] = min(1.0, running * _kept_tokens(values) / capacity)
+    if served and "queue_s" in values:
+        means["waiting"] = running * values["queue_s"] / served
+    if capacity := values.get("kv_capacity_tokens"):
+        own = values.get("tokens_in", 0.0) * (1 - values.get("prefix_hit_fraction", 0.0))
+        tokens = own + values.get("tokens_out", 0.0) / 2  # per request on average: half of its output
+        means["kv_used_fraction"] = min(1.0, running * tokens / capacity)
     return means
-
-
-def _running(looks: Scrapes, values: Mapping[str, float]) -> float | None:
-    """The mean step's batch; where steps are not counted, by Little's law over the time between two looks."""
-    if looks.batch is not None:
-        return looks.batch
-    rate, served = values.get("requests_per_s"), _served_s(values)
-    return rate * served if rate and served else None
 
 
 def _served_s(values: Mapping[str, float]) -> float:
@@ -208,9 +189,3 @@ def _served_s(values: Mapping[str, float]) -> float:
     if "decode_s" in values:
         return values.get("prefill_s", 0.0) + values["decode_s"]
     return max(0.0, values.get("e2e_s", 0.0) - values.get("queue_s", 0.0))
-
-
-def _kept_tokens(values: Mapping[str, float]) -> float:
-    """Of the cache, by a request on average: what is not shared of its prompt, and half its answer."""
-    own = values.get("tokens_in", 0.0) * (1 - values.get("prefix_hit_fraction", 0.0))
-    return own + values.get("tokens_out", 0.0) / 2

@@ -33,11 +33,12 @@ class Scrapes:
 
     def figures(self) -> dict[str, float]:
         """Everything the page says, by gauge."""
-        values = dict(self._gauges()) | (totals := totals_of(self.now, self.server))
-        values |= _fractions(totals) | dict(self._distributions()) | self._of_steps()
+        totals = totals_of(self.now, self.server)
+        values = self._gauges() | totals | _fractions(totals) | dict(self._distributions()) | self._of_steps()
         values |= self._derived(values)
         if self.before is not None:
-            gained = self._gained(totals)
+            before = totals_of(self.before, self.server)
+            gained = {name: totals[name] - then for name, then in before.items() if name in totals}
             values |= self._rates(gained) | _fractions(gained)
         return values
 
@@ -67,13 +68,14 @@ class Scrapes:
             return None
         return (firsts.count + gaps.count) / steps.count
 
-    def _gauges(self) -> Iterator[tuple[str, float]]:
+    def _gauges(self) -> dict[str, float]:
         """Counts of all engines together; shares as their mean."""
-        for gauge, names in self.server.values.items():
-            name = first_of(self.now, names)
-            value = (self.now.mean if gauge.endswith("_fraction") else self.now.total)(name) if name else None
-            if value is not None:
-                yield gauge, value
+        names = {gauge: name for gauge, names in self.server.values.items() if (name := first_of(self.now, names))}
+        values = {
+            gauge: self.now.mean(name) if gauge.endswith("_fraction") else self.now.total(name)
+            for gauge, name in names.items()
+        }
+        return {gauge: value for gauge, value in values.items() if value is not None}
 
     def _distributions(self) -> Iterator[tuple[str, float]]:
         for gauge in self.server.histograms:
@@ -101,21 +103,14 @@ class Scrapes:
     def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
         """What a page leaves out and its other figures tell: requests answered, lengths of a mean request."""
         derived: dict[str, float] = {}
-        ended = next(
-            (histogram for name in self.server.histograms.get("e2e_s", ()) if (histogram := self.now.histogram(name))),
-            None,
-        )
-        requests = values.get("requests_total") or (ended.count if ended is not None else 0.0)
+        histograms = map(self.now.histogram, self.server.histograms.get("e2e_s", ()))
+        requests = values.get("requests_total") or next((ended.count for ended in histograms if ended), 0.0)
         if requests and "requests_total" not in values:
             derived["requests_total"] = requests
         for total, each in (("tokens_in_total", "tokens_in"), ("tokens_out_total", "tokens_out")):
             if requests and each not in values and total in values:
                 derived[each] = values[total] / requests
         return derived
-
-    def _gained(self, totals: Mapping[str, float]) -> dict[str, float]:
-        before = totals_of(self.before, self.server) if self.before is not None else {}
-        return {name: totals[name] - then for name, then in before.items() if name in totals}
 
     def _rates(self, gained: Mapping[str, float]) -> dict[str, float]:
         """Per second, and per request where enough of them ended."""

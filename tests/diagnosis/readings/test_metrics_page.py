@@ -111,7 +111,7 @@ def test_a_server_that_started_again_in_between_is_read_as_it_is_now() -> None:
         (DATA / "synthetic_vllm_healthy.prom").read_text(), source="x", earlier=KV_FULL.read_text(), seconds=5.0
     )
     assert "requests_per_s" not in reading.values and reading.values["preemptions_total"] == 0
-    assert reading.notes[0].startswith("the server started again between the two looks")
+    assert reading.notes[0].startswith("the server restarted between the two looks")
 
 
 def test_addresses_lead_to_the_page() -> None:
