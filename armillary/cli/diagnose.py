@@ -277,7 +277,7 @@ MODEL = "MODEL"
 
 def next_command(run: Run, lever: Lever, kind: Kind, recipe: Path, home: Home) -> str:
     """As a person would type it."""
-    from armillary.diagnosis.levers.apply import overrides_of
+    from armillary.diagnosis.evidence.finding import overrides_of
 
     words = ["train", path_text(recipe)]
     if kind == "serving":

@@ -156,8 +156,8 @@ class Changed:
 
 def from_run(out: Output, home: Home, name: str) -> Changed:
     """The recipe that a run's diagnosis asks for; says which lever that is."""
+    from armillary.diagnosis.evidence.finding import overrides_of
     from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
-    from armillary.diagnosis.levers.apply import overrides_of
     from armillary.diagnosis.outcome.diagnosis import read_diagnosis
     from armillary.store.runs import find_run
 

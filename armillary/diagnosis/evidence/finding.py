@@ -71,7 +71,7 @@ class Lever:
     @property
     def sets(self) -> str:
         """'--set train.compile=true --set layout.micro_batch=8'"""
-        return " ".join(f"--set {key}={_text(value)}" for key, value in self.change.items())
+        return " ".join(f"--set {override}" for override in overrides_of(self.change))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,20 @@ Rule = Callable[[Reading, Plan | None], Finding | None]
 """rule(reading, plan) -> a finding, or None"""
 
 
-def _text(value: Any) -> str:
+def overrides_of(change: Mapping[str, Any]) -> list[str]:
+    """As `--set` takes them: 'layout.micro_batch=8'."""
+    return [f"{key}={_plain(value)}" for key, value in change.items()]
+
+
+def _plain(value: Any) -> str:
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def measured(reading: Reading, *gauges: str) -> tuple[Evidence, ...]:
+    """Those of the gauges that were measured, as evidence."""
+    return tuple(Evidence(gauge=name, value=value) for name in gauges if (value := reading.get(name)) is not None)
 
 
 def evidence_text(evidence: Evidence) -> str:

@@ -47,7 +47,7 @@ class Load:
         """What one more token in a step costs: what a mean step takes beyond one without prompts, over its prompt
         tokens; where the page does not tell, at most the prefill's time beyond a step of decodes, over its tokens.
         At most what all the engine's time gives each of its tokens; that, where no prefill was timed."""
-        tokens = self.computed + self.tokens_out + self.again
+        tokens = self.computed + self.tokens_out + self.recomputed
         most = self.engine_s / tokens if tokens > 0 else 0.0
         if self.parted and self.step_prompts > 0:
             return min(most, max(0.0, self.mean_step_s - self.usual_gap_s) / self.step_prompts)
@@ -61,7 +61,7 @@ class Load:
         return ((self.prefill_s or 0.0) + self.decode_s) / (1 + self.decode_s / self.gap_s)
 
     @property
-    def again(self) -> float:
+    def recomputed(self) -> float:
         """Tokens per request recomputed after preemptions: each time the prompt and half of the output."""
         return self.preempted * (self.tokens_in + self.tokens_out / 2)
 
@@ -76,9 +76,9 @@ class Load:
         return ((self.prefill_s or 0.0) + self.decode_s) / max(1.0, self.running)
 
     @property
-    def again_share(self) -> float:
+    def recompute_share(self) -> float:
         """Share of the engine's time that recomputes tokens after preemptions."""
-        return min(0.9, self.again * self.prompt_token_s / self.engine_s) if self.engine_s > 0 else 0.0
+        return min(0.9, self.recomputed * self.prompt_token_s / self.engine_s) if self.engine_s > 0 else 0.0
 
     def step_s(self, batch: float) -> float:
         """Seconds of a step with `batch` requests."""
@@ -114,6 +114,7 @@ def load_of(reading: Reading) -> Load | None:
     requests = reading.get("requests_total") or 0.0
     came = requests + reading.values.get("unanswered", running + waiting)
     prompts, alone = reading.get("prefill_tokens") or 0.0, reading.values.get("decode_gap_s")
+    total_preempted = (reading.get("preemptions_total") or 0.0) / requests if requests else 0.0
     return Load(
         running=max(1.0, running / replicas),
         waiting=waiting / replicas,
@@ -125,7 +126,8 @@ def load_of(reading: Reading) -> Load | None:
         tokens_in=prompt,
         computed=prompt * (1 - hit),
         tokens_out=out,
-        preempted=_preempted(reading, requests),
+        # between two scrapes where that is known, else since the start
+        preempted=reading.values.get("preemptions_per_request", total_preempted),
         demand=came / requests if requests else 1.0,
         step_tokens=prompts + (reading.get("decode_tokens") or 0.0),
         step_prompts=prompts,
@@ -133,14 +135,6 @@ def load_of(reading: Reading) -> Load | None:
         full_step=reading.values.get("full_step_tokens", inf),
         over="unanswered" in reading.values,
     )
-
-
-def _preempted(reading: Reading, requests: float) -> float:
-    """Between two scrapes where that is known, else since the start."""
-    lately = reading.values.get("preemptions_per_request")
-    if lately is not None:
-        return lately
-    return (reading.get("preemptions_total") or 0.0) / requests if requests else 0.0
 
 
 def _times(reading: Reading, gap: float, out: float) -> tuple[float, float | None, float]:

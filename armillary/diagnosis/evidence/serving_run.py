@@ -4,7 +4,7 @@ After a step with requests still waiting, one bottleneck kept them out: all rows
 budget of prompt tokens was spent, or KV cache blocks were lacking; with static batching, the batch itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -47,11 +47,11 @@ class ServingRun:
     @cached_property
     def missed(self) -> dict[str, float]:
         """Objectives that are not met: gauge -> measured value over the limit, the worst first."""
-        ratios = {}
-        for name in OBJECTIVES:
-            limit, value = getattr(self.objective, name), self.reading.get(name)
-            if limit and value is not None and value > limit:
-                ratios[name] = value / limit
+        ratios = {
+            name: value / limit
+            for name in OBJECTIVES
+            if (limit := getattr(self.objective, name)) and (value := self.reading.get(name) or 0.0) > limit
+        }
         return dict(sorted(ratios.items(), key=lambda item: -item[1]))
 
     # --- time
@@ -64,7 +64,11 @@ class ServingRun:
     @cached_property
     def busy_s(self) -> float:
         """Time in steps."""
-        return sum(float(step.get("engine_step_s", 0.0)) for step in self.reading.steps)
+        return self._sum("engine_step_s")
+
+    def _sum(self, gauge: str) -> float:
+        """Over all recorded steps."""
+        return sum(float(step.get(gauge, 0.0)) for step in self.reading.steps)
 
     @cached_property
     def queue_share(self) -> float:
@@ -76,22 +80,24 @@ class ServingRun:
     @cached_property
     def batch_job(self) -> bool:
         """Whether all requests arrived at once: what counts is when the last one finishes."""
-        timed = [request for request in self.reading.requests if "arrived_s" in request and "e2e_s" in request]
-        if len(timed) < 2:
-            return False
-        came = [float(request["arrived_s"]) for request in timed]
-        over = max(float(request["arrived_s"]) + float(request["e2e_s"]) for request in timed)
-        return max(came) - min(came) <= BATCH_JOB_SPAN_SHARE * (over - min(came))
+        return self._spans is not None and self._spans[0] <= BATCH_JOB_SPAN_SHARE * self._spans[1]
 
     @cached_property
     def excess(self) -> float:
         """Share of the work beyond capacity: 1 − time of the arrivals over time until the last request finished."""
+        arriving_s, total_s = self._spans or (0.0, 0.0)
+        return max(0.0, 1 - arriving_s / total_s) if total_s > 0 else 0.0
+
+    @cached_property
+    def _spans(self) -> tuple[float, float] | None:
+        """Seconds from the first arrival to the last one, and to the end of the last request; None for fewer than two
+        requests."""
         timed = [request for request in self.reading.requests if "arrived_s" in request and "e2e_s" in request]
-        came = [float(request["arrived_s"]) for request in timed]
-        if len(came) < 2:
-            return 0.0
-        over = max(float(request["arrived_s"]) + float(request["e2e_s"]) for request in timed)
-        return max(0.0, 1 - (max(came) - min(came)) / (over - min(came))) if over > min(came) else 0.0
+        if len(timed) < 2:
+            return None
+        arrivals = [float(request["arrived_s"]) for request in timed]
+        end = max(float(request["arrived_s"]) + float(request["e2e_s"]) for request in timed)
+        return max(arrivals) - min(arrivals), end - min(arrivals)
 
     # --- the queue
 
@@ -120,10 +126,10 @@ class ServingRun:
         return next(iter(self.bottlenecks), None)
 
     def _bottleneck(self, step: Record) -> Bottleneck:
-        if self.serve.batching != "continuous":
-            return "rows" if step["running"] >= self.rows else "batch"
         if step["running"] >= self.rows:
             return "rows"
+        if self.serve.batching != "continuous":
+            return "batch"
         if self._is_full(step) or self.serve.prefill_slowdown is not None:
             return "budget"
         return "blocks" if float(step.get("kv_used_fraction", 1.0)) >= KV_HELD_SHARE else "unknown"
@@ -146,20 +152,18 @@ class ServingRun:
     @cached_property
     def decoding(self) -> float:
         """Mean decodes per step that has decodes."""
-        decodes = [float(step["decode_tokens"]) for step in self.reading.steps if step.get("decode_tokens")]
-        return sum(decodes) / len(decodes) if decodes else 0.0
+        return _mean(float(step["decode_tokens"]) for step in self.reading.steps if step.get("decode_tokens"))
 
     @cached_property
     def wanted(self) -> float:
         """Requests that would run without the bottleneck: running plus waiting, mean over queued steps."""
-        requests = [float(step["running"]) + float(step["waiting"]) for step in self.queued]
-        return sum(requests) / len(requests) if requests else 0.0
+        return _mean(float(step["running"]) + float(step["waiting"]) for step in self.queued)
 
     @cached_property
     def context(self) -> float:
         """Mean context length of a decode in tokens."""
-        decodes = sum(float(step.get("decode_tokens", 0)) for step in self.reading.steps)
-        return sum(float(step.get("context_tokens", 0)) for step in self.reading.steps) / decodes if decodes else 0.0
+        decodes = self._sum("decode_tokens")
+        return self._sum("context_tokens") / decodes if decodes else 0.0
 
     def share_saved(self, rows: float) -> float:
         """Share of the time in steps saved if `rows` requests decoded together instead of `decoding`: a step pays its
@@ -167,21 +171,18 @@ class ServingRun:
         cost, now = self.cost, self.decoding
         if cost is None or not now or rows <= now or not self.busy_s:
             return 0.0
-        decodes = sum(float(step.get("decode_tokens", 0)) for step in self.reading.steps)
-        return min(0.99, decodes * cost.base_s * (1 / now - 1 / rows) / self.busy_s)
+        return min(0.99, self._sum("decode_tokens") * cost.base_s * (1 / now - 1 / rows) / self.busy_s)
 
     # --- gaps
 
     def stretched(self, limit_s: float) -> float:
         """Share of decoded tokens whose step was longer than the limit because of its prompts, by the fitted step
         time, so that stalls of the whole machine do not count."""
-        cost, tokens, stretched = self.cost, 0.0, 0.0
-        for step in self.reading.steps:
-            count = float(step.get("decode_tokens", 0))
-            tokens += count
-            if cost is not None and count and step.get("prefill_tokens") and cost.of(step) > limit_s:
-                stretched += count
-        return stretched / tokens if tokens else 0.0
+        cost, tokens = self.cost, self._sum("decode_tokens")
+        if cost is None or not tokens:
+            return 0.0
+        mixed = [step for step in self.reading.steps if step.get("decode_tokens") and step.get("prefill_tokens")]
+        return sum(float(step["decode_tokens"]) for step in mixed if cost.of(step) > limit_s) / tokens
 
     # --- prompts
 
@@ -206,9 +207,9 @@ class ServingRun:
     @cached_property
     def total_busy_s(self) -> float:
         """Time in all steps, where only some were recorded, assuming the same tokens per second in both."""
-        drawn = sum(float(step.get("decode_tokens", 0)) for step in self.reading.steps)
-        ended = self.total("requests_total")
-        return self.busy_s * max(1.0, (self.total("tokens_out_total") - ended) / drawn) if drawn else self.busy_s
+        recorded = self._sum("decode_tokens")
+        decoded = self.total("tokens_out_total") - self.total("requests_total")
+        return self.busy_s * max(1.0, decoded / recorded) if recorded else self.busy_s
 
     @cached_property
     def prompt_share(self) -> float:
@@ -220,17 +221,15 @@ class ServingRun:
 
     @staticmethod
     def _prompt_s(step: Record, cost: StepCost) -> float:
-        tokens, pairs = float(step.get("prefill_tokens", 0)), float(step.get("prefill_pairs", 0))
+        names = ("prefill_tokens", "prefill_pairs", "prefill_rows", "prefill_past")
+        tokens, query_keys, rows, past = (float(step.get(name, 0)) for name in names)
         alone = cost.base_s if tokens and not step.get("decode_tokens") else 0.0
-        rows = float(step.get("prefill_rows", 0))
-        past = float(step.get("prefill_past", 0))
-        return alone + tokens * cost.prefill_s + pairs * cost.pair_s + rows * cost.row_s + past * cost.past_s
+        return alone + tokens * cost.prefill_s + query_keys * cost.pair_s + rows * cost.row_s + past * cost.past_s
 
     @cached_property
     def computed(self) -> float:
         """Prompt tokens computed in all steps, recorded or not."""
-        seen = sum(float(step.get("prefill_tokens", 0)) for step in self.reading.steps)
-        return max(seen, self.total("tokens_in_total") - self.total("prefix_hits_total"))
+        return max(self._sum("prefill_tokens"), self.total("tokens_in_total") - self.total("prefix_hits_total"))
 
     @cached_property
     def filled_share(self) -> float:
@@ -257,8 +256,13 @@ def prompt_of_ttft(run: ServingRun) -> float:
 
 
 def mean_of(reading: Reading, gauge: str) -> float:
-    values = [value for value in reading.series(gauge) if value]
-    return sum(values) / len(values) if values else 0.0
+    """The mean of the values that are not zero."""
+    return _mean(filter(None, reading.series(gauge)))
+
+
+def _mean(values: Iterable[float]) -> float:
+    counted = list(values)
+    return sum(counted) / len(counted) if counted else 0.0
 
 
 def waiting(run: ServingRun) -> Evidence:
@@ -275,7 +279,6 @@ def queue(run: ServingRun) -> Evidence:
 
 
 def blocks(run: ServingRun) -> Evidence:
-    values = [float(step["kv_used_fraction"]) for step in run.queued or run.reading.steps if "kv_used_fraction" in step]
-    return Evidence(
-        gauge="kv_used_fraction", value=sum(values) / len(values) if values else 0.0, expected=1.0, against="all blocks"
-    )
+    steps = [step for step in run.queued or run.reading.steps if "kv_used_fraction" in step]
+    used = _mean(float(step["kv_used_fraction"]) for step in steps)
+    return Evidence(gauge="kv_used_fraction", value=used, expected=1.0, against="all blocks")

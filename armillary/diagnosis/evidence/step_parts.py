@@ -46,17 +46,21 @@ class Parts:
 
 def parts_of(reading: Reading) -> Parts | None:
     """None where no step was timed."""
-    step = winsorised_mean(reading.series("step_s"))
-    if not step:
-        step = reading.get("step_s") or 0.0
+    step = winsorised_mean(reading.series("step_s")) or reading.get("step_s")
     if not step:
         return None
     job = reading.plan.train if reading.plan else None
-    saves = _saves(reading, job.save_every if job else 0)
-    validates = amortised(reading, "validation_s", job.eval_every if job else 0)
-    inside = {name: min(step, _steady(reading, f"{name}_s")) for name in ("data_wait", "comm_exposed", "bubble")}
-    between = winsorised_mean(reading.series("between_steps_s"))
-    return Parts(step=step, checkpoint=saves, validation=validates, between=between, **inside)
+    waits = {
+        name: min(step, reading.values.get(f"{name}_s", winsorised_mean(reading.series(f"{name}_s"))))
+        for name in ("data_wait", "comm_exposed", "bubble")
+    }
+    return Parts(
+        step=step,
+        checkpoint=_saves(reading, job.save_every if job else 0),
+        validation=amortised(reading, "validation_s", job.eval_every if job else 0),
+        between=winsorised_mean(reading.series("between_steps_s")),
+        **waits,
+    )
 
 
 def _saves(reading: Reading, period: int | None) -> float:
@@ -86,12 +90,6 @@ def winsorised_mean(values: Sequence[float]) -> float:
     return sum(min(value, cap) for value in ordered) / len(ordered)
 
 
-def _steady(reading: Reading, gauge: str) -> float:
-    if gauge in reading.values:
-        return reading.values[gauge]
-    return winsorised_mean(reading.series(gauge))
-
-
 def recompute_share(reading: Reading) -> float | None:
     """Share of a step spent in recompute: within each step that measured it, since step times vary over a run."""
     timed = [(float(record["recompute_s"]), _length(record)) for record in reading.steps if "recompute_s" in record]
@@ -108,9 +106,7 @@ def _length(record: Record) -> float:
 def computing(reading: Reading) -> float:
     """Share of the time that a recorded step stands for: all but waiting for data and the time between steps."""
     parts = parts_of(reading)
-    if parts is None:
-        return 1.0
-    return parts.share(parts.step - parts.data_wait)
+    return parts.share(parts.step - parts.data_wait) if parts is not None else 1.0
 
 
 def without(share: float) -> float:
@@ -129,14 +125,14 @@ def launch_overhead_share(reading: Reading, plan: Plan | None) -> float | None:
     calls, ran = reading.get("kernels"), reading.get("host_cpu_s")
     if plan is None or plan.cluster.chip.kind != "cpu" or not calls or not ran:
         return min(MAX_LAUNCH_SHARE, seen)
-    beside = [
+    shares = [
         calls * float(record["torch_call_s"]) / float(record["host_cpu_s"])
         for record in reading.steps
         if "torch_call_s" in record and record.get("host_cpu_s")
     ]
     # a run measures torch_call_s once, before its first step; older ones measured it beside several
     once = calls * (reading.get("torch_call_s") or TORCH_CALL_S * AUTOGRAD_CALL) / ran
-    return min(MAX_LAUNCH_SHARE, median(beside) if len(beside) > 1 else once)
+    return min(MAX_LAUNCH_SHARE, median(shares) if len(shares) > 1 else once)
 
 
 def micro_batch_overhead_share(reading: Reading) -> float | None:

@@ -28,7 +28,7 @@ MEDIAN_ERROR = 1.2533 * 1.4826
 
 
 @dataclass(frozen=True, kw_only=True)
-class Late:
+class Straggler:
     """A rank that is later than the others."""
 
     rank: int
@@ -36,46 +36,41 @@ class Late:
     often: float  # share of the steps in which it was the slowest
 
 
-def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
+def find_straggler(reading: Reading, plan: Plan | None) -> Straggler | None:
     """The rank that is slowest nearly always, and its median lateness; steps in which another rank was slowest count
     against it."""
-    spreads = [
+    spreads = _spreads(reading)
+    if len(spreads) < MIN_SPREAD_STEPS:
+        return None
+    rank, times = Counter(rank for rank, _ in spreads).most_common(1)[0]
+    lateness = [seconds if slowest == rank else -seconds for slowest, seconds in spreads]
+    often, net = times / len(spreads), median(lateness)
+    error = MEDIAN_ERROR * median(abs(seconds - net) for seconds in lateness) / sqrt(len(lateness))
+    if often < SAME_SLOWEST_RANK_SHARE or net <= STRAGGLER_STANDARD_ERRORS * error or not _lasts(lateness, net):
+        return None
+    seconds = net - _given_more(reading, plan, rank)
+    return Straggler(rank=rank, seconds=seconds, often=often) if seconds > 0 else None
+
+
+def _spreads(reading: Reading) -> list[tuple[int, float]]:
+    """(slowest rank, seconds by which it was later than the fastest) of every step that has both."""
+    return [
         (int(record["slowest_rank"]), float(record["rank_spread_s"]))
         for record in reading.steps
         if "rank_spread_s" in record and "slowest_rank" in record
     ]
-    if len(spreads) < MIN_SPREAD_STEPS:
-        return None
-    rank, times = Counter(rank for rank, _ in spreads).most_common(1)[0]
-    behind = [seconds if slowest == rank else -seconds for slowest, seconds in spreads]
-    often, net = times / len(spreads), median(behind)
-    if often < SAME_SLOWEST_RANK_SHARE or net <= STRAGGLER_STANDARD_ERRORS * _error(behind) or not _lasts(behind, net):
-        return None
-    seconds = net - _given_more(reading, plan, rank)
-    return Late(rank=rank, seconds=seconds, often=often) if seconds > 0 else None
 
 
 def waited_for_others(reading: Reading) -> float:
     """Seconds per step that the main rank waited because any other rank was late; no collective takes that long, and no
     layout makes it shorter."""
-    waits = [
-        float(record["rank_spread_s"]) if int(record["slowest_rank"]) != 0 else 0.0
-        for record in reading.steps
-        if "rank_spread_s" in record and "slowest_rank" in record
-    ]
-    return winsorised_mean(waits)
+    return winsorised_mean([seconds if slowest != 0 else 0.0 for slowest, seconds in _spreads(reading)])
 
 
-def _error(values: list[float]) -> float:
-    """Standard error of the median."""
-    middle = median(values)
-    return MEDIAN_ERROR * median(abs(value - middle) for value in values) / sqrt(len(values))
-
-
-def _lasts(behind: list[float], net: float) -> bool:
+def _lasts(lateness: list[float], net: float) -> bool:
     """Whether the rank was late in every part of the run."""
-    ends = [part * len(behind) // STRAGGLER_RUN_PARTS for part in range(STRAGGLER_RUN_PARTS + 1)]
-    return all(median(behind[begin:end]) >= STRAGGLER_PART_SHARE * net for begin, end in pairwise(ends))
+    ends = [part * len(lateness) // STRAGGLER_RUN_PARTS for part in range(STRAGGLER_RUN_PARTS + 1)]
+    return all(median(lateness[begin:end]) >= STRAGGLER_PART_SHARE * net for begin, end in pairwise(ends))
 
 
 def _given_more(reading: Reading, plan: Plan | None, rank: int) -> float:

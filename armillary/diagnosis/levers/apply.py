@@ -4,11 +4,10 @@ The user's text is edited where that is enough, so that its comments stay; other
 """
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from armillary.diagnosis.evidence.finding import Lever
+from armillary.diagnosis.evidence.finding import Lever, overrides_of
 from armillary.diagnosis.readings.reading import Kind
 from armillary.errors import BadInput
 from armillary.spec.recipe import Recipe, recipe_from_dict, to_toml
@@ -44,11 +43,6 @@ def _refuse(lever: Lever, kind: Kind) -> None:
         )
 
 
-def overrides_of(change: Mapping[str, Any]) -> list[str]:
-    """As `--set` takes them: 'layout.micro_batch=8'."""
-    return [f"{key}={_plain(value)}" for key, value in change.items()]
-
-
 def with_key(text: str, key: str, value: str) -> str:
     """TOML text with one key of a table set; comments and order stay. `value` is as `--set` takes it."""
     import tomlkit
@@ -74,9 +68,3 @@ def _reads_as(text: str, wanted: Recipe, kind: Kind) -> bool:
     if kind == "serving":
         edited = replace(edited, model=wanted.model, layout=wanted.layout, train=wanted.train, data=wanted.data)
     return edited == wanted
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from armillary.diagnosis.evidence.finding import overrides_of
 from armillary.diagnosis.evidence.step_parts import (
     Parts,
     launch_overhead_share,
@@ -17,7 +18,6 @@ from armillary.diagnosis.evidence.step_parts import (
     recompute_share,
 )
 from armillary.diagnosis.evidence.thresholds import FILLABLE_MEMORY_SHARE
-from armillary.diagnosis.levers.apply import overrides_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import ArmillaryError
 from armillary.planning.device_model.layout_arrays import Layouts, as_arrays

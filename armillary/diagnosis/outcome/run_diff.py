@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from armillary.diagnosis.levers.apply import overrides_of
+from armillary.diagnosis.evidence.finding import overrides_of
 from armillary.diagnosis.readings.reading import Kind, Reading
 from armillary.diagnosis.readings.run_folder import FEWEST
 from armillary.errors import BadInput

@@ -48,7 +48,7 @@ def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
     ):
         return None
     levers = tuple(_more_kv(reading, load))
-    share = min(0.95, load.again_share + _queued(load) * (1 - load.again_share))
+    share = min(0.95, load.recompute_share + _queued(load) * (1 - load.recompute_share))
     gauges = ("preemptions_total", "kv_used_fraction", "waiting")
     return _finding(
         "preemption",
@@ -272,7 +272,7 @@ def _smaller_chunks(reading: Reading, load: Load, worst: float) -> Iterator[Leve
 def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
     """A cache that holds more: half the bytes per token, or more of the device's memory; else another replica."""
     enough = load.waiting <= load.running  # else those who wait fill the new room too, and are thrown out as now
-    again = 1 / (1 - load.again_share) if enough else 1.0
+    again = 1 / (1 - load.recompute_share) if enough else 1.0
     wide, gain = "8" not in reading.settings.get("cache_dtype", reading.settings.get("kv_dtype", "")), 0.0
     if wide:
         gain = load.gain(min(2 * load.running, load.running + load.waiting)) * again

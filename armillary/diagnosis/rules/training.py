@@ -4,7 +4,7 @@ from statistics import median
 
 from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Rule
 from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recompute_share
-from armillary.diagnosis.evidence.stragglers import late_rank, waited_for_others
+from armillary.diagnosis.evidence.stragglers import find_straggler, waited_for_others
 from armillary.diagnosis.evidence.thresholds import (
     BUBBLE_SHARE,
     COLLAPSED_ROUTER_SHARE,
@@ -74,7 +74,7 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
     """The same rank is late in most steps, and all others wait for it."""
-    parts, late = parts_of(reading), late_rank(reading, plan)
+    parts, late = parts_of(reading), find_straggler(reading, plan)
     if parts is None or late is None:
         return None
     share, usual = parts.share(late.seconds), _usual_spread(parts, plan)

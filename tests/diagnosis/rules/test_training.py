@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.evidence.stragglers import late_rank, stage_flops
+from armillary.diagnosis.evidence.stragglers import find_straggler, stage_flops
 from armillary.diagnosis.evidence.thresholds import COLLAPSED_ROUTER_SHARE
 from armillary.diagnosis.rules.training import (
     bubble,
@@ -54,9 +54,9 @@ def test_one_slow_rank_is_the_cause_of_the_others_waiting() -> None:
 
 def test_ranks_that_take_turns_are_a_busy_machine() -> None:
     made = reading_of(rank_spread_s=0.3, slowest_rank=lambda step: float(step % 2))
-    assert late_rank(made, None) is None and straggler(made, None) is None
+    assert find_straggler(made, None) is None and straggler(made, None) is None
     small = reading_of(rank_spread_s=0.03, slowest_rank=1.0)
-    assert late_rank(small, None) is not None and straggler(small, None) is None
+    assert find_straggler(small, None) is not None and straggler(small, None) is None
     assert straggler(reading_of(), None) is None
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_was_late_for_a_time() -> None:
     late = {"count": 23, "rank_spread_s": 0.2, "slowest_rank": 1.0}
     assert straggler(reading_of(**late), None) is not None
     then = late | {"rank_spread_s": lambda step: 0.02 if step > 17 else 0.2}
-    assert late_rank(reading_of(**then), None) is None, "the last quarter was without it"
+    assert find_straggler(reading_of(**then), None) is None, "the last quarter was without it"
 
 
 def test_a_main_rank_that_is_late_itself() -> None:
