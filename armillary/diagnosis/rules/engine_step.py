@@ -28,9 +28,8 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
     limit = run.objective.itl_p99_s or (None if run.batch_job else max(times * _alone_s(run), NOTICEABLE_GAP_S))
     if limit is None or worst <= limit or run.stretched(limit) < STRETCHED_TOKEN_SHARE:
         return None
-    if (
-        run.not_found > REPEATED_PREFILL_SHARE * run.computed
-    ):  # the deeper cause: such prompts need not be computed at all
+    # the deeper cause: such prompts need not be computed at all
+    if run.not_found > REPEATED_PREFILL_SHARE * run.computed:
         return None
     alone = min(worst, _alone_s(run))
     return Finding(
@@ -63,18 +62,19 @@ def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
     run = ServingRun(reading, plan)
     if run.serve.graphs or not _on_gpu(plan) or run.cost is None:
         return None
-    reached, waited = reading.get("engine_roofline_fraction"), reading.get("engine_wait_s")
-    step = reading.get("engine_step_s") or 0.0
-    host_bound = waited is not None and step > 0 and waited < HOST_BOUND_WAIT_SHARE * step
-    if not host_bound or (reached is not None and reached > GRAPHS_ROOFLINE_FRACTION):
+    achieved, waited = reading.get("engine_roofline_fraction"), reading.get("engine_wait_s")
+    step = reading.get("engine_step_s")
+    if waited is None or not step or waited >= HOST_BOUND_WAIT_SHARE * step:
         return None
-    share = 1 - (waited or 0.0) / step
-    evidence = [Evidence(gauge="engine_wait_s", value=waited or 0.0, expected=step, against="a whole step")]
-    if reached is not None:
+    if achieved is not None and achieved > GRAPHS_ROOFLINE_FRACTION:
+        return None
+    share = 1 - waited / step
+    evidence = [Evidence(gauge="engine_wait_s", value=waited, expected=step, against="a whole step")]
+    if achieved is not None:
         evidence.append(
             Evidence(
                 gauge="engine_roofline_fraction",
-                value=reached,
+                value=achieved,
                 expected=GRAPHS_ROOFLINE_FRACTION,
                 against="launches hidden",
             )

@@ -3,6 +3,8 @@
 Where running requests lack blocks themselves, evicted prefixes are not a cause of their own.
 """
 
+from typing import Literal
+
 from armillary.diagnosis.evidence.finding import Evidence, Finding
 from armillary.diagnosis.evidence.serving_run import ServingRun, blocks, prompt_of_ttft, queue, waiting, with_queue
 from armillary.diagnosis.evidence.thresholds import (
@@ -28,9 +30,7 @@ def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
 def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
     """Running requests are preempted for lack of blocks, and recomputed."""
     run = ServingRun(reading, plan)
-    if not is_preempting(run):
-        return None
-    return _blocks_lacking(run, "preemption")
+    return _blocks_lacking(run, "preemption") if is_preempting(run) else None
 
 
 def prefix_cache_off(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -52,34 +52,31 @@ def prefix_cache_too_small(reading: Reading, plan: Plan | None) -> Finding | Non
 
 def is_preempting(run: ServingRun) -> bool:
     """Whether preemption is frequent enough to be a cause."""
-    times, again = run.total("preemptions_total"), run.total("recomputed_total")
-    done = run.total("tokens_in_total") + run.total("tokens_out_total")
+    times, recomputed = run.total("preemptions_total"), run.total("recomputed_total")
+    tokens = run.total("tokens_in_total") + run.total("tokens_out_total")
     ended = run.total("requests_total") or len(run.reading.requests)
-    return bool(times) and (
-        times > PREEMPTIONS_PER_REQUEST * max(1.0, ended) or again > RECOMPUTED_TOKEN_SHARE * max(1.0, done)
-    )
+    often = times > PREEMPTIONS_PER_REQUEST * max(1.0, ended)
+    return times > 0 and (often or recomputed > RECOMPUTED_TOKEN_SHARE * max(1.0, tokens))
 
 
-def _blocks_lacking(run: ServingRun, cause: str) -> Finding | None:
-    reading, cost = run.reading, run.cost
-    again = run.total("recomputed_total")
-    again_s = again * cost.prefill_s / run.total_busy_s if cost is not None and run.total_busy_s else 0.0
-    saved = min(0.99, run.share_saved(min(run.wanted, run.serve.max_running)) + again_s)
-    share = with_queue(run, saved)
+def _blocks_lacking(run: ServingRun, cause: Literal["kv_pressure", "preemption"]) -> Finding | None:
+    cost, tokens = run.cost, run.total("recomputed_total")
+    recompute = tokens * cost.prefill_s / run.total_busy_s if cost is not None and run.total_busy_s else 0.0
+    share = with_queue(run, min(0.99, run.share_saved(min(run.wanted, run.serve.max_running)) + recompute))
     if share < MIN_SAVED_SHARE:
         return None
-    times = run.total("preemptions_total")
+    times, capacity = run.total("preemptions_total"), run.reading.get("kv_capacity_tokens") or 0.0
     how = (
-        f"{times:.0f} preemptions, {again:,.0f} tokens recomputed"
+        f"{times:.0f} preemptions, {tokens:,.0f} tokens recomputed"
         if times
         else f"{run.decoding:.0f} of {run.serve.max_running} rows decode while {run.wanted:.0f} requests are there"
     )
     return Finding(
         loop="product",
-        cause="preemption" if cause == "preemption" else "kv_pressure",
+        cause=cause,
         rule=cause,
         share=share,
-        says=f"the KV cache of {reading.get('kv_capacity_tokens') or 0:,.0f} tokens is too small for what comes: {how}",
+        says=f"the KV cache of {capacity:,.0f} tokens is too small for what comes: {how}",
         evidence=(blocks(run), Evidence(gauge="preemptions_total", value=times), waiting(run), queue(run)),
     )
 

@@ -42,7 +42,8 @@ def idle_stages(reading: Reading, plan: Plan | None) -> Finding | None:
             "a larger batch learns less per token",
         )
     )
-    evidence = (Evidence(gauge="micro_batches", value=count), Evidence(gauge="bubble_s", value=share * _step(reading)))
+    step_s = reading.get("step_s") or 0.0
+    evidence = (Evidence(gauge="micro_batches", value=count), Evidence(gauge="bubble_s", value=share * step_s))
     return Finding(
         loop="training",
         cause="bubble",
@@ -58,19 +59,19 @@ def idle_stages(reading: Reading, plan: Plan | None) -> Finding | None:
 def _pipeline(reading: Reading) -> tuple[int, int, float, int] | None:
     """(stages, virtual stages of each, micro-batches, layers); None where the log does not say or there is no pipe."""
 
-    def told(name: str, otherwise: float = 0.0) -> float:
+    def setting(name: str, otherwise: float = 0.0) -> float:
         return number(reading.settings.get(name)) or otherwise
 
-    stages = int(told("pipeline_model_parallel_size", 1))
-    batch, micro, world = told("global_batch_size"), told("micro_batch_size"), told("world_size")
+    stages = int(setting("pipeline_model_parallel_size", 1))
+    batch, micro, world = setting("global_batch_size"), setting("micro_batch_size"), setting("world_size")
     if stages < 2 or not (batch and micro and world):
         return None
-    split = told("tensor_model_parallel_size", 1) * stages * told("context_parallel_size", 1)
-    count = batch / micro / max(1.0, told("data_parallel_size") or world / split)
-    layers = int(told("num_layers"))
-    each = told("num_layers_per_virtual_pipeline_stage")
+    split = setting("tensor_model_parallel_size", 1) * stages * setting("context_parallel_size", 1)
+    count = batch / micro / max(1.0, setting("data_parallel_size") or world / split)
+    layers = int(setting("num_layers"))
+    each = setting("num_layers_per_virtual_pipeline_stage")
     derived = int(layers / stages / each) if each and layers else 1
-    return stages, max(1, int(told("virtual_pipeline_model_parallel_size")) or derived), count, layers
+    return stages, max(1, int(setting("virtual_pipeline_model_parallel_size")) or derived), count, layers
 
 
 def _idle(stages: int, virtual: int, count: float) -> float:
@@ -123,11 +124,11 @@ def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def low_mfu(reading: Reading, plan: Plan | None) -> Finding | None:
     """Far less of the GEMM speed than runs on this chip usually keep; a trace would say why."""
-    reached = _reached(reading)
-    if reached is None:
+    rates = _mfu_and_gemm(reading)
+    if rates is None:
         return None
-    mfu, products = reached
-    usual = WELL_SET_GEMM_SHARE * products
+    mfu, gemm = rates
+    usual = WELL_SET_GEMM_SHARE * gemm
     if mfu >= usual:
         return None
     lever = Lever(
@@ -144,12 +145,12 @@ def low_mfu(reading: Reading, plan: Plan | None) -> Finding | None:
         share=1 - mfu / usual,
         evidence=(evidence,),
         levers=(lever,),
-        says=f"{mfu:.0%} MFU, where the chip's own GEMMs reach {products:.0%} of its "
+        says=f"{mfu:.0%} MFU, where the chip's own GEMMs reach {gemm:.0%} of its "
         f"peak and runs usually keep {usual:.0%}",
     )
 
 
-def _reached(reading: Reading) -> tuple[float, float] | None:
+def _mfu_and_gemm(reading: Reading) -> tuple[float, float] | None:
     """(MFU, share of the peak that the chip's largest bf16 GEMMs reach); None where the chip is not known."""
     if reading.by == "armillary" or not (name := reading.settings.get("device")):
         return None
@@ -161,10 +162,6 @@ def _reached(reading: Reading) -> tuple[float, float] | None:
         return None
     values = reading.series("mfu") or [flops / known.peaks["bf16"] for flops in reading.series("flops_per_s")]
     return (median(values), known.sustained("bf16") / known.peaks["bf16"]) if values else None
-
-
-def _step(reading: Reading) -> float:
-    return reading.get("step_s") or 0.0
 
 
 RULES: tuple[Rule, ...] = (idle_stages, recompute_with_room, low_mfu)

@@ -21,8 +21,8 @@ from armillary.diagnosis.evidence.thresholds import (
     STALL_TARGET_SHARE,
 )
 from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.rules.device import TRACE_RULES
 from armillary.diagnosis.rules.log_settings import RULES as SETTINGS_RULES
-from armillary.diagnosis.rules.traces import RULES as TRACE_RULES
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text
@@ -41,14 +41,14 @@ def validating(reading: Reading, plan: Plan | None) -> Finding | None:
 def rhythm(reading: Reading, plan: Plan | None) -> Finding | None:
     """Steps that are much longer at regular intervals: something is done every so often, and the log does not say."""
     timed = _timed(reading)
-    if len(timed) < MIN_TREND_LINES or _told(reading):
-        return None
+    if len(timed) < MIN_TREND_LINES or reading.series("checkpoint_stall_s") or reading.series("validation_s"):
+        return None  # too few lines, or the log itself says how long saving or validating took
     usual = median(seconds for _, seconds in timed)
     spikes = [(step, seconds) for step, seconds in timed if seconds > SPIKE_RATIO * usual]
     period = _period([step for step, _ in spikes])
     if period is None:
         return None
-    each = _steps_a_line(timed)
+    each = _steps_per_line(timed)
     share = sum((seconds - usual) * each for _, seconds in spikes) / max(1e-12, sum(s for _, s in timed) * each)
     if share < STALL_SHARE:
         return None
@@ -72,7 +72,8 @@ def slowing_down(reading: Reading, plan: Plan | None) -> Finding | None:
     )
     if last < SLOWDOWN_RATIO * first or not 0.98 * first <= middle <= 1.02 * last:
         return None
-    fuller = _grows(reading.series("memory_reserved_bytes"))
+    reserved = reading.series("memory_reserved_bytes")
+    fuller = len(reserved) > 1 and reserved[-1] > 1.05 * reserved[0]
     cause: Cause = "memory_pressure" if fuller else "straggler"
     why = "while memory fills" if fuller else "as when a device gets hot or shares its machine"
     action = (
@@ -102,7 +103,7 @@ def nearly_full(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     times, tried = [seconds for _, seconds in _timed(reading)], reading.settings.get("retries", "0")
     lost = 1 - sorted(times)[len(times) // 10] / mean(times) if times and tried != "0" else 0.0
-    again = f", and the allocator had to try again {tried} times" if tried != "0" else ""
+    retried = f", and the allocator had to try again {tried} times" if tried != "0" else ""
     lever = Lever(
         title="leave the allocator some room",
         speedup=without(lost),
@@ -117,7 +118,7 @@ def nearly_full(reading: Reading, plan: Plan | None) -> Finding | None:
         share=max(0.0, lost),
         levers=(lever,),
         evidence=(Evidence(gauge="memory_used_fraction", value=used, expected=MEMORY_FULL_SHARE, against="full"),),
-        says=f"{used:.0%} of the device's memory is taken{again}: a longer batch ends the run",
+        says=f"{used:.0%} of the device's memory is taken{retried}: a longer batch ends the run",
     )
 
 
@@ -135,12 +136,7 @@ def _timed(reading: Reading) -> list[tuple[int, float]]:
     return [(int(record["step"]), float(record["step_s"])) for record in reading.steps if "step_s" in record]
 
 
-def _told(reading: Reading) -> bool:
-    """Whether the log itself says how long saving or validating took."""
-    return bool(reading.series("checkpoint_stall_s") or reading.series("validation_s"))
-
-
-def _steps_a_line(timed: Sequence[tuple[int, float]]) -> float:
+def _steps_per_line(timed: Sequence[tuple[int, float]]) -> float:
     return median(after - before for (before, _), (after, _) in pairwise(timed))
 
 
@@ -154,10 +150,6 @@ def _period(steps: Sequence[int]) -> int | None:
     return usual if even and usual > 1 else None
 
 
-def _grows(values: Sequence[float]) -> bool:
-    return len(values) > 1 and values[-1] > 1.05 * values[0]
-
-
 def _run_s(reading: Reading) -> float | None:
     """How long the lines cover, by the clock or by their steps."""
     if run_s := reading.values.get("run_s"):
@@ -166,9 +158,7 @@ def _run_s(reading: Reading) -> float | None:
     if len(times) > 1 and times[-1] > times[0]:
         return times[-1] - times[0]
     timed = _timed(reading)
-    if len(timed) < 2:
-        return None
-    return sum(seconds for _, seconds in timed) * _steps_a_line(timed)
+    return sum(seconds for _, seconds in timed) * _steps_per_line(timed) if len(timed) > 1 else None
 
 
 def _stall(reading: Reading, gauge: str, cause: Cause, activity: str) -> Finding | None:
@@ -188,7 +178,7 @@ def _stall(reading: Reading, gauge: str, cause: Cause, activity: str) -> Finding
     return _stalled(reading, cause, share, period, says, calm)
 
 
-_SAY = {
+_FLAGS = {
     ("torchtitan", "checkpoint_stall"): ("--checkpoint.interval={}", "--checkpoint.async_mode=async"),
     ("torchtitan", "validation_stall"): ("--validation.freq={}", ""),
     ("megatron", "checkpoint_stall"): ("--save-interval {}", "--async-save"),
@@ -201,13 +191,12 @@ _SAY = {
 
 def _stalled(reading: Reading, cause: Cause, share: float, period: int | None, says: str, seen: Evidence) -> Finding:
     """Less often, so that it takes a hundredth of the time; or beside the steps."""
-    often, beside = _SAY.get((reading.by, cause), ("every {} steps", ""))
+    often, in_background = _FLAGS.get((reading.by, cause), ("every {} steps", ""))
     times = ceil(share / STALL_TARGET_SHARE)
-    every = often.format(period * times) if period else f"{times} times less often"
     levers = [
         Lever(
             title=f"{times} times less often",
-            action=every,
+            action=often.format(period * times) if period else f"{times} times less often",
             speedup=speedup(share, times),
             basis="Amdahl over the log's times",
             risk="more to do again after a crash"
@@ -215,11 +204,11 @@ def _stalled(reading: Reading, cause: Cause, share: float, period: int | None, s
             else "the best moment is seen less exactly",
         )
     ]
-    if beside:
+    if in_background:
         levers.append(
             Lever(
                 title="beside the steps",
-                action=beside,
+                action=in_background,
                 speedup=without(share),
                 risk="host memory for a copy",
                 basis="at most: Amdahl over the log's times",

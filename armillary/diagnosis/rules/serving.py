@@ -88,21 +88,19 @@ def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts wait because the prefill budget of a step is so small that each step mostly pays its fixed cost."""
     run = ServingRun(reading, plan)
-    late = (
-        "ttft_p99_s" in run.missed and run.filled_share >= OVERLOADED_QUEUE_SHARE
-    )  # nobody waits, but all go in slowly
+    # nobody waits, but all prompts go in slowly
+    slow_prefill = "ttft_p99_s" in run.missed and run.filled_share >= OVERLOADED_QUEUE_SHARE
     # a batch job begins with prompts, which is no queue
-    kept_out = run.bottleneck == "budget" and run.bottlenecks["budget"] >= (
-        OVERLOADED_QUEUE_SHARE if run.batch_job else QUEUE_SHARE
-    )
-    if not (kept_out or late) or run.cost is None or repeated_prefill_share(run) >= MIN_SAVED_SHARE:
+    limit = OVERLOADED_QUEUE_SHARE if run.batch_job else QUEUE_SHARE
+    kept_out = run.bottleneck == "budget" and run.bottlenecks["budget"] >= limit
+    if not (kept_out or slow_prefill) or run.cost is None or repeated_prefill_share(run) >= MIN_SAVED_SHARE:
         return None
     tokens = mean_of(reading, "prefill_tokens")
     alone = [step for step in reading.steps if step.get("prefill_tokens") and not step.get("decode_tokens")]
     saved = max(
         run.share_saved(min(run.wanted, run.rows)),
         len(alone) * run.cost.base_s / 2 / run.busy_s,
-        prompt_of_ttft(run) * run.filled_share if late else 0.0,
+        prompt_of_ttft(run) * run.filled_share if slow_prefill else 0.0,
     )
     if saved < MIN_SAVED_SHARE:
         return None
@@ -134,13 +132,14 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
     refused = run.total("rejected_total") > MIN_SAVED_SHARE * max(1.0, run.total("requests_total"))
     if not (crowded or refused) or (run.batch_job and not run.missed):
         return None
-    deeper = [finding.share for rule in DEEPER if (finding := rule(reading, plan)) is not None]
     share = max(run.queue_share, OVERLOADED_QUEUE_SHARE if refused else 0.0)
+    deeper = [finding.share for rule in DEEPER if (finding := rule(reading, plan)) is not None]
+    below = [0.95 * other for other in deeper if other >= max(QUEUE_CLEARING_SHARE, share)]  # explain the whole queue
     return Finding(
         loop="product",
         cause="too_few_replicas",
         rule="too_few_replicas",
-        share=min([share, *_behind(deeper, share)]),
+        share=min([share, *below]),
         says=f"requests come faster than one server answers them: they spend {run.queue_share:.0%} of their time "
         "waiting",
         evidence=(
@@ -149,11 +148,6 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
             Evidence(gauge="running", value=mean_of(reading, "running"), expected=float(run.rows), against="rows"),
         ),
     )
-
-
-def _behind(shares: list[float], queue_share: float) -> list[float]:
-    """Just below the shares that explain the whole queue."""
-    return [0.95 * share for share in shares if share >= max(QUEUE_CLEARING_SHARE, queue_share)]
 
 
 def _rows_that_fit(run: ServingRun) -> float:

@@ -27,14 +27,12 @@ def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None
     parts = parts_of(reading)
     if parts is None:
         share = reading.get("comm_exposed_fraction") or 0.0
-        return _exposed(share, share * (reading.get("step_s") or 0.0), reading) if share >= EXPOSED_COMM_SHARE else None
-    late = max(0.0, waited_for_others(reading) - parts.bubble)  # a heavier stage is waited for in the bubble
-    talking = parts.comm_exposed - late
-    share = parts.share(talking)
-    return _exposed(share, talking, reading) if share >= EXPOSED_COMM_SHARE else None
-
-
-def _exposed(share: float, seconds: float, reading: Reading) -> Finding:
+        seconds = share * (reading.get("step_s") or 0.0)
+    else:  # a heavier stage is waited for in the bubble
+        seconds = parts.comm_exposed - max(0.0, waited_for_others(reading) - parts.bubble)
+        share = parts.share(seconds)
+    if share < EXPOSED_COMM_SHARE:
+        return None
     expected = reading.predicted("comm_exposed_s")
     evidence = Evidence(gauge="comm_exposed_s", value=seconds, expected=expected, against="plan" if expected else "")
     return Finding(
@@ -53,8 +51,8 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
     parts = parts_of(reading)
     if parts is None:
         return None
-    late = straggler(reading, plan)  # whose stage the others wait for: that is no bubble
-    share, expected = parts.share(parts.bubble) - (late.share if late else 0.0), reading.predicted("bubble_s")
+    slowest = straggler(reading, plan)  # whose stage the others wait for: that is no bubble
+    share, expected = parts.share(parts.bubble) - (slowest.share if slowest else 0.0), reading.predicted("bubble_s")
     if share < BUBBLE_SHARE:
         return None
     evidence = [Evidence(gauge="bubble_s", value=parts.bubble, expected=expected, against="plan" if expected else "")]
@@ -74,32 +72,29 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
     """The same rank is late in most steps, and all others wait for it."""
-    parts, late = parts_of(reading), find_straggler(reading, plan)
-    if parts is None or late is None:
+    parts, slowest = parts_of(reading), find_straggler(reading, plan)
+    if parts is None or slowest is None:
         return None
-    share, usual = parts.share(late.seconds), _usual_spread(parts, plan)
-    if late.seconds < usual:
+    # ranks may differ by a share of a whole step, or of a stage's own work where pipeline stages differ
+    has_stages = plan is not None and plan.layout.pp > 1
+    usual = STAGE_SPREAD_SHARE * parts.work if has_stages else STRAGGLER_SHARE * parts.total
+    if slowest.seconds < usual:
         return None
     evidence = (
         Evidence(
-            gauge="rank_spread_s", value=late.seconds, expected=usual, against="most that equal machines differ by"
+            gauge="rank_spread_s", value=slowest.seconds, expected=usual, against="most that equal machines differ by"
         ),
-        Evidence(gauge="slowest_rank", value=float(late.rank)),
+        Evidence(gauge="slowest_rank", value=float(slowest.rank)),
     )
     return Finding(
         loop="training",
         cause="straggler",
         rule="straggler",
-        share=share,
+        share=parts.share(slowest.seconds),
         evidence=evidence,
-        says=f"rank {late.rank} takes {seconds_text(late.seconds)} longer than the others, in "
-        f"{late.often:.0%} of the steps; all wait for it",
+        says=f"rank {slowest.rank} takes {seconds_text(slowest.seconds)} longer than the others, in "
+        f"{slowest.often:.0%} of the steps; all wait for it",
     )
-
-
-def _usual_spread(parts: Parts, plan: Plan | None) -> float:
-    """Seconds by which ranks may differ: of a whole step, or of a stage's own work where pipeline stages differ."""
-    return STAGE_SPREAD_SHARE * parts.work if plan is not None and plan.layout.pp > 1 else STRAGGLER_SHARE * parts.total
 
 
 def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -111,15 +106,13 @@ def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
         share = (reading.predicted("recompute_s") or 0.0) / (reading.predicted("step_s") or 1.0)
     if not share or not step:
         return None
-    spent = share * step
-    evidence = [Evidence(gauge="recompute_s", value=spent), *_memory(reading, plan)]
     return Finding(
         loop="training",
         cause="needless_recompute",
         rule="needless_recompute",
         share=share,
-        evidence=tuple(evidence),
-        says=f"{seconds_text(spent)} of a step recompute activations although there is memory to keep them",
+        evidence=(Evidence(gauge="recompute_s", value=share * step), *_memory(reading, plan)),
+        says=f"{seconds_text(share * step)} of a step recompute activations although there is memory to keep them",
     )
 
 
@@ -131,14 +124,12 @@ def needless_offload(reading: Reading, plan: Plan | None) -> Finding | None:
     if not step or spent is None:
         spent, step = reading.predicted("offload_s"), reading.predicted("step_s")
     moved = reading.get("offloaded_bytes") or reading.predicted("offloaded_bytes") or 0.0
-    share = min(1.0, (spent or 0.0) / step) if step else 0.0
-    evidence = [Evidence(gauge="offloaded_bytes", value=moved), *_memory(reading, plan)]
     return Finding(
         loop="training",
         cause="needless_offload",
         rule="needless_offload",
-        share=share,
-        evidence=tuple(evidence),
+        share=min(1.0, (spent or 0.0) / step) if step else 0.0,
+        evidence=(Evidence(gauge="offloaded_bytes", value=moved), *_memory(reading, plan)),
         says=f"{bytes_text(moved)} wait in host memory or on disk though the device has room for them",
     )
 
@@ -146,8 +137,10 @@ def needless_offload(reading: Reading, plan: Plan | None) -> Finding | None:
 def memory_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     """The device is so full that a longer batch, or fragmentation, ends the run."""
     used = reading.get("memory_peak_bytes")  # allocators reserve what they can get
-    room = plan.cluster.chip.memory_bytes if plan is not None else None
-    if plan is None or not used or not room or plan.cluster.chip.kind == "cpu" or used / room < MEMORY_FULL_SHARE:
+    if plan is None or not used or plan.cluster.chip.kind == "cpu":
+        return None
+    capacity = plan.cluster.chip.memory_bytes
+    if not capacity or used / capacity < MEMORY_FULL_SHARE:
         return None
     return Finding(
         loop="training",
@@ -155,15 +148,15 @@ def memory_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
         rule="memory_pressure",
         share=QUALITY_SHARE,
         evidence=tuple(_memory(reading, plan)),
-        says=f"{bytes_text(used)} of {bytes_text(room)} are taken: the allocator has nothing to spare",
+        says=f"{bytes_text(used)} of {bytes_text(capacity)} are taken: the allocator has nothing to spare",
     )
 
 
 def _memory(reading: Reading, plan: Plan) -> list[Evidence]:
-    used, room = reading.get("memory_peak_bytes"), plan.cluster.chip.memory_bytes
+    used, capacity = reading.get("memory_peak_bytes"), plan.cluster.chip.memory_bytes
     if not used:
         return []
-    return [Evidence(gauge="memory_peak_bytes", value=used, expected=room, against="the device's memory")]
+    return [Evidence(gauge="memory_peak_bytes", value=used, expected=capacity, against="the device's memory")]
 
 
 def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -179,19 +172,16 @@ def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
     evidence = [Evidence(gauge="expert_load_max_over_mean", value=heavy, expected=1.0, against="even load")]
     if unused is not None:
         evidence.append(Evidence(gauge="expert_tail_fraction", value=unused, expected=0.0, against="even load"))
+    # ranks wait for the rank with the busiest experts; on one rank it costs quality only
+    waited = 0.5 * (1 - 1 / heavy) if plan is not None and plan.layout.ep > 1 else 0.0
     return Finding(
         loop="training",
         cause="expert_imbalance",
         rule="expert_imbalance",
-        share=max(_waited_for_experts(heavy, plan), COLLAPSED_ROUTER_SHARE * max(skew, ROUTER_SKEW)),
+        share=max(waited, COLLAPSED_ROUTER_SHARE * max(skew, ROUTER_SKEW)),
         evidence=tuple(evidence),
         says=f"the busiest expert gets {heavy:.1f} times the mean load, {unused or 0.0:.0%} of the experts hardly any",
     )
-
-
-def _waited_for_experts(heavy: float, plan: Plan | None) -> float:
-    """Share of the time that ranks wait for the rank with the busiest experts; on one rank it costs quality only."""
-    return 0.5 * (1 - 1 / heavy) if plan is not None and plan.layout.ep > 1 else 0.0
 
 
 def _late_median(reading: Reading, gauge: str) -> float | None:
