@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from armillary.planning.published.table import judge
+from armillary.planning.published.table import evaluate_table
 
 
 def percent(value: float | None) -> str:
@@ -24,7 +24,7 @@ def row(name: str, part: dict[str, Any]) -> str:
 
 
 def main(training: Path) -> int:
-    found = judge(training, ["newest", "complete"]).summary
+    found = evaluate_table(training, ["newest", "complete"]).summary
     print("| framework | rows | mean | median | bias | worst | rows not fitted | physics only |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name, part in found["by_framework"].items():
@@ -37,7 +37,7 @@ def main(training: Path) -> int:
         f"\npredicted {percent(found['predicted'])}; rows not fitted: median {percent(found['held_out']['median'])}; "
         f"physics only: median {percent(found['physics_only']['median'])}"
     )
-    memory = judge(training).summary["memory"]
+    memory = evaluate_table(training).summary["memory"]
     print(f"\nmemory: {memory['by_framework']}; out of memory called {memory['oom_called']} of {memory['oom_rows']}")
     broken = [name for name, holds in bounds(found, memory).items() if not holds]
     print("\n" + (f"worse than stated: {', '.join(broken)}" if broken else "all stated bounds hold"))

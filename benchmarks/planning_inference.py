@@ -19,8 +19,9 @@ from statistics import mean, median
 
 import numpy as np
 
-from armillary.planning.published.inference_row import InferenceRow, Row, inference_row, is_fitted
+from armillary.planning.published.inference_row import InferenceRow, config_id, inference_row
 from armillary.planning.published.inference_table import InferencePrediction, error_of, predict_rows
+from armillary.planning.published.row_case import Row, is_fitted_on
 from armillary.planning.serving.engines import Engine, engine_for, engines, physics
 
 FITTED_KINDS = ("static batch", "batch 1")
@@ -38,7 +39,7 @@ def read(path: str) -> list[dict[str, str]]:
 
 def fit(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
     """The engine's continuous parameters that make the mean absolute error of the even half smallest."""
-    mine = [row for row in rows if engine_for(row["engine"]) == engine and is_fitted(row)]
+    mine = [row for row in rows if engine_for(row["engine"]) == engine and is_fitted_on(config_id(row))]
     found = [(row, inference_row(row)) for row in mine]
     found = [(row, case) for row, case in found if case.kind in FITTED_KINDS]
     names = [name for name in engine.parameters if name not in SWITCHES]
@@ -112,7 +113,7 @@ def bounds(predictions: list[InferencePrediction]) -> dict[str, bool]:
     """What planning_inference.md states -> whether it holds: errors of the rows that were not fitted, and of all."""
 
     def error(kind: str, engine: str, only_held_out: bool) -> float:
-        rows = [row for row in predictions if row.kind == kind and row.engine.startswith(engine)]
+        rows = [row for row in predictions if row.kind == kind and row.framework.startswith(engine)]
         return mean(abs(row.error) for row in rows if row.error is not None and not (only_held_out and row.fitted))
 
     return {

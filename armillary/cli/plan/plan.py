@@ -274,18 +274,18 @@ def table(
     FILE.csv has the columns of a table of training runs or of inference runs; which shows in its headings.
     """
     from armillary.cli.plan.table import fit_frameworks, say_fits, say_table, write_beside
-    from armillary.planning.published.table import judge
+    from armillary.planning.published.table import evaluate_table
 
     if fitting:
         say_fits(out, fit_frameworks(file))
         return
     names = [name.strip() for name in (filters or "").split(",") if name.strip()]
-    judged = judge(file, names, physics_only=physics_only)
+    evaluation = evaluate_table(file, names, physics_only=physics_only)
     if target is not None:
-        write_beside(target, judged, file)
-    say_table(out, judged)
-    mape = judged.summary["mape"]
-    out.result(judged.plain(), quiet="nothing to judge" if mape is None else f"{mape:.4f}")
+        write_beside(target, evaluation, file)
+    say_table(out, evaluation)
+    mape = evaluation.summary["mape"]
+    out.result(evaluation.plain(), quiet="nothing to judge" if mape is None else f"{mape:.4f}")
 
 
 @plan.verb

@@ -8,7 +8,7 @@ from armillary.cli.output import Output
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import MOST_PARAMETERS, declared
 from armillary.planning.published.fitting import Fit, fit
-from armillary.planning.published.table import Judged, keeps, read_table
+from armillary.planning.published.table import TableEvaluation, matches, read_table
 from armillary.planning.published.training_row import measurement
 from armillary.planning.published.training_table import ready
 
@@ -25,10 +25,10 @@ _FIGURES = {
 _COLUMNS = ("predicted", "error", "physics_only", "physics_error", "memory_predicted_bytes", "memory_error", "reason")
 
 
-def say_table(out: Output, judged: Judged) -> None:
+def say_table(out: Output, evaluation: TableEvaluation) -> None:
     """The worst rows, the errors by framework and kind, and what could not be predicted."""
-    summary = judged.summary
-    known = sorted((row for row in judged.rows if row["error"] is not None), key=lambda row: -abs(row["error"]))
+    summary = evaluation.summary
+    known = sorted((row for row in evaluation.rows if row["error"] is not None), key=lambda row: -abs(row["error"]))
     if known:
         out.table(
             f"worst of {len(known)} rows",
@@ -97,9 +97,9 @@ def _share(value: float | None) -> str | None:
     return None if value is None else f"{value * 100:+.1f} %" if value < 0 else f"{value * 100:.1f} %"
 
 
-def write_beside(path: Path, judged: Judged, source: Path) -> None:
+def write_beside(path: Path, evaluation: TableEvaluation, source: Path) -> None:
     """The table again with the predictions in further columns."""
-    rows = {row["row"]: row for row in judged.rows}
+    rows = {row["row"]: row for row in evaluation.rows}
     known = read_table(source)
     fields = [*known[0], *(f"armillary_{name}" for name in _COLUMNS)]
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -115,7 +115,7 @@ def write_beside(path: Path, judged: Judged, source: Path) -> None:
 
 def fit_frameworks(source: Path) -> dict[str, Fit]:
     """The declared numbers of every framework again, fitted on the even half of its newest, complete rows."""
-    rows = [row for row in read_table(source) if keeps(row, "complete") and keeps(row, "newest")]
+    rows = [row for row in read_table(source) if matches(row, "complete") and matches(row, "newest")]
     fits = {}
     for name, software in declared().items():
         own = [row for row in rows if (row.get("framework") or "").split(" ")[0] == name and measurement(row)]

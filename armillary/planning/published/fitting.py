@@ -9,18 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from armillary.planning.published.row_case import is_fitted_on
 from armillary.planning.published.training_row import TrainingRow, measurement, predicted
 from armillary.planning.training.step_time import step_time
 
 LOW, HIGH = 0.5, 8.0
 ROUNDS, TOLERANCE = 3, 0.01
 """passes over the factors, and the tolerance of a factor's logarithm"""
-
-
-def is_fitted_on(config_id: str) -> bool:
-    """Whether a row belongs to the half that fits: its id ends in an even hex digit."""
-    last = config_id.strip().lower()[-1:]
-    return last in "02468ace" and last != ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,40 +9,21 @@ engine called decode receives its prompts from a prefill pool.
 
 import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from armillary.errors import BadInput
 from armillary.planning.published.names import find_chip, find_model
+from armillary.planning.published.row_case import Row, chip_part
 from armillary.planning.serving.deployment_options import serving_dtypes
-from armillary.planning.serving.engines import Rates, physics, rates_for
+from armillary.planning.serving.engines import physics, rates_for
 from armillary.planning.serving.forward_ops import ServingDtypes, Split
 from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 
-Row = Mapping[str, str]
-Kind = Literal["static batch", "batch 1", "first token", "max load", "closed loop", "prefill only", "decode only"]
+Workload = Literal["static batch", "batch 1", "first token", "max load", "closed loop", "prefill only", "decode only"]
 
-COLUMNS = (
-    "source",
-    "model",
-    "params_b",
-    "gpu",
-    "n_gpus",
-    "tp",
-    "precision",
-    "engine",
-    "input_len",
-    "output_len",
-    "concurrency_or_batch",
-    "measured_ttft_ms",
-    "measured_itl_ms",
-    "measured_tokens_per_s",
-    "note",
-)
-"""columns of an inference table"""
 _IDENTITY = ("engine", "model", "gpu", "n_gpus", "tp", "precision", "input_len", "output_len", "concurrency_or_batch")
 _DEFAULT_OUT, _MOST_RUNNING = 200, 2048
 _LARGEST = 1e9
@@ -65,7 +46,7 @@ class InferenceRow:
     """One measured configuration, ready to be predicted."""
 
     replica: Replica
-    kind: Kind
+    kind: Workload
     batch: int
     """concurrent requests; 0: as many as fit"""
     tokens_in: int
@@ -83,34 +64,27 @@ def config_id(row: Row) -> str:
     return hashlib.sha1(text.encode()).hexdigest()[:8]
 
 
-def is_fitted(row: Row) -> bool:
-    """Whether the row belongs to the half of the fit: its config id ends in an even hex digit."""
-    return int(config_id(row)[-1], 16) % 2 == 0
-
-
-def inference_row(row: Row, *, physics_only: bool = False, rates: Rates | None = None) -> InferenceRow:
+def inference_row(row: Row, *, physics_only: bool = False) -> InferenceRow:
     """Read a row; BadInput says why one cannot be predicted."""
     name = row.get("model", "")
     if any(part in name.lower() for part in _NOT_TRANSFORMERS):
         raise BadInput(f"{name} is not a plain transformer")
-    config = find_model(name, _number(row, "params_b"))
+    config = find_model(name, positive(row, "params_b"))
     if config is None:
         raise BadInput(f"no model '{name}' in the catalogue")
     split, devices = _split(row)
     cluster = _cluster(row, devices, cores=max(1, split.num_devices // devices))
-    if rates is None:
-        rates = physics() if physics_only else rates_for(row.get("engine", ""))
     dtypes = _dtypes(row.get("precision", ""), cluster.chip)
     if config.family == "gpt_oss":  # 4-bit weights beside 8-bit inputs on chips that have both, else 16-bit inputs
         dtypes = replace(dtypes, weights="fp4", compute="fp8" if cluster.chip.peak("fp4") else "bf16")
-    replica = Replica(config=config, cluster=cluster, split=split, dtypes=dtypes, rates=rates)
-    tokens_in = _number(row, "input_len")
+    rates = physics() if physics_only else rates_for(row.get("engine", ""))
+    tokens_in = positive(row, "input_len")
     if tokens_in is None or tokens_in < 1:
         raise BadInput("no input length")
-    tokens_out = max(1, int(_number(row, "output_len") or _DEFAULT_OUT))
+    tokens_out = max(1, int(positive(row, "output_len") or _DEFAULT_OUT))
     kind, batch = _kind(row, tokens_out, devices)
     return InferenceRow(
-        replica=replica,
+        replica=Replica(config=config, cluster=cluster, split=split, dtypes=dtypes, rates=rates),
         kind=kind,
         batch=batch,
         tokens_in=int(tokens_in),
@@ -126,8 +100,8 @@ def _queued(tokens_in: int, tokens_out: int) -> int:
     return next(count for most, count in ((256, 30_000), (2500, 3000), (10_000, 1500), (10**9, 1000)) if tokens <= most)
 
 
-def _number(row: Row, key: str) -> float | None:
-    """The number in a cell; None where there is no valid one."""
+def positive(row: Row, key: str) -> float | None:
+    """The number above 0 in a cell; None where there is none."""
     text = (row.get(key) or "").strip().replace(",", "")
     try:
         value = float(text) if text else 0.0
@@ -141,7 +115,7 @@ def _number(row: Row, key: str) -> float | None:
 
 def _split(row: Row) -> tuple[Split, int]:
     """(parallelism, devices): tp from its column, stages and expert ranks from the note or from 'EP32'."""
-    devices = _number(row, "n_gpus")
+    devices = positive(row, "n_gpus")
     if devices is None or devices < 1:
         raise BadInput("no number of devices")
     count, note, text = int(devices), row.get("note", ""), (row.get("tp") or "").strip()
@@ -151,7 +125,7 @@ def _split(row: Row) -> tuple[Split, int]:
         return Split(ep=count), count
     stages = re.search(r"\bPP([1-9]\d{0,3})", note)
     pp = int(stages.group(1)) if stages else 1
-    tp = _number(row, "tp")
+    tp = positive(row, "tp")
     if tp is None:
         raise BadInput(f"tp '{text}' is not a number" if text else "no tp")
     if pp > 1 and int(tp) * pp > count:
@@ -174,20 +148,7 @@ def _cluster(row: Row, devices: int, cores: int) -> Cluster:
         pass  # not a multiple of nodes
     node = catalogue.nodes()[chip.node]
     tier = Tier(link=catalogue.link(node.link), count=devices * cores)
-    return Cluster(name=row.get("gpu", ""), chip=_share(chip, cores), tiers=(tier,), node=node)
-
-
-def _share(chip: Chip, cores: int) -> Chip:
-    """One of `cores` equal parts of a chip."""
-    if cores == 1:
-        return chip
-    flops = {dtype: peak / cores for dtype, peak in chip.flops.items()}
-    return replace(
-        chip,
-        memory_bytes=(chip.memory_bytes or 0) / cores,
-        flops=flops,
-        memory_bytes_per_s=(chip.memory_bytes_per_s or 0) / cores,
-    )
+    return Cluster(name=row.get("gpu", ""), chip=chip_part(chip, cores), tiers=(tier,), node=node)
 
 
 def _dtypes(text: str, chip: Chip) -> ServingDtypes:
@@ -202,10 +163,10 @@ def _dtypes(text: str, chip: Chip) -> ServingDtypes:
 # --- the measured requests
 
 
-def _kind(row: Row, tokens_out: int, devices: int) -> tuple[Kind, int]:
+def _kind(row: Row, tokens_out: int, devices: int) -> tuple[Workload, int]:
     text, note = (row.get("concurrency_or_batch") or "").strip().lower(), row.get("note", "")
     per_device = re.fullmatch(r"(\d+) per gpu", text)
-    batch = int(per_device.group(1)) * devices if per_device else _number(row, "concurrency_or_batch")
+    batch = int(per_device.group(1)) * devices if per_device else positive(row, "concurrency_or_batch")
     if batch and "decode" in row.get("engine", "").lower():
         return "decode only", int(batch)
     if text in ("max load", "max"):

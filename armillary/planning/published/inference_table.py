@@ -5,11 +5,12 @@ time to first token; the other figures are predicted too.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from armillary.errors import ArmillaryError
-from armillary.planning.published.inference_row import InferenceRow, Row, config_id, inference_row, is_fitted
-from armillary.planning.serving.engines import Rates
+from armillary.planning.published.inference_row import InferenceRow, config_id, inference_row, positive
+from armillary.planning.published.row_case import Row, is_fitted_on
+from armillary.planning.serving.engines import physics
 from armillary.planning.serving.generation import (
     Generation,
     mean_decode_s,
@@ -43,11 +44,13 @@ class InferencePrediction:
     """whether the engine's parameters may have been fitted on it"""
     kind: str = ""
     predicted: Mapping[str, float] = field(default_factory=dict)
+    physics: Mapping[str, float] = field(default_factory=dict)
+    """predicted without fitted parameters"""
     measured: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
 
     @property
-    def engine(self) -> str:
+    def framework(self) -> str:
         """The engine without its release: 'TensorRT-LLM', 'gpt-fast', 'vLLM'."""
         words = (self.row.get("engine") or "unknown").split()
         return words[0] if len(words) < 2 or words[0] != "Transformers" else " ".join(words[:2])
@@ -60,14 +63,17 @@ class InferencePrediction:
     @property
     def error(self) -> float | None:
         """predicted / measured − 1."""
-        name = self.gauge
-        return self.predicted[name] / self.measured[name] - 1 if name else None
+        return self.predicted[self.gauge] / self.measured[self.gauge] - 1 if self.gauge else None
+
+    @property
+    def physics_error(self) -> float | None:
+        return self.physics[self.gauge] / self.measured[self.gauge] - 1 if self.gauge else None
 
 
 def error_of(row: Row, config: InferenceRow) -> float | None:
     """The error of one configuration, with its current rates."""
-    about = {"row": row, "config_id": "", "fitted": False, "measured": _measured(row), "predicted": predict(config)}
-    return InferencePrediction(**about).error  # type: ignore[arg-type]
+    predicted = predict(config)
+    return InferencePrediction(row=row, config_id="", fitted=False, measured=_measured(row), predicted=predicted).error
 
 
 def is_inference_table(columns: Iterable[str]) -> bool:
@@ -79,16 +85,23 @@ def predict_rows(rows: Iterable[Row], *, physics_only: bool = False) -> list[Inf
     return [predict_row(row, physics_only=physics_only) for row in rows]
 
 
-def predict_row(row: Row, *, physics_only: bool = False, rates: Rates | None = None) -> InferencePrediction:
-    about = {"row": row, "config_id": config_id(row), "fitted": is_fitted(row), "measured": _measured(row)}
-    if not about["measured"]:
-        return InferencePrediction(**about, reason="nothing measured")  # type: ignore[arg-type]
+def predict_row(row: Row, *, physics_only: bool = False) -> InferencePrediction:
+    """One row; `physics_only` leaves out every fitted parameter."""
+    result = InferencePrediction(
+        row=row, config_id=config_id(row), fitted=is_fitted_on(config_id(row)), measured=_measured(row)
+    )
+    if not result.measured:
+        return replace(result, reason="nothing measured")
     try:
-        config = inference_row(row, physics_only=physics_only, rates=rates)
-        predicted = predict(config)
+        return _priced(result, inference_row(row, physics_only=physics_only))
     except ArmillaryError as error:
-        return InferencePrediction(**about, reason=str(error))  # type: ignore[arg-type]
-    return InferencePrediction(**about, kind=config.kind, predicted=predicted)  # type: ignore[arg-type]
+        return replace(result, reason=str(error))
+
+
+def _priced(result: InferencePrediction, config: InferenceRow) -> InferencePrediction:
+    predicted, unfitted = predict(config), replace(config, replica=replace(config.replica, rates=physics()))
+    plain = predicted if config.replica.rates == physics() else predict(unfitted)
+    return replace(result, kind=config.kind, predicted=predicted, physics=plain)
 
 
 def predict(config: InferenceRow) -> dict[str, float]:
@@ -97,9 +110,9 @@ def predict(config: InferenceRow) -> dict[str, float]:
     if config.kind == "first token":
         return {"ttft_s": replica.prefill(config.tokens_in, max(1, config.batch)).total_s}
     if config.kind == "prefill only":
-        share = prefill_share_s(replica, config.tokens_in, 16384)
-        return {"tokens_out_per_s": config.tokens_in / share}
-    return _gauges(_generation(config))
+        return {"tokens_out_per_s": config.tokens_in / prefill_share_s(replica, config.tokens_in, 16384)}
+    generation = _generation(config)
+    return {name: getattr(generation, name) for name in MEASURES}
 
 
 def _generation(config: InferenceRow) -> Generation:
@@ -118,22 +131,10 @@ def _most_together(config: InferenceRow) -> int:
     """Concurrent requests: what the KV cache holds at full length, and the engine's limit per rank."""
     serve = Serve(max_tokens_per_step=8192, max_running=config.batch)
     memory = serving_memory(config.replica, serve, usable=OFFLINE_USABLE)
-    held = concurrency(config.replica, memory, config.tokens_in + config.tokens_out)
-    return max(1, min(config.batch * config.replica.split.ep, held))
-
-
-def _gauges(generation: Generation) -> dict[str, float]:
-    return {"tokens_out_per_s": generation.tokens_out_per_s, "itl_s": generation.itl_s, "ttft_s": generation.ttft_s}
+    fitting = concurrency(config.replica, memory, config.tokens_in + config.tokens_out)
+    return max(1, min(config.batch * config.replica.split.ep, fitting))
 
 
 def _measured(row: Row) -> dict[str, float]:
-    values = {}
-    for name, (column, unit) in MEASURES.items():
-        text = (row.get(column) or "").strip().replace(",", "")
-        try:
-            value = float(text) * unit if text else 0.0
-        except ValueError:
-            value = 0.0
-        if 0 < value < float("inf"):
-            values[name] = value
-    return values
+    cells = {name: (positive(row, column), unit) for name, (column, unit) in MEASURES.items()}
+    return {name: value * unit for name, (value, unit) in cells.items() if value is not None}

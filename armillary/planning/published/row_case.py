@@ -22,6 +22,11 @@ Row = Mapping[str, str]
 _LONGEST = 2**40
 
 
+def is_fitted_on(config_id: str) -> bool:
+    """Whether a row belongs to the half that fits: its id ends in an even hex digit."""
+    return config_id.strip().lower().endswith(tuple("02468ace"))
+
+
 def number(row: Row, name: str) -> float | None:
     """A cell as a number, None where it is empty; negative and infinite values are refused."""
     text = (row.get(name) or "").strip().replace(",", "")
@@ -136,16 +141,15 @@ def cluster_of(row: Row, num_devices: int) -> Cluster:
     stated = int(number(row, "n_gpus") or num_devices)
     chip = chip_of(row.get("gpu") or "")
     parts = num_devices // stated if stated and num_devices % stated == 0 else 1
-    part = _part(chip, parts)
+    part = replace(chip_part(chip, parts), num_sms=max(1, (chip.num_sms or 1) // parts)) if parts > 1 else chip
     node = catalogue.nodes().get(chip.node)
     if node is None or num_devices == 1:
         return Cluster(name=row.get("gpu") or chip.name, chip=part, node=node)
     inner = _domain(num_devices, node.num_chips * node.domain * parts)
     network = _stated_network(row.get("interconnect") or "", node) or catalogue.link(node.network)
-    near = Tier(link=_divided(catalogue.link(node.link), parts), count=inner, shape=node.shape)
-    rest = num_devices // inner
-    far = Tier(link=_divided(network, parts), count=rest, oversubscription=node.oversubscription)
-    tiers = tuple(tier for tier in (near, far) if tier.count > 1)
+    scale_up = Tier(link=_divided(catalogue.link(node.link), parts), count=inner, shape=node.shape)
+    scale_out = Tier(link=_divided(network, parts), count=num_devices // inner, oversubscription=node.oversubscription)
+    tiers = tuple(tier for tier in (scale_up, scale_out) if tier.count > 1)
     return Cluster(name=row.get("gpu") or chip.name, chip=part, node=node, tiers=tiers)
 
 
@@ -154,15 +158,13 @@ def _domain(num_devices: int, most: int) -> int:
     return next(size for size in range(min(most, num_devices), 0, -1) if num_devices % size == 0)
 
 
-def _part(chip: Chip, parts: int) -> Chip:
-    if parts == 1:
-        return chip
+def chip_part(chip: Chip, parts: int) -> Chip:
+    """One of `parts` equal parts of a chip, apart from its number of multiprocessors."""
     return replace(
         chip,
         memory_bytes=(chip.memory_bytes or 0) / parts,
         memory_bytes_per_s=(chip.memory_bytes_per_s or 0) / parts,
         flops={dtype: flops / parts for dtype, flops in chip.flops.items()},
-        num_sms=max(1, (chip.num_sms or 1) // parts),
     )
 
 

@@ -1,12 +1,13 @@
-"""Judging the planner on a table of measured configurations: read a CSV, predict every row, and report the errors.
+"""Evaluation of the planner on a table of measured configurations: read a CSV, predict every row, report the errors.
 
-The columns show whether it is a training or an inference table. Rows that cannot be predicted are kept with the reason,
-and the share that could be is part of the result.
+The columns show whether it is a training or an inference table. Rows that cannot be predicted are listed with the
+reason, and the share that could be is part of the result.
 """
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from armillary.planning.published.inference_table import InferencePrediction
 from armillary.planning.published.row_case import Row
 from armillary.planning.published.training_table import TrainingPrediction, is_yes
 
+Prediction = TrainingPrediction | InferencePrediction
+
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class TableEvaluation:
     """A table with its predictions."""
 
-    kind: str
     rows: list[dict[str, Any]]
     """one per row: its number in the file, the measured and predicted figure, the error, or the reason there is none"""
     summary: dict[str, Any]
@@ -32,24 +34,18 @@ class Judged:
         return {"rows": self.rows, "summary": self.summary}
 
 
-def judge(path: str | Path, filters: Sequence[str] = (), *, physics_only: bool = False) -> Judged:
+def evaluate_table(path: str | Path, filters: Sequence[str] = (), *, physics_only: bool = False) -> TableEvaluation:
     """Predict every row of a CSV that passes the filters."""
-    rows = read_table(path)
-    wanted = {i: row for i, row in enumerate(rows, start=1) if all(keeps(row, name) for name in filters)}
-    if not wanted:
+    rows = {i: row for i, row in enumerate(read_table(path), start=1) if all(matches(row, name) for name in filters)}
+    if not rows:
         raise BadData(f"no row of {path} passes --filter {','.join(filters)}; leave a filter out")
-    judged = _judged(list(wanted.values()), physics_only)
-    numbered = [{"row": i, **row} for i, row in zip(wanted, judged.rows, strict=True)]
-    return replace(judged, rows=numbered)
-
-
-def _judged(rows: list[Row], physics_only: bool) -> Judged:
-    if training_table.is_training_table(rows[0]):
-        return judge_training(training_table.predict_rows(rows, physics_only=physics_only))
-    return judge_inference(
-        inference_table.predict_rows(rows, physics_only=physics_only),
-        inference_table.predict_rows(rows, physics_only=True),
-    )
+    if training_table.is_training_table(next(iter(rows.values()))):
+        training = training_table.predict_rows(rows.values(), physics_only=physics_only)
+        cells, summary = [_training_row(prediction) for prediction in training], _training_summary(training)
+    else:
+        inference = inference_table.predict_rows(rows.values(), physics_only=physics_only)
+        cells, summary = [_inference_row(prediction) for prediction in inference], _inference_summary(inference)
+    return TableEvaluation(rows=[{"row": i, **row} for i, row in zip(rows, cells, strict=True)], summary=summary)
 
 
 def read_table(path: str | Path) -> list[Row]:
@@ -83,7 +79,7 @@ _FILTERS: dict[str, Callable[[Row], bool]] = {
 }
 
 
-def keeps(row: Row, name: str) -> bool:
+def matches(row: Row, name: str) -> bool:
     """Whether a row passes a filter; a table without its column passes."""
     if name not in _FILTERS:
         raise unknown("filter", name, _FILTERS)
@@ -93,27 +89,13 @@ def keeps(row: Row, name: str) -> bool:
 # --- training
 
 
-def judge_training(predictions: Sequence[TrainingPrediction]) -> Judged:
-    """Predictions of training rows with their summary."""
-    speeds = [prediction for prediction in predictions if prediction.error is not None]
-    measured = [prediction for prediction in predictions if _has_speed(prediction)]
-    held_out = [prediction for prediction in speeds if not prediction.fitted]
-    summary = summarise([prediction.error for prediction in speeds if prediction.error is not None])
-    summary |= {
-        "complete": sum(prediction.complete for prediction in predictions),
-        "predicted": len(speeds) / len(measured) if measured else None,
-        "by_framework": _groups(speeds, "framework"),
-        "by_kind": _groups(speeds, "kind"),
-        "held_out": summarise([prediction.error for prediction in held_out if prediction.error is not None]),
-        "physics_only": summarise(
-            [prediction.physics_error for prediction in speeds if prediction.physics_error is not None]
-        ),
-        "memory": _memory(predictions),
-        "not_predicted": _reasons(
-            (prediction.framework, prediction.reason) for prediction in predictions if prediction.reason
-        ),
-    }
-    return Judged(kind="training", rows=[_training_row(prediction) for prediction in predictions], summary=summary)
+def _training_summary(predictions: Sequence[TrainingPrediction]) -> dict[str, Any]:
+    return _summary(
+        predictions,
+        complete=sum(prediction.complete for prediction in predictions),
+        measured=sum(_has_speed(prediction) for prediction in predictions),
+        memory=_memory(predictions),
+    )
 
 
 def _has_speed(prediction: TrainingPrediction) -> bool:
@@ -121,39 +103,17 @@ def _has_speed(prediction: TrainingPrediction) -> bool:
     return any((prediction.row.get(column) or "").strip() for column in columns)
 
 
-def _groups(predictions: Sequence[TrainingPrediction], name: str) -> dict[str, dict[str, Any]]:
-    pairs = [(getattr(prediction, name), prediction) for prediction in predictions]
-    errors = by_group((group, prediction.error) for group, prediction in pairs if prediction.error is not None)
-    physics = by_group(
-        (group, prediction.physics_error) for group, prediction in pairs if prediction.physics_error is not None
-    )
-    held = by_group(
-        (group, prediction.error)
-        for group, prediction in pairs
-        if prediction.error is not None and not prediction.fitted
-    )
-    return {
-        group: part | {"physics_only": physics[group]["mape"], "held_out": held.get(group, {}).get("mape")}
-        for group, part in errors.items()
-    }
-
-
 def _memory(predictions: Sequence[TrainingPrediction]) -> dict[str, Any]:
     """Memory of the rows that measured it, and what became of those that ran out."""
     asked = [prediction for prediction in predictions if (prediction.row.get("measured_mem_gb") or "").strip()]
     known = [prediction for prediction in asked if prediction.memory_error is not None]
     out = [prediction for prediction in predictions if prediction.ran_out]
-    part = summarise([prediction.memory_error for prediction in known if prediction.memory_error is not None])
-    return part | {
+    return _errors(known, "memory_error") | {
         "measured": len(asked),
         "predicted": len(known) / len(asked) if asked else None,
         "oom_rows": len(out),
         "oom_called": sum(prediction.called_out is True for prediction in out),
-        "by_framework": by_group(
-            (prediction.framework, prediction.memory_error)
-            for prediction in known
-            if prediction.memory_error is not None
-        ),
+        "by_framework": {name: _errors(group, "memory_error") for name, group in _groups(known, "framework").items()},
     }
 
 
@@ -187,57 +147,15 @@ def _training_row(prediction: TrainingPrediction) -> dict[str, Any]:
 # --- inference
 
 
-def judge_inference(predictions: Sequence[InferencePrediction], plain: Sequence[InferencePrediction]) -> Judged:
-    """Predictions of inference rows with their summary; `plain` are those of the physics alone."""
-    known = [prediction for prediction in predictions if prediction.error is not None]
-    summary = summarise([prediction.error for prediction in known if prediction.error is not None])
-    summary |= {
-        "complete": len(predictions),
-        "predicted": len(known) / len(predictions) if predictions else None,
-        "by_framework": _inference_groups(predictions, plain, "engine"),
-        "by_kind": _inference_groups(predictions, plain, "kind"),
-        "held_out": summarise(
-            [prediction.error for prediction in known if prediction.error is not None and not prediction.fitted]
-        ),
-        "held_out_by_kind": by_group(
-            (f"{prediction.engine}, {prediction.kind}", prediction.error)
-            for prediction in known
-            if prediction.error is not None and not prediction.fitted
-        ),
-        "physics_only": summarise([prediction.error for prediction in plain if prediction.error is not None]),
-        "memory": {},
-        "not_predicted": _reasons(
-            (prediction.engine, prediction.reason) for prediction in predictions if prediction.reason
-        ),
-    }
-    pairs = zip(predictions, plain, strict=True)
-    return Judged(
-        kind="inference", rows=[_inference_row(prediction, other) for prediction, other in pairs], summary=summary
+def _inference_summary(predictions: Sequence[InferencePrediction]) -> dict[str, Any]:
+    held_out = [prediction for prediction in predictions if prediction.error is not None and not prediction.fitted]
+    by_kind = {name: _errors(group) for name, group in _groups(held_out, "framework", "kind").items()}
+    return _summary(
+        predictions, complete=len(predictions), measured=len(predictions), memory={}, held_out_by_kind=by_kind
     )
 
 
-def _inference_groups(
-    predictions: Sequence[InferencePrediction], plain: Sequence[InferencePrediction], name: str
-) -> dict[str, dict[str, Any]]:
-    """Errors by engine or kind, with the held-out half and the physics alone beside them."""
-    errors = by_group(
-        (getattr(prediction, name), prediction.error) for prediction in predictions if prediction.error is not None
-    )
-    physics = by_group(
-        (getattr(prediction, name), prediction.error) for prediction in plain if prediction.error is not None
-    )
-    held = by_group(
-        (getattr(prediction, name), prediction.error)
-        for prediction in predictions
-        if prediction.error is not None and not prediction.fitted
-    )
-    return {
-        group: part | {"physics_only": physics[group]["mape"], "held_out": held.get(group, {}).get("mape")}
-        for group, part in errors.items()
-    }
-
-
-def _inference_row(prediction: InferencePrediction, plain: InferencePrediction) -> dict[str, Any]:
+def _inference_row(prediction: InferencePrediction) -> dict[str, Any]:
     return {
         "config_id": prediction.config_id,
         "framework": prediction.row.get("engine"),
@@ -249,40 +167,61 @@ def _inference_row(prediction: InferencePrediction, plain: InferencePrediction) 
         "measured": prediction.measured.get(prediction.gauge),
         "predicted": prediction.predicted.get(prediction.gauge),
         "error": prediction.error,
-        "physics_error": plain.error,
+        "physics_error": prediction.physics_error,
         "all_measured": dict(prediction.measured),
         "all_predicted": dict(prediction.predicted),
         "reason": prediction.reason or None,
     }
 
 
-def _reasons(pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Why rows were not predicted, the most frequent first."""
-    counts: dict[tuple[str, str], int] = {}
-    for pair in pairs:
-        counts[pair] = counts.get(pair, 0) + 1
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return [{"framework": name, "reason": reason, "rows": count} for (name, reason), count in ordered]
+# --- errors
 
 
-def summarise(errors: Sequence[float]) -> dict[str, Any]:
-    """rows, mape, median, bias and worst of signed relative errors; None where there are none."""
-    if not errors:
+def _summary(
+    predictions: Sequence[Prediction], *, complete: int, measured: int, memory: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    known = [prediction for prediction in predictions if prediction.error is not None]
+    reasons = Counter((prediction.framework, prediction.reason) for prediction in predictions if prediction.reason)
+    return _errors(known) | {
+        "complete": complete,
+        "predicted": len(known) / measured if measured else None,
+        "by_framework": {name: _with_baselines(group) for name, group in _groups(known, "framework").items()},
+        "by_kind": {name: _with_baselines(group) for name, group in _groups(known, "kind").items()},
+        "held_out": _errors([prediction for prediction in known if not prediction.fitted]),
+        **more,
+        "physics_only": _errors(known, "physics_error"),
+        "memory": memory,
+        "not_predicted": [
+            {"framework": name, "reason": reason, "rows": count} for (name, reason), count in reasons.most_common()
+        ],
+    }
+
+
+def _groups(predictions: Sequence[Prediction], *names: str) -> dict[str, list[Prediction]]:
+    """Predictions by the values of these attributes, the largest group first."""
+    groups: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        groups.setdefault(", ".join(getattr(prediction, name) for name in names), []).append(prediction)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def _with_baselines(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """The errors, with those of the physics alone and of the rows that were not fitted beside them."""
+    held_out = [prediction for prediction in predictions if not prediction.fitted]
+    baselines = {"physics_only": _errors(predictions, "physics_error")["mape"], "held_out": _errors(held_out)["mape"]}
+    return _errors(predictions) | baselines
+
+
+def _errors(predictions: Sequence[Prediction], name: str = "error") -> dict[str, Any]:
+    """rows, mape, median, bias and worst of a signed relative error; None where there are none."""
+    if not predictions:
         return {"rows": 0, "mape": None, "median": None, "bias": None, "worst": None}
-    signed = np.asarray(errors, dtype=float)
+    signed = np.array([getattr(prediction, name) for prediction in predictions], dtype=float)
     size = np.abs(signed)
     return {
-        "rows": len(errors),
+        "rows": len(signed),
         "mape": float(size.mean()),
         "median": float(np.median(size)),
         "bias": float(signed.mean()),
         "worst": float(signed[int(np.argmax(size))]),
     }
-
-
-def by_group(pairs: Iterable[tuple[str, float]]) -> dict[str, dict[str, Any]]:
-    """The summary of each group, largest first."""
-    groups: dict[str, list[float]] = {}
-    for name, error in pairs:
-        groups.setdefault(name, []).append(error)
-    return {name: summarise(errors) for name, errors in sorted(groups.items(), key=lambda item: -len(item[1]))}

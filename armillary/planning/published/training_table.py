@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from armillary.errors import ArmillaryError
 from armillary.planning.device_model.frameworks import software
-from armillary.planning.published.fitting import is_fitted_on
-from armillary.planning.published.row_case import Row, chip_of, number
+from armillary.planning.published.row_case import Row, chip_of, is_fitted_on, number
 from armillary.planning.published.training_row import TrainingRow, measurement, predicted, training_row
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.step_time import step_time

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.published.inference_row import config_id, inference_row, is_fitted
+from armillary.planning.published.inference_row import config_id, inference_row
 from armillary.planning.published.inference_table import (
     InferencePrediction,
     is_inference_table,
@@ -19,6 +19,7 @@ from armillary.planning.published.inference_table import (
     predict_rows,
 )
 from armillary.planning.published.names import find_chip, find_model
+from armillary.planning.published.row_case import is_fitted_on
 from armillary.planning.serving.engines import MOST_PARAMETERS, Engine, engine_for, engines, physics, rates_for
 
 FIXTURE = Path(__file__).parent / "published_inference_40.csv"
@@ -53,7 +54,7 @@ def mean_error(found: list[InferencePrediction]) -> float:
 
 
 def quoted(found: list[InferencePrediction], kind: str, engine: str) -> list[InferencePrediction]:
-    return [one for one in found if one.kind == kind and one.engine == engine and not one.fitted]
+    return [one for one in found if one.kind == kind and one.framework == engine and not one.fitted]
 
 
 # --- accuracy
@@ -115,8 +116,8 @@ def test_config_ids_tell_the_halves_apart() -> None:
     one = row()
     assert config_id(one) == config_id({**one, "note": "another", "measured_itl_ms": "7"}), "no part of it"
     assert config_id(one) != config_id(row(input_len="1001"))
-    assert is_fitted({"config_id": "b927a2e"}) and not is_fitted({"config_id": "fc6c2cb3"})
-    assert 8 < sum(is_fitted(one) for one in ROWS) < 32
+    assert is_fitted_on("b927a2e") and not is_fitted_on("fc6c2cb3")
+    assert 8 < sum(is_fitted_on(config_id(one)) for one in ROWS) < 32
 
 
 def test_formats_a_chip_cannot_compute_in_are_only_stored() -> None:

@@ -10,9 +10,9 @@ import pytest
 from armillary.errors import BadData, NotFound
 from armillary.planning.device_model.frameworks import PHYSICS
 from armillary.planning.device_model.layout_arrays import PRECISIONS
-from armillary.planning.published.fitting import fit, is_fitted_on
-from armillary.planning.published.row_case import chip_of, cluster_of, model_of, second_token_layers
-from armillary.planning.published.table import judge, read_table
+from armillary.planning.published.fitting import fit
+from armillary.planning.published.row_case import chip_of, cluster_of, is_fitted_on, model_of, second_token_layers
+from armillary.planning.published.table import evaluate_table, read_table
 from armillary.planning.published.training_row import measurement, predicted, published_flops_per_token, training_row
 from armillary.planning.published.training_table import predict_row, ready
 from armillary.spec.arithmetic.params import parameters
@@ -58,7 +58,7 @@ def row(**changes: str) -> dict[str, str]:
 
 
 def test_the_fixture_is_predicted_within_the_stated_errors() -> None:
-    summary = judge(FIXTURE).summary
+    summary = evaluate_table(FIXTURE).summary
     assert summary["predicted"] == 1 and summary["rows"] == 31
     assert summary["mape"] < 0.10 and summary["median"] < 0.07
     assert summary["physics_only"]["mape"] < 0.16
@@ -67,7 +67,7 @@ def test_the_fixture_is_predicted_within_the_stated_errors() -> None:
 
 def test_rows_not_fitted_and_every_framework_stay_within_the_stated_errors() -> None:
     """The bounds that benchmarks/planning_accuracy.py holds the full table to."""
-    summary = judge(FIXTURE, ["newest", "complete"]).summary
+    summary = evaluate_table(FIXTURE, ["newest", "complete"]).summary
     assert summary["held_out"]["mape"] <= 0.10
     assert all(part["mape"] <= 0.15 for part in summary["by_framework"].values())
 
@@ -79,7 +79,7 @@ def test_fine_tuning_memory_is_predicted_within_the_stated_errors(tmp_path: Path
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    memory = judge(path).summary["memory"]
+    memory = evaluate_table(path).summary["memory"]
     assert memory["measured"] == 6 and memory["predicted"] == 1 and memory["median"] <= 0.10
     assert memory["oom_called"] == memory["oom_rows"] == 3
 
@@ -227,7 +227,7 @@ def test_a_spreadsheet_s_mark_and_headings_in_capitals_change_nothing(tmp_path: 
     text = FIXTURE.read_text(encoding="utf-8")
     first, rest = text.split("\n", 1)
     (tmp_path / "excel.csv").write_text(f"{first.upper()}\n{rest}", encoding="utf-8-sig")
-    assert judge(tmp_path / "excel.csv", ["newest"]).summary == judge(FIXTURE, ["newest"]).summary
+    assert evaluate_table(tmp_path / "excel.csv", ["newest"]).summary == evaluate_table(FIXTURE, ["newest"]).summary
 
 
 def test_fitting_uses_the_even_half_only() -> None:
@@ -242,12 +242,12 @@ def test_fitting_uses_the_even_half_only() -> None:
 
 def test_nonsense_gets_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no table"):
-        judge(tmp_path / "nowhere.csv")
+        evaluate_table(tmp_path / "nowhere.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(BadData, match="neither a training nor an inference table"):
-        judge(tmp_path / "other.csv")
+        evaluate_table(tmp_path / "other.csv")
     (tmp_path / "empty.csv").write_text("")
     with pytest.raises(BadData, match="no rows"):
-        judge(tmp_path / "empty.csv")
+        evaluate_table(tmp_path / "empty.csv")
     with pytest.raises(NotFound, match="did you mean newest"):
-        judge(FIXTURE, ["newst"])
+        evaluate_table(FIXTURE, ["newst"])
