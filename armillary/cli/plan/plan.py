@@ -191,7 +191,7 @@ def _search(out: Output, home: Home, asked: dict[str, Any], purpose: str, top: i
 
 def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
     from armillary.cli.plan.search import say_ranking
-    from armillary.planning.training.node_ranking import rank_nodes
+    from armillary.planning.node_ranking import rank_nodes
 
     if devices < 1:
         raise BadInput("anyx0 has no devices; write at least one, like anyx64")
@@ -246,7 +246,7 @@ def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
     config = model_config(out, home, recipe)
     check_recipe(recipe, config, for_training=False)
     if every_node:
-        from armillary.planning.serving.node_ranking import rank_serving
+        from armillary.planning.node_ranking import rank_serving
 
         with out.progress("trying nodes", unit="node"):
             ranked = rank_serving(serving_request(recipe, config, find_cluster(recipe), home))

@@ -1,17 +1,21 @@
 """`plan search`: the best layouts, why the first wins, what limits it next; or the catalogue's nodes ranked."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from armillary.cli.output import Output
 from armillary.cli.plan.plan_text import GLUE, limit_text
 from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import device_hour, training_cost
-from armillary.planning.training.node_ranking import Ranked
 from armillary.planning.training.prediction import Prediction
 from armillary.planning.training.resolve import TrainingProblem
 from armillary.planning.training.search import SearchResult, why
 from armillary.spec.toml.fields import to_plain
 from armillary.units import bytes_text, dollars_text, scaled, seconds_text
+
+if TYPE_CHECKING:  # it prices serving too
+    from armillary.planning.node_ranking import Ranked
 
 COLUMNS = [
     "",

@@ -15,7 +15,7 @@ from armillary.spec.toml.fields import to_plain
 from armillary.units import count_text
 
 if TYPE_CHECKING:  # only `--on any` ranks nodes
-    from armillary.planning.serving.node_ranking import RankedServing
+    from armillary.planning.node_ranking import RankedServing
 
 _SHOWN, _SHOWN_SEARCHED, _SHOWN_NODES = 5, 12, 20
 """ways to serve that are listed"""

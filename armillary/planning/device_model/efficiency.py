@@ -7,6 +7,7 @@ The curves of a chip generation are in efficiency.toml; measured ceilings of thi
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from armillary.errors import BadInput
-from armillary.planning.device_model.attention_curve import AttentionCurve, measured_attention
 from armillary.planning.device_model.layout_arrays import PRECISIONS, Array, Ints
 from armillary.spec.hardware import Chip
 
@@ -52,6 +52,25 @@ FORMATS: Mapping[str, tuple[str, float]] = {
 }
 """precision -> (dtype of the peak, bytes per element with its share of the scales)"""
 _STAND_INS = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
+
+
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCurve:
+    """Measured rate of one pass of attention, forward or backward: short sequences and small heads reach a fraction of
+    what long ones do, which differs by kernel. Where several lengths were measured, as on CPUs, it replaces the
+    formula."""
+
+    lengths: Points
+    """(keys, FLOP/s) at the most frequent head dim, shortest first"""
+    dims: Points
+    """(head dim, FLOP/s over that of the most frequent head dim), smallest first"""
+
+    def flops(self, keys: Array, head_dim: float) -> Array:
+        """FLOP/s by log-log interpolation; constant beyond the first and last point."""
+        return _between(self.lengths, keys) * _between(self.dims, np.asarray(head_dim))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +247,29 @@ def _row_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: fl
         if point["m"] == 1 and point["dtype"] in dtypes
     ]
     return min(max(rates) * share, copied) if rates else copied
+
+
+def measured_attention(
+    measured: Peaks, share: float, dtypes: tuple[str, ...], *, backward: bool
+) -> AttentionCurve | None:
+    """The curve in the `dtypes`; None where fewer than two lengths were measured at every head dim."""
+    best: dict[tuple[float, float], float] = {}
+    for point in measured.points.get("attention", ()):
+        if bool(point["backward"]) == backward and point["dtype"] in dtypes:
+            where = float(point["keys"]), float(point["head_dim"])
+            best[where] = max(best.get(where, 0.0), float(point["flops"]) * share)
+    usual = Counter(dim for _, dim in best).most_common(1)[0][0] if best else 0.0
+    lengths = tuple(sorted((keys, rate) for (keys, dim), rate in best.items() if dim == usual))
+    if len(lengths) < 2:
+        return None
+    at = dict(lengths)
+    dims = tuple(sorted((dim, rate / at[keys]) for (keys, dim), rate in best.items() if keys == lengths[0][0]))
+    return AttentionCurve(lengths=lengths, dims=dims)
+
+
+def _between(points: Points, where: Array) -> Array:
+    x, y = np.log(np.array(points).T)
+    return np.exp(np.interp(np.log(where), x, y))
 
 
 def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool) -> dict[str, float]:

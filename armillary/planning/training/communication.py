@@ -11,7 +11,7 @@ import numpy as np
 from armillary.planning.device_model.layout_arrays import Array, Ints, Layouts
 from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import NARROW
-from armillary.planning.training.parameters_per_device import DeviceParameters
+from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 
 CONTENTION = 0.08

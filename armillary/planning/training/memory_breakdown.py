@@ -14,9 +14,8 @@ from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, La
 from armillary.planning.training.activations import GPIPE, micro_batches_in_flight
 from armillary.planning.training.offload import host_bytes, host_capacity, optimizer_offloaded, resident_master_share
 from armillary.planning.training.optimizer_states import sharded_bytes, state_bytes, weight_bytes
-from armillary.planning.training.parameters_per_device import DeviceParameters, device_parameters
 from armillary.planning.training.peak_memory import Snapshot, Stage
-from armillary.planning.training.stages import split, stage_layers
+from armillary.planning.training.stages import DeviceParameters, device_parameters, split, stage_layers
 from armillary.planning.training.train_case import TrainCase
 
 CONTEXT_BYTES = 1.2e9

@@ -10,7 +10,7 @@ import numpy as np
 from armillary.planning.device_model.layout_arrays import OFFLOADS, PRECISIONS, Array, Bools, Layouts
 from armillary.planning.training.activations import stored_layer_bytes
 from armillary.planning.training.optimizer_states import shard_counts, sharded_bytes, trained_parameters
-from armillary.planning.training.parameters_per_device import DeviceParameters
+from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
 

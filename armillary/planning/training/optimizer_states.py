@@ -10,7 +10,7 @@ import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
 from armillary.planning.device_model.layout_arrays import Array, Bools, Layouts
-from armillary.planning.training.parameters_per_device import DeviceParameters
+from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 
 

@@ -29,7 +29,7 @@ from armillary.planning.training.optimizer_states import (
     sharded_bytes,
     trained_parameters,
 )
-from armillary.planning.training.parameters_per_device import DeviceParameters
+from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 
 LOGIT_BYTES, EAGER_LOGIT_BYTES, ADAPTED_LOGIT_BYTES = 6.0, 12.0, 16.0

@@ -1,16 +1,22 @@
-"""Pipeline stages: the number of layers per stage, and where embedding and output projection are.
+"""Pipeline stages: the number of layers per stage, where embedding and output projection are, and the parameters of a
+device.
 
 Our trainer splits by FLOPs, the output projection included (`spec.layout_rules.pipeline_split`). Other software is
 taken to divide layers evenly: where they divide over all chunks, the projection is extra work of the last stage;
 otherwise embedding and projection take the place of a layer each (as for Llama 3 405B: 126 layers in 8 × 16 places).
+
+Parameters (spec.arithmetic.params) are counted dense and routed separately, since different ranks shard them: tensor
+parallelism projections and MLPs, expert parallelism the routed experts; norms and router are replicated.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, Layouts, distinct
 from armillary.planning.training.train_case import TrainCase
+from armillary.spec.arithmetic.params import layer_parameters
 from armillary.spec.layout_rules.pipeline_split import layers_by_stage
 
 
@@ -82,4 +88,51 @@ def _even(num_layers: int, layouts: Layouts) -> Stages:
     least = np.where(divides, mean, np.maximum(num_layers - (layouts.pp - 1) * fullest, 0.0))
     return Stages(
         first=fullest, fullest=fullest, fullest_at=np.zeros(len(layouts)), least_last=least, mean=mean, is_exact=divides
+    )
+
+
+# --- parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceParameters:
+    """Parameters on one device of the fullest stage, before ZeRO shards them."""
+
+    layer: Array
+    """dense parameters per layer: attention, MLP, shared expert, router, norms; `experts` are the routed ones"""
+    experts: Array
+    ends: Array
+    """embedding or output projection, whichever the stage has (both on a single stage)"""
+    layers: Array
+
+    @property
+    def dense(self) -> Array:
+        return self.layer * self.layers + self.ends
+
+    @property
+    def routed(self) -> Array:
+        return self.experts * self.layers
+
+    @property
+    def total(self) -> Array:
+        return self.dense + self.routed
+
+
+def device_parameters(case: TrainCase, layouts: Layouts, stages: Stages) -> DeviceParameters:
+    """Parameters on a device of the fullest stage; the kinds of layers are averaged."""
+    model, num_layers = case.model, case.model.num_layers
+    sharded = replicated = routed = 0.0
+    for kind, count in Counter(model.layers).items():
+        layer = layer_parameters(model, model.layers.index(kind))
+        sharded += count * (layer.attention + layer.mlp + layer.shared)
+        replicated += count * (layer.norms + layer.router)
+        routed += count * layer.experts
+    table = model.vocab * model.hidden
+    positions = model.learned_positions * model.hidden if model.positions == "learned" else 0
+    single = table * (1 if model.tied else 2) + positions
+    return DeviceParameters(
+        layer=sharded / num_layers / layouts.tp + replicated / num_layers,
+        experts=routed / num_layers / (layouts.ep * layouts.expert_tp),
+        ends=np.where(layouts.pp == 1, single, table + positions) / layouts.tp,
+        layers=stages.fullest,
     )

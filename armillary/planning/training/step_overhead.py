@@ -6,7 +6,7 @@ from armillary.planning.device_model.layout_arrays import FULL, Array, Layouts
 from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import weights_s
 from armillary.planning.training.offload import optimizer_offloaded
-from armillary.planning.training.parameters_per_device import DeviceParameters
+from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.arithmetic.layer_ops import adamw
 

@@ -26,8 +26,7 @@ from armillary.planning.training import communication, offload
 from armillary.planning.training import step_overhead as overhead
 from armillary.planning.training.communication import CONTENTION, CommCost, LayerComm
 from armillary.planning.training.compute import Work, ends_work, layer_work
-from armillary.planning.training.parameters_per_device import DeviceParameters, device_parameters
-from armillary.planning.training.stages import Stages, split
+from armillary.planning.training.stages import DeviceParameters, Stages, device_parameters, split
 from armillary.planning.training.train_case import TrainCase
 
 _KEYS = ("micro_batch", "cp", "tp", "sequence_parallel", "ep", "precision", "fp8_scaling", "interleave")

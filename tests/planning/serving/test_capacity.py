@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
+from armillary.planning.node_ranking import rank_serving
 from armillary.planning.serving.capacity import capacity, sustainable
 from armillary.planning.serving.deployment_options import Request, best, deployment_options, from_layout, pools
 from armillary.planning.serving.disaggregation import split_pools, transfer_s
 from armillary.planning.serving.forward_ops import ServingDtypes, Split
 from armillary.planning.serving.generation import static_batch, steady_state
-from armillary.planning.serving.node_ranking import rank_serving
 from armillary.planning.serving.queueing import Server, operating_point
 from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_report import choice_cells, explain, plan_rows

@@ -10,8 +10,8 @@ import pytest
 from armillary.errors import BadInput, BadLayout
 from armillary.planning.device_model.frameworks import OURS
 from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.node_ranking import rank_nodes
 from armillary.planning.training.explain import explain
-from armillary.planning.training.node_ranking import rank_nodes
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.remedies import remedy, remedy_text
 from armillary.planning.training.search import limits, search, why

@@ -1,11 +1,12 @@
-"""Ranking of the catalogue's nodes for a training job: which fit it, how fast they are and what they cost."""
+"""Ranking of the catalogue's nodes: which fit a training job or meet the objectives of some traffic, and their cost."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
 from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import device_hour, training_cost
+from armillary.planning.serving.deployment_options import DeploymentOption, Request, best
 from armillary.planning.training.prediction import Prediction
 from armillary.planning.training.search import search
 from armillary.planning.training.train_case import TrainCase
@@ -14,6 +15,23 @@ from armillary.spec.hardware import Cluster, Node
 from armillary.spec.tables.serve import Cost
 
 KINDS = ("gpu", "tpu", "npu")
+WEIGHTS = ("bf16", "fp8")
+"""dtypes of served weights with no or almost no loss of quality"""
+ENGINES = ("vllm", "sglang", "tensorrt-llm", "neuron", "llama.cpp", "jax", "pytorch")
+"""inference software, best known first"""
+
+
+def _different_nodes(*, by_network: bool) -> list[Node]:
+    """Nodes of accelerators that differ in chip, number and link; and, if `by_network`, in the network beyond."""
+    nodes: dict[tuple[object, ...], Node] = {}
+    for node in catalogue.nodes().values():
+        if catalogue.chips()[node.chip].kind in KINDS:
+            network = (node.network, node.oversubscription) if by_network else ()
+            nodes.setdefault((node.chip, node.num_chips * node.domain, node.link, *network), node)
+    return list(nodes.values())
+
+
+# --- training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +57,7 @@ def rank_nodes(
     case: TrainCase, *, devices: int, steps: int, cost: Cost, watch: Watch = lambda done, total, what: None
 ) -> list[Ranked]:
     """Every kind of node with about `devices` chips: those that fit first, cheapest run first, then fastest."""
-    nodes, ranked = list(different_nodes()), []
+    nodes, ranked = _different_nodes(by_network=True), []
     for i, node in enumerate(nodes):
         watch(i, len(nodes), node.name)
         ranked.append(_ranked(case, node, devices, steps, cost))
@@ -49,16 +67,6 @@ def rank_nodes(
 
 def _order(node: Ranked) -> tuple[bool, float, float]:
     return node.best is None, node.run_usd if node.run_usd is not None else 1e30, node.run_s or 1e30
-
-
-def different_nodes() -> Iterator[Node]:
-    """Nodes of accelerators that differ in what a training step depends on."""
-    seen = set()
-    for node in catalogue.nodes().values():
-        key = (node.chip, node.num_chips * node.domain, node.link, node.network, node.oversubscription)
-        if key not in seen and catalogue.chips()[node.chip].kind in KINDS:
-            seen.add(key)
-            yield node
 
 
 def _ranked(case: TrainCase, node: Node, devices: int, steps: int, cost: Cost) -> Ranked:
@@ -94,3 +102,40 @@ def _dollars(case: TrainCase, cluster: Cluster, step_s: float, steps: int, cost:
         num_devices=cluster.num_devices,
         usd_per_device_hour=offer.usd_per_hour,
     ).run_usd
+
+
+# --- serving
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedServing:
+    """One node of the catalogue, with its cheapest deployment for some traffic."""
+
+    node: Node
+    best: DeploymentOption | None = None
+    """the cheapest option; None where none meets the objectives"""
+    software: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def rank_serving(request: Request) -> list[RankedServing]:
+    """Every kind of node: the possible ones first, the cheapest tokens first, those without a price last."""
+    nodes = _different_nodes(by_network=False)  # a replica uses no network beyond its nodes
+    return sorted((_ranked_serving(request, node) for node in nodes), key=_serving_order)
+
+
+def _ranked_serving(request: Request, node: Node) -> RankedServing:
+    known = catalogue.chips()[node.chip].frameworks
+    about = RankedServing(node=node, software=tuple(name for name in ENGINES if name in known))
+    try:
+        cluster = catalogue.cluster(f"{node.name}x{node.domain}")
+        return replace(about, best=best(replace(request, cluster=cluster, measured=None), WEIGHTS))
+    except ArmillaryError as error:
+        return replace(about, reason=str(error))
+
+
+def _serving_order(node: RankedServing) -> tuple[bool, bool, float]:
+    if node.best is None:
+        return True, True, 0.0
+    cost = node.best.cost
+    return False, cost is None, cost.million_tokens_usd if cost else float(node.best.devices)
