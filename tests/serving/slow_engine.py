@@ -12,7 +12,8 @@ from typing import Any
 from armillary.engine.scheduler.decision import Decision, StepWork
 from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.serving.processes import engine_main
-from armillary.serving.processes.engine_ipc import SendQueue, Started, messages
+from armillary.serving.processes.engine_ipc import SendQueue, Started
+from armillary.serving.processes.worker_process import messages
 from tests.engine.fake import VOCAB, FakeExecutor
 from tests.engine.test_engine import make_engine
 

@@ -40,7 +40,7 @@ class LagWatch:
     """Measures the event loop's lag: `async with LagWatch() as watch`."""
 
     def __init__(self) -> None:
-        self.late: list[float] = []
+        self.timer_delays_s: list[float] = []
         self.cpu_fraction = 0.0
 
     async def __aenter__(self) -> LagWatch:
@@ -55,15 +55,15 @@ class LagWatch:
 
     async def _tick(self) -> None:
         while True:
-            due = time.monotonic() + _INTERVAL_S
+            wake_at = time.monotonic() + _INTERVAL_S
             await asyncio.sleep(_INTERVAL_S)
-            self.late.append(max(0.0, time.monotonic() - due))
+            self.timer_delays_s.append(max(0.0, time.monotonic() - wake_at))
 
 
-def lag_of(late_s: list[float], send_late_s: list[float], cpu_fraction: float) -> Lag:
+def lag_of(timer_delays_s: list[float], send_delays_s: list[float], cpu_fraction: float) -> Lag:
     return Lag(
-        loop_p99_s=percentile(late_s, 99),
-        loop_max_s=max(late_s, default=0.0),
-        send_p99_s=percentile(send_late_s, 99),
+        loop_p99_s=percentile(timer_delays_s, 99),
+        loop_max_s=max(timer_delays_s, default=0.0),
+        send_p99_s=percentile(send_delays_s, 99),
         cpu_fraction=cpu_fraction,
     )

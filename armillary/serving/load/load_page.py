@@ -9,12 +9,12 @@ from armillary.serving.load.rate_search import SearchResult
 from armillary.serving.load.report_text import (
     DEFINITIONS,
     LATENCY_HEADS,
-    TRIAL_HEADS,
+    TESTED_RATE_HEADS,
     best_text,
     latency_rows,
     rate_rows,
+    tested_rate_rows,
     title_text,
-    trial_rows,
 )
 from armillary.serving.load.run import LoadReport, RunResult
 from armillary.serving.load.summary import in_flight
@@ -42,16 +42,16 @@ def page(report: LoadReport, search: SearchResult | None = None, usd_per_hour: f
 def _search(search: SearchResult | None) -> str:
     if search is None:
         return ""
-    trials = sorted(search.trials, key=lambda trial: trial.requests_per_s)
+    tested_rates = sorted(search.tested_rates, key=lambda tested: tested.requests_per_s)
     latencies = [
-        ("TTFT p99", [(t.requests_per_s, t.summary.due_ttft.p99_s) for t in trials]),
-        ("TTFT p50", [(t.requests_per_s, t.summary.due_ttft.p50_s) for t in trials]),
-        ("ITL p99", [(t.requests_per_s, t.summary.itl.p99_s) for t in trials]),
+        ("TTFT p99", [(t.requests_per_s, t.summary.due_ttft.p99_s) for t in tested_rates]),
+        ("TTFT p50", [(t.requests_per_s, t.summary.due_ttft.p50_s) for t in tested_rates]),
+        ("ITL p99", [(t.requests_per_s, t.summary.itl.p99_s) for t in tested_rates]),
     ]
     plot = lines(latencies, label="Latency over rate", x_name="requests per second", y_text=seconds_text)
-    tokens = [(t.requests_per_s, t.summary.tokens_out_per_s) for t in trials]
+    tokens = [(t.requests_per_s, t.summary.tokens_out_per_s) for t in tested_rates]
     rates = lines([("output tokens per second", tokens)], label="Throughput over rate", x_name="requests per second")
-    return section(best_text(search), plot + rates + table(TRIAL_HEADS, trial_rows(search)))
+    return section(best_text(search), plot + rates + table(TESTED_RATE_HEADS, tested_rate_rows(search)))
 
 
 def _distributions(run: RunResult, repeats: int) -> str:
@@ -98,12 +98,12 @@ def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def counted(
-    moments: Sequence[float], weights: Sequence[float], *, until: float, bins: int = 60
+    times: Sequence[float], weights: Sequence[float], *, until: float, bins: int = 60
 ) -> list[tuple[float, float]]:
     """Weights per second, in `bins` equal parts of the time to `until`."""
     size = until / bins or 1.0
     sums = [0.0] * bins
-    for moment, weight in zip(moments, weights, strict=True):
-        if 0 <= moment < until:
-            sums[min(bins - 1, int(moment / size))] += weight
+    for at, weight in zip(times, weights, strict=True):
+        if 0 <= at < until:
+            sums[min(bins - 1, int(at / size))] += weight
     return [((i + 0.5) * size, total / size) for i, total in enumerate(sums)]

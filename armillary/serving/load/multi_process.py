@@ -1,94 +1,53 @@
-"""A load test with several sending processes: each sends every n-th request, or serves its share of the clients."""
+"""A load test with several sending processes: each sends every n-th request, or serves its share of the clients.
 
-import pickle
-import struct
-import subprocess
-import sys
+`python -m armillary.serving.load.multi_process FD` is a sending process: it prepares the job of its first message, and
+answers the start time, its second message, with the results.
+"""
+
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 from armillary.errors import BadInput
-from armillary.serving.load.sender import START_S, SendJob, SendResult, Watch, send_requests
+from armillary.serving.load.sender import START_S, Sender, SendJob, SendResult, Watch
+from armillary.serving.processes.worker_process import WorkerProcess, serve_messages
 
 _TICK_S = 0.25
-READY = b"ready\n"
-BEGIN = struct.Struct("d")
-Process = subprocess.Popen[bytes]
 
 
 def send_in_processes(job: SendJob, processes: int, watch: Watch | None = None) -> SendResult:
     """Run `job` in this process, or in `processes` others."""
     if processes < 2:
-        return send_requests(job, watch=watch)
+        return Sender(job).send(time.monotonic() + START_S, watch)
+    jobs = split_job(job, processes)
     with ExitStack() as stack:
-        started = [_start(stack, part) for part in split_job(job, processes)]
-        begin = _begin(started)
-        pool = stack.enter_context(ThreadPoolExecutor(len(started)))
-        futures = [pool.submit(_result, process) for process in started]
+        workers = [stack.enter_context(closing(WorkerProcess("armillary.serving.load.multi_process"))) for _ in jobs]
+        pool = stack.enter_context(ThreadPoolExecutor(len(jobs)))
+        for worker in workers:
+            stack.callback(worker.kill)  # first of all, as the pool waits for its threads
+        list(pool.map(_ask, workers, jobs))
+        begin = time.monotonic() + START_S
+        futures = [pool.submit(_ask, worker, begin) for worker in workers]
         while wait(futures, timeout=_TICK_S).not_done:
             if watch:
                 watch(time.monotonic() - begin, 0, 0, 0)
-        parts = [future.result() for future in futures]
+        parts: list[SendResult] = [future.result() for future in futures]
     return SendResult(
         results=[result for sent in parts for result in sent.results],
-        late_s=[late for sent in parts for late in sent.late_s],
+        timer_delays_s=[delay for sent in parts for delay in sent.timer_delays_s],
         cpu_fraction=max(sent.cpu_fraction for sent in parts),
     )
 
 
-def _start(stack: ExitStack, job: SendJob) -> Process:
-    command = [sys.executable, "-m", "armillary.serving.load.multi_process"]
-    process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-    stack.callback(_end, process)
-    _write(process, pickle.dumps(job))
-    return process
-
-
-def _begin(started: list[Process]) -> float:
-    """Once all processes are prepared, tell them when to begin."""
-    for process in started:
-        assert process.stdout is not None
-        if process.stdout.readline() != READY:
-            raise _died(process)
-    begin = time.monotonic() + START_S
-    for process in started:
-        _write(process, BEGIN.pack(begin))
-    return begin
-
-
-def _result(process: Process) -> SendResult:
-    assert process.stdout is not None
-    try:
-        result: SendResult = pickle.load(process.stdout)
-    except (EOFError, pickle.UnpicklingError):
-        raise _died(process) from None
-    return result
-
-
-def _end(process: Process) -> None:
-    process.kill()  # no effect on a process that has ended
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # unread input does not matter
-        process.stdin.close()
-
-
-def _write(process: Process, data: bytes) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write(data)
-        process.stdin.flush()
-    except BrokenPipeError:
-        raise _died(process) from None
-
-
-def _died(process: Process) -> BadInput:
-    """The error of a process without a result; its own message is printed above."""
-    process.kill()  # it may only have closed its output
-    code = process.wait()
+def _ask(worker: WorkerProcess, message: SendJob | float) -> Any:
+    """The reply of a sending process; BadInput where it has died, with its own message printed above."""
+    if (reply := worker.ask(message)) is not None:
+        return reply
+    code = worker.exit_code
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return BadInput(f"a sending process ended before its work was done ({how}); try fewer load.processes or clients")
+    raise BadInput(f"a sending process ended before its work was done ({how}); try fewer load.processes or clients")
 
 
 def split_job(job: SendJob, count: int) -> list[SendJob]:
@@ -112,16 +71,17 @@ def split_job(job: SendJob, count: int) -> list[SendJob]:
 
 
 def main() -> None:
-    """A sending process, `python -m armillary.serving.load.multi_process`: reads its job from stdin, reports that it is
-    prepared, waits for the start time, and writes its results to stdout."""
-    job: SendJob = pickle.load(sys.stdin.buffer)
+    sender: Sender | None = None
 
-    def begin() -> float:
-        sys.stdout.buffer.write(READY)
-        sys.stdout.buffer.flush()
-        return float(BEGIN.unpack(sys.stdin.buffer.read(BEGIN.size))[0])
+    def reply(message: SendJob | float) -> SendResult | bool:
+        nonlocal sender
+        if isinstance(message, SendJob):
+            sender = Sender(message)
+            return True
+        assert sender is not None, "the job comes before its start time"
+        return sender.send(message)
 
-    pickle.dump(send_requests(job, begin), sys.stdout.buffer)
+    serve_messages(reply)
 
 
 if __name__ == "__main__":

@@ -55,19 +55,15 @@ async def _probe(target: Target, load: Load) -> ProbedServer:
 async def _is_predict(http: aiohttp.ClientSession, target: Target) -> bool:
     """Whether the server has /schema and no /v1/models."""
     try:
-        return (await get_json(http, f"{target.base}/v1/models"))[0] == 404 and (
-            await get_json(http, f"{target.base}/schema")
-        )[0] == 200
-    except (aiohttp.ClientError, OSError, TimeoutError):
+        status, _ = await get_json(http, target, "/v1/models")
+        return status == 404 and (await get_json(http, target, "/schema"))[0] == 200
+    except NotFound:
         return False  # the next request reports it
 
 
 async def _probe_predict(http: aiohttp.ClientSession, target: Target) -> ProbedServer:
     """Probe a predict server with one row of random numbers that fits its schema."""
-    try:
-        status, schema = await get_json(http, f"{target.base}/schema")
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        raise NotFound(f"no server responds at {target.base}; start one, or give its address") from None
+    status, schema = await get_json(http, target, "/schema")
     if status != 200 or not isinstance(schema, dict):
         raise BadInput(f"{target.base}/schema has no schema (HTTP {status}); is it a predict server?")
     target = replace(target, api="predict", model=f"version {schema.get('version')}", sample=sample_of(schema))
@@ -80,10 +76,7 @@ async def _probe_predict(http: aiohttp.ClientSession, target: Target) -> ProbedS
 
 async def _first_model(http: aiohttp.ClientSession, target: Target) -> tuple[str, int | None]:
     """The model's name and max_model_len, which vLLM, SGLang and our server report."""
-    try:
-        status, body = await get_json(http, f"{target.base}/v1/models")
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        raise NotFound(f"no server responds at {target.base}; start one, or give its address") from None
+    status, body = await get_json(http, target, "/v1/models")
     if status in (401, 403):
         raise BadInput(f"{target.base} requires an API key (HTTP {status}); give it with --key")
     rows = body.get("data") if isinstance(body, dict) else None
@@ -141,17 +134,14 @@ async def _prompt_cutter(
         return cut, max(0, (short.tokens_in or 0) - _SHORT_TOKENS), [note]
     if short.tokens_in is None:
         return _default_cutter()
-    rates = []
     for size in (_LONG_CHARS, _LONG_CHARS // 4):  # the second for a short context
         long = await _try(http, target, ByCharacters(per_token=1.0)(size, Random(0)))
         if long.ok and long.tokens_in and long.tokens_in > short.tokens_in:
-            rates.append((size - len(_SHORT)) / (long.tokens_in - short.tokens_in))
-            break
-    if not rates:
-        return _default_cutter()
-    overhead = max(0, round(short.tokens_in - len(_SHORT) / rates[0]))
-    note = f"prompts are cut at {rates[0]:.2f} characters per token, by the server's count of a test prompt"
-    return ByCharacters(per_token=rates[0]), overhead, [note]
+            per_token = (size - len(_SHORT)) / (long.tokens_in - short.tokens_in)
+            overhead = max(0, round(short.tokens_in - len(_SHORT) / per_token))
+            note = f"prompts are cut at {per_token:.2f} characters per token, by the server's count of a test prompt"
+            return ByCharacters(per_token=per_token), overhead, [note]
+    return _default_cutter()
 
 
 def _default_cutter() -> tuple[PromptCutter, int, list[str]]:

@@ -16,17 +16,17 @@ from armillary.serving.load.summary import LatencySummary, Summary
 from armillary.spec.tables.serve import Objective
 from armillary.units import seconds_text
 
-_MAX_TRIALS = 24
+_MAX_TRIES = 24
 _RESOLUTION = 1.08
 _GROWTH_FRACTION = 0.05
 _LATE_S = 0.25
-_ATTEMPTS = 2
+_TRIES_PER_RATE = 2
 _MIN_REQUESTS = 8
-"""requests per trial; with fewer, the search ends without a rate"""
+"""with fewer requests per run, the search ends without a rate"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RateTrial:
+class TestedRate:
     """One rate that was tried; it is sustained where there are no violations."""
 
     requests_per_s: float
@@ -41,12 +41,12 @@ class SearchResult:
 
     best: float | None
     failed: float | None
-    trials: tuple[RateTrial, ...]
+    tested_rates: tuple[TestedRate, ...]
     run: RunResult
 
 
 RunAtRate = Callable[[float, int], RunResult]
-"""runs the test at a rate; the number of the trial sets its seed"""
+"""runs the test at a rate; the number of the run sets its seed"""
 
 
 def rate_runner(
@@ -61,14 +61,14 @@ def search_rate(
 ) -> SearchResult:
     """Search from the rate `start` until the lowest failed rate is at most `resolution` times the highest sustained."""
     rate, best, failed = start, None, None
-    trials: list[RateTrial] = []
+    tested_rates: list[TestedRate] = []
     runs: dict[float, RunResult] = {}
-    while len(trials) < _MAX_TRIALS:
-        run = try_rate(rate, len(trials))
+    while len(tested_rates) < _MAX_TRIES:
+        run = try_rate(rate, len(tested_rates))
         failures = tuple(violations(run.summary, objective))
-        trials.append(RateTrial(requests_per_s=rate, summary=run.summary, violations=failures))
+        tested_rates.append(TestedRate(requests_per_s=rate, summary=run.summary, violations=failures))
         runs[rate] = run
-        if failures and sum(trial.requests_per_s == rate for trial in trials) < _ATTEMPTS:
+        if failures and sum(tested.requests_per_s == rate for tested in tested_rates) < _TRIES_PER_RATE:
             continue
         best, failed = (best, rate) if failures else (rate, failed)
         if best is None and run.summary.requests < _MIN_REQUESTS:
@@ -76,8 +76,8 @@ def search_rate(
         if best is not None and failed is not None and failed <= best * resolution:
             break
         rate = _next(best, failed)
-    shown = trials[-1].requests_per_s if best is None else best
-    return SearchResult(best=best, failed=failed, trials=tuple(trials), run=runs[shown])
+    shown = tested_rates[-1].requests_per_s if best is None else best
+    return SearchResult(best=best, failed=failed, tested_rates=tuple(tested_rates), run=runs[shown])
 
 
 def _next(best: float | None, failed: float | None) -> float:
@@ -89,7 +89,7 @@ def _next(best: float | None, failed: float | None) -> float:
 
 def violations(summary: Summary, objective: Objective) -> list[str]:
     """Why a run does not show that its rate is sustained."""
-    named: tuple[tuple[str, float | None, LatencySummary], ...] = (
+    limits: tuple[tuple[str, float | None, LatencySummary], ...] = (
         ("TTFT", objective.ttft_p99_s, summary.due_ttft),
         ("ITL", objective.itl_p99_s, summary.itl),
         ("TPOT", objective.tpot_p99_s, summary.tpot),
@@ -97,7 +97,7 @@ def violations(summary: Summary, objective: Objective) -> list[str]:
     )
     why = [
         f"{name} p99 {seconds_text(got.p99_s)} above {seconds_text(limit)}"
-        for name, limit, got in named
+        for name, limit, got in limits
         if limit is not None and got.p99_s > limit
     ]
     if summary.failed:
@@ -106,8 +106,8 @@ def violations(summary: Summary, objective: Objective) -> list[str]:
     if silent and objective.ttft_p99_s is not None:
         why.append(f"{silent} of {summary.requests} responses had no text")
     if summary.lag.send_p99_s > _LATE_S:
-        late = seconds_text(summary.lag.send_p99_s)
-        why.append(f"requests were sent {late} late: the generator's limit, not the server's")
+        delay = seconds_text(summary.lag.send_p99_s)
+        why.append(f"requests were sent {delay} late: the generator's limit, not the server's")
     if summary.backlog_growth > max(_GROWTH_FRACTION * summary.requests, 3 * sqrt(max(1.0, summary.in_flight))):
         why.append(f"requests in flight grew by {summary.backlog_growth:.0f}")
     return why

@@ -1,13 +1,14 @@
 """A load report as text and table rows for terminal, page and JSON, and the definition of each figure."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from armillary.serving.load.rate_search import SearchResult
 from armillary.serving.load.run import LoadReport
 from armillary.serving.load.schedule import warmup_s
-from armillary.serving.load.summary import LatencySummary, Summary
-from armillary.spec.tables.serve import Objective
+from armillary.serving.load.summary import Summary
 from armillary.spec.toml.fields import to_plain
 from armillary.stats import Estimate, estimate
 from armillary.units import dollars_text, seconds_text
@@ -30,14 +31,15 @@ DEFINITIONS = {
     "cost": "price per hour over tokens per hour at this load: prompts and completions together, and completions alone",
 }
 
-_LATENCIES: tuple[tuple[str, str, Callable[[Summary], LatencySummary], Callable[[Objective], float | None]], ...] = (
-    ("TTFT", "ttft", lambda s: s.ttft, lambda o: o.ttft_p99_s),
-    ("ITL", "itl", lambda s: s.itl, lambda o: o.itl_p99_s),
-    ("TPOT", "tpot", lambda s: s.tpot, lambda o: o.tpot_p99_s),
-    ("end to end", "e2e", lambda s: s.e2e, lambda o: o.e2e_p99_s),
-    ("TTFT from due time", "due_ttft", lambda s: s.due_ttft, lambda o: None),
-    ("end to end from due time", "due_e2e", lambda s: s.due_e2e, lambda o: None),
-)
+_LATENCIES = {
+    "TTFT": "ttft",
+    "ITL": "itl",
+    "TPOT": "tpot",
+    "end to end": "e2e",
+    "TTFT from due time": "due_ttft",
+    "end to end from due time": "due_e2e",
+}
+"""title -> field of Summary, which has an objective `FIELD_p99_s` where it is not from due times"""
 LATENCY_HEADS = ("", "p50", "p90", "p95", "p99", "mean", "max", "SLO (p99)")
 
 
@@ -48,29 +50,23 @@ def over_runs(report: LoadReport, figure: Callable[[Summary], float]) -> Estimat
 def latency_rows(report: LoadReport) -> list[list[str]]:
     """Rows of name, percentiles with their intervals, and objective."""
     rows = []
-    for title, _, latency_of, limit_of in _LATENCIES:
-        if not latency_of(report.last).count:
-            continue
-
-        def cell(key: str, of: Callable[[Summary], LatencySummary] = latency_of) -> str:
-            return _seconds(over_runs(report, lambda summary: getattr(of(summary), key)))
-
-        figures = [cell(key) for key in ("p50_s", "p90_s", "p95_s", "p99_s", "mean_s", "max_s")]
-        rows.append([title, *figures, _slo(limit_of(report.test.objective), latency_of, report)])
+    for title, name in _LATENCIES.items():
+        if getattr(report.last, name).count:
+            keys = ("p50_s", "p90_s", "p95_s", "p99_s", "mean_s", "max_s")
+            figures = {key: over_runs(report, attrgetter(f"{name}.{key}")) for key in keys}
+            limit = getattr(report.test.objective, f"{name}_p99_s", None)
+            rows.append([title, *map(_seconds, figures.values()), _slo(limit, figures["p99_s"].mean)])
     return rows
 
 
 def narrow(heads: Sequence[str], rows: Sequence[Sequence[str]], *, repeats: int) -> tuple[list[str], list[list[str]]]:
     """Columns that fit a terminal: three percentiles only where there are intervals."""
-    kept = [i for i, head in enumerate(heads) if repeats < 2 or head not in ("p95", "mean", "max")]
-    return [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    columns = [i for i, head in enumerate(heads) if repeats < 2 or head not in ("p95", "mean", "max")]
+    return [heads[i] for i in columns], [[row[i] for i in columns] for row in rows]
 
 
-def _slo(limit: float | None, latency_of: Callable[[Summary], LatencySummary], report: LoadReport) -> str:
-    if limit is None:
-        return "–"
-    p99 = over_runs(report, lambda summary: latency_of(summary).p99_s).mean
-    return f"{seconds_text(limit)} {'✓' if p99 <= limit else '✗'}"
+def _slo(limit: float | None, p99_s: float) -> str:
+    return "–" if limit is None else f"{seconds_text(limit)} {'✓' if p99_s <= limit else '✗'}"
 
 
 def rate_rows(report: LoadReport, usd_per_hour: float | None = None) -> list[tuple[str, str]]:
@@ -108,10 +104,7 @@ def _goodput(report: LoadReport) -> str:
 
 def errors_text(report: LoadReport) -> str:
     failed, requests = (sum(getattr(run.summary, key) for run in report.runs) for key in ("failed", "requests"))
-    why: dict[str, int] = {}
-    for run in report.runs:
-        for text, count in run.summary.errors.items():
-            why[text] = why.get(text, 0) + count
+    why = sum((Counter(run.summary.errors) for run in report.runs), Counter[str]())
     reasons = "; ".join(f"{count:,} × {text}" for text, count in list(why.items())[:4])
     return f"{failed:,} of {requests:,} requests" + (f": {reasons}" if reasons else "")
 
@@ -166,21 +159,21 @@ def title_text(report: LoadReport) -> str:
     return f"{report.model} at {report.url}: {how}, {length} after {warm:g} s of warm-up{repeats}"
 
 
-TRIAL_HEADS = ("rate", "sustained", "TTFT p99", "ITL p99", "end to end p99", "tokens/s out", "why not")
+TESTED_RATE_HEADS = ("rate", "sustained", "TTFT p99", "ITL p99", "end to end p99", "tokens/s out", "why not")
 
 
-def trial_rows(search: SearchResult) -> list[list[str]]:
+def tested_rate_rows(search: SearchResult) -> list[list[str]]:
     return [
         [
-            f"{trial.requests_per_s:.4g}/s",
-            "no" if trial.violations else "yes",
-            seconds_text(trial.summary.due_ttft.p99_s),
-            seconds_text(trial.summary.itl.p99_s),
-            seconds_text(trial.summary.due_e2e.p99_s),
-            f"{trial.summary.tokens_out_per_s:,.0f}",
-            "; ".join(trial.violations) or "–",
+            f"{tested.requests_per_s:.4g}/s",
+            "no" if tested.violations else "yes",
+            seconds_text(tested.summary.due_ttft.p99_s),
+            seconds_text(tested.summary.itl.p99_s),
+            seconds_text(tested.summary.due_e2e.p99_s),
+            f"{tested.summary.tokens_out_per_s:,.0f}",
+            "; ".join(tested.violations) or "–",
         ]
-        for trial in sorted(search.trials, key=lambda trial: trial.requests_per_s)
+        for tested in sorted(search.tested_rates, key=lambda tested: tested.requests_per_s)
     ]
 
 
@@ -215,11 +208,11 @@ def plain(report: LoadReport, search: SearchResult | None = None, usd_per_hour: 
             "lowest_failed_requests_per_s": search.failed,
             "trials": [
                 {
-                    "requests_per_s": trial.requests_per_s,
-                    "broken": list(trial.violations),
-                    "summary": to_plain(trial.summary),
+                    "requests_per_s": tested.requests_per_s,
+                    "broken": list(tested.violations),
+                    "summary": to_plain(tested.summary),
                 }
-                for trial in search.trials
+                for tested in search.tested_rates
             ],
         }
     return table
@@ -227,14 +220,10 @@ def plain(report: LoadReport, search: SearchResult | None = None, usd_per_hour: 
 
 def _figures(report: LoadReport) -> dict[str, Any]:
     """Gauge name -> mean over the repeats, and half-width of its interval."""
-    figures: dict[str, Any] = {}
-    for _, base, latency_of, _ in _LATENCIES:
-        for percent in (50, 90, 95, 99):
-            key, of = f"p{percent}_s", latency_of
-            figures[f"{base}_p{percent}_s"] = to_plain(over_runs(report, lambda s, of=of, key=key: getattr(of(s), key)))  # type: ignore[misc]
-    for name in ("requests_per_s", "tokens_in_per_s", "tokens_out_per_s", "goodput_requests_per_s", "slo_met_fraction"):
-        figures[name] = to_plain(over_runs(report, lambda s, name=name: getattr(s, name)))  # type: ignore[misc]
-    return figures
+    latencies = {f"{name}_{p}_s": f"{name}.{p}_s" for name in _LATENCIES.values() for p in ("p50", "p90", "p95", "p99")}
+    rates = ("requests_per_s", "tokens_in_per_s", "tokens_out_per_s", "goodput_requests_per_s", "slo_met_fraction")
+    figures = latencies | {name: name for name in rates}
+    return {name: to_plain(over_runs(report, attrgetter(path))) for name, path in figures.items()}
 
 
 def _seconds(value: Estimate) -> str:

@@ -101,8 +101,8 @@ def run_once(probed: ProbedServer, test: LoadTest, *, repeat: int = 0, watch: Wa
     end = begin + test.traffic.duration_s
     if load.requests is not None:
         end = max(result.end_s for result in results) + 1e-9
-    late = [result.sent_s - result.due_s for result in results]
-    lag = lag_of(sent.late_s, late, sent.cpu_fraction)
+    send_delays_s = [result.sent_s - result.due_s for result in results]
+    lag = lag_of(sent.timer_delays_s, send_delays_s, sent.cpu_fraction)
     figures = summary(results, test.objective, lag, begin_s=begin, end_s=end)
     return RunResult(summary=figures, results=tuple(results), begin_s=begin, end_s=end)
 

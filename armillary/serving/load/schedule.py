@@ -1,13 +1,18 @@
-"""The requests of a test as send times and lengths, from [traffic] or from a recorded trace."""
+"""The requests of a test as send times and lengths, from [traffic] or from a recorded trace.
+
+Gaps of mean 1 are sampled first and scaled by the rate: a request is sent when the integral of the rate has grown by
+its gap, so that bursts and ramps combine. The number of requests is fixed to that integral (a Poisson process given its
+count), so that a short test offers exactly its rate.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import exp, log1p, sqrt
 from pathlib import Path
 from random import Random
 
 from armillary.errors import BadInput
-from armillary.serving.load.arrivals import send_times
 from armillary.serving.load.record import PlannedRequest
 from armillary.serving.load.trace import read_trace
 from armillary.spec.tables.serve import Load, Traffic
@@ -27,13 +32,48 @@ def planned_requests(traffic: Traffic, load: Load, *, seed: int) -> list[Planned
         return _from_trace(traffic, load)
     assert load.concurrency is None, "a closed loop draws its requests as it runs"
     warm, draw = warmup_s(traffic, load), lengths(traffic, load, seed)
-    steady = send_times(traffic, seconds=warm, seed=seed)
+    warmup = send_times(traffic, seconds=warm, seed=seed)
     test = send_times(traffic, seconds=traffic.duration_s, ramp_to=load.ramp_to, count=load.requests, seed=seed + 1)
-    times = steady + [warm + at for at in test]
+    times = warmup + [warm + at for at in test]
     return [
         PlannedRequest(at_s=at, tokens_in=tokens_in, tokens_out=tokens_out)
         for at, (tokens_in, tokens_out) in ((at, draw()) for at in times)
     ]
+
+
+def send_times(
+    traffic: Traffic, *, seconds: float, ramp_to: float | None = None, count: int | None = None, seed: int = 0
+) -> list[float]:
+    """Send times between 0 and `seconds`, while the rate ramps to `ramp_to`; `count` fixes the number of
+    requests instead of the time."""
+    begin, end = traffic.requests_per_s, ramp_to or traffic.requests_per_s
+    area = seconds * (begin + end) / 2 if count is None else float(count)
+    if count is not None:
+        seconds = 2 * area / (begin + end)
+    areas = _areas(traffic, area, Random(f"arrivals {seed}"))
+    return [min(seconds, _time_of(position, begin, end, seconds)) for position in areas]
+
+
+def _areas(traffic: Traffic, area: float, rng: Random) -> list[float]:
+    """Positions of the requests between 0 and `area`, one per unit."""
+    count = round(area)
+    if traffic.arrival == "constant":
+        return [(i + 0.5) * area / count for i in range(count)]
+    variance = traffic.burstiness**2  # of a gap of mean 1, as burstiness is its coefficient of variation
+    gaps = (
+        rng.expovariate(1.0) if traffic.arrival == "poisson" else rng.gammavariate(1 / variance, variance)
+        for _ in range(count + 1)
+    )
+    sums = list(accumulate(gaps))
+    return [position * area / sums[-1] for position in sums[:-1]]
+
+
+def _time_of(area: float, begin: float, end: float, seconds: float) -> float:
+    """When begin·t + (end − begin)·t² / (2·seconds) reaches `area`."""
+    if begin == end:
+        return area / begin
+    rise = (end - begin) / seconds
+    return 2 * area / (begin + sqrt(max(0.0, begin * begin + 2 * rise * area)))
 
 
 def _from_trace(traffic: Traffic, load: Load) -> list[PlannedRequest]:

@@ -4,14 +4,11 @@ The open loop prepares requests before they are due and never waits for a respon
 the sending (coordinated omission).
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
@@ -59,37 +56,8 @@ class SendResult:
     """The results of one sending process, the delays of its event loop's timers, and its fraction of one core."""
 
     results: list[RequestResult] = field(default_factory=list)
-    late_s: list[float] = field(default_factory=list)
+    timer_delays_s: list[float] = field(default_factory=list)
     cpu_fraction: float = 0.0
-
-
-def send_requests(job: SendJob, begin: Callable[[], float] | None = None, watch: Watch | None = None) -> SendResult:
-    """Run `job`. `begin` is called once the first requests are prepared, and returns the start on time.monotonic; none:
-    now."""
-    sender = _Sender(job)
-    job.prompts.cut(1, Random(0))  # reads the corpus
-    sender.fill(_PREPARED)
-    with _gc_frozen():
-        sender.clock = clock_from(begin() if begin else time.monotonic() + START_S)
-        return asyncio.run(_send(sender, watch))
-
-
-@contextmanager
-def _gc_frozen() -> Iterator[None]:
-    """Exclude existing objects from garbage collection: a full collection can take longer than a gap between tokens."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-async def _send(sender: _Sender, watch: Watch | None) -> SendResult:
-    job = sender.job
-    async with session(job.target, job.load.timeout_s) as http, LagWatch() as lag, _background(sender.show(watch)):
-        await (sender.closed_loop(http) if job.clients else sender.open_loop(http))
-    return SendResult(results=sender.results, late_s=lag.late, cpu_fraction=lag.cpu_fraction)
 
 
 @asynccontextmanager
@@ -104,16 +72,36 @@ async def _background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
             await task
 
 
-class _Sender:
+class Sender:
     """One run of a job."""
 
     clock: Clock
 
     def __init__(self, job: SendJob) -> None:
+        """Prepare the first requests, and exclude existing objects from garbage collection until everything is sent: a
+        full collection can take longer than a gap between tokens."""
         self.job = job
         self.results: list[RequestResult] = []
         self.in_flight = self.failed = 0
         self._rows, self._ready = iter(job.rows), deque[PreparedRequest]()
+        job.prompts.cut(1, Random(0))  # reads the corpus
+        self.fill(_PREPARED)
+        gc.collect()
+        gc.freeze()
+
+    def send(self, begin: float, watch: Watch | None = None) -> SendResult:
+        """Send all requests; `begin` is the start on time.monotonic."""
+        self.clock = clock_from(begin)
+        try:
+            return asyncio.run(self._run(watch))
+        finally:
+            gc.unfreeze()
+
+    async def _run(self, watch: Watch | None) -> SendResult:
+        job = self.job
+        async with session(job.target, job.load.timeout_s) as http, LagWatch() as lag, _background(self.show(watch)):
+            await (self.closed_loop(http) if job.clients else self.open_loop(http))
+        return SendResult(results=self.results, timer_delays_s=lag.timer_delays_s, cpu_fraction=lag.cpu_fraction)
 
     async def open_loop(self, http: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -142,10 +130,10 @@ class _Sender:
     async def _client(self, http: aiohttp.ClientSession, requests: Iterator[PreparedRequest]) -> None:
         await _until(0.0, self.clock)
         for request in requests:
-            due = self.clock()
-            if due >= self.job.stop_s:
+            now = self.clock()
+            if now >= self.job.stop_s:
                 return
-            await self._send(http, request, due)
+            await self._send(http, request, now)
 
     def _requests(self) -> Iterator[PreparedRequest]:
         """The requests of a closed loop, up to max_requests after the warm-up."""

@@ -31,14 +31,13 @@ class LatencySummary:
 
 def latency_summary(values: Iterable[float | None]) -> LatencySummary:
     ordered = sorted(value for value in values if value is not None)
-    at = {percent: percentile(ordered, percent) for percent in (50, 90, 95, 99)}
     return LatencySummary(
         count=len(ordered),
         mean_s=_mean(ordered),
-        p50_s=at[50],
-        p90_s=at[90],
-        p95_s=at[95],
-        p99_s=at[99],
+        p50_s=percentile(ordered, 50),
+        p90_s=percentile(ordered, 90),
+        p95_s=percentile(ordered, 95),
+        p99_s=percentile(ordered, 99),
         max_s=ordered[-1] if ordered else 0.0,
     )
 
@@ -131,8 +130,8 @@ def in_flight(
     changes = sorted([(result.due_s, 1) for result in results] + [(result.end_s, -1) for result in results])
     counts, at, now = [], 0, 0
     for i in range(samples):
-        moment = begin_s + (i + 0.5) * (end_s - begin_s) / samples
-        while at < len(changes) and changes[at][0] <= moment:
+        sampled_at = begin_s + (i + 0.5) * (end_s - begin_s) / samples
+        while at < len(changes) and changes[at][0] <= sampled_at:
             now += changes[at][1]
             at += 1
         counts.append(float(now))

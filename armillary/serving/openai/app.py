@@ -24,6 +24,7 @@ from armillary.serving.openai.chat import chat, chat_prompt
 from armillary.serving.openai.completions import complete
 from armillary.serving.openai.generation_request import refuse_priority
 from armillary.serving.openai.openapi import document
+from armillary.serving.openai.request_body import UnknownFields, decode_body
 from armillary.serving.openai.response import ResponseWriter
 from armillary.serving.openai.schemas import (
     ChatRequest,
@@ -31,11 +32,9 @@ from armillary.serving.openai.schemas import (
     DetokenizeRequest,
     SamplingFields,
     TokenizeRequest,
-    decode_body,
 )
 from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.openai.tracing import Tracing
-from armillary.serving.openai.unknown_fields import UnknownFields
 from armillary.serving.processes.server_metrics import Metrics
 
 T = TypeVar("T", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
@@ -62,7 +61,8 @@ class Endpoint:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         connection = AsgiConnection(scope, receive, send)
         try:
-            self._admit(connection)
+            if not self._keys.admits(connection.headers):
+                raise Problem(401, REFUSAL, code="invalid_api_key")
             await self._handler(connection)
         except Problem as problem:
             await connection.problem(problem)
@@ -72,11 +72,6 @@ class Endpoint:
             traceback.print_exc(file=sys.stderr)
             await connection.problem(Problem(500, "internal error; see the server's log", code="bug"))
         self._metrics.responses[self._path, connection.status] += 1
-
-    def _admit(self, connection: AsgiConnection) -> None:
-        """Problem 401 where a key is required and missing."""
-        if not self._keys.admits(connection.headers):
-            raise Problem(401, REFUSAL, code="invalid_api_key")
 
 
 class ExactRouter:
@@ -113,9 +108,9 @@ class Api:
 
     def app(self) -> ExactRouter:
         """The routes; health, metrics and documents need no key."""
-        posts = {
-            "/v1/chat/completions": self._chat,
-            "/v1/completions": self._complete,
+        posts: dict[str, Handler] = {
+            "/v1/chat/completions": partial(self._generate, ChatRequest, chat, "chat.completion"),
+            "/v1/completions": partial(self._generate, CompletionRequest, complete, "text_completion"),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -140,13 +135,7 @@ class Api:
 
     # --- generation
 
-    async def _chat(self, connection: AsgiConnection) -> None:
-        await self._generate(connection, ChatRequest, chat, "chat.completion")
-
-    async def _complete(self, connection: AsgiConnection) -> None:
-        await self._generate(connection, CompletionRequest, complete, "text_completion")
-
-    async def _generate(self, connection: AsgiConnection, schema: Any, start: Any, kind: str) -> None:
+    async def _generate(self, schema: Any, start: Any, kind: str, connection: AsgiConnection) -> None:
         begin, generation, status = time.monotonic(), None, 500
         self._check_admission()  # before the body is read, and again after it, as reading may take long
         body: SamplingFields = await self._body(connection, schema)
@@ -219,21 +208,21 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if body.messages is not None:
-            ids = await chat_prompt(served, body, body.messages, body.tools, aside=True)
+            ids = await chat_prompt(served, body, body.messages, body.tools, tokenize_only=True)
         else:
             text, longest = body.prompt or "", self.served.serve.max_body_bytes
             special = body.add_special_tokens is not False
-            ids = await served.tokenization.encode(text, longest, "prompt", special=special, aside=True)
+            ids = await served.tokenization.encode(text, longest, "prompt", special=special, tokenize_only=True)
         result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": served.max_model_len}
         if body.return_token_strs:
             tokenization = served.tokenization
-            result["token_strs"] = await tokenization.work(partial(tokenization.token_texts, ids), aside=True)
+            result["token_strs"] = await tokenization.work(partial(tokenization.token_texts, ids), tokenize_only=True)
         await connection.json(200, result)
 
     async def _detokenize(self, connection: AsgiConnection) -> None:
         body, tokenization = await self._body(connection, DetokenizeRequest), self.served.tokenization
         await connection.json(
-            200, {"prompt": await tokenization.work(partial(tokenization.decode, body.tokens), aside=True)}
+            200, {"prompt": await tokenization.work(partial(tokenization.decode, body.tokens), tokenize_only=True)}
         )
 
     # --- health, metrics, documents

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: conversations through the model's chat template, with tools and structured outputs."""
 
-import json
 from collections.abc import Iterable
 from typing import Any
 from uuid import uuid4
@@ -19,6 +18,7 @@ from armillary.serving.openai.tool_calls import (
     ToolCallText,
     ToolStream,
     forced_schema,
+    parse_json,
     special_tokens,
     tool_stream,
 )
@@ -40,13 +40,13 @@ class _ChatChoice:
 class ChatFormatter:
     """Formats the choices of a chat completion."""
 
-    def __init__(self, choices: list[_ChatChoice], body: ChatRequest, token_text: TokenText, *, named: bool) -> None:
-        """`named`: the request names the function to call."""
+    def __init__(self, choices: list[_ChatChoice], body: ChatRequest, token_text: TokenText, *, by_name: bool) -> None:
+        """`by_name`: the request names the function to call."""
         self._choices = choices
         self._token_text = token_text
         self._has_logprobs = bool(body.logprobs)
         self._single_call = body.parallel_tool_calls is False
-        self._finish_of_calls = "stop" if named else "tool_calls"
+        self._finish_of_calls = "stop" if by_name else "tool_calls"
 
     def first_choices(self) -> Iterable[dict[str, Any]]:
         return [_event(i, {"role": "assistant", "content": ""}) for i in range(len(self._choices))]
@@ -148,8 +148,8 @@ async def chat(served: ServedModel, body: ChatRequest, begin: float) -> tuple[Ge
     )
     is_json = structure is not None and structure.kind == "json_schema"
     family = served.tools if tools and tool_choice == "auto" and not is_json else None
-    keep = special_tokens(family) if family else frozenset[str]()
-    detokenizer = served.tokenization.detokenizer(keep, skip_special=body.skip_special_tokens is not False)
+    visible = special_tokens(family) if family else frozenset[str]()
+    detokenizer = served.tokenization.detokenizer(visible, skip_special=body.skip_special_tokens is not False)
     eos_ids = served.tokenization.eos_ids
     generation = Generation(
         served.engine, [prompt], request, detokenizer, eos_ids, stream=bool(body.stream), begin=begin
@@ -162,7 +162,7 @@ async def chat(served: ServedModel, body: ChatRequest, begin: float) -> tuple[Ge
         return tool_stream(family, names) if family else None
 
     choices = [_ChatChoice(stream()) for _ in generation.texts]
-    return generation, ChatFormatter(choices, body, served.tokenization.token_text, named=name is not None)
+    return generation, ChatFormatter(choices, body, served.tokenization.token_text, by_name=name is not None)
 
 
 def _check_fields(body: ChatRequest) -> None:
@@ -195,9 +195,9 @@ async def chat_prompt(
     messages: list[Message],
     tools: list[Tool] | None,
     *,
-    aside: bool = False,
+    tokenize_only: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation; `aside`: it is only tokenized."""
+    """Token ids of a conversation; `tokenize_only`: no completion waits for them."""
     variables = body.chat_template_kwargs or {}
     if not _FIXED.isdisjoint(variables):
         raise bad_request(
@@ -229,7 +229,7 @@ async def chat_prompt(
         continue_final=continues,
         template=body.chat_template,
         variables=variables,
-        aside=aside,
+        tokenize_only=tokenize_only,
     )
     if not ids:
         raise bad_request("the chat template turns these messages into no token; check them", "messages")
@@ -264,10 +264,7 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
 def _call(call: ToolCall) -> dict[str, Any]:
     arguments: Any = call.function.arguments
     if isinstance(arguments, str) or arguments is None:
-        try:
-            loaded = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            loaded = None
-        arguments = loaded if isinstance(loaded, dict) else arguments
+        parsed = parse_json(arguments or "{}")
+        arguments = parsed if isinstance(parsed, dict) else arguments
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})

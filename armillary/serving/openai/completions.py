@@ -141,7 +141,9 @@ async def _prompts(served: ServedModel, body: CompletionRequest) -> tuple[list[l
     if not echo:
         return prompts, [""] * len(many)
     return prompts, [
-        item if isinstance(item, str) else await tokenization.work(partial(tokenization.decode, item), aside=False)
+        item
+        if isinstance(item, str)
+        else await tokenization.work(partial(tokenization.decode, item), tokenize_only=False)
         for item in many
     ]
 

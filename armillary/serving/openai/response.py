@@ -68,7 +68,8 @@ class ResponseWriter:
         unfinished: str | None = "abort"
         try:
             generation.send()  # first, so that the engine works while the server prepares the response
-            watcher = self._watch()
+            watcher = asyncio.create_task(self._connection.disconnected())
+            watcher.add_done_callback(self._client_left)
             async with asyncio.timeout(None if timeout_s is None else timeout_s + _GRACE_S):
                 await (self._stream(body.stream_options or StreamOptions()) if body.stream else self._complete())
         except TimeoutError:
@@ -83,11 +84,9 @@ class ResponseWriter:
                 watcher.cancel()
             self._count(unfinished)
 
-    def _watch(self) -> asyncio.Task[None]:
-        """Fails the mailbox when the client disconnects."""
-        box, watcher = self._generation.box, asyncio.create_task(self._connection.disconnected())
-        watcher.add_done_callback(lambda task: None if task.cancelled() else box.fail(ClientDisconnected()))
-        return watcher
+    def _client_left(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled():
+            self._generation.box.fail(ClientDisconnected())
 
     def _count(self, unfinished: str | None) -> None:
         """Count choices by finish reason; those that did not finish count as `unfinished`."""

@@ -1,19 +1,14 @@
 """Request bodies: OpenAI's fields, vLLM's, and a few of our own (their help begins with "ours").
 
 msgspec decodes and validates bodies with these classes, and `openapi.py` derives the OpenAPI document from them.
-Other fields are refused where they would constrain the output, and else ignored (`unknown_fields.py`).
+Other fields are refused where they would constrain the output, and else ignored (`request_body.py`).
 """
 
-import re
-from collections.abc import Hashable
-from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from armillary.engine.request.sampling_params import MOST_LOGPROBS
-from armillary.serving.http.problem import Problem, bad_request
 
 MOST_CHOICES = 128
 _MAX_INT = 2**31 - 1
@@ -311,42 +306,3 @@ class DetokenizeRequest(Struct, kw_only=True):
 
     tokens: list[TokenId]
     model: Annotated[str, Meta(max_length=1024)] | None = None
-
-
-T = TypeVar("T")
-_PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_MISSING = re.compile(r"Object missing required field `(.*?)`")
-
-
-@lru_cache
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
-
-
-def decode_body(body: bytes, kind: type[T]) -> T:
-    """Problem 400 where `body` is not JSON of that kind."""
-    try:
-        decoded: T = _decoder(cast(Hashable, kind)).decode(body)
-        return decoded
-    except msgspec.ValidationError as error:
-        raise _validation_problem(str(error)) from None
-    except msgspec.DecodeError as error:
-        raise bad_request(f"the body is not JSON ({error}); correct it") from None
-    except UnicodeDecodeError:
-        raise bad_request("the body is not JSON (not UTF-8); correct it") from None
-    except RecursionError:
-        raise bad_request("the body is not JSON that can be read (nested too deeply); flatten it") from None
-
-
-def _validation_problem(text: str) -> Problem:
-    """msgspec's message, with the field first."""
-    place = _PLACE.search(text)
-    param = place.group(1) if place else ""
-    message = text[: place.start()] if place else text
-    lacking = _MISSING.match(message)
-    if lacking:
-        where = f"{param}.{lacking.group(1)}" if param else lacking.group(1)
-        return bad_request(f"{where} is missing; add it to the request", where)
-    return bad_request(
-        f"{param or 'the body'}: {message[:1].lower() + message[1:]}; correct the request", param or None
-    )

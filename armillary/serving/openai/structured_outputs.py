@@ -3,6 +3,7 @@ fields, of which a body may have one."""
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
 from armillary.engine.request.constraint import Structure
@@ -51,17 +52,17 @@ def _from_outputs(given: StructuredOutputs) -> Structure:
     for name in _UNSUPPORTED:
         if getattr(given, name):
             raise bad_request(f"structured_outputs.{name} is not supported; leave it out", f"structured_outputs.{name}")
-    named = [name for name in _KINDS if getattr(given, name) is not None] + ["json_object"] * bool(given.json_object)
-    if len(named) != 1:
+    kinds = [name for name in _KINDS if getattr(given, name) is not None] + ["json_object"] * bool(given.json_object)
+    if len(kinds) != 1:
         raise bad_request(
-            f"structured_outputs has {' and '.join(named) or 'nothing'}; give one of json, json_object, regex, "
+            f"structured_outputs has {' and '.join(kinds) or 'nothing'}; give one of json, json_object, regex, "
             "choice, grammar",
             "structured_outputs",
         )
-    param = f"structured_outputs.{named[0]}"
-    if named[0] == "json_object":
+    param = f"structured_outputs.{kinds[0]}"
+    if kinds[0] == "json_object":
         return json_structure({"type": "object"}, param)
-    return _from_source(_KINDS[named[0]], getattr(given, named[0]), param)
+    return _from_source(_KINDS[kinds[0]], getattr(given, kinds[0]), param)
 
 
 def _from_format(given: ResponseFormat | None) -> Structure | None:
@@ -100,9 +101,11 @@ def _schema(source: Any, param: str) -> Mapping[str, Any]:
 
 def json_structure(schema: Mapping[str, Any], param: str) -> Structure:
     """The structure of JSON that matches a schema."""
-    if _depth(schema) > _MAX_DEPTH:
+    levels = list(islice(_levels(schema), _MAX_DEPTH + 1))
+    if len(levels) > _MAX_DEPTH:
         raise bad_request(f"{param} is nested more than {_MAX_DEPTH} levels deep; flatten it", param)
-    if any(_is_large(item.get("multipleOf")) for item in _objects(schema)):
+    multiples = [item.get("multipleOf") for level in levels for item in level if isinstance(item, dict)]
+    if any(isinstance(multiple, int | float) and abs(multiple) > _MAX_MULTIPLE for multiple in multiples):
         raise bad_request(f"{param} has a multipleOf beyond {_MAX_MULTIPLE:,}; leave it out", param)
     return _structure("json_schema", json.dumps(schema), param)
 
@@ -116,26 +119,10 @@ def _structure(kind: Any, source: str, param: str) -> Structure:
         raise bad_request(str(error), param) from None
 
 
-def _depth(value: Any) -> int:
-    """Nesting levels of lists and objects, counted without recursion."""
-    deepest, level = 0, [value]
-    while level and deepest <= _MAX_DEPTH:
-        level = [inner for item in level for inner in _inner(item)]
-        deepest += 1
-    return deepest
-
-
-def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object of a schema of bounded depth."""
-    if isinstance(schema, dict):
-        yield schema
-    for inner in _inner(schema):
-        yield from _objects(inner)
-
-
-def _is_large(multiple: Any) -> bool:
-    return isinstance(multiple, int | float) and abs(multiple) > _MAX_MULTIPLE
-
-
-def _inner(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+def _levels(schema: Any) -> Iterator[list[Any]]:
+    """The values of a schema, level by level of its nesting."""
+    level = [schema]
+    while level:
+        yield level
+        lists = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = list(chain.from_iterable(lists))

@@ -10,15 +10,15 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from armillary.engine.output.output_text import Detokenizer as ChoiceDetokenizer
 from armillary.engine.request.token_limits import bad_tokens_of
 from armillary.errors import ArmillaryError, ContextLengthExceeded
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.serving.http.problem import Problem, bad_request
-from armillary.serving.openai.detokenize import Detokenizer as ChoiceDetokenizer
 
 T = TypeVar("T")
 _THREADS = 4
-_MAX_ASIDE = 16
+_MAX_TOKENIZE_ONLY = 16
 """requests to /tokenize and /detokenize that may wait for their thread"""
 _INLINE_CHARS = 4_000
 """texts up to this length are encoded in the event loop: a thread would take longer"""
@@ -46,31 +46,31 @@ class Tokenization:
         self.knows_developer = any("developer" in template for template in templates)
         self.eos_ids = frozenset(self.tokenizer.eos_ids if self.tokenizer else eos_ids)
         self._prompts = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
-        self._aside_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._num_aside = 0
+        self._tokenize_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._num_tokenize_only = 0
         if self.tokenizer is not None:
             _ = self._token_chars  # reads the complete vocabulary, so not during the first request
 
-    async def work(self, do: Callable[[], T], *, aside: bool) -> T:
-        """Run `do` in a thread; `aside`: no completion waits for it."""
+    async def work(self, do: Callable[[], T], *, tokenize_only: bool) -> T:
+        """Run `do` in a thread; `tokenize_only`: no completion waits for it."""
         loop = asyncio.get_running_loop()
-        if not aside:
+        if not tokenize_only:
             return await loop.run_in_executor(self._prompts, do)
-        if self._num_aside >= _MAX_ASIDE:
+        if self._num_tokenize_only >= _MAX_TOKENIZE_ONLY:
             raise Problem(
                 429,
                 "too many texts wait to be tokenized; try again later",
                 code="rate_limit_exceeded",
                 retry_after_s=2,
             )
-        self._num_aside += 1
+        self._num_tokenize_only += 1
         try:
-            return await loop.run_in_executor(self._aside_thread, do)
+            return await loop.run_in_executor(self._tokenize_thread, do)
         finally:
-            self._num_aside -= 1
+            self._num_tokenize_only -= 1
 
     async def encode(
-        self, text: str, longest: int, param: str, *, special: bool = True, aside: bool = False
+        self, text: str, longest: int, param: str, *, special: bool = True, tokenize_only: bool = False
     ) -> list[int]:
         """Token ids of a text; a text that must have more than `longest` tokens is refused unread."""
         tokenizer = self._needed()
@@ -79,7 +79,7 @@ class Tokenization:
         try:
             if len(text) <= _INLINE_CHARS:
                 return tokenizer.encode(text, special=special)
-            return await self.work(partial(tokenizer.encode, text, special=special), aside=aside)
+            return await self.work(partial(tokenizer.encode, text, special=special), tokenize_only=tokenize_only)
         except ArmillaryError as error:
             raise bad_request(str(error), param) from None
 
@@ -93,7 +93,7 @@ class Tokenization:
         continue_final: bool = False,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
-        aside: bool = False,
+        tokenize_only: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template or the request's own."""
         tokenizer, size = self._needed(), sum(len(str(message.get("content") or "")) for message in messages)
@@ -112,24 +112,28 @@ class Tokenization:
 
         try:
             size += _MESSAGE_CHARS * len(messages) + _TOOL_CHARS * len(tools or ())
-            text = render() if size <= _INLINE_CHARS and template is None else await self.work(render, aside=aside)
+            text = (
+                render()
+                if size <= _INLINE_CHARS and template is None
+                else await self.work(render, tokenize_only=tokenize_only)
+            )
         except ArmillaryError as error:
             raise bad_request(str(error), "messages") from None
         except TypeError:
             raise bad_request(
                 "chat_template_kwargs names a variable that the server sets; leave it out", "chat_template_kwargs"
             ) from None
-        return await self.encode(text, longest, "messages", special=False, aside=aside)
+        return await self.encode(text, longest, "messages", special=False, tokenize_only=tokenize_only)
 
     def detokenizer(
-        self, keep: frozenset[str] = frozenset(), *, skip_special: bool = True
+        self, visible: frozenset[str] = frozenset(), *, skip_special: bool = True
     ) -> Callable[[], ChoiceDetokenizer]:
-        """Factory of detokenizers that skip special tokens, except those whose text is in `keep`."""
+        """Factory of detokenizers that skip special tokens, except those whose text is in `visible`."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return TokenIdText
-        kept = frozenset(i for text in keep if (i := tokenizer.backend.token_to_id(text)) is not None)
-        return lambda: Detokenizer(tokenizer, skip_special=skip_special, include=kept)
+        ids = frozenset(i for text in visible if (i := tokenizer.backend.token_to_id(text)) is not None)
+        return lambda: Detokenizer(tokenizer, skip_special=skip_special, include=ids)
 
     def bad_tokens(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words that must not be generated."""
@@ -177,7 +181,7 @@ class Tokenization:
         text = self.tokenizer.decode([token], skip_special=False)
         if len(piece) == 6 and piece.startswith("<0x"):
             return text, (int(piece[3:5], 16),)
-        added = token in self._added
+        added = token in self._added_ids
         if self._byte_level and not added and all(char in _BYTE_OF for char in piece):
             return text, tuple(_BYTE_OF[char] for char in piece)
         if not added and piece.startswith("▁") and not text.startswith(" "):
@@ -185,7 +189,7 @@ class Tokenization:
         return text, tuple(text.encode())
 
     @cached_property
-    def _added(self) -> frozenset[int]:
+    def _added_ids(self) -> frozenset[int]:
         return frozenset(self._needed().backend.get_added_tokens_decoder())
 
     def _needed(self) -> Tokenizer:

@@ -17,7 +17,7 @@ from armillary.serving.openai.schemas import Tool
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
-_NAMED = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_CALL_HEAD = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ def family_of(templates: Collection[str]) -> str | None:
 
 def special_tokens(family: str) -> frozenset[str]:
     """Special tokens that the parser of a family needs in the text."""
-    tokens = {"mistral": {_MISTRAL, "[ARGS]", "[CALL_ID]"}, "llama3": {_PYTHON}, "hermes": {_BEGIN, _END}}
-    return frozenset(tokens[family])
+    return frozenset(
+        {"mistral": {_MISTRAL, "[ARGS]", "[CALL_ID]"}, "llama3": {_PYTHON}, "hermes": {_BEGIN, _END}}[family]
+    )
 
 
 def tool_stream(family: str, names: Collection[str]) -> ToolStream:
@@ -70,36 +71,36 @@ class TaggedCalls:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._held = ""
+        self._pending = ""
         self._inside = False
 
     def push(self, text: str) -> tuple[str, list[ToolCallText]]:
-        self._held += text
+        self._pending += text
         shown, calls = "", list[ToolCallText]()
         while True:
             mark = _END if self._inside else _BEGIN
-            place = self._held.find(mark)
+            place = self._pending.find(mark)
             if place < 0:
                 break
-            before, self._held = self._held[:place], self._held[place + len(mark) :]
+            before, self._pending = self._pending[:place], self._pending[place + len(mark) :]
             if self._inside:
-                call = call_of(_loaded(before), self._names)
+                call = call_of(parse_json(before), self._names)
                 shown += "" if call else _BEGIN + before + _END
                 calls += [call] if call else []
             else:
                 shown += before
             self._inside = not self._inside
         if not self._inside:
-            kept = _overlap(self._held, _BEGIN)
-            shown, self._held = shown + self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+            certain, self._pending = _split_overlap(self._pending, _BEGIN)
+            shown += certain
         return shown, calls
 
     def finish(self) -> tuple[str, list[ToolCallText]]:
-        held, self._held = self._held, ""
+        pending, self._pending = self._pending, ""
         if not self._inside:
-            return held, []
-        call = call_of(_loaded(held), self._names)  # the closing tag may be the model's end token
-        return ("", [call]) if call else (_BEGIN + held, [])
+            return pending, []
+        call = call_of(parse_json(pending), self._names)  # the closing tag may be the model's end token
+        return ("", [call]) if call else (_BEGIN + pending, [])
 
 
 class TrailingCalls:
@@ -109,52 +110,51 @@ class TrailingCalls:
         self._parse = parse
         self._mark = anywhere
         self._at_start = at_start
-        self._held = ""
+        self._pending = ""
         self._opened = False
         self._has_text = False
         self._marked = False
 
     def push(self, text: str) -> tuple[str, list[ToolCallText]]:
-        self._held += text
+        self._pending += text
         if self._opened:
             return "", []
-        place = self._held.find(self._mark)
+        place = self._pending.find(self._mark)
         if place >= 0:
-            shown, self._held = self._held[:place], self._held[place + len(self._mark) :]
+            shown, self._pending = self._pending[:place], self._pending[place + len(self._mark) :]
             self._opened = self._marked = True
             return shown, []
-        begins = self._held.lstrip()
+        begins = self._pending.lstrip()
         if not self._has_text and (not begins or (self._at_start and begins.startswith(self._at_start))):
             self._opened = bool(begins)
             return "", []
-        kept = _overlap(self._held, self._mark)
-        shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        shown, self._pending = _split_overlap(self._pending, self._mark)
         self._has_text = self._has_text or bool(shown)
         return shown, []
 
     def finish(self) -> tuple[str, list[ToolCallText]]:
-        held, self._held = self._held, ""
-        calls = self._parse(held) if self._opened else []
-        return ("", calls) if calls else ((self._mark if self._marked else "") + held, [])
+        pending, self._pending = self._pending, ""
+        calls = self._parse(pending) if self._opened else []
+        return ("", calls) if calls else ((self._mark if self._marked else "") + pending, [])
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+def _split_overlap(text: str, mark: str) -> tuple[str, str]:
+    """`text` split before its longest suffix that is a prefix of `mark`."""
+    overlap = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+    return text[: len(text) - overlap], text[len(text) - overlap :]
 
 
 def mistral_calls(text: str, names: Collection[str]) -> list[ToolCallText]:
     """A list of calls, or names each followed by their arguments."""
-    items = _loaded(text)
+    items = parse_json(text)
     if isinstance(items, list):
         return _all_or_none([call_of(item, names) for item in items])
     calls: list[ToolCallText | None] = []
     for part in text.split(_MISTRAL):
-        head = _NAMED.match(part)
+        head = _CALL_HEAD.match(part)
         if head is None:
             return []
-        arguments = _loaded(part[head.end() :])
-        calls.append(call_of({"name": head.group(1), "arguments": arguments}, names))
+        calls.append(call_of({"name": head.group(1), "arguments": parse_json(part[head.end() :])}, names))
     return _all_or_none(calls)
 
 
@@ -183,14 +183,14 @@ def call_of(item: Any, names: Collection[str]) -> ToolCallText | None:
     if not isinstance(item, Mapping) or item.get("name") not in names:
         return None
     arguments = item.get("arguments", item.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _loaded(arguments)
+    arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, Mapping):
         return None
     return ToolCallText(str(item["name"]), json.dumps(arguments, ensure_ascii=False))
 
 
-def _loaded(text: str) -> Any:
+def parse_json(text: str) -> Any:
+    """None where `text` is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -206,18 +206,18 @@ class ForcedCalls:
     def __init__(self, name: str | None, names: Collection[str]) -> None:
         self._name = name
         self._names = names
-        self._held = ""
+        self._pending = ""
 
     def push(self, text: str) -> tuple[str, list[ToolCallText]]:
-        self._held += text
+        self._pending += text
         return "", []
 
     def finish(self) -> tuple[str, list[ToolCallText]]:
         if self._name is not None:
-            return ("", [ToolCallText(self._name, self._held)]) if self._held else ("", [])
-        items = _loaded(self._held)
+            return ("", [ToolCallText(self._name, self._pending)]) if self._pending else ("", [])
+        items = parse_json(self._pending)
         calls = _all_or_none([call_of(item, self._names) for item in items]) if isinstance(items, list) else []
-        return ("", calls) if calls else (self._held, [])  # truncated by max_tokens
+        return ("", calls) if calls else (self._pending, [])  # truncated by max_tokens
 
 
 def forced_schema(tools: list[Tool], name: str | None, *, single: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A model file of any format as a schema and a function of arrays."""
 
-import importlib
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -12,8 +12,12 @@ from armillary.serving.predict.batcher import Arrays
 from armillary.serving.predict.schema import Field, Schema
 from armillary.spec.tables.serve import Predict
 
-_OPENERS = {".pt2": "pt2_model", ".pt": "torchscript_model", ".onnx": "onnx_model"}
-_NEEDS = {".pt2": ("torch", "torch"), ".pt": ("torch", "torch"), ".onnx": ("onnxruntime", "onnx")}
+_OPENERS = {
+    ".pt2": ("torch_model", "open_exported", "torch", "torch"),
+    ".pt": ("torch_model", "open_torchscript", "torch", "torch"),
+    ".onnx": ("onnx_model", "OnnxModel", "onnxruntime", "onnx"),
+}
+"""suffix -> module of this package and its opener, library that it needs, extra that installs the library"""
 _FREE = 8
 """size of a free dimension in the test run"""
 
@@ -38,13 +42,12 @@ class LoadedModel:
 
 def open_file(file: Path, settings: Predict) -> LoadedModel:
     """Load `file`, run it on random rows, and test whether rows are independent."""
-    package, extra = _NEEDS[file.suffix]
+    module, opener, library, extra = _OPENERS[file.suffix]
     try:
-        opener = importlib.import_module(f"armillary.serving.predict.{_OPENERS[file.suffix]}")
-        model: Model = opener.open_model(file, settings)
+        model: Model = getattr(import_module(f"armillary.serving.predict.{module}"), opener)(file, settings)
     except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] == package:
-            raise missing(package, f"serving {file.name}", extra) from None
+        if error.name and error.name.split(".")[0] == library:
+            raise missing(library, f"serving {file.name}", extra) from None
         raise
     except ArmillaryError:
         raise
@@ -79,10 +82,10 @@ def _dependence(model: Model, schema: Schema) -> str:
     rows = schema.fixed_rows or (min(3, schema.max_rows or 3) if schema.batched else 1)
     rng = np.random.default_rng(0)
     inputs = [random_input(field, rows if schema.batched else None, rng) for field in schema.inputs]
-    together = model.run(inputs)
+    batch = model.run(inputs)
     if not schema.batched:
         return ""
-    if any(output.ndim == 0 or len(output) != rows for output in together):
+    if any(output.ndim == 0 or len(output) != rows for output in batch):
         return "an output has no dimension of rows"
     if schema.fixed_rows == 1:
         return ""
@@ -92,20 +95,19 @@ def _dependence(model: Model, schema: Schema) -> str:
             alone = model.run(row)
         except Exception:  # a model may raise anything
             return "it does not run on a single row"
-        if not all(_near(a[0], b[i]) for a, b in zip(alone, together, strict=True)):
+        if not all(_near(a[0], b[i]) for a, b in zip(alone, batch, strict=True)):
             return "a row's result depends on the rows beside it"
     return ""
 
 
-def _near(alone: np.ndarray[Any, Any], together: np.ndarray[Any, Any]) -> bool:
+def _near(alone: np.ndarray[Any, Any], batched: np.ndarray[Any, Any]) -> bool:
     """Equal up to the order of reductions: 1e-2 of the norm in 16-bit dtypes, 1e-3 else."""
     if alone.dtype.kind != "f":
-        return bool((alone == together).mean() > 0.99) if alone.size else True
+        return bool((alone == batched).mean() > 0.99) if alone.size else True
     bound = 1e-2 if alone.dtype.itemsize < 4 else 1e-3
-    a: Any = alone.astype(np.float64)
-    b: Any = together.astype(np.float64)
-    both = np.isfinite(a) & np.isfinite(b)
-    return float(np.linalg.norm((a - b)[both])) <= bound * max(1e-6, float(np.linalg.norm(a[both])))
+    finite = np.isfinite(alone) & np.isfinite(batched)
+    a, b = alone[finite].astype(np.float64), batched[finite].astype(np.float64)
+    return float(np.linalg.norm(a - b)) <= bound * max(1e-6, float(np.linalg.norm(a)))
 
 
 def random_input(field: Field, rows: int | None, rng: np.random.Generator) -> np.ndarray[Any, Any]:

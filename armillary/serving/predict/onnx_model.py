@@ -6,7 +6,7 @@ from typing import Any
 from armillary.errors import BadModel
 from armillary.machine.cores import compute_threads
 from armillary.serving.predict.batcher import Arrays
-from armillary.serving.predict.schema import Field, Schema, leading
+from armillary.serving.predict.schema import Field, Schema, fixed_schema
 from armillary.spec.tables.serve import Predict
 
 _DTYPES = {
@@ -42,10 +42,6 @@ class OnnxModel:
         return list(self._session.run(None, dict(zip(self._names, arrays, strict=True))))
 
 
-def open_model(file: Path, settings: Predict) -> OnnxModel:
-    return OnnxModel(file, settings)
-
-
 def _schema(session: Any) -> Schema:
     inputs = tuple(_field(value) for value in session.get_inputs())
     outputs = tuple(_field(value) for value in session.get_outputs())
@@ -53,9 +49,7 @@ def _schema(session: Any) -> Schema:
     free = all(not isinstance(size, int) for size in firsts) and len({str(size) for size in firsts}) == 1
     if free and all(field.shape for field in (*inputs, *outputs)):
         return Schema(inputs=inputs, outputs=outputs, batched=True)
-    same, rows = leading(inputs, outputs)
-    why = "" if same else "inputs and outputs have no common first dimension"
-    return Schema(inputs=inputs, outputs=outputs, batched=same, fixed_rows=rows if same else None, why_not=why)
+    return fixed_schema(inputs, outputs)
 
 
 def _field(value: Any) -> Field:

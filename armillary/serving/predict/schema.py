@@ -58,7 +58,10 @@ class Schema:
         }
 
 
-def leading(fields: tuple[Field, ...], outputs: tuple[Field, ...]) -> tuple[bool, int | None]:
-    """(whether all first dimensions have one size, that size), where the file fixes all shapes."""
-    firsts = {field.shape[0] if field.shape else None for field in (*fields, *outputs)}
-    return (len(firsts) == 1 and None not in firsts), next(iter(firsts)) if len(firsts) == 1 else None
+def fixed_schema(inputs: tuple[Field, ...], outputs: tuple[Field, ...]) -> Schema:
+    """The schema of a file that fixes all shapes: it is batched where all first dimensions have one size."""
+    firsts = {field.shape[0] if field.shape else None for field in (*inputs, *outputs)}
+    if len(firsts) == 1 and None not in firsts:
+        return Schema(inputs=inputs, outputs=outputs, batched=True, fixed_rows=firsts.pop())
+    why = "inputs and outputs have no common first dimension"
+    return Schema(inputs=inputs, outputs=outputs, batched=False, why_not=why)

@@ -24,12 +24,12 @@ from armillary.serving.processes.engine_ipc import (
     Started,
     StepOutput,
     Submit,
-    read_message,
 )
 from armillary.serving.processes.liveness import Liveness
 from armillary.serving.processes.mailbox import FinishEvent, Mailbox
 from armillary.serving.processes.ranks import Ranks
 from armillary.serving.processes.server_metrics import Metrics
+from armillary.serving.processes.worker_process import read_message
 from armillary.spec.tables.serve import Serve
 
 State = Literal["loading", "ready", "restarting", "down", "stopped"]

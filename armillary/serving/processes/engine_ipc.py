@@ -1,30 +1,26 @@
-"""Messages between the server and its engine: pickled, one per frame, over a socket pair.
+"""Messages between the server and its engine, as frames over a socket pair.
 
 Both ends are processes of ours, and no other process can reach the socket. Neither end waits for the other to read: the
 server writes through asyncio, and the engine queues what the kernel does not accept for a thread to send.
 """
 
-import pickle
 import select
 import socket
-import struct
 import threading
 import time
-from asyncio import IncompleteReadError, StreamReader
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from armillary.engine.output.output_text import Piece
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.telemetry.gauges import request_gauges, state_gauges
+from armillary.serving.processes.worker_process import frame
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 
-_HEAD = struct.Struct("<I")
 _SEND_BYTES = 1 << 20
 INDEX_BITS = 10
 """a sequence's key is its request's number and, in this many low bits, its index within the request"""
@@ -134,38 +130,6 @@ def _step_output(
     state: dict[str, float] | None,
 ) -> StepOutput:
     return StepOutput(keys=keys, tokens=tokens, logprobs=logprobs, prompts=prompts, ends=ends, state=state)
-
-
-def frame(message: Any) -> bytes:
-    """A message as a frame: its length and its pickle."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return _HEAD.pack(len(body)) + body
-
-
-async def read_message(reader: StreamReader) -> Any:
-    """The next message; None where the other end is closed."""
-    try:
-        (length,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-        return pickle.loads(await reader.readexactly(length))
-    except (IncompleteReadError, ConnectionError):
-        return None
-
-
-def messages(sock: socket.socket) -> Generator[Any, None, None]:
-    """In the engine: messages until the server has closed its end."""
-    with sock.makefile("rb") as file:
-        while (body := _body(file)) is not None:
-            yield pickle.loads(body)
-
-
-def _body(file: BinaryIO) -> bytes | None:
-    """Body of the next frame; a connection reset counts as the end of the server too."""
-    with suppress(ConnectionError):
-        if len(head := file.read(_HEAD.size)) == _HEAD.size:
-            (length,) = _HEAD.unpack(head)
-            body = file.read(length)
-            return body if len(body) == length else None
-    return None
 
 
 class SendQueue:

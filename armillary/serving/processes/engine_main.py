@@ -33,11 +33,11 @@ from armillary.serving.processes.engine_ipc import (
     SendQueue,
     Started,
     Submit,
-    messages,
 )
 from armillary.serving.processes.grammar_queue import GrammarQueue
 from armillary.serving.processes.grammar_sandbox import GrammarSandbox
 from armillary.serving.processes.heartbeat import Heartbeat
+from armillary.serving.processes.worker_process import messages
 from armillary.store.gauges import GaugeWriter
 
 _WAIT_S = 30 * 86_400.0

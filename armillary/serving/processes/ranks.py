@@ -4,13 +4,13 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from armillary.serving.processes.engine_ipc import EngineConfig, frame
+from armillary.serving.processes.engine_ipc import EngineConfig
+from armillary.serving.processes.worker_process import frame, spawn
 
 _READ_LIMIT = 1 << 24
 
@@ -59,34 +59,20 @@ class Ranks:
 
     def _spawn(self, rank: int, port: int) -> socket.socket:
         """Start one process; our end of its socket."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", self._module, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env=self._environment(rank, port),
-                )
-            )
-        return ours
+        process, sock = spawn(self._module, self._environment(rank, port))
+        self._processes.append(process)
+        return sock
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """The environment of a rank, with torchrun's variables where there are several and without other launchers'."""
-        variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            variables.pop(key, None)
-        if self.count > 1:
-            variables |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.count),
-                "LOCAL_WORLD_SIZE": str(self.count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        return variables
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.count}
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith("SLURM_") and key not in ranks
+        }
+        if self.count == 1:
+            return inherited
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return inherited | {k: str(v) for k, v in (ranks | rendezvous).items()}
 
     def send(self, message: Any) -> None:
         """Send to rank 0 without waiting for it to read, and at once rather than in the event loop's next iteration, so

@@ -1,23 +1,72 @@
-"""A child process that answers one message at a time, for work that would hold the GIL or might never end.
+"""Child processes, and the messages between them and us: pickled, one per frame, over a socket pair.
 
-It runs `python -m MODULE FD`, is started with the first message and again after its death, and ends when our end of its
-socket is closed.
+A child is `python -m MODULE FD`, and ends when our end of its socket is closed. A `WorkerProcess` answers one message
+at a time, for work that would hold the GIL or might never end.
 """
 
 import os
+import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from asyncio import IncompleteReadError, StreamReader
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
-from armillary.serving.processes.engine_ipc import frame, messages
+_HEAD = struct.Struct("<I")
+
+
+def frame(message: Any) -> bytes:
+    """A message as a frame: its length and its pickle."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEAD.pack(len(body)) + body
+
+
+async def read_message(reader: StreamReader) -> Any:
+    """The next message; None where the other end is closed."""
+    try:
+        (length,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+        return pickle.loads(await reader.readexactly(length))
+    except (IncompleteReadError, ConnectionError):
+        return None
+
+
+def messages(sock: socket.socket) -> Generator[Any, None, None]:
+    """Messages until the other end is closed."""
+    with sock.makefile("rb") as file:
+        while (body := _body(file)) is not None:
+            yield pickle.loads(body)
+
+
+def _body(file: BinaryIO) -> bytes | None:
+    """Body of the next frame; a connection reset counts as the end too."""
+    with suppress(ConnectionError):
+        if len(head := file.read(_HEAD.size)) == _HEAD.size:
+            (length,) = _HEAD.unpack(head)
+            body = file.read(length)
+            return body if len(body) == length else None
+    return None
+
+
+def spawn(module: str, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A child that runs `module` with our search path for imports, and our end of its socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+    return process, ours
 
 
 class WorkerProcess:
-    """The parent's end; for one thread at a time."""
+    """The parent's end, for one thread at a time. The process starts with the first message, and again after its
+    death."""
 
     def __init__(self, module: str, *first: Any) -> None:
         """`first` are messages that every new process gets first, and does not answer."""
@@ -26,6 +75,8 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._replies: Generator[Any, None, None] | None = None
+        self.exit_code = 0
+        """of the process that ended last"""
 
     @property
     def pid(self) -> int | None:
@@ -43,26 +94,23 @@ class WorkerProcess:
             self.close()
         return reply
 
+    def kill(self) -> None:
+        """Kill the process, while another thread may wait for its reply."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """End the process."""
         if self._process is not None and self._sock is not None and self._replies is not None:
             self._replies.close()  # it holds the socket's file object
             self._sock.close()
             self._process.kill()
-            self._process.wait()
+            self.exit_code = self._process.wait()
         self._process = self._sock = None
 
     def _start(self) -> None:
         self.close()
-        self._sock, theirs = socket.socketpair()
-        with theirs:
-            paths = os.pathsep.join(path for path in sys.path if path)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": paths},
-            )
+        self._process, self._sock = spawn(self._module, os.environ)
         self._replies = messages(self._sock)
         for message in self._first:
             self._sock.sendall(frame(message))

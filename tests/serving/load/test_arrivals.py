@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.load.arrivals import send_times
+from armillary.serving.load.schedule import send_times
 from armillary.spec.tables.serve import Traffic
 
 

@@ -169,14 +169,19 @@ def test_several_processes_share_the_work_out() -> None:
 
 @pytest.mark.parametrize("when", ["before it is ready", "at work"])
 def test_a_sending_process_that_dies_is_one_line(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    dies = "import os, signal, sys; {}os.kill(os.getpid(), signal.SIGKILL)"
-    says = "" if when == "before it is ready" else r"sys.stdout.write('ready\n'); sys.stdout.flush(); "
+    dies = """
+import os, signal
+from armillary.serving.processes.worker_process import serve_messages
+replies = iter([{}])
+serve_messages(lambda message: next(replies, None) or os.kill(os.getpid(), signal.SIGKILL))
+"""
+    replies = "" if when == "before it is ready" else "True"
     begun = subprocess.Popen
 
     def start(command: list[str], **pipes: Any) -> Any:
-        return begun([sys.executable, "-c", dies.format(says)], **pipes)
+        return begun([sys.executable, "-c", dies.format(replies), command[-1]], **pipes)
 
-    monkeypatch.setattr("armillary.serving.load.multi_process.subprocess.Popen", start)
+    monkeypatch.setattr("armillary.serving.processes.worker_process.subprocess.Popen", start)
     with pytest.raises(BadInput, match=r"killed by signal 9.*try fewer load\.processes"):
         send_in_processes(job(), 2)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.load.stream_events import EventStream, StreamedResponse, error_text
+from armillary.serving.load.client import EventStream, StreamedResponse, error_text
 
 STREAM = b": a comment\r\nevent: x\ndata: one\n\ndata:two\r\ndata: lines\r\n\r\n\n\ndata: [DONE]"
 

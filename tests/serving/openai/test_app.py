@@ -233,19 +233,19 @@ def test_fields_that_contradict_each_other_are_refused(folder: Path, fields: dic
 
 def test_long_prompts_do_not_wait_for_tokenize(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many texts without end at /tokenize: a prompt has threads of its own, and few may wait at /tokenize."""
-    monkeypatch.setattr(tokenization, "_MAX_ASIDE", 3)
+    monkeypatch.setattr(tokenization, "_MAX_TOKENIZE_ONLY", 3)
     made, gate = Tokenization(folder, ()), threading.Event()
 
     async def scenario() -> None:
-        stuck = [asyncio.create_task(made.work(gate.wait, aside=True)) for _ in range(3)]
+        stuck = [asyncio.create_task(made.work(gate.wait, tokenize_only=True)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(Problem, match="try again later") as problem:
-            await made.encode("x" * 5000, 10_000, "prompt", aside=True)
+            await made.encode("x" * 5000, 10_000, "prompt", tokenize_only=True)
         assert problem.value.status == 429
         assert len(await asyncio.wait_for(made.encode("x" * 5000, 10_000, "prompt"), 20)) > 1000
         gate.set()
         assert await asyncio.gather(*stuck) == [True] * 3
-        assert await made.encode("x" * 5000, 10_000, "prompt", aside=True)
+        assert await made.encode("x" * 5000, 10_000, "prompt", tokenize_only=True)
 
     try:
         asyncio.run(scenario())

@@ -21,18 +21,20 @@ from armillary.model.generation_config import SamplingDefaults
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.serving.http.problem import Problem
 from armillary.serving.http.server import ListenOptions, bind
-from armillary.serving.openai.detokenize import ChoiceText
+from armillary.serving.openai.generation import ChoiceText
 from armillary.serving.openai.generation_request import generation_request, refuse_priority, timeout_problem
 from armillary.serving.openai.logprobs import CompletionLogprobs, chat_entry
 from armillary.serving.openai.openapi import document
-from armillary.serving.openai.schemas import ChatRequest, CompletionRequest, SamplingFields, decode_body
+from armillary.serving.openai.request_body import decode_body
+from armillary.serving.openai.schemas import ChatRequest, CompletionRequest, SamplingFields
 from armillary.serving.openai.structured_outputs import structure_of
 from armillary.serving.openai.tokenization import Tokenization
 from armillary.serving.processes.engine_client import for_engine
-from armillary.serving.processes.engine_ipc import EngineConfig, SendQueue, StepOutput, Submit, messages, read_message
+from armillary.serving.processes.engine_ipc import EngineConfig, SendQueue, StepOutput, Submit
 from armillary.serving.processes.mailbox import FinishEvent, Mailbox
 from armillary.serving.processes.ranks import Ranks
 from armillary.serving.processes.server_metrics import Histogram, Metrics
+from armillary.serving.processes.worker_process import messages, read_message
 from armillary.spec.gauges import GAUGES
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home

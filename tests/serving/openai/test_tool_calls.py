@@ -136,7 +136,7 @@ def test_calls_that_were_cut_short_are_not_said_to_be_complete(named: bool, engi
     text = text if named else f'[{{"name": "weather", "arguments": {text}' + ("}]" if engine == "stop" else "")
     choice = _ChatChoice(ForcedCalls("weather" if named else None, ["weather"]))
     texts: Any = SimpleNamespace(token_text=None)
-    formatter = ChatFormatter([choice], ChatRequest(messages=[]), texts, named=named)
+    formatter = ChatFormatter([choice], ChatRequest(messages=[]), texts, by_name=named)
     (event,) = formatter.add(ChoiceDelta(choice=0, text=text, finish=engine))
     assert event["finish_reason"] == said and formatter.choices()[0]["finish_reason"] == said
     assert bool(choice.calls) == (named or engine == "stop")

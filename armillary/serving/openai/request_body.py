@@ -1,13 +1,17 @@
-"""Fields of a body that `schemas.py` does not define: a field that would constrain the output is refused, because an
-output that ignores it would look like one that obeys it; any other field is logged once."""
+"""Decodes the body of a request as one of the classes of `schemas.py`.
 
+Of the fields that the class does not define, one that would constrain the output is refused, because an output that
+ignores it would look like one that obeys it; any other field is logged once.
+"""
+
+import re
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
-from armillary.serving.http.problem import bad_request
+from armillary.serving.http.problem import Problem, bad_request
 from armillary.serving.http.server import Say
 
 _CONSTRAINTS = {
@@ -33,7 +37,44 @@ _SILENT = frozenset({"user", "metadata", "store", "service_tier", "safety_identi
 """fields of OpenAI that do not affect the output"""
 _MAX_LOGGED = 100
 """names that are logged, so that a client cannot fill the log"""
+T = TypeVar("T")
+_PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_MISSING = re.compile(r"Object missing required field `(.*?)`")
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@lru_cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Problem 400 where `body` is not JSON of that kind."""
+    try:
+        decoded: T = _decoder(cast(Hashable, kind)).decode(body)
+        return decoded
+    except msgspec.ValidationError as error:
+        raise _validation_problem(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"the body is not JSON ({error}); correct it") from None
+    except UnicodeDecodeError:
+        raise bad_request("the body is not JSON (not UTF-8); correct it") from None
+    except RecursionError:
+        raise bad_request("the body is not JSON that can be read (nested too deeply); flatten it") from None
+
+
+def _validation_problem(text: str) -> Problem:
+    """msgspec's message, with the field first."""
+    place = _PLACE.search(text)
+    param = place.group(1) if place else ""
+    message = text[: place.start()] if place else text
+    lacking = _MISSING.match(message)
+    if lacking:
+        where = f"{param}.{lacking.group(1)}" if param else lacking.group(1)
+        return bad_request(f"{where} is missing; add it to the request", where)
+    return bad_request(
+        f"{param or 'the body'}: {message[:1].lower() + message[1:]}; correct the request", param or None
+    )
 
 
 @lru_cache
