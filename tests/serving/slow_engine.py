@@ -12,7 +12,7 @@ from typing import Any
 from armillary.engine.scheduler.decision import Decision, StepWork
 from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.serving.processes import engine_main
-from armillary.serving.processes.engine_ipc import SendQueue, Started
+from armillary.serving.processes.engine_ipc import EngineReady, SendQueue
 from armillary.serving.processes.worker_process import messages
 from tests.engine.fake import VOCAB, FakeExecutor
 from tests.engine.test_engine import make_engine
@@ -43,7 +43,7 @@ def main() -> None:
     engine.loop.times.learn(work(1), 0.001)
     llm: Any = SimpleNamespace(engine=engine, tokenizer=None, structures=None)
     worker = engine_main._start(llm, outlet)
-    outlet.send(Started(max_model_len=64, vocab=VOCAB, kv_tokens=160, kv_text="", phases=[("in all", 0.0)]))
+    outlet.send(EngineReady(max_model_len=64, vocab=VOCAB, kv_tokens=160, kv_text="", phases=[("in all", 0.0)]))
     intake = engine_main.RequestReceiver(llm, worker, outlet)
     for message in inbox:
         intake.take(message)

@@ -39,9 +39,8 @@ class Problem(Exception):
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Retry-After, where the time is known."""
-        if self.retry_after_s is None:
-            return []
-        return [(b"retry-after", str(max(1, round(self.retry_after_s))).encode())]
+        seconds = self.retry_after_s
+        return [] if seconds is None else [(b"retry-after", str(max(1, round(seconds))).encode())]
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> Problem:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from armillary.errors import BadInput, missing
@@ -34,10 +35,8 @@ class ListenOptions:
 def require_http() -> None:
     """MissingPart where the `http` extra is not installed."""
     try:
-        import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
+        for name in ("msgspec", "prometheus_client", "starlette", "uvicorn"):
+            import_module(name)
     except ModuleNotFoundError as error:
         raise missing(str(error.name), "serving over HTTP", "http") from None
 

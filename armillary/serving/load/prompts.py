@@ -21,14 +21,8 @@ _FALLBACK_TEXT = "the quick brown fox jumps over the lazy dog; "
 @cache
 def corpus(limit: int = _CORPUS_CHARS) -> str:
     """Source text of the standard library on this machine."""
-    parts: list[str] = []
-    size = 0
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        parts.append(path.read_text(encoding="utf-8", errors="replace"))
-        size += len(parts[-1])
-        if size >= limit:
-            break
-    text = "".join(parts)[:limit]
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in files)[:limit]
     return text if len(text) > BLOCK_TOKENS else _FALLBACK_TEXT * (limit // len(_FALLBACK_TEXT))
 
 
@@ -109,13 +103,7 @@ class PromptMaker:
 
     def _from_blocks(self, row: PlannedRequest, tokens: int) -> str:
         """Text of a trace's blocks: it depends on a block's name only, so that requests share prefixes as recorded."""
-        parts = []
-        for name in row.blocks:
-            size = min(BLOCK_TOKENS, tokens)
-            if size <= 0:
-                break
-            parts.append(self.cut(size, Random(f"block {name}")))
-            tokens -= size
-        if tokens > 0:
-            parts.append(self.cut(tokens, Random(f"rest {row.blocks[-1]}")))
-        return "".join(parts)
+        sizes = [min(BLOCK_TOKENS, tokens - start) for start in range(0, tokens, BLOCK_TOKENS)]
+        blocks = [self.cut(size, Random(f"block {name}")) for name, size in zip(row.blocks, sizes, strict=False)]
+        rest = tokens - BLOCK_TOKENS * len(row.blocks)
+        return "".join(blocks) + (self.cut(rest, Random(f"rest {row.blocks[-1]}")) if rest > 0 else "")

@@ -40,10 +40,8 @@ from armillary.serving.processes.server_metrics import Metrics
 T = TypeVar("T", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 Handler = Callable[[AsgiConnection], Awaitable[None]]
 _PAGE = Path(__file__).with_name("chat.html")
-_BODY_S = 30.0
-"""time limit of a body"""
-_MAX_BODIES = 512_000_000
-"""bytes of all bodies in flight"""
+_BODY_TIMEOUT_S = 30.0
+_MAX_BODY_BYTES_IN_FLIGHT = 512_000_000
 _MAX_WAITING = 1024
 """waiting requests where serve.max_waiting is not set"""
 _PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -103,7 +101,9 @@ class Api:
         self.tracing = tracing
         self.draining = False
         self._keys = ApiKeys(keys)
-        self._bodies = BodyLimits(limit=served.serve.max_body_bytes, total=_MAX_BODIES, timeout_s=_BODY_S)
+        self._bodies = BodyLimits(
+            limit=served.serve.max_body_bytes, total=_MAX_BODY_BYTES_IN_FLIGHT, timeout_s=_BODY_TIMEOUT_S
+        )
         self._unknown = UnknownFields(say)
 
     def app(self) -> ExactRouter:

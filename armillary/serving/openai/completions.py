@@ -16,7 +16,6 @@ from armillary.serving.openai.structured_outputs import structure_of
 _DEFAULT_TOKENS = 16
 """OpenAI's default, where the context has room for it"""
 _MAX_COMPLETIONS = 1024
-"""completions per request"""
 
 
 class CompletionFormatter:

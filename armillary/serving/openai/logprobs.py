@@ -5,12 +5,8 @@ from typing import Any
 
 TokenText = Callable[[int], tuple[str, tuple[int, ...]]]
 """token id -> its text and bytes"""
-_MINUS_INFINITY = -9999.0
-"""JSON has no number for it"""
-
-
-def _number(value: float) -> float:
-    return max(_MINUS_INFINITY, value)
+_MIN_LOGPROB = -9999.0
+"""JSON has no number for minus infinity"""
 
 
 def chat_entry(logprob: tuple[Any, ...], token_text: TokenText) -> dict[str, Any]:
@@ -21,7 +17,7 @@ def chat_entry(logprob: tuple[Any, ...], token_text: TokenText) -> dict[str, Any
 
 def _chat_token(token: int, value: float, token_text: TokenText) -> dict[str, Any]:
     text, raw = token_text(token)
-    return {"token": text, "logprob": _number(value), "bytes": list(raw)}
+    return {"token": text, "logprob": max(_MIN_LOGPROB, value), "bytes": list(raw)}
 
 
 class CompletionLogprobs:
@@ -42,7 +38,7 @@ class CompletionLogprobs:
         return {
             "tokens": tokens,
             "text_offset": offsets,
-            "token_logprobs": [None if value is None else _number(value) for _, value, _ in logprobs],
+            "token_logprobs": [None if value is None else max(_MIN_LOGPROB, value) for _, value, _ in logprobs],
             "top_logprobs": [None if top is None else self._top(top) for _, _, top in logprobs],
         }
 
@@ -50,5 +46,5 @@ class CompletionLogprobs:
         """Text -> log-probability; of tokens with the same text the likeliest counts."""
         table: dict[str, float] = {}
         for token, value in top:
-            table.setdefault(self._shown_text(token)[0], _number(value))
+            table.setdefault(self._shown_text(token)[0], max(_MIN_LOGPROB, value))
         return table

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from armillary.serving.openai.app import Api
 
 _PRIVATE = ("api_key_file", "otlp")
-"""keys of [serve] that /metrics does not show"""
 _GRACE_S = 10
 """seconds after drain_s until uvicorn cuts connections itself"""
 

@@ -20,10 +20,8 @@ _GUIDED = {
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
 """fields of structured_outputs that would change which outputs match"""
-_MAX_SOURCE = 64_000
-"""characters of a schema, regular expression or grammar"""
+_MAX_SOURCE_CHARS = 64_000
 _MAX_DEPTH = 48
-"""nesting levels of a schema"""
 _MAX_MULTIPLE = 10_000
 """larger values of multipleOf take seconds to compile"""
 
@@ -111,8 +109,10 @@ def json_structure(schema: Mapping[str, Any], param: str) -> Structure:
 
 
 def _structure(kind: Any, source: str, param: str) -> Structure:
-    if len(source) > _MAX_SOURCE:
-        raise bad_request(f"{param} has {len(source):,} characters and may have {_MAX_SOURCE:,}; shorten it", param)
+    if len(source) > _MAX_SOURCE_CHARS:
+        raise bad_request(
+            f"{param} has {len(source):,} characters and may have {_MAX_SOURCE_CHARS:,}; shorten it", param
+        )
     try:
         return Structure(kind=kind, source=source)
     except BadInput as error:

@@ -24,6 +24,10 @@ _INLINE_CHARS = 4_000
 """texts up to this length are encoded in the event loop: a thread would take longer"""
 _MESSAGE_CHARS, _TOOL_CHARS = 20, 100
 """characters that encode in about the time that a chat template takes per message and per tool"""
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_NOT_PRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_NOT_PRINTABLE)}
+"""GPT-2's byte alphabet: printable bytes stand for themselves, the others for characters from U+0100 on"""
 
 
 class TokenIdText:
@@ -201,13 +205,3 @@ class Tokenization:
 def _too_long(longest: int, param: str) -> Problem:
     text = f"the prompt has more than the {longest:,} tokens that prompt and completion may have; shorten it"
     return bad_request(text, param, ContextLengthExceeded.code)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    rest = (byte for byte in range(256) if byte not in set(printable))
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
-
-
-_BYTE_OF = _byte_alphabet()

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -98,7 +99,7 @@ class PredictServer:
         return JSONResponse(
             {
                 "version": version.release.name,
-                **version.schema.plain(),
+                **asdict(version.schema),
                 "max_batch": limits.max_batch,
                 "max_delay_s": limits.max_delay_s,
                 "preferred": list(limits.preferred),

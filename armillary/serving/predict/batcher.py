@@ -60,28 +60,24 @@ class Batcher:
     def __init__(self, run: Run, limits: BatchLimits, observe: BatchObserver = lambda rows, waited, ran: None) -> None:
         self._run, self.limits, self._observe = run, limits, observe
         self._queue: deque[QueuedRequest] = deque()
-        self._rows = 0
+        self.waiting_rows = 0
         self._arrived = asyncio.Event()
         self._closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="predict")
         self._task: asyncio.Task[None] | None = None
         self.running_since: float | None = None
 
-    @property
-    def waiting_rows(self) -> int:
-        return self._rows
-
     async def submit(self, request: PredictRequest) -> Arrays:
         """The outputs of a request; QueueFull or BatcherClosed where it is not accepted."""
         if self._closing:
             raise BatcherClosed
-        if self._rows + request.rows > self.limits.max_queue:
+        if self.waiting_rows + request.rows > self.limits.max_queue:
             raise QueueFull
         if self._task is None:
             self._task = asyncio.create_task(self._work())
         queued = QueuedRequest(request=request, done=asyncio.get_running_loop().create_future())
         self._queue.append(queued)
-        self._rows += request.rows
+        self.waiting_rows += request.rows
         self._arrived.set()
         return await queued.done
 
@@ -136,14 +132,16 @@ class Batcher:
         """Remove requests whose client has disconnected or whose time is over."""
         for queued in [queued for queued in self._queue if queued.done.done()]:
             self._queue.remove(queued)
-            self._rows -= queued.request.rows
+            self.waiting_rows -= queued.request.rows
 
     def _take(self) -> list[QueuedRequest]:
-        """The oldest request and those that fit its batch, up to the batch size."""
+        """The oldest request and those that fit its batch: up to the batch size, or to the largest preferred size that
+        they fill."""
         self._drop_cancelled()
         if not self._queue:
             return []
-        key, size = self._queue[0].request.key, self._size(self._matching_rows())
+        key, most = self._queue[0].request.key, min(self._matching_rows(), self.limits.max_batch)
+        size = max((size for size in self.limits.preferred if size <= most), default=most)
         taken: list[QueuedRequest] = []
         left: deque[QueuedRequest] = deque()
         rows = 0
@@ -151,13 +149,8 @@ class Batcher:
             fits = queued.request.key == key and (not taken or rows + queued.request.rows <= size)
             (taken if fits else left).append(queued)
             rows += queued.request.rows if fits else 0
-        self._queue, self._rows = left, self._rows - rows
+        self._queue, self.waiting_rows = left, self.waiting_rows - rows
         return taken
-
-    def _size(self, rows: int) -> int:
-        """Batch size for `rows` waiting rows: all, or the largest preferred size that they fill."""
-        rows = min(rows, self.limits.max_batch)
-        return max((size for size in self.limits.preferred if size <= rows), default=rows)
 
     async def _run_batch(self, batch: list[QueuedRequest]) -> None:
         begin, rows = time.monotonic(), sum(queued.request.rows for queued in batch)

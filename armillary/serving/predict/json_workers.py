@@ -8,7 +8,9 @@ import json
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from armillary.serving.predict.request import InvalidRequest, PredictRequest, pa
 from armillary.serving.predict.schema import Schema
 from armillary.serving.processes.worker_process import WorkerProcess, serve_messages
 
+T = TypeVar("T")
 _PROCESSES = 2
 LARGE_BODY = 64_000
 """bytes that take about a millisecond to decode"""
@@ -37,9 +40,6 @@ def encode_response(request: PredictRequest, outputs: list[np.ndarray[Any, Any]]
     return json.dumps(response_table(request, outputs, schema), separators=(",", ":"), allow_nan=False).encode()
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"read": decode_request, "write": encode_response}
-
-
 class JsonPool:
     """Decodes and encodes small JSON in this process and large JSON in workers."""
 
@@ -51,18 +51,14 @@ class JsonPool:
             self._free.put(worker)
 
     async def read(self, body: bytes, schema: Schema, *, max_rows: int) -> PredictRequest:
-        if len(body) <= LARGE_BODY:
-            return decode_request(body, schema, max_rows)
-        request: PredictRequest = await self._in_worker("read", body, schema, max_rows)
-        return request
+        work = partial(decode_request, body, schema, max_rows)
+        return work() if len(body) <= LARGE_BODY else await self._in_worker(work)
 
     async def write(self, request: PredictRequest, outputs: list[np.ndarray[Any, Any]], schema: Schema) -> bytes:
-        if sum(output.size for output in outputs) <= LARGE_RESPONSE:
-            return encode_response(request, outputs, schema)
-        # the response needs only the form of the request
-        bare = PredictRequest(arrays=(), rows=request.rows, single=request.single, named=request.named)
-        text: bytes = await self._in_worker("write", bare, outputs, schema)
-        return text
+        work = partial(
+            encode_response, replace(request, arrays=()), outputs, schema
+        )  # only the request's form is needed
+        return work() if sum(output.size for output in outputs) <= LARGE_RESPONSE else await self._in_worker(work)
 
     def close(self) -> None:
         """End the workers, once no request is in flight."""
@@ -70,17 +66,17 @@ class JsonPool:
         for worker in self.workers:
             worker.close()
 
-    async def _in_worker(self, *message: Any) -> Any:
-        reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, message)
+    async def _in_worker(self, work: Callable[[], T]) -> T:
+        reply: T | InvalidRequest = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, work)
         if isinstance(reply, InvalidRequest):
             raise reply
         return reply
 
-    def _ask(self, message: tuple[Any, ...]) -> Any:
+    def _ask(self, work: Callable[[], Any]) -> Any:
         """In a thread, with a worker that no other thread has."""
         worker = self._free.get()
         try:
-            reply = worker.ask(message)
+            reply = worker.ask(work)
             if reply is None:
                 raise WorkerLost
             return reply
@@ -88,10 +84,9 @@ class JsonPool:
             self._free.put(worker)
 
 
-def _reply(message: tuple[Any, ...]) -> Any:
-    name, *arguments = message
+def _reply(work: Callable[[], Any]) -> Any:
     try:
-        return _FUNCTIONS[name](*arguments)
+        return work()
     except InvalidRequest as error:
         return error
 

@@ -72,8 +72,8 @@ def _test_run(model: Model, file: Path) -> LoadedModel:
             return LoadedModel(model=model, schema=schema, note=f"not tested: it failed on random rows ({message})")
         raise BadModel(f"{file} fails on a test row ({message}); check how it was exported") from None
     if problem:
-        schema = replace(schema, batched=False, fixed_rows=None, why_not=problem)
-    note = f"not batched: {schema.why_not}" if schema.why_not else ""
+        schema = replace(schema, batched=False, fixed_rows=None, why_not_batched=problem)
+    note = f"not batched: {schema.why_not_batched}" if schema.why_not_batched else ""
     return LoadedModel(model=model, schema=schema, note=note)
 
 

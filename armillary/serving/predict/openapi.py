@@ -1,5 +1,6 @@
 """The OpenAPI document of a predict server, with the shapes of the loaded model."""
 
+from functools import partial
 from typing import Any
 
 from armillary.serving.http import openapi
@@ -16,6 +17,14 @@ _STATUSES = {
     503: "no model is loaded",
     504: "the request timed out",
 }
+_object = partial(object_schema, additionalProperties=False)
+_LATENCY = {"latency_ms": {"type": "number"}}
+_RESPONSE = {
+    "oneOf": [
+        _object({"prediction": {"type": "array"}, **_LATENCY}),
+        _object({"outputs": {"type": "object"}, **_LATENCY}),
+    ]
+}
 
 
 def document(schema: Schema | None) -> dict[str, Any]:
@@ -23,7 +32,7 @@ def document(schema: Schema | None) -> dict[str, Any]:
     predict = {
         "summary": "Run the model",
         "requestBody": {"required": True, "content": json_content(_request(schema))},
-        "responses": responses({200: "outputs"}, _response())
+        "responses": responses({200: "outputs"}, _RESPONSE)
         | responses(_STATUSES, _object({"error": {"type": "string"}})),
     }
     get_health = {"summary": "Health", "responses": responses({200: "state"}, _object(health))}
@@ -33,21 +42,11 @@ def document(schema: Schema | None) -> dict[str, Any]:
 def _request(schema: Schema | None) -> dict[str, Any]:
     if schema is None:
         return {"type": "object"}
-    named = {"inputs": _object({field.name: _rows(field, schema.batched) for field in schema.inputs})}
-    forms = [_object(named)]
+    inputs = _object({field.name: _rows(field, schema.batched) for field in schema.inputs})
+    forms = [_object({"inputs": inputs})]
     if len(schema.inputs) == 1:
         forms.insert(0, _object({"features": _rows(schema.inputs[0], schema.batched)}))
     return {"oneOf": forms}
-
-
-def _response() -> dict[str, Any]:
-    latency = {"latency_ms": {"type": "number"}}
-    return {
-        "oneOf": [
-            _object({"prediction": {"type": "array"}, **latency}),
-            _object({"outputs": {"type": "object"}, **latency}),
-        ]
-    }
 
 
 def _rows(field: Field, batched: bool) -> dict[str, Any]:
@@ -66,7 +65,3 @@ def _nested(field: Field, shape: Shape) -> dict[str, Any]:
         return {"type": kind}
     size = {} if shape[0] is None else {"minItems": shape[0], "maxItems": shape[0]}
     return {"type": "array", "items": _nested(field, shape[1:]), **size}
-
-
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return object_schema(properties, additionalProperties=False)

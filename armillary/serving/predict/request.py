@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from armillary.errors import nearest
-from armillary.serving.predict.schema import Field, Schema
+from armillary.serving.predict.schema import Field, Schema, Shape, shape_text
 
 _KINDS = {"f": "numbers", "i": "whole numbers", "u": "whole numbers", "b": "true or false"}
 
@@ -28,7 +28,7 @@ class PredictRequest:
     rows: int
     single: bool
     """whether the request, and so its response, is a row rather than a list of rows"""
-    named: bool
+    by_name: bool
     """whether inputs, and so outputs, are given by name"""
 
     @property
@@ -54,11 +54,11 @@ def _no_constant(name: str) -> Any:
 
 def read(body: dict[str, Any], schema: Schema, *, max_rows: int) -> PredictRequest:
     """The arrays of a request; InvalidRequest where it does not fit."""
-    values, named = _values(body, schema)
+    values, by_name = _values(body, schema)
     raw = [_array(values[field.name], field) for field in schema.inputs]
     if not schema.batched:
         arrays = [_shaped(array, field, field.shape) for array, field in zip(raw, schema.inputs, strict=True)]
-        return PredictRequest(arrays=tuple(arrays), rows=1, single=True, named=named)
+        return PredictRequest(arrays=tuple(arrays), rows=1, single=True, by_name=by_name)
     single = _is_single(raw, schema)
     arrays = [_rows(array, field, single) for array, field in zip(raw, schema.inputs, strict=True)]
     counts = {len(array) for array in arrays}
@@ -67,28 +67,27 @@ def read(body: dict[str, Any], schema: Schema, *, max_rows: int) -> PredictReque
     rows = counts.pop()
     if not 1 <= rows <= max_rows:
         raise InvalidRequest(f"{rows} rows; send from 1 to {max_rows} in one request")
-    return PredictRequest(arrays=tuple(arrays), rows=rows, single=single, named=named)
+    return PredictRequest(arrays=tuple(arrays), rows=rows, single=single, by_name=by_name)
 
 
 def _values(body: dict[str, Any], schema: Schema) -> tuple[dict[str, Any], bool]:
     """(name -> value, whether inputs are given by name)."""
+    names = [field.name for field in schema.inputs]
     if set(body) == {"features"}:
-        if len(schema.inputs) != 1:
-            names = ", ".join(field.name for field in schema.inputs)
+        if len(names) != 1:
             raise InvalidRequest(
-                f'this model has {len(schema.inputs)} inputs ({names}); send {{"inputs": {{"name": [...]}}}}'
+                f'this model has {len(names)} inputs ({", ".join(names)}); send {{"inputs": {{"name": [...]}}}}'
             )
-        return {schema.inputs[0].name: body["features"]}, False
+        return {names[0]: body["features"]}, False
     if set(body) != {"inputs"} or not isinstance(body["inputs"], dict):
         extra = sorted(set(body) - {"features", "inputs"})
         problem = f"unknown key '{extra[0]}'" if extra else "neither features nor inputs given alone"
         raise InvalidRequest(f'{problem}; send {{"features": [...]}} or {{"inputs": {{"name": [...]}}}}')
     given = body["inputs"]
     for name in given:
-        if schema.field(name) is None:
-            options = [field.name for field in schema.inputs]
-            raise InvalidRequest(f"no input '{name}'; did you mean {nearest(name, options) or ', '.join(options)}?")
-    lacking = [field.name for field in schema.inputs if field.name not in given]
+        if name not in names:
+            raise InvalidRequest(f"no input '{name}'; did you mean {nearest(name, names) or ', '.join(names)}?")
+    lacking = [name for name in names if name not in given]
     if lacking:
         raise InvalidRequest(f"input '{lacking[0]}' is missing")
     return given, True
@@ -139,41 +138,33 @@ def _rows(array: np.ndarray[Any, Any], field: Field, single: bool) -> np.ndarray
     return _shaped(array[None] if single else array, field, None if field.shape is None else (None, *field.shape[1:]))
 
 
-def _shaped(array: np.ndarray[Any, Any], field: Field, shape: tuple[int | None, ...] | None) -> np.ndarray[Any, Any]:
+def _shaped(array: np.ndarray[Any, Any], field: Field, shape: Shape | None) -> np.ndarray[Any, Any]:
     if shape is None:
         return array
     fits = array.ndim == len(shape) and all(
         size is None or size == got for size, got in zip(shape, array.shape, strict=True)
     )
     if not fits:
-        want = f"a row of shape {_text(shape[1:])}, or a list of such rows" if shape[:1] == (None,) else _text(shape)
+        want = (
+            f"a row of shape {shape_text(shape[1:])}, or a list of such rows"
+            if shape[:1] == (None,)
+            else shape_text(shape)
+        )
         got = array.shape[1:] if shape[:1] == (None,) and array.ndim == len(shape) else array.shape
-        raise InvalidRequest(f"{field.name}: got shape {_text(got)}, want {want} ({field.dtype})")
+        raise InvalidRequest(f"{field.name}: got shape {shape_text(got)}, want {want} ({field.dtype})")
     return array
-
-
-def _text(shape: tuple[int | None, ...]) -> str:
-    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
 
 
 def response_table(request: PredictRequest, outputs: list[np.ndarray[Any, Any]], schema: Schema) -> dict[str, Any]:
     """A response without its latency: `prediction` for a single output, else `outputs` by name."""
     plain = [_plain(output[0] if request.single and schema.batched else output) for output in outputs]
-    if len(plain) == 1 and not request.named:
-        value = plain[0]
-        return {"prediction": value if isinstance(value, list) else [value]}
-    names = [field.name for field in schema.outputs]
-    return {"outputs": dict(zip(names, plain, strict=True))}
+    if len(plain) == 1 and not request.by_name:
+        return {"prediction": plain[0] if isinstance(plain[0], list) else plain}
+    return {"outputs": {field.name: value for field, value in zip(schema.outputs, plain, strict=True)}}
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:
     """Lists of numbers; infinities and NaN are null."""
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        return _with_nulls(array.tolist())
+        return np.where(np.isfinite(array), array.astype(object), None).tolist()
     return array.tolist()
-
-
-def _with_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_nulls(item) for item in value]
-    return value if np.isfinite(value) else None

@@ -1,10 +1,13 @@
 """Inputs and outputs of a model: names, dtypes and shapes, as far as its file states them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 Shape = tuple[int | None, ...]
 """sizes; None: any"""
+
+
+def shape_text(shape: Shape) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +21,7 @@ class Field:
     @property
     def text(self) -> str:
         """'float32 [batch, 4]'."""
-        if self.shape is None:
-            return f"{self.dtype} of any shape"
-        return f"{self.dtype} [{', '.join('any' if size is None else str(size) for size in self.shape)}]"
+        return f"{self.dtype} {'of any shape' if self.shape is None else shape_text(self.shape)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,27 +36,7 @@ class Schema:
     """the exact number of rows that the file takes; none: any number"""
     max_rows: int | None = None
     """the largest number of rows that the file takes; none: no limit"""
-    why_not: str = ""
-
-    def field(self, name: str) -> Field | None:
-        return next((field for field in self.inputs if field.name == name), None)
-
-    def plain(self) -> dict[str, Any]:
-        """The body of /schema."""
-
-        def rows(fields: tuple[Field, ...]) -> list[dict[str, Any]]:
-            return [
-                {"name": f.name, "dtype": f.dtype, "shape": None if f.shape is None else list(f.shape)} for f in fields
-            ]
-
-        return {
-            "inputs": rows(self.inputs),
-            "outputs": rows(self.outputs),
-            "batched": self.batched,
-            "fixed_rows": self.fixed_rows,
-            "max_rows": self.max_rows,
-            "why_not_batched": self.why_not,
-        }
+    why_not_batched: str = ""
 
 
 def fixed_schema(inputs: tuple[Field, ...], outputs: tuple[Field, ...]) -> Schema:
@@ -63,5 +44,5 @@ def fixed_schema(inputs: tuple[Field, ...], outputs: tuple[Field, ...]) -> Schem
     firsts = {field.shape[0] if field.shape else None for field in (*inputs, *outputs)}
     if len(firsts) == 1 and None not in firsts:
         return Schema(inputs=inputs, outputs=outputs, batched=True, fixed_rows=firsts.pop())
-    why = "inputs and outputs have no common first dimension"
-    return Schema(inputs=inputs, outputs=outputs, batched=False, why_not=why)
+    why_not = "inputs and outputs have no common first dimension"
+    return Schema(inputs=inputs, outputs=outputs, batched=False, why_not_batched=why_not)

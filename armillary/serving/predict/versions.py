@@ -20,9 +20,7 @@ class ModelVersion:
 
 def is_model_file(path: Path) -> bool:
     """Whether `path` is a model file or a folder of versions, for the predict server."""
-    if path.is_dir():
-        return bool(_versions(path))
-    return path.suffix in SUFFIXES
+    return bool(_versions(path)) if path.is_dir() else path.suffix in SUFFIXES
 
 
 def newest(path: Path) -> ModelVersion:

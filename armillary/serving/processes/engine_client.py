@@ -19,9 +19,9 @@ from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,
     Abort,
     EngineConfig,
+    EngineReady,
     Failed,
     Refused,
-    Started,
     StepOutput,
     Submit,
 )
@@ -41,8 +41,7 @@ _MAX_WAIT_S = 600.0
 """time limit for the start of a request where serve.max_wait_s is not set"""
 _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """delay of a restart, by the number of consecutive engines that never became ready"""
-_WATCH_S = 0.25
-"""interval of the liveness check"""
+_LIVENESS_CHECK_S = 0.25
 _FAILED_STARTS = 3
 """consecutive failed restarts after which the engine counts as down"""
 
@@ -71,7 +70,7 @@ class EngineClient:
         self.config = config
         self.metrics = metrics
         self.state: State = "loading"
-        self.started: Started | None = None
+        self.started: EngineReady | None = None
         self._ranks = Ranks(ranks)
         self._say = say
         self._numbers = count(1)
@@ -80,14 +79,14 @@ class EngineClient:
         """prompt tokens of all requests in flight"""
         self._liveness = Liveness(frozen_s=config.serve.frozen_s, hung_s=config.serve.hung_s)
         self._tasks: list[asyncio.Task[None]] = []
-        self._first_start: asyncio.Future[Started] | None = None
+        self._first_start: asyncio.Future[EngineReady] | None = None
         self._failures = 0
         self._why_down = ""
         self._may_retry_port = True
 
     # --- interface of the server
 
-    async def start(self) -> Started:
+    async def start(self) -> EngineReady:
         """Start the engine; ArmillaryError where it cannot start."""
         self._first_start = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
@@ -110,7 +109,6 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Requests in flight."""
         return len(self._in_flight)
 
     def trouble(self) -> str | None:
@@ -256,9 +254,11 @@ class EngineClient:
         """Kill an engine that hangs or has lost a rank."""
         checked_at = time.monotonic()
         while True:
-            await asyncio.sleep(_WATCH_S)
-            late_s, checked_at = time.monotonic() - checked_at - _WATCH_S, time.monotonic()
-            if late_s > _WATCH_S:  # this process was stopped or busy, and has messages of the engine still to read
+            await asyncio.sleep(_LIVENESS_CHECK_S)
+            late_s, checked_at = time.monotonic() - checked_at - _LIVENESS_CHECK_S, time.monotonic()
+            if (
+                late_s > _LIVENESS_CHECK_S
+            ):  # this process was stopped or busy, and has messages of the engine still to read
                 self._liveness.excuse(late_s)
             hung = self._liveness.hung() if self.state == "ready" else None
             lost = "one of its ranks has ended" if self._ranks.lost_one() else None
@@ -281,7 +281,7 @@ class EngineClient:
             request = self._forget(message.number)
             if request is not None:
                 request.box.fail(self._refusal(message))
-        elif isinstance(message, Started):
+        elif isinstance(message, EngineReady):
             self.started, self.state = message, "ready"
             if self._first_start is not None and not self._first_start.done():
                 self._first_start.set_result(message)
@@ -316,7 +316,7 @@ class EngineClient:
         for key, finish, error, gauges in output.ends:
             self._end(key, FinishEvent(finish, error, gauges), now)
         if output.state is not None:
-            self.metrics.set_state(output.state)
+            self.metrics.engine_state = output.state
 
     def _end(self, key: int, end: FinishEvent, now: float) -> None:
         number = key >> INDEX_BITS

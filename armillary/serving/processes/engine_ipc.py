@@ -61,7 +61,7 @@ class Abort:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class EngineReady:
     """The engine is ready: its limits, the capacity of its KV cache in tokens and as text, the seconds of each phase of
     its start, and notes for the user."""
 
@@ -91,7 +91,7 @@ class Refused:
     overloaded: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StepOutput:
     """Tokens of one engine step; an empty message shows that the engine is alive."""
 
@@ -107,7 +107,7 @@ class StepOutput:
     state: dict[str, float] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _step_output, (self.keys, self.tokens, self.logprobs, self.prompts, self.ends, self.state)
+        return StepOutput, (self.keys, self.tokens, self.logprobs, self.prompts, self.ends, self.state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,17 +119,6 @@ class HeartbeatMessage:
     still_s: float
     tokens: int
     expected_s: float | None
-
-
-def _step_output(
-    keys: list[int],
-    tokens: list[int],
-    logprobs: dict[int, Any],
-    prompts: dict[int, Any],
-    ends: list[Any],
-    state: dict[str, float] | None,
-) -> StepOutput:
-    return StepOutput(keys=keys, tokens=tokens, logprobs=logprobs, prompts=prompts, ends=ends, state=state)
 
 
 class SendQueue:

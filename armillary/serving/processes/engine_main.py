@@ -27,11 +27,11 @@ from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,
     Abort,
     EngineConfig,
+    EngineReady,
     Failed,
     OutputSender,
     Refused,
     SendQueue,
-    Started,
     Submit,
 )
 from armillary.serving.processes.grammar_queue import GrammarQueue
@@ -129,9 +129,9 @@ def _watch(worker: EngineThread) -> None:
     os._exit(1 if worker.failure else 0)
 
 
-def _started(llm: LLM, phases: list[tuple[str, float]]) -> Started:
+def _started(llm: LLM, phases: list[tuple[str, float]]) -> EngineReady:
     settings, cache = llm.engine.scheduler.settings, llm.engine.scheduler.cache
-    return Started(
+    return EngineReady(
         max_model_len=settings.max_model_len,
         vocab=settings.vocab,
         phases=phases,

@@ -9,32 +9,18 @@ import threading
 import traceback
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
 
-from armillary.engine.request.constraint import Structure
+from armillary.engine.output.structured import Structures
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import ArmillaryError, BadInput, Overloaded
 from armillary.serving.processes.engine_ipc import Submit
-from armillary.serving.processes.grammar_sandbox import Compiler, CompileTimeout
+from armillary.serving.processes.grammar_sandbox import CompileTimeout, GrammarSandbox
 
 _ATTEMPT_S = (0.5, 5.0)
 """seconds of CPU time of the first attempt, and of the second, once no grammar waits for its first"""
 _MAX_WAITING = 256
-"""requests that may wait for a compilation"""
 _LENGTH_STEP = 4_096
 """characters: among grammars with as many attempts, those shorter by this much go first"""
-
-
-class CachingCompiler(Compiler, Protocol):
-    """A compiler with a cache."""
-
-    def knows(self, structure: Structure) -> bool: ...
-
-
-class Sandbox(Protocol):
-    """Tries a compilation in bounded time."""
-
-    def run(self, structure: Structure, cpu_s: float) -> None: ...
 
 
 class GrammarQueue:
@@ -42,8 +28,8 @@ class GrammarQueue:
 
     def __init__(
         self,
-        structures: CachingCompiler,
-        sandbox: Sandbox,
+        structures: Structures,
+        sandbox: GrammarSandbox,
         submit: Callable[[Submit, MakeConstraint], None],
         refuse: Callable[[Submit, ArmillaryError], None],
     ) -> None:

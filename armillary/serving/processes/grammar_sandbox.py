@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
+from armillary.engine.output.structured import Structures
 from armillary.engine.request.constraint import Constraint, Structure
-from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import ArmillaryError, BadInput
 from armillary.serving.processes.worker_process import WorkerProcess, serve_messages
 
@@ -36,21 +36,15 @@ class CompileTimeout(BadInput):
     """A grammar that was not compiled within its CPU time."""
 
 
-class Compiler(Protocol):
-    """Compiles structures to constraints."""
-
-    def maker(self, structure: Structure) -> MakeConstraint: ...
-
-
 class GrammarSandbox:
     """In the engine's process: the client of the sandbox. For one thread at a time."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Structures) -> None:
         """The sandbox gets a copy of `compiler` with the first structure."""
         self.worker = WorkerProcess("armillary.serving.processes.grammar_sandbox", compiler)
 
     def run(self, structure: Structure, cpu_s: float) -> None:
-        """BadInput where a structure cannot be compiled, TooLong where that takes more than `cpu_s`."""
+        """BadInput where a structure cannot be compiled, CompileTimeout where that takes more than `cpu_s`."""
         result = self.worker.ask((structure, cpu_s))
         if result is None:
             raise BadInput("the grammar could not be compiled; try again")
@@ -63,7 +57,7 @@ class GrammarSandbox:
 
 
 def main() -> None:
-    compiler: Compiler | None = None
+    compiler: Structures | None = None
 
     def prepare(inbox: Iterator[Any]) -> None:
         nonlocal compiler
@@ -78,7 +72,7 @@ def main() -> None:
     serve_messages(attempt, prepare)
 
 
-def _attempt(compiler: Compiler, structure: Structure, cpu_s: float) -> tuple[str, str]:
+def _attempt(compiler: Structures, structure: Structure, cpu_s: float) -> tuple[str, str]:
     """(ok | invalid | timeout, why), from a child that is killed at its limits."""
     ours, theirs = os.pipe()
     child = os.fork()
@@ -109,7 +103,7 @@ def _read(pipe: int, child: int, wall_s: float) -> bytes:
         report += part
 
 
-def _compile(compiler: Compiler, structure: Structure, cpu_s: float, pipe: int) -> None:
+def _compile(compiler: Structures, structure: Structure, cpu_s: float, pipe: int) -> None:
     """In the child, which ends here: by itself, or by the kernel at its limit of time or memory."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)

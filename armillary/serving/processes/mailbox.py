@@ -64,7 +64,6 @@ class Mailbox:
         return now - before
 
     def end(self, choice: int, end: FinishEvent) -> None:
-        """A choice has ended."""
         self._events.append(TokenEvent(choice, end=end))
         self.left -= 1
         if self.eager or not self.left:
@@ -77,19 +76,14 @@ class Mailbox:
 
     async def take(self) -> list[TokenEvent]:
         """The events since the last call, at least one; a problem is raised after the events before it."""
-        while not self._ready():
+        while self._problem is None and not (self._events and (self.eager or not self.left)):
+            assert self.left, "everything has been taken"
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         events, self._events = self._events, []
         if not events and self._problem is not None:
             raise self._problem
         return events
-
-    def _ready(self) -> bool:
-        if self._problem is not None or (self._events and (self.eager or not self.left)):
-            return True
-        assert self.left, "everything has been taken"
-        return False
 
     def _wake(self) -> None:
         waiter = self._waiter

@@ -66,18 +66,14 @@ class Metrics:
         self.ready = False
         self.started_at = time.time()
         self.info: Mapping[str, str] = {}
-        self._state: Mapping[str, float] = {}
+        self.engine_state: Mapping[str, float] = {}
         self._before: Counter[str] = Counter()
         """totals of earlier engines"""
 
-    def set_state(self, gauges: Mapping[str, float]) -> None:
-        """The engine's newest state gauges."""
-        self._state = gauges
-
     def engine_lost(self) -> None:
         """Add the totals of an engine that has ended: the next one counts from zero."""
-        self._before.update({name: int(self._state.get(name, 0)) for name in _ENGINE_TOTALS})
-        self._state = {}
+        self._before.update({name: int(self.engine_state.get(name, 0)) for name in _ENGINE_TOTALS})
+        self.engine_state = {}
 
     def ended(self, box: Mailbox, choice: int, gauges: Mapping[str, float], now: float, *, first: bool) -> None:
         """A completion has ended: observe its times, by this process's clock where tokens are streamed. Gauges of the
@@ -115,7 +111,7 @@ class Metrics:
             about = GAUGES[name].meaning if name in GAUGES else "engine restarts"
             yield CounterMetricFamily(prometheus_name(name), about, value=value)
         for name in _FROM_ENGINE:
-            yield GaugeMetricFamily(prometheus_name(name), GAUGES[name].meaning, value=self._state.get(name, 0.0))
+            yield GaugeMetricFamily(prometheus_name(name), GAUGES[name].meaning, value=self.engine_state.get(name, 0.0))
         if self.info:
             info = GaugeMetricFamily("armillary_serve_info", "model, run and keys of [serve]", labels=list(self.info))
             info.add_metric(list(self.info.values()), 1.0)
@@ -125,7 +121,7 @@ class Metrics:
         yield GaugeMetricFamily("armillary_start_time_seconds", "start time of the server", value=self.started_at)
 
     def _totals(self) -> dict[str, float]:
-        totals = {name: self._before[name] + self._state.get(name, 0.0) for name in _ENGINE_TOTALS}
+        totals = {name: self._before[name] + self.engine_state.get(name, 0.0) for name in _ENGINE_TOTALS}
         return totals | {
             "aborted_total": self.finished["abort"] + self.finished["deadline"],
             "errors_total": self.finished["error"],

@@ -20,7 +20,7 @@ from armillary.serving.openai.app import Api
 from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.openai.tokenization import Tokenization
 from armillary.serving.processes.engine_client import EngineClient
-from armillary.serving.processes.engine_ipc import INDEX_BITS, EngineConfig, Started, StepOutput, Submit
+from armillary.serving.processes.engine_ipc import INDEX_BITS, EngineConfig, EngineReady, StepOutput, Submit
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
@@ -130,7 +130,7 @@ def acting(made: Api, act: Callable[[Submit], None]) -> Api:
     """An engine that is ready, and does what `act` does."""
     engine = made.served.engine
     engine._ranks = Acting(act)  # type: ignore[assignment]
-    engine.started = Started(max_model_len=300, vocab=400, kv_tokens=1000, kv_text="", phases=[])
+    engine.started = EngineReady(max_model_len=300, vocab=400, kv_tokens=1000, kv_text="", phases=[])
     engine.state = "ready"
     return made
 

@@ -278,9 +278,9 @@ def test_histograms_count_by_bounds() -> None:
 
 def test_the_metrics_page_has_every_gauge_under_its_name() -> None:
     metrics = Metrics()
-    metrics.set_state({"preemptions_total": 3.0, "running": 2.0})
+    metrics.engine_state = {"preemptions_total": 3.0, "running": 2.0}
     metrics.engine_lost()
-    metrics.set_state({"preemptions_total": 1.0, "running": 1.0})
+    metrics.engine_state = {"preemptions_total": 1.0, "running": 1.0}
     box = Mailbox(1, eager=True, begin=0.0)
     for now in (1.0, 1.5, 2.0):
         box.token(0, 1, None, now)

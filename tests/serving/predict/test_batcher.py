@@ -17,7 +17,7 @@ from armillary.serving.predict.request import PredictRequest
 
 def asked(*values: float, width: int = 1) -> PredictRequest:
     array = np.repeat(np.array(values, dtype=np.float32)[:, None], width, axis=1)
-    return PredictRequest(arrays=(array,), rows=len(values), single=False, named=False)
+    return PredictRequest(arrays=(array,), rows=len(values), single=False, by_name=False)
 
 
 class Doubler:

@@ -18,14 +18,14 @@ from armillary.serving.openai.completions import complete
 from armillary.serving.openai.schemas import CompletionRequest
 from armillary.serving.processes import engine_client as engine_process
 from armillary.serving.processes.engine_client import EngineClient
-from armillary.serving.processes.engine_ipc import EngineConfig, Failed, Refused, Started, StepOutput
+from armillary.serving.processes.engine_ipc import EngineConfig, EngineReady, Failed, Refused, StepOutput
 from armillary.serving.processes.mailbox import Mailbox
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.serving.processes.worker_process import frame
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 
-STARTED = Started(max_model_len=8, vocab=8, kv_tokens=8, kv_text="", phases=[("in all", 0.1)])
+STARTED = EngineReady(max_model_len=8, vocab=8, kv_tokens=8, kv_text="", phases=[("in all", 0.1)])
 
 
 class FewProcesses:
