@@ -108,7 +108,7 @@ def highest(url: str, limit_s: float, start: float, seconds: float) -> SearchRes
 
 def row(title: str, found: SearchResult, rows: float) -> str:
     best = found.run.summary
-    failed = next((one for one in reversed(found.tested_rates) if one.requests_per_s == found.failed), None)
+    failed = next((one for one in reversed(found.attempts) if one.requests_per_s == found.failed), None)
     why = f"{failed.requests_per_s:.0f}/s: {'; '.join(failed.violations)}" if failed else "–"
     return (
         f"| {title} | {found.best or 0:.0f} | {1e3 * best.due_e2e.p50_s:.1f} | {1e3 * best.due_e2e.p99_s:.1f} | "

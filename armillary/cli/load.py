@@ -161,7 +161,7 @@ def _show(out: Output, report: LoadReport, best: SearchResult | None, hour: floa
     out.table("", heads, rows)
     out.fields("", words.rate_rows(report, hour))
     if best is not None:
-        out.table("rates tried", words.TESTED_RATE_HEADS, words.tested_rate_rows(best))
+        out.table("rates tried", words.ATTEMPT_HEADS, words.attempt_rows(best))
         out.say(words.best_text(best))
     for note in report.notes:
         out.say(f"note: {note}")

@@ -27,17 +27,17 @@ async def sweep(server: uvicorn.Server) -> None:
         await asyncio.sleep(_EVERY_S)
         now, seen = time.monotonic(), dict[Any, tuple[str, float]]()
         for connection in list(server.server_state.connections):
-            trouble = trouble_of(connection)
-            if trouble is None:
+            stall = stall_of(connection)
+            if stall is None:
                 continue
-            kind, began = since.get(connection, (trouble, now))
-            seen[connection] = (trouble, began if kind == trouble else now)
-            if now - seen[connection][1] > (STUCK_S if trouble == "stuck" else SILENT_S):
+            kind, began = since.get(connection, (stall, now))
+            seen[connection] = (stall, began if kind == stall else now)
+            if now - seen[connection][1] > (STUCK_S if stall == "stuck" else SILENT_S):
                 connection.transport.abort()
         since = seen
 
 
-def trouble_of(connection: Any) -> str | None:
+def stall_of(connection: Any) -> str | None:
     """stuck: the response is not read; silent: the head of the first or next request is not complete."""
     if connection.flow is not None and connection.flow.write_paused:
         return "stuck"

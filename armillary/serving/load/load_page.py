@@ -7,13 +7,13 @@ from armillary.report.charts import SHARE_TICKS, lines, share_text
 from armillary.report.page import document, heading, items, section, table
 from armillary.serving.load.rate_search import SearchResult
 from armillary.serving.load.report_text import (
+    ATTEMPT_HEADS,
     DEFINITIONS,
     LATENCY_HEADS,
-    TESTED_RATE_HEADS,
+    attempt_rows,
     best_text,
     latency_rows,
     rate_rows,
-    tested_rate_rows,
     title_text,
 )
 from armillary.serving.load.run import LoadReport, RunResult
@@ -42,16 +42,16 @@ def page(report: LoadReport, search: SearchResult | None = None, usd_per_hour: f
 def _search(search: SearchResult | None) -> str:
     if search is None:
         return ""
-    tested_rates = sorted(search.tested_rates, key=lambda tested: tested.requests_per_s)
+    attempts = sorted(search.attempts, key=lambda attempt: attempt.requests_per_s)
     latencies = [
-        ("TTFT p99", [(t.requests_per_s, t.summary.due_ttft.p99_s) for t in tested_rates]),
-        ("TTFT p50", [(t.requests_per_s, t.summary.due_ttft.p50_s) for t in tested_rates]),
-        ("ITL p99", [(t.requests_per_s, t.summary.itl.p99_s) for t in tested_rates]),
+        ("TTFT p99", [(t.requests_per_s, t.summary.due_ttft.p99_s) for t in attempts]),
+        ("TTFT p50", [(t.requests_per_s, t.summary.due_ttft.p50_s) for t in attempts]),
+        ("ITL p99", [(t.requests_per_s, t.summary.itl.p99_s) for t in attempts]),
     ]
     plot = lines(latencies, label="Latency over rate", x_name="requests per second", y_text=seconds_text)
-    tokens = [(t.requests_per_s, t.summary.tokens_out_per_s) for t in tested_rates]
+    tokens = [(t.requests_per_s, t.summary.tokens_out_per_s) for t in attempts]
     rates = lines([("output tokens per second", tokens)], label="Throughput over rate", x_name="requests per second")
-    return section(best_text(search), plot + rates + table(TESTED_RATE_HEADS, tested_rate_rows(search)))
+    return section(best_text(search), plot + rates + table(ATTEMPT_HEADS, attempt_rows(search)))
 
 
 def _distributions(run: RunResult, repeats: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from armillary.errors import BadInput
 from armillary.serving.load.sender import START_S, Sender, SendJob, SendResult, Watch
-from armillary.serving.processes.worker_process import WorkerProcess, serve_messages
+from armillary.serving.processes.worker_process import WorkerProcess, exit_text, serve_messages
 
 _TICK_S = 0.25
 
@@ -45,8 +45,7 @@ def _ask(worker: WorkerProcess, message: SendJob | float) -> Any:
     """The reply of a sending process; BadInput where it has died, with its own message printed above."""
     if (reply := worker.ask(message)) is not None:
         return reply
-    code = worker.exit_code
-    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    how = exit_text(worker.exit_code)
     raise BadInput(f"a sending process ended before its work was done ({how}); try fewer load.processes or clients")
 
 

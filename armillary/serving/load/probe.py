@@ -18,7 +18,7 @@ from armillary.serving.load.target import Target, base_url
 from armillary.spec.tables.serve import Load
 
 _SHORT, _SHORT_TOKENS, _LONG_CHARS = "Hello.", 2, 2000
-_TRIAL_TOKENS = 4
+_PROBE_TOKENS = 4
 _DEFAULT_CHARS = 3.5
 """characters per token where the server does not count: between prose and code of common vocabularies"""
 _APIS = ("chat", "completions")
@@ -48,8 +48,8 @@ async def _probe(target: Target, load: Load) -> ProbedServer:
             return await _probe_predict(http, target)
         model, max_model_len = (load.model, None) if load.model else await _first_model(http, target)
         target, short, notes = await _choose_api(http, replace(target, model=model), load)
-        cut, overhead, more = await _prompt_cutter(http, target, load, short)
-    return ProbedServer(target=target, cut=cut, overhead=overhead, notes=(*notes, *more), max_model_len=max_model_len)
+        cut, overhead, note = await _prompt_cutter(http, target, load, short)
+    return ProbedServer(target=target, cut=cut, overhead=overhead, notes=(*notes, note), max_model_len=max_model_len)
 
 
 async def _is_predict(http: aiohttp.ClientSession, target: Target) -> bool:
@@ -70,8 +70,12 @@ async def _probe_predict(http: aiohttp.ClientSession, target: Target) -> ProbedS
     result = await _try(http, target, "")
     if not result.ok:
         raise BadInput(f"{target.url} refused a test request: {result.error}; its schema may be incomplete")
-    notes = ("every request is the same row, and its response counts as one token",)
-    return ProbedServer(target=target, cut=ByCharacters(per_token=_DEFAULT_CHARS), overhead=0, notes=notes)
+    return ProbedServer(
+        target=target,
+        cut=ByCharacters(per_token=_DEFAULT_CHARS),
+        overhead=0,
+        notes=("every request is the same row, and its response counts as one token",),
+    )
 
 
 async def _first_model(http: aiohttp.ClientSession, target: Target) -> tuple[str, int | None]:
@@ -109,7 +113,7 @@ async def _choose_api(
 
 
 async def _try(http: aiohttp.ClientSession, target: Target, prompt: str) -> RequestResult:
-    request = PreparedRequest(index=0, at_s=None, body=target.body(prompt, _TRIAL_TOKENS))
+    request = PreparedRequest(index=0, at_s=None, body=target.body(prompt, _PROBE_TOKENS))
     return await send_request(http, target, request, due_s=0.0, clock=clock_from(time.monotonic()))
 
 
@@ -126,27 +130,23 @@ def _api_notes(target: Target, result: RequestResult) -> list[str]:
 
 async def _prompt_cutter(
     http: aiohttp.ClientSession, target: Target, load: Load, short: RequestResult
-) -> tuple[PromptCutter, int, list[str]]:
-    """(cutter, overhead of the template, notes)."""
+) -> tuple[PromptCutter, int, str]:
+    """(cutter, overhead of the template, note)."""
     if load.tokenizer:
-        cut = ByTokenizer(folder=load.tokenizer)
-        note = f"prompts are cut by the tokenizer of {load.tokenizer}"
-        return cut, max(0, (short.tokens_in or 0) - _SHORT_TOKENS), [note]
+        overhead = max(0, (short.tokens_in or 0) - _SHORT_TOKENS)
+        return ByTokenizer(folder=load.tokenizer), overhead, f"prompts are cut by the tokenizer of {load.tokenizer}"
+    note = f"prompt lengths are estimated: {_DEFAULT_CHARS} characters per token"
+    estimate = ByCharacters(per_token=_DEFAULT_CHARS), 0, note
     if short.tokens_in is None:
-        return _default_cutter()
+        return estimate
     for size in (_LONG_CHARS, _LONG_CHARS // 4):  # the second for a short context
         long = await _try(http, target, ByCharacters(per_token=1.0)(size, Random(0)))
         if long.ok and long.tokens_in and long.tokens_in > short.tokens_in:
             per_token = (size - len(_SHORT)) / (long.tokens_in - short.tokens_in)
             overhead = max(0, round(short.tokens_in - len(_SHORT) / per_token))
             note = f"prompts are cut at {per_token:.2f} characters per token, by the server's count of a test prompt"
-            return ByCharacters(per_token=per_token), overhead, [note]
-    return _default_cutter()
-
-
-def _default_cutter() -> tuple[PromptCutter, int, list[str]]:
-    note = f"prompt lengths are estimated: {_DEFAULT_CHARS} characters per token"
-    return ByCharacters(per_token=_DEFAULT_CHARS), 0, [note]
+            return ByCharacters(per_token=per_token), overhead, note
+    return estimate
 
 
 _FREE_SIZE = 8
@@ -157,8 +157,7 @@ def sample_of(schema: dict[str, Any]) -> bytes:
     rng = Random(0)
     fields = schema.get("inputs") or []
     rows = {field["name"]: _values(_shape(field, schema), field["dtype"], rng) for field in fields}
-    body = {"features": next(iter(rows.values()))} if len(rows) == 1 else {"inputs": rows}
-    return json.dumps(body).encode()
+    return json.dumps({"features": next(iter(rows.values()))} if len(rows) == 1 else {"inputs": rows}).encode()
 
 
 def _shape(field: dict[str, Any], schema: dict[str, Any]) -> list[int]:

@@ -16,17 +16,17 @@ from armillary.serving.load.summary import LatencySummary, Summary
 from armillary.spec.tables.serve import Objective
 from armillary.units import seconds_text
 
-_MAX_TRIES = 24
+_MAX_ATTEMPTS = 24
 _RESOLUTION = 1.08
 _GROWTH_FRACTION = 0.05
 _LATE_S = 0.25
-_TRIES_PER_RATE = 2
+_ATTEMPTS_PER_RATE = 2
 _MIN_REQUESTS = 8
 """with fewer requests per run, the search ends without a rate"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestedRate:
+class RateAttempt:
     """One rate that was tried; it is sustained where there are no violations."""
 
     requests_per_s: float
@@ -41,7 +41,7 @@ class SearchResult:
 
     best: float | None
     failed: float | None
-    tested_rates: tuple[TestedRate, ...]
+    attempts: tuple[RateAttempt, ...]
     run: RunResult
 
 
@@ -61,14 +61,14 @@ def search_rate(
 ) -> SearchResult:
     """Search from the rate `start` until the lowest failed rate is at most `resolution` times the highest sustained."""
     rate, best, failed = start, None, None
-    tested_rates: list[TestedRate] = []
+    attempts: list[RateAttempt] = []
     runs: dict[float, RunResult] = {}
-    while len(tested_rates) < _MAX_TRIES:
-        run = try_rate(rate, len(tested_rates))
+    while len(attempts) < _MAX_ATTEMPTS:
+        run = try_rate(rate, len(attempts))
         failures = tuple(violations(run.summary, objective))
-        tested_rates.append(TestedRate(requests_per_s=rate, summary=run.summary, violations=failures))
+        attempts.append(RateAttempt(requests_per_s=rate, summary=run.summary, violations=failures))
         runs[rate] = run
-        if failures and sum(tested.requests_per_s == rate for tested in tested_rates) < _TRIES_PER_RATE:
+        if failures and sum(attempt.requests_per_s == rate for attempt in attempts) < _ATTEMPTS_PER_RATE:
             continue
         best, failed = (best, rate) if failures else (rate, failed)
         if best is None and run.summary.requests < _MIN_REQUESTS:
@@ -76,8 +76,8 @@ def search_rate(
         if best is not None and failed is not None and failed <= best * resolution:
             break
         rate = _next(best, failed)
-    shown = tested_rates[-1].requests_per_s if best is None else best
-    return SearchResult(best=best, failed=failed, tested_rates=tuple(tested_rates), run=runs[shown])
+    shown = attempts[-1].requests_per_s if best is None else best
+    return SearchResult(best=best, failed=failed, attempts=tuple(attempts), run=runs[shown])
 
 
 def _next(best: float | None, failed: float | None) -> float:

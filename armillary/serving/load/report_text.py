@@ -159,21 +159,21 @@ def title_text(report: LoadReport) -> str:
     return f"{report.model} at {report.url}: {how}, {length} after {warm:g} s of warm-up{repeats}"
 
 
-TESTED_RATE_HEADS = ("rate", "sustained", "TTFT p99", "ITL p99", "end to end p99", "tokens/s out", "why not")
+ATTEMPT_HEADS = ("rate", "sustained", "TTFT p99", "ITL p99", "end to end p99", "tokens/s out", "why not")
 
 
-def tested_rate_rows(search: SearchResult) -> list[list[str]]:
+def attempt_rows(search: SearchResult) -> list[list[str]]:
     return [
         [
-            f"{tested.requests_per_s:.4g}/s",
-            "no" if tested.violations else "yes",
-            seconds_text(tested.summary.due_ttft.p99_s),
-            seconds_text(tested.summary.itl.p99_s),
-            seconds_text(tested.summary.due_e2e.p99_s),
-            f"{tested.summary.tokens_out_per_s:,.0f}",
-            "; ".join(tested.violations) or "–",
+            f"{attempt.requests_per_s:.4g}/s",
+            "no" if attempt.violations else "yes",
+            seconds_text(attempt.summary.due_ttft.p99_s),
+            seconds_text(attempt.summary.itl.p99_s),
+            seconds_text(attempt.summary.due_e2e.p99_s),
+            f"{attempt.summary.tokens_out_per_s:,.0f}",
+            "; ".join(attempt.violations) or "–",
         ]
-        for tested in sorted(search.tested_rates, key=lambda tested: tested.requests_per_s)
+        for attempt in sorted(search.attempts, key=lambda attempt: attempt.requests_per_s)
     ]
 
 
@@ -208,11 +208,11 @@ def plain(report: LoadReport, search: SearchResult | None = None, usd_per_hour: 
             "lowest_failed_requests_per_s": search.failed,
             "trials": [
                 {
-                    "requests_per_s": tested.requests_per_s,
-                    "broken": list(tested.violations),
-                    "summary": to_plain(tested.summary),
+                    "requests_per_s": attempt.requests_per_s,
+                    "broken": list(attempt.violations),
+                    "summary": to_plain(attempt.summary),
                 }
-                for tested in search.tested_rates
+                for attempt in search.attempts
             ],
         }
     return table
@@ -233,5 +233,5 @@ def _seconds(value: Estimate) -> str:
 
 def _number(value: Estimate, unit: str) -> str:
     digits = ",.2f" if value.mean < 100 else ",.0f"
-    text = f"{value.mean:{digits}}" + ("" if value.half_width is None else f" ± {value.half_width:{digits}}")
-    return f"{text} {unit}"
+    interval = "" if value.half_width is None else f" ± {value.half_width:{digits}}"
+    return f"{value.mean:{digits}}{interval} {unit}"

@@ -235,17 +235,17 @@ class Api:
             200 if why is None else 503, {"status": "ok"} if why is None else {"status": "down", "reason": why}
         )
 
-    def trouble(self) -> str | None:
+    def why_not_ready(self) -> str | None:
         """Why the server is not ready; none: it is ready."""
-        return "the server is shutting down" if self.draining else self.served.engine.trouble()
+        return "the server is shutting down" if self.draining else self.served.engine.why_not_ready()
 
     async def _ready(self, connection: AsgiConnection) -> None:
-        why = self.trouble()
+        why = self.why_not_ready()
         state = {"status": "ready" if why is None else "not ready", "reason": why, "model": self.served.name}
         await connection.json(200 if why is None else 503, state)
 
     async def _metrics(self, connection: AsgiConnection) -> None:
-        self.metrics.ready = self.trouble() is None
+        self.metrics.ready = self.why_not_ready() is None
         await connection.respond(200, self.metrics.page(), _PROMETHEUS)
 
     async def _openapi(self, connection: AsgiConnection) -> None:

@@ -76,10 +76,9 @@ class PredictServer:
 
     async def health(self, request: Request) -> Response:
         """State of the model in three keys; the status is 200 while the process runs."""
-        why = self._why_not_ready()
         return JSONResponse(
             {
-                "status": "degraded" if why else "healthy",
+                "status": "degraded" if self._why_not_ready() else "healthy",
                 "model_loaded": self.models.current is not None,
                 "avg_latency_ms": self.metrics.avg_latency_ms,
             }
@@ -109,8 +108,8 @@ class PredictServer:
     async def prometheus(self, request: Request) -> Response:
         version = self.models.current
         waiting = version.batcher.waiting_rows if version else 0
-        text = self.metrics.text(waiting_rows=waiting, reloads=self.models.reloads)
-        return Response(text, media_type="text/plain; version=0.0.4")
+        page = self.metrics.page(waiting_rows=waiting, reloads=self.models.reloads)
+        return Response(page, media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
         version = self.models.current

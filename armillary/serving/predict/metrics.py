@@ -44,7 +44,7 @@ class Metrics:
         """Mean of the last thousand responses; 0 before the first."""
         return round(1e3 * sum(self._recent) / len(self._recent), 3) if self._recent else 0.0
 
-    def text(self, *, waiting_rows: int, reloads: int) -> bytes:
+    def page(self, *, waiting_rows: int, reloads: int) -> bytes:
         self._waiting.set(waiting_rows)
         self._reloads.inc(reloads - self._counted)
         self._counted = reloads

@@ -59,7 +59,8 @@ def read(body: dict[str, Any], schema: Schema, *, max_rows: int) -> PredictReque
     if not schema.batched:
         arrays = [_shaped(array, field, field.shape) for array, field in zip(raw, schema.inputs, strict=True)]
         return PredictRequest(arrays=tuple(arrays), rows=1, single=True, by_name=by_name)
-    single = _is_single(raw, schema)
+    wanted = schema.inputs[0].shape
+    single = raw[0].ndim == (1 if wanted is None else len(wanted) - 1)  # without a shape, a flat array is one row
     arrays = [_rows(array, field, single) for array, field in zip(raw, schema.inputs, strict=True)]
     counts = {len(array) for array in arrays}
     if len(counts) > 1:
@@ -126,12 +127,6 @@ def _has_text(value: Any) -> bool:
             return True
         level = [item for items in level for item in items if type(item) is list] if list in kinds else []
     return False
-
-
-def _is_single(raw: list[np.ndarray[Any, Any]], schema: Schema) -> bool:
-    """Whether the arrays are single rows: one dimension fewer than the schema, or flat where that has no shape."""
-    first = schema.inputs[0]
-    return raw[0].ndim == 1 if first.shape is None else raw[0].ndim == len(first.shape) - 1
 
 
 def _rows(array: np.ndarray[Any, Any], field: Field, single: bool) -> np.ndarray[Any, Any]:

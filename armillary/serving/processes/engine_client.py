@@ -29,7 +29,7 @@ from armillary.serving.processes.liveness import Liveness
 from armillary.serving.processes.mailbox import FinishEvent, Mailbox
 from armillary.serving.processes.ranks import Ranks
 from armillary.serving.processes.server_metrics import Metrics
-from armillary.serving.processes.worker_process import read_message
+from armillary.serving.processes.worker_process import exit_text, read_message
 from armillary.spec.tables.serve import Serve
 
 State = Literal["loading", "ready", "restarting", "down", "stopped"]
@@ -111,7 +111,7 @@ class EngineClient:
     def num_requests(self) -> int:
         return len(self._in_flight)
 
-    def trouble(self) -> str | None:
+    def why_not_ready(self) -> str | None:
         """Why no request can be served now; none: the engine is ready."""
         if self.state != "ready":
             return {
@@ -124,7 +124,7 @@ class EngineClient:
 
     def dead(self) -> str | None:
         """Why only a restart of the server can help; none: an engine runs or is starting."""
-        return self.trouble() if self.state in ("down", "stopped") else None
+        return self.why_not_ready() if self.state in ("down", "stopped") else None
 
     def submit(
         self,
@@ -186,7 +186,7 @@ class EngineClient:
         self._fail_all(message)
 
     def unavailable(self) -> Problem:
-        why = self.trouble() or "the engine is not available"
+        why = self.why_not_ready() or "the engine is not available"
         return Problem(503, f"{why}; try again in a moment", code="engine_unavailable", retry_after_s=2)
 
     # --- life cycle
@@ -200,7 +200,10 @@ class EngineClient:
             if self.state == "down":
                 self.state = "restarting"
             try:
-                await self._listen(await self._ranks.start(config))
+                reader = await self._ranks.start(config)
+                while (message := await read_message(reader)) is not None:
+                    self._liveness.heard(message)
+                    self._take(message)
             except OSError as error:  # no memory, processes or files now; there may be later
                 self._say(f"the engine's process cannot be started ({error.strerror or error})")
             except Exception as error:  # a bug of ours: requests could wait for ever, so the engine restarts
@@ -208,16 +211,9 @@ class EngineClient:
                 self._say(f"a message of the engine was not understood ({type(error).__name__}: {error}); report this")
             await self._lost()
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Read messages until the engine has ended."""
-        while (message := await read_message(reader)) is not None:
-            self._liveness.heard(message)
-            self._take(message)
-
     async def _lost(self) -> None:
         """The engine has ended: fail its requests, and wait before the next start where starts keep failing."""
-        code = await self._ranks.end()
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        how = exit_text(await self._ranks.end())
         if self.started is None:
             if self._first_start is not None and not self._first_start.done() and not self._another_port():
                 text = f"the engine ended while loading ({how}); see the lines above"

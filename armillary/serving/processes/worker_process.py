@@ -64,6 +64,10 @@ def spawn(module: str, environment: Mapping[str, str]) -> tuple[subprocess.Popen
     return process, ours
 
 
+def exit_text(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
 class WorkerProcess:
     """The parent's end, for one thread at a time. The process starts with the first message, and again after its
     death."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from armillary.serving.load.client_lag import Lag
 from armillary.serving.load.rate_search import SearchResult, search_rate
 from armillary.serving.load.record import RequestResult
-from armillary.serving.load.report_text import best_text, tested_rate_rows
+from armillary.serving.load.report_text import attempt_rows, best_text
 from armillary.serving.load.run import RunResult
 from armillary.serving.load.summary import summary
 from armillary.spec.tables.serve import Objective
@@ -47,7 +47,7 @@ def test_an_objective_lowers_it() -> None:
     assert search(20, 4, Objective(ttft_p99_s=0.2)).best == pytest.approx(20, rel=0.1)
     strict = search(20, 4, Objective(ttft_p99_s=0.05))
     assert strict.best is None and "no rate was sustained" in best_text(strict)
-    assert "TTFT p99" in tested_rate_rows(strict)[0][-1]
+    assert "TTFT p99" in attempt_rows(strict)[0][-1]
 
 
 def test_a_server_without_a_limit_is_said_to_have_none_found() -> None:
@@ -64,4 +64,4 @@ def test_a_generator_that_falls_behind_ends_the_search_in_words() -> None:
         return replace(ran, summary=replace(ran.summary, lag=Lag(send_p99_s=rate / 100)))
 
     found = search_rate(late, Objective(), start=10)
-    assert found.best is not None and found.best <= 25 and "the generator's limit" in tested_rate_rows(found)[-1][-1]
+    assert found.best is not None and found.best <= 25 and "the generator's limit" in attempt_rows(found)[-1][-1]

@@ -244,7 +244,7 @@ def test_the_verb_searches(cli: Callable[..., Any]) -> None:
 
 
 @pytest.fixture
-def tested(cli: Callable[..., Any], tmp_path: Path) -> tuple[Any, Fake, Path]:
+def attempt(cli: Callable[..., Any], tmp_path: Path) -> tuple[Any, Fake, Path]:
     page = str(tmp_path / "r.html")
     with fake_server(first_s=(0.005,), gap_s=0.001) as fake:
         ran = cli(
@@ -267,8 +267,8 @@ def tested(cli: Callable[..., Any], tmp_path: Path) -> tuple[Any, Fake, Path]:
     return ran, fake, tmp_path / "r.html"
 
 
-def test_the_verb(tested: tuple[Any, Fake, Path]) -> None:
-    ran, fake, path = tested
+def test_the_verb(attempt: tuple[Any, Fake, Path]) -> None:
+    ran, fake, path = attempt
     assert ran.code == 0, ran.err
     assert ran.json["runs"][0]["requests"] == 15 and ran.json["figures"]["slo_met_fraction"]["mean"] == 1.0
     assert ran.json["million_tokens_usd"] > 0 and fake.bodies[-1]["max_tokens"] == 4

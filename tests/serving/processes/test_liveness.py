@@ -147,7 +147,7 @@ def test_a_slow_process_answers_and_a_stuck_and_a_stopped_one_are_ended(tmp_path
         async with asyncio.timeout(60):
             waiting = asyncio.create_task(box.take())
             while not waiting.done():
-                troubles.add(engine.trouble())
+                troubles.add(engine.why_not_ready())
                 await asyncio.sleep(0.1)
         assert engine.metrics.restarts == 0 and troubles == {None} and not said, said
 
