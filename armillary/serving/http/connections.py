@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import uvicorn
 
-_EVERY_S = 1.0
+_SWEEP_INTERVAL_S = 1.0
 SILENT_S = 15.0
 """time limit for a complete request head"""
 STUCK_S = 30.0
@@ -24,7 +24,7 @@ async def sweep(server: uvicorn.Server) -> None:
     raise_file_limit()
     since: dict[Any, tuple[str, float]] = {}
     while True:
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(_SWEEP_INTERVAL_S)
         now, seen = time.monotonic(), dict[Any, tuple[str, float]]()
         for connection in list(server.server_state.connections):
             stall = stall_of(connection)

@@ -12,16 +12,16 @@ from types import FrameType
 from armillary.engine.engine_thread import EngineThread
 from armillary.serving.processes.engine_ipc import HeartbeatMessage
 
-EVERY_S = 0.5
+INTERVAL_S = 0.5
 
 
 class Heartbeat:
     """Watches the engine's thread."""
 
     def __init__(
-        self, worker: EngineThread, send: Callable[[HeartbeatMessage], None], every_s: float = EVERY_S
+        self, worker: EngineThread, send: Callable[[HeartbeatMessage], None], interval_s: float = INTERVAL_S
     ) -> None:
-        self._worker, self._send, self._every_s = worker, send, every_s
+        self._worker, self._send, self._interval_s = worker, send, interval_s
         self._step_s = self._still_s = 0.0
         self._seen: tuple[int, ...] = ()
 
@@ -32,7 +32,7 @@ class Heartbeat:
     def _run(self) -> None:
         before = time.monotonic()
         while True:
-            time.sleep(self._every_s)
+            time.sleep(self._interval_s)
             now = time.monotonic()
             self.beat(now - before)
             before = now
@@ -41,7 +41,7 @@ class Heartbeat:
         """Report a step that takes longer than two beats; `slept_s` is the time since the last beat."""
         times, quiet_s = self._worker.engine.loop.times, self._worker.quiet_s()
         times.wanted = True
-        counted = min(slept_s, 2 * self._every_s)
+        counted = min(slept_s, 2 * self._interval_s)
         position = _position(self._worker.frame())
         if quiet_s < slept_s:  # a new step since the last beat
             self._step_s = self._still_s = min(quiet_s, counted)
@@ -49,7 +49,7 @@ class Heartbeat:
             self._step_s += counted
             self._still_s = self._still_s + counted if position == self._seen else 0.0
         self._seen = position
-        if quiet_s > 2 * self._every_s:
+        if quiet_s > 2 * self._interval_s:
             tokens, expected_s = self._worker.engine.under_way()
             self._send(
                 HeartbeatMessage(step_s=self._step_s, still_s=self._still_s, tokens=tokens, expected_s=expected_s)

@@ -207,7 +207,7 @@ class FakeConnection:
 
 
 def test_connections_that_only_cost_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_EVERY_S", "SILENT_S", "STUCK_S"):
+    for name in ("_SWEEP_INTERVAL_S", "SILENT_S", "STUCK_S"):
         monkeypatch.setattr(connections, name, 0.02)
     silent, stuck, busy = (
         FakeConnection(paused=paused, asked=asked) for paused, asked in ((False, False), (True, True), (False, True))

@@ -109,7 +109,7 @@ def test_beats_count_no_time_in_which_the_process_was_stopped() -> None:
     engine = make_engine(overlap=False)
     engine.loop.clock = clock
     worker = EngineThread(engine)
-    heartbeat = Heartbeat(worker, sent.append, every_s=0.5)
+    heartbeat = Heartbeat(worker, sent.append, interval_s=0.5)
     for _ in range(8):
         clock.now += 0.5
         heartbeat.beat(0.5)
