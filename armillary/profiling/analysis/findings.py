@@ -90,7 +90,7 @@ def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding
     copying = "pin the memory and copy with non_blocking" if pageable else "overlap them with kernels, or copy less"
     for stretch in spent.stretches:
         for (part, cause), length in stretch.causes.items():
-            seconds[cause] = seconds.get(cause, 0.0) + length * spent.kept.get(part, 1.0)
+            seconds[cause] = seconds.get(cause, 0.0) + length * spent.scale.get(part, 1.0)
     if gil:
         seconds["gil"] = seconds.pop("host", 0.0)
     for cause, total in seconds.items():

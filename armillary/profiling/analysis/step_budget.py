@@ -14,11 +14,12 @@ from armillary.profiling.analysis.cpu_step_budget import cpu_budget
 from armillary.profiling.analysis.idle_gaps import Stretch, exposed, idle_stretches
 from armillary.profiling.analysis.kernel_time import KernelTime, split_kernel_time
 from armillary.profiling.analysis.roofline_attribution import Judged
-from armillary.profiling.profile import BUDGET
-from armillary.profiling.trace.event_classes import STEP, is_host_copy
+from armillary.profiling.profile import BUDGET, Cause
+from armillary.profiling.trace.event_classes import is_host_copy
+from armillary.profiling.trace.host_calls import steps_of
 from armillary.profiling.trace.intervals import clip, length
 from armillary.profiling.trace.launch_correlation import Links
-from armillary.profiling.trace.trace import ANNOTATION, MEMCPY, Array, Trace
+from armillary.profiling.trace.trace import MEMCPY, Array, Trace
 from armillary.units import seconds_text
 
 
@@ -55,7 +56,7 @@ class Budget:
     """the analysed device; -1 the host"""
     overhead_s: float = 0.0
     """what the recording itself cost, taken off the parts"""
-    kept: Mapping[str, float] = field(default_factory=dict)
+    scale: Mapping[str, float] = field(default_factory=dict)
     """part -> the share of it that is left after that correction"""
 
     @property
@@ -75,7 +76,7 @@ def budget(judged: Judged, window: Window | None = None) -> Budget:
 
 def window_of(trace: Trace, links: Links) -> Window:
     """From the first step's beginning to the last one's end, and on until the device has done what they launched."""
-    steps = np.flatnonzero((trace.kind == ANNOTATION) & trace.named(STEP))
+    steps = steps_of(trace)
     if not len(steps):
         return Window(low=float(trace.start.min()), high=float(trace.end.max()))
     low, high = float(trace.start[steps].min()), float(trace.end[steps].max())
@@ -99,17 +100,16 @@ def _gpu_budget(judged: Judged, window: Window) -> Budget:
     inside = (trace.start < window.high) & (trace.end > window.low)
     events = np.flatnonzero(trace.on_device & (trace.device == device) & inside)
     comm = judged.work[events] == judged.works.index("collective")
-    host_copy = np.array([is_host_copy(name) for name in trace.names], dtype=bool)[trace.name[events]]
-    copying = (trace.kind[events] == MEMCPY) & host_copy
-    compute = events[~comm & ~copying]
-    start, end = clip(trace.start[events], trace.end[events], *window.span)
+    copying = ((trace.kind == MEMCPY) & trace.matching(is_host_copy))[events]
     work = ~comm & ~copying
+    start, end = clip(trace.start[events], trace.end[events], *window.span)
     alone = exposed(start[comm], end[comm], start[work], end[work])
     copies = exposed(start[copying], end[copying], start[~copying], end[~copying])
     first, last = start[work], end[work]
-    kernels = split_kernel_time(judged, compute, last - first, lambda some: length(first[some], last[some]))
+    kernels = split_kernel_time(judged, events[work], last - first, lambda some: length(first[some], last[some]))
     stretches = idle_stretches(trace, judged.host, judged.links, events, window.span)
-    stretches += _running(alone, "comm") + _running(copies, "copy")
+    stretches += _running(alone, "collective", "communication alone")
+    stretches += _running(copies, "copy", "copy between host and device")
     parts = dict(kernels.parts)
     for stretch in stretches:
         for (part, _), seconds in stretch.causes.items():
@@ -119,18 +119,16 @@ def _gpu_budget(judged: Judged, window: Window) -> Budget:
         parts=_filled(parts, window),
         stretches=stretches,
         kernels=kernels,
-        events=compute,
+        events=events[work],
         device=device,
     )
 
 
-def _running(spans: tuple[Array, Array], what: str) -> list[Stretch]:
+def _running(spans: tuple[Array, Array], cause: Cause, note: str) -> list[Stretch]:
     """Communication or a copy with no concurrent kernel, as intervals with that cause."""
-    stretches = []
-    for start, end in zip(*(side.tolist() for side in spans), strict=True):
-        stretch = Stretch(start, end, note="communication alone" if what == "comm" else "copy between host and device")
-        stretch.add("collective" if what == "comm" else "copy", end - start)
-        stretches.append(stretch)
+    stretches = [Stretch(start, end, note=note) for start, end in zip(*(side.tolist() for side in spans), strict=True)]
+    for stretch in stretches:
+        stretch.add(cause, stretch.end - stretch.start)
     return stretches
 
 
@@ -160,19 +158,16 @@ def without_recording(spent: Budget, plain_s: float | None) -> Budget:
         return spent
     slowed = sum(spent.parts[part] for part in _SLOWED)
     off = min(wall_s - plain_s * steps, _MOST * slowed)
-    kept = 1 - off / slowed if slowed else 1.0
-    return replace(spent, overhead_s=off, kept=dict.fromkeys(_SLOWED, kept), parts=_scaled(spent.parts, kept))
-
-
-def _scaled(parts: Mapping[str, float], kept: float) -> dict[str, float]:
-    return {part: seconds * (kept if part in _SLOWED else 1.0) for part, seconds in parts.items()}
+    scale = dict.fromkeys(_SLOWED, 1 - off / slowed if slowed else 1.0)
+    parts = {part: seconds * scale.get(part, 1.0) for part, seconds in spent.parts.items()}
+    return replace(spent, overhead_s=off, scale=scale, parts=parts)
 
 
 def overhead_note(spent: Budget, plain_s: float | None) -> str:
     """Time of a step without the profiler, and the correction; '' where that time is not known."""
-    step_s = spent.window.seconds / spent.window.steps
     if not plain_s:
         return ""
+    step_s = spent.window.seconds / spent.window.steps
     note = f"a step takes {seconds_text(plain_s)} without the profiler, {seconds_text(step_s)} with it"
     if not spent.overhead_s:
         slower = step_s / plain_s

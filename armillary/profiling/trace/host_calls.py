@@ -17,7 +17,7 @@ from armillary.profiling.trace.trace import ANNOTATION, HOST_KINDS, KINDS, OP, P
 STATES = ("annotation", "python", "op", "view", "code", "launch", "slow", "copy", "sync", "comm", "loader")
 QUIET = 2
 """states below this index are neither torch nor the driver: Python runs"""
-_HELD = ("sync", "comm", "loader")
+_INHERITED = ("sync", "comm", "loader")
 """states that nested events inherit"""
 
 
@@ -29,6 +29,12 @@ class Segments:
     end: Array
     event: Array
     state: Array
+
+    def at(self, moment: float) -> int:
+        """The innermost event at a moment, or -1."""
+        index = int(np.searchsorted(self.end, moment, side="right"))
+        inside = index < len(self.start) and self.start[index] <= moment
+        return int(self.event[index]) if inside else -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +59,11 @@ class Host:
     def main_thread(self) -> int | None:
         """The thread that runs the program: the one whose steps are marked, else the one with the most time in
         operators and driver calls, else in anything."""
-        marked = self.trace.thread[(self.trace.kind == ANNOTATION) & self.trace.named(STEP)]
+        marked = self.trace.thread[steps_of(self.trace)]
         if len(marked) and int(marked[0]) in self.threads:
             return int(marked[0])
         busy = {thread: float((s.end - s.start)[s.state >= QUIET].sum()) for thread, s in self.threads.items()}
-        if not busy:
-            return None
-        return max(busy, key=lambda thread: busy[thread])
+        return max(busy, key=lambda thread: busy[thread], default=None)
 
     def ancestors(self, event: int) -> Iterator[int]:
         """The event and what is around it, the innermost first."""
@@ -72,24 +76,15 @@ class Host:
         for around in self.ancestors(event):
             if self.trace.kind[around] == PYTHON and (line := source_line(self.trace.name_of(around))):
                 return line
-            stack = self._stack(around)
-            if stack:
-                return stack
+            detail = self.trace.detail[around]
+            for frame in self.trace.details[detail].get("stack", "").split(";") if detail >= 0 else ():
+                if line := source_line(frame.strip()):
+                    return line
         return ""
-
-    def _stack(self, event: int) -> str:
-        detail = self.trace.detail[event]
-        text = self.trace.details[detail].get("stack", "") if detail >= 0 else ""
-        return next((line for frame in text.split(";") if (line := source_line(frame.strip()))), "")
 
     def at(self, thread: int, moment: float) -> int:
         """The innermost event of a thread at a moment, or -1."""
-        segments = self.threads.get(thread)
-        if segments is None:
-            return -1
-        index = int(np.searchsorted(segments.end, moment, side="right"))
-        inside = index < len(segments.start) and segments.start[index] <= moment
-        return int(segments.event[index]) if inside else -1
+        return self.threads[thread].at(moment) if thread in self.threads else -1
 
 
 def source_line(frame: str) -> str:
@@ -120,7 +115,7 @@ def read_host(trace: Trace, has_work: Array) -> Host:
     self_s: Array = np.zeros(count)
     codes = state_codes(trace)
     on_host = np.isin(trace.kind, HOST_KINDS)
-    modules = np.array([name.startswith(MODULE) for name in trace.names], dtype=bool)
+    modules = trace.matching(lambda name: name.startswith(MODULE)) & (trace.kind == PYTHON)
     threads = {}
     for thread in np.unique(trace.thread[on_host]):
         events = np.flatnonzero(on_host & (trace.thread == thread))
@@ -130,27 +125,29 @@ def read_host(trace: Trace, has_work: Array) -> Host:
     return Host(trace=trace, state=state, self_s=self_s, threads=threads, **columns)
 
 
+def steps_of(trace: Trace) -> Array:
+    """The annotations of steps."""
+    return np.flatnonzero((trace.kind == ANNOTATION) & trace.matching(lambda name: name.startswith(STEP)))
+
+
 def state_codes(trace: Trace) -> Array:
     """State of each event by itself; each (kind, name) is classified once."""
-    codes: Array = np.full(len(trace), -1, dtype=np.int8)
-    pairs, inverse = np.unique(trace.kind.astype(np.int64) << 32 | trace.name, return_inverse=True)
+    keys, inverse = np.unique(trace.kind.astype(np.int64) << 32 | trace.name, return_inverse=True)
     table = [
-        STATES.index(host_state(trace.names[pair & 0xFFFFFFFF], KINDS[pair >> 32])) if pair >> 32 in HOST_KINDS else -1
-        for pair in pairs.tolist()
+        STATES.index(host_state(trace.names[key & 0xFFFFFFFF], KINDS[key >> 32])) if key >> 32 in HOST_KINDS else -1
+        for key in keys.tolist()
     ]
-    if table:
-        codes = np.array(table, dtype=np.int8)[inverse]
-    return codes
+    return np.array(table, dtype=np.int8)[inverse]
 
 
 def _sweep(
     trace: Trace, events: Array, columns: dict[str, Array], state: Array, codes: Array, has_work: Array, modules: Array
 ) -> Segments:
     """One thread from left to right with a stack of what is open; a child that outlasts its parent is clipped there."""
-    held = {STATES.index(name) for name in _HELD}
+    inherited = {STATES.index(name) for name in _INHERITED}
     starts, ends = trace.start[events].tolist(), trace.end[events].tolist()
     kinds, own, works = trace.kind[events].tolist(), codes[events].tolist(), has_work[events].tolist()
-    is_module = (modules[trace.name[events]] & (trace.kind[events] == PYTHON)).tolist()
+    is_module = modules[events].tolist()
     parent, op, worker, module, effective = ([-1] * len(events) for _ in range(5))
     seg_start, seg_end, seg_event = array("d"), array("d"), array("i")
     stack: list[int] = []
@@ -176,7 +173,7 @@ def _sweep(
         op[i] = i if kinds[i] == OP else op[top] if top >= 0 else -1
         worker[i] = i if works[i] else worker[top] if top >= 0 else -1
         module[i] = i if is_module[i] else module[top] if top >= 0 else -1
-        effective[i] = effective[top] if top >= 0 and effective[top] in held else own[i]
+        effective[i] = effective[top] if top >= 0 and effective[top] in inherited else own[i]
         stack.append(i)
     while stack:
         top = stack.pop()

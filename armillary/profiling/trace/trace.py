@@ -3,7 +3,7 @@
 Millions of events fit in memory because a column holds one number per event and every text is kept once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from struct import Struct
@@ -100,10 +100,9 @@ class Trace:
     def name_of(self, event: int) -> str:
         return self.names[int(self.name[event])]
 
-    def named(self, *parts: str) -> Array:
-        """Which events have a name that begins with one of `parts`."""
-        hits = np.array([name.startswith(parts) for name in self.names], dtype=bool)
-        return hits[self.name] if len(self.names) else np.zeros(0, dtype=bool)
+    def matching(self, holds: Callable[[str], bool]) -> Array:
+        """Which events have a name for which `holds` is true; each name is asked once."""
+        return np.array([holds(name) for name in self.names], dtype=bool)[self.name]
 
 
 # --- building one
@@ -137,10 +136,9 @@ class TraceBuilder:
     blocks: bytearray = field(default_factory=bytearray)
     names: dict[str, int] = field(default_factory=dict)
     threads: dict[str, int] = field(default_factory=dict)
-    signatures: dict[Any, int] = field(default_factory=dict)
-    details: dict[Any, int] = field(default_factory=dict)
-    kept: tuple[list[Signature], list[Mapping[str, Any]]] = field(default_factory=lambda: ([], []))
-    """signatures and details by number"""
+    signatures: dict[Any, tuple[int, Signature]] = field(default_factory=dict)
+    """key -> number and signature; details likewise"""
+    details: dict[Any, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
 
     def add(
         self,
@@ -179,19 +177,15 @@ class TraceBuilder:
         self.blocks += _PACK_MEMORY(start, change, total, address, device, who)
 
     def intern_signature(self, key: Any, dims: Any, types: Any, concrete: Any, strides: Any = ()) -> int:
-        number = self.signatures.get(key)
-        if number is None:
-            number = self.signatures[key] = len(self.kept[0])
+        entry = self.signatures.get(key)
+        if entry is None:
             texts = tuple(map(str, types)), tuple(map(str, concrete))
-            self.kept[0].append(Signature(_frozen(dims), *texts, _frozen(strides)))
-        return number
+            entry = len(self.signatures), Signature(_frozen(dims), *texts, _frozen(strides))
+            self.signatures[key] = entry
+        return entry[0]
 
     def intern_detail(self, key: Any, detail: Mapping[str, Any]) -> int:
-        number = self.details.get(key)
-        if number is None:
-            number = self.details[key] = len(self.kept[1])
-            self.kept[1].append(dict(detail))
-        return number
+        return self.details.setdefault(key, (len(self.details), detail))[0]
 
     def finish(self, **about: Any) -> Trace:
         """The trace, in the order of time, its first event at 0."""
@@ -205,8 +199,8 @@ class TraceBuilder:
             **columns,
             names=tuple(self.names),
             threads=tuple(self.threads),
-            signatures=tuple(self.kept[0]),
-            details=tuple(self.kept[1]),
+            signatures=tuple(signature for _, signature in self.signatures.values()),
+            details=tuple(detail for _, detail in self.details.values()),
             memory=self._memory(origin),
             **about,
         )
