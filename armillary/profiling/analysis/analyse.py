@@ -16,7 +16,7 @@ from armillary.profiling.analysis.step_budget import Budget, budget, busiest_dev
 from armillary.profiling.profile import Profile, Roofline
 from armillary.profiling.trace.event_classes import is_host_copy, is_launch
 from armillary.profiling.trace.read_trace import read_trace
-from armillary.profiling.trace.trace import OP, RUNTIME, Trace
+from armillary.profiling.trace.trace import OP, PYTHON, RUNTIME, Trace
 from armillary.store.home import Home
 
 
@@ -27,16 +27,16 @@ def analyse(
     trace = trace if isinstance(trace, Trace) else read_trace(trace)
     judged = judge(trace, roofline)
     spent = without_recording(budget(judged), plain_s)
-    table = rows(judged, spent)
-    gaps = as_gaps(spent.stretches, judged.host, spent.window.span)
+    name = traced_device(trace)
+    device = "cpu" if spent.device < 0 else f"cuda {name}" if name else f"cuda:{spent.device}"
     profile = Profile(
         source=source or trace.source,
-        device=device_of(trace, spent),
+        device=device,
         wall_s=spent.wall_s,
         steps=spent.window.steps,
         budget=spent.parts,
-        rows=table,
-        gaps=gaps,
+        rows=rows(judged, spent),
+        gaps=as_gaps(spent.stretches, judged.host, spent.window.span),
         memory=memory_timeline(judged, spent.window, spent.device),
         roofline=roofline,
         notes=_notes(judged, spent, plain_s),
@@ -50,13 +50,6 @@ def analyse_file(path: Path, home: Home | None, *, source: str, cpu: str = "", p
     memory_bytes = trace.device_bytes[0] if trace.device_bytes else None
     roofline = roofline_for(traced_device(trace) or cpu, home, memory_bytes)
     return analyse(trace, roofline=roofline, source=source, plain_s=plain_s)
-
-
-def device_of(trace: Trace, spent: Budget) -> str:
-    if spent.device < 0:
-        return "cpu"
-    known = spent.device < len(trace.devices) and trace.devices[spent.device]
-    return f"cuda {known}" if known else f"cuda:{spent.device}"
 
 
 def traced_device(trace: Trace) -> str:
@@ -86,8 +79,8 @@ def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, .
             "no ceiling of this device is known, so kernel time is not judged: "
             "measure it with armillary bench ceilings on that machine"
         )
-    elif spent.kernels.judged < 0.95:
-        share = 1 - spent.kernels.judged
+    elif spent.kernels.judged_share < 0.95:
+        share = 1 - spent.kernels.judged_share
         notes.append(
             f"{share:.0%} of kernel time has no model of its work (no shapes in the trace, or code of "
             "one's own): it is not judged"
@@ -110,7 +103,7 @@ def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, .
         notes.append("no shapes in the trace: record with record_shapes=True for FLOPs and bytes")
     if len(set(trace.device[trace.on_device].tolist())) > 1:
         notes.append(f"several devices in the trace: device {spent.device}, the busiest, is shown")
-    if not (trace.kind == 2).any():
+    if not (trace.kind == PYTHON).any():
         notes.append("no Python stacks in the trace: record with with_stack=True for source lines and modules")
     return (*notes, *filter(None, [overhead_note(spent, plain_s)]))
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from armillary.profiling.profile import BUDGET, Profile, Row
 
+_NO_ROW = Row(name="", kind="operator", calls=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
@@ -71,15 +73,14 @@ def compare(before: Profile, after: Profile) -> Comparison:
 
 def _changes(before: Iterable[Row], after: Iterable[Row], steps_before: int, steps_after: int) -> tuple[Change, ...]:
     old, new = {row.name: row for row in before}, {row.name: row for row in after}
-    changes = (_change(name, old.get(name), new.get(name), steps_before, steps_after) for name in {**old, **new})
+    changes = [
+        Change(
+            name=name,
+            before_s=old.get(name, _NO_ROW).seconds / steps_before,
+            after_s=new.get(name, _NO_ROW).seconds / steps_after,
+            before_calls=old.get(name, _NO_ROW).calls / steps_before,
+            after_calls=new.get(name, _NO_ROW).calls / steps_after,
+        )
+        for name in {**old, **new}
+    ]
     return tuple(sorted(changes, key=lambda change: -abs(change.saved_s)))
-
-
-def _change(name: str, old: Row | None, new: Row | None, steps_before: int, steps_after: int) -> Change:
-    return Change(
-        name=name,
-        before_s=old.seconds / steps_before if old else 0.0,
-        after_s=new.seconds / steps_after if new else 0.0,
-        before_calls=old.calls / steps_before if old else 0.0,
-        after_calls=new.calls / steps_after if new else 0.0,
-    )

@@ -43,18 +43,17 @@ def cpu_budget(judged: Judged, span: tuple[float, float]) -> tuple[Parts, list[S
     for stretch in quiet:
         for (part, _), length in stretch.causes.items():
             parts[part] = parts.get(part, 0.0) + length
-    return parts, quiet + _held(segments, start, end, loader | comm | slow | sync | long_code), kernels, events
+    return parts, quiet + _blocked(segments, start, end, loader | comm | slow | sync | long_code), kernels, events
 
 
 def _working(judged: Judged, segments: Segments) -> Array:
     """Segments that compute: operators that touch elements, and compiled code."""
-    names = judged.trace.names
-    compiled = np.array([name.startswith(_COMPILED) for name in names], dtype=bool)
+    compiled = judged.trace.matching(lambda name: name.startswith(_COMPILED))
     state = segments.state
     reading = (state == STATES.index("sync")) & (judged.trace.kind[segments.event] == OP)  # item() on a CPU tensor
     op = (state == STATES.index("op")) | reading
     inside = judged.host.worker[segments.event] >= 0
-    code = (state == STATES.index("code")) & compiled[judged.trace.name[segments.event]]
+    code = (state == STATES.index("code")) & compiled[segments.event]
     view = (state == STATES.index("view")) & inside
     return op | (code & (segments.end - segments.start > GLUE_S)) | view
 
@@ -63,7 +62,7 @@ def _operators(judged: Judged, owner: Array, seconds: Array) -> tuple[Array, Ker
     """Time of each operator that works, one dispatch taken off."""
     events, inverse = np.unique(owner, return_inverse=True)
     time = np.bincount(inverse, weights=seconds, minlength=len(events)) if len(events) else np.zeros(0)
-    roofline = np.nan_to_num(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
+    roofline = np.nan_to_num(judged.roofline_s[events])
     dispatch = np.minimum(np.maximum(time - roofline, 0.0), judged.roofline.launch_s or LAUNCH_S)
     left = time - dispatch
     return events, split_kernel_time(judged, events, left, lambda some: float(left[some].sum())), float(dispatch.sum())
@@ -99,7 +98,7 @@ def _others(judged: Judged, states: tuple[str, ...]) -> tuple[Array, Array]:
     return np.concatenate([start for start, _ in picked]), np.concatenate([end for _, end in picked])
 
 
-def _held(segments: Segments, start: Array, end: Array, which: Array) -> list[Stretch]:
+def _blocked(segments: Segments, start: Array, end: Array, which: Array) -> list[Stretch]:
     """What the loader, communication and long foreign code took, for the list of gaps."""
     stretches = []
     for index in np.flatnonzero(which).tolist():

@@ -19,7 +19,7 @@ _WORTH = 0.03
 _NEARLY_ALL = 0.95
 _SHORT_S = 50e-6
 """kernels below this are too short for the host to keep ahead of"""
-_REACHED = 0.1
+_MEMORY_BOUND = 0.1
 """share of the memory roofline from which a chain is memory-bound, and fusing it helps"""
 _LARGE = 0.3
 """share of the time from which a kernel is named even near its roofline"""
@@ -45,10 +45,7 @@ def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
     """The profile with its findings, the largest gain first."""
     candidates = [*_launches(profile, spent), *_causes(profile, judged, spent), *_kernels(profile), *_tiny(profile)]
     ranked = sorted((finding for finding in candidates if finding.saves >= _WORTH), key=lambda finding: -finding.saves)
-    lines = [finding.line() for finding in ranked]
-    if not lines:
-        lines = [_nothing(profile)]
-    return replace(profile, findings=tuple(lines))
+    return replace(profile, findings=tuple(finding.line() for finding in ranked) or (_nothing(profile),))
 
 
 def _nothing(profile: Profile) -> str:
@@ -126,8 +123,8 @@ def _kernels(profile: Profile) -> Iterator[Finding]:
             yield _kernel(row, profile.wall_s)
     chain = [row for row in rows if row.bound == "memory" and row.work in ("elementwise", "norm", "copy", "softmax")]
     seconds, calls = sum(row.seconds for row in chain), sum(row.calls for row in chain)
-    reached = sum(min(row.roofline_s or 0.0, row.seconds) for row in chain) / seconds if seconds else 0.0
-    if calls > 1 and reached > _REACHED:
+    achieved = sum(min(row.roofline_s or 0.0, row.seconds) for row in chain) / seconds if seconds else 0.0
+    if calls > 1 and achieved > _MEMORY_BOUND:
         count = f"{calls / profile.steps:,.0f}"
         text = f"{count} memory-bound operations per step read and write the same data repeatedly; fuse them"
         yield Finding(seconds / profile.wall_s * (1 - 1 / max(2, min(calls / profile.steps, 4))), text)
@@ -154,9 +151,9 @@ def _kernel(row: Row, wall_s: float) -> Finding:
     if row.roofline_s is None:
         least = share / 2 if share >= _LARGE else 0.0
         return Finding(least, f"{text}, and its least time is not known", "if it ran twice as fast")
-    reached = f"{min(1.0, row.roofline_fraction or 0.0):.0%} of the {row.bound} roofline"
+    achieved = f"{min(1.0, row.roofline_fraction or 0.0):.0%} of the {row.bound} roofline"
     lost = max(0.0, row.seconds - row.roofline_s) / wall_s
     if share >= _LARGE and lost < share / 2:
         less = "a narrower dtype or less of it" if row.bound == "compute" else "fewer bytes: fuse or narrow it"
-        return Finding(share / 2, f"{text} at {reached}: only {less} helps", "if it ran twice as fast")
-    return Finding(lost, f"{text} at {reached}")
+        return Finding(share / 2, f"{text} at {achieved}: only {less} helps", "if it ran twice as fast")
+    return Finding(lost, f"{text} at {achieved}")

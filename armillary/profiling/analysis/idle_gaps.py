@@ -100,13 +100,11 @@ class _IdleCauses:
     def attribute(self, stretch: Stretch, before: int, following: int) -> None:
         launch = int(self.links.launch[following]) if following >= 0 else -1
         if launch < 0:
-            thread, until = self.host.main_thread, stretch.end
-            if thread is None:
+            if self.host.main_thread is None:
                 stretch.add("unknown", stretch.end - stretch.start)
-                return
-            self._host(stretch, thread, stretch.start, until)
+            else:
+                self._host(stretch, self.host.main_thread, stretch.start, stretch.end)
             return
-        thread = int(self.trace.thread[launch])
         called, returned = float(self.trace.start[launch]), float(self.trace.end[launch])
         if self.links.graph[following] and before >= 0 and self.links.launch[before] == launch:
             stretch.note = "between kernels of a CUDA graph"
@@ -115,20 +113,20 @@ class _IdleCauses:
             self._queued(stretch, stretch.start, launch, returned)
         else:
             at = min(called, stretch.end)
-            self._host(stretch, thread, stretch.start, at)
+            self._host(stretch, int(self.trace.thread[launch]), stretch.start, at)
             self._queued(stretch, at, launch, returned, fresh=True)
 
     def _queued(self, stretch: Stretch, since: float, launch: int, returned: float, *, fresh: bool = False) -> None:
         """From the launch to the start: the call itself (beyond _SLOW_LAUNCH_S it loads code), the launch latency, and
         then a wait for a copy of some thread. A queue that still does not move is held by work that the trace does not
         have: of before the recording, of another device or rank, or left out of the file."""
-        launching = max(0.0, min(returned, stretch.end) - since)
+        call_s = max(0.0, min(returned, stretch.end) - since)
         copying = STATES[self.host.state[launch]] == "copy"
-        stretch.add("copy" if copying else "host" if launching > _SLOW_LAUNCH_S else "launch", launching, launch)
-        rest = stretch.end - since - launching
+        stretch.add("copy" if copying else "host" if call_s > _SLOW_LAUNCH_S else "launch", call_s, launch)
+        rest = stretch.end - since - call_s
         latency = min(rest, _LATENCY_S if fresh else _BETWEEN_KERNELS_S)
-        if fresh or launching or rest <= _BETWEEN_KERNELS_S:
-            stretch.add("launch", latency, launch, part="launch_gap" if fresh or launching else "idle")
+        if fresh or call_s or rest <= _BETWEEN_KERNELS_S:
+            stretch.add("launch", latency, launch, part="launch_gap" if fresh or call_s else "idle")
             rest -= latency
         if rest <= 0:
             return
@@ -147,7 +145,7 @@ class _IdleCauses:
 
     def _host(self, stretch: Stretch, thread: int, low: float, high: float) -> None:
         own = Stretch(low, high)
-        charge(own, self.host, self.host.threads.get(thread), low, high)
+        charge(own, self.host.threads.get(thread), low, high)
         after_sync = self._after_sync(thread, low, high)
         for (part, cause), seconds in own.causes.items():
             if cause == "launch" and after_sync >= 0:
@@ -167,7 +165,7 @@ class _IdleCauses:
         return int(events[index]) if index >= 0 and ends[index] >= low - _BETWEEN_KERNELS_S else -1
 
 
-def charge(stretch: Stretch, host: Host, segments: Segments | None, low: float, high: float) -> None:
+def charge(stretch: Stretch, segments: Segments | None, low: float, high: float) -> None:
     """Split [low, high] by what one thread did."""
     if segments is None or high <= low:
         stretch.add("unknown", max(0.0, high - low))
@@ -179,38 +177,27 @@ def charge(stretch: Stretch, host: Host, segments: Segments | None, low: float, 
         if segments.state[index] < QUIET:
             continue
         begin, end = max(low, float(segments.start[index])), min(high, float(segments.end[index]))
-        _quiet(stretch, host, segments, quiet_from, begin)
-        _busy(stretch, host, int(segments.event[index]), STATES[segments.state[index]], end - begin)
+        _quiet(stretch, segments, quiet_from, begin)
+        state, seconds = STATES[segments.state[index]], end - begin
+        computes = state in ("op", "code") and seconds > _CPU_OP_S
+        cause = CAUSE_OF_STATE.get(state, "host" if computes else "launch")
+        stretch.add(cause, seconds, int(segments.event[index]))
         quiet_from = end
-    _quiet(stretch, host, segments, quiet_from, high)
+    _quiet(stretch, segments, quiet_from, high)
 
 
-def _quiet(stretch: Stretch, host: Host, segments: Segments, low: float, high: float) -> None:
-    seconds = high - low
-    if seconds <= GLUE_S:
-        stretch.add("launch", seconds)
-        return
-    index = int(np.searchsorted(segments.end, (low + high) / 2, side="right"))
-    inside = index < len(segments.start) and segments.start[index] <= (low + high) / 2
-    stretch.add("host", seconds, int(segments.event[index]) if inside else -1)
-
-
-def _busy(stretch: Stretch, host: Host, event: int, state: str, seconds: float) -> None:
-    if state in CAUSE_OF_STATE:
-        stretch.add(CAUSE_OF_STATE[state], seconds, event)
-    elif state in ("op", "code") and seconds > _CPU_OP_S:
-        stretch.add("host", seconds, event)
-    else:
-        stretch.add("launch", seconds, event)
+def _quiet(stretch: Stretch, segments: Segments, low: float, high: float) -> None:
+    is_glue = high - low <= GLUE_S
+    stretch.add("launch" if is_glue else "host", high - low, -1 if is_glue else segments.at((low + high) / 2))
 
 
 # --- for people
 
 
-def as_gaps(stretches: list[Stretch], host: Host, window: tuple[float, float], keep: int = 200) -> tuple[Gap, ...]:
+def as_gaps(stretches: list[Stretch], host: Host, window: tuple[float, float], most: int = 200) -> tuple[Gap, ...]:
     """The longest, each with its main cause and the line that caused it."""
     gil = gil_waits(stretches, host)
-    longest = sorted((s for s in stretches if s.causes), key=lambda s: s.start - s.end)[:keep]
+    longest = sorted((s for s in stretches if s.causes), key=lambda s: s.start - s.end)[:most]
     return tuple(_as_gap(stretch, host, window[0], gil) for stretch in longest)
 
 
@@ -257,33 +244,11 @@ def _others_computed(host: Host, low: float, high: float) -> float:
         if thread == host.main_thread:
             continue
         first, last = np.searchsorted(segments.end, low, side="right"), np.searchsorted(segments.start, high)
-        in_python = [i for i in range(first, last) if _in_python(host, int(segments.event[i]))]
+        in_python = [i for i in range(first, last) if _runs_python(host, int(segments.event[i]))]
         most = max(most, sum(min(high, segments.end[i]) - max(low, segments.start[i]) for i in in_python))
     return float(most)
 
 
-def _in_python(host: Host, event: int) -> bool:
+def _runs_python(host: Host, event: int) -> bool:
     """Whether a thread runs Python code and is not inside a call of C, where it may wait."""
     return ".py(" in host.trace.name_of(event) and bool(host.where(event))
-
-
-def exposed(start: Array, end: Array, hidden_start: Array, hidden_end: Array) -> tuple[Array, Array]:
-    """Parts of a union that another union does not cover."""
-    first, last = union(start, end)
-    if not len(first):
-        return first, last
-    holes = gaps_between(hidden_start, hidden_end, float(first[0]), float(last[-1]))
-    return _both(first, last, *holes)
-
-
-def _both(a_start: Array, a_end: Array, b_start: Array, b_end: Array) -> tuple[Array, Array]:
-    """The intersection of two unions."""
-    cuts = np.unique(np.concatenate((a_start, a_end, b_start, b_end)))
-    middle = (cuts[1:] + cuts[:-1]) / 2
-
-    def inside(start: Array, end: Array) -> Array:
-        index = np.searchsorted(start, middle, side="right") - 1
-        return (index >= 0) & (end[np.maximum(index, 0)] > middle) if len(start) else np.zeros(len(middle), bool)
-
-    keep = inside(a_start, a_end) & inside(b_start, b_end)
-    return cuts[:-1][keep], cuts[1:][keep]

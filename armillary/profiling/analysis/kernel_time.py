@@ -35,7 +35,7 @@ class KernelTime:
         return self.useful_s + self.inefficient_s + self.unjudged_s
 
     @property
-    def judged(self) -> float:
+    def judged_share(self) -> float:
         """Share of the kernel time whose work is known, 0 to 1."""
         return 1 - self.unjudged_s / self.seconds if self.seconds else 1.0
 
@@ -55,7 +55,7 @@ def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Ca
     """
     if float(seconds.sum()) <= 0:
         return NO_TIME
-    roofline = np.fmax(judged.flops_s[events], judged.bytes_s[events])
+    roofline = judged.roofline_s[events]
     length = judged.trace.seconds[events]
     inside = np.where(length > 0, np.minimum(1.0, seconds / np.where(length > 0, length, 1.0)), 0.0)
     known = ~np.isnan(roofline)

@@ -29,10 +29,10 @@ def memory_timeline(judged: Judged, window: Window, device: int) -> MemoryTimeli
     peak = int(total.argmax())
     categories, modules = _alive(judged, inside[: peak + 1])
     categories[BEFORE] = max(0.0, total[peak] - sum(categories.values()))
-    keep = _thin(total)
+    shown = _thin(total)
     return MemoryTimeline(
-        times_s=tuple((memory.start[inside][keep] - window.low).tolist()),
-        bytes=tuple(total[keep].tolist()),
+        times_s=tuple((memory.start[inside][shown] - window.low).tolist()),
+        bytes=tuple(total[shown].tolist()),
         peak_bytes=float(total[peak]),
         peak_s=float(memory.start[inside[peak]] - window.low),
         by_category=_largest(categories),
@@ -40,9 +40,9 @@ def memory_timeline(judged: Judged, window: Window, device: int) -> MemoryTimeli
     )
 
 
-def _largest(sizes: Mapping[str, float], keep: int = 50) -> dict[str, float]:
+def _largest(sizes: Mapping[str, float], most: int = 50) -> dict[str, float]:
     ranked = sorted(sizes.items(), key=lambda item: -item[1])
-    return {name: size for name, size in ranked[:keep] if size > 0}
+    return {name: size for name, size in ranked[:most] if size > 0}
 
 
 def _alive(judged: Judged, events: Array) -> tuple[dict[str, float], dict[str, float]]:

@@ -47,11 +47,9 @@ def _same_process(judged: Judged) -> Array:
 def _own_time(judged: Judged, events: Array) -> Array:
     """Time of an operator and of the parts it calls that have no work of their own."""
     host = judged.host
-    time = np.zeros(len(judged.trace))
     ops = np.flatnonzero(judged.trace.kind == OP)
     owner = np.where(host.worker[ops] >= 0, host.worker[ops], ops)
-    np.add.at(time, owner, host.self_s[ops])
-    return time[events]
+    return np.bincount(owner, weights=host.self_s[ops], minlength=len(judged.trace))[events]
 
 
 def _kernels(judged: Judged, events: Array, seconds: Array) -> list[Row]:
@@ -66,8 +64,7 @@ def _kernels(judged: Judged, events: Array, seconds: Array) -> list[Row]:
 def _operators(judged: Judged, inside: Array, work: Array, owner: Array, seconds: Array) -> list[Row]:
     """`work` are events, each of which belongs to the operator `owner` (-1: none) and took `seconds`."""
     trace = judged.trace
-    device_s = np.zeros(len(trace))
-    np.add.at(device_s, owner[owner >= 0], seconds[owner >= 0])
+    device_s = np.bincount(owner[owner >= 0], weights=seconds[owner >= 0], minlength=len(trace))
     shown = np.flatnonzero(inside & (trace.kind == OP))
     kernels = _kernels_of(judged, work, owner, seconds)
     table = []
@@ -82,8 +79,8 @@ def _kernels_of(judged: Judged, work: Array, owner: Array, seconds: Array) -> di
     """Name of an operator -> the kernels that did its work, the longest first."""
     trace = judged.trace
     known = (owner >= 0) & trace.on_device[work]
-    pairs = trace.name[owner[known]].astype(np.int64) << 32 | trace.name[work[known]]
-    keys, inverse = np.unique(pairs, return_inverse=True)
+    both = trace.name[owner[known]].astype(np.int64) << 32 | trace.name[work[known]]
+    keys, inverse = np.unique(both, return_inverse=True)
     total = np.bincount(inverse, weights=seconds[known], minlength=len(keys))
     by_operator: dict[int, list[str]] = {}
     for key in keys[np.argsort(-total, kind="stable")].tolist():
@@ -100,7 +97,6 @@ def _groups(keys: Array, events: Array) -> list[tuple[int, Array]]:
 def _row(judged: Judged, name: str, kind: Any, events: Array, seconds: Array, cpu_s: float) -> Row:
     known = ~np.isnan(judged.flops[events])
     flops_s, bytes_s = _sum(judged.flops_s[events]), _sum(judged.bytes_s[events])
-    roofline_s = _sum(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
     device_s = float(seconds.sum())
     work = Counter(judged.work[events[known] if known.any() else events].tolist()).most_common(1)[0][0]
     launch_s = judged.roofline.launch_s or LAUNCH_S
@@ -113,7 +109,7 @@ def _row(judged: Judged, name: str, kind: Any, events: Array, seconds: Array, cp
         cpu_s=cpu_s,
         flops=float(judged.flops[events][known].sum()) if known.any() else None,
         bytes=float(judged.bytes[events][known].sum()) if known.any() else None,
-        roofline_s=roofline_s,
+        roofline_s=_sum(judged.roofline_s[events]),
         bound=bound(flops_s, bytes_s, device_s or cpu_s, len(events), launch_s),
         module=_module(judged, events),
         details=_details(judged, events, seconds, known),
@@ -148,9 +144,8 @@ def _module(judged: Judged, events: Array) -> str:
     modules: Counter[str] = Counter()
     for event in events[:200].tolist():
         op = event if trace.kind[event] == OP else int(judged.links.launch[event])
-        caller = module_of(judged, op) if op >= 0 else ""
-        if caller:
-            modules[caller] += 1
+        modules[module_of(judged, op) if op >= 0 else ""] += 1
+    del modules[""]
     return modules.most_common(1)[0][0] if modules else ""
 
 

@@ -5,7 +5,6 @@ from functools import cached_property
 
 import numpy as np
 
-from armillary.profiling.analysis.nested_ops import drop_wrappers, take_in_parts
 from armillary.profiling.analysis.roofline import peak_flops
 from armillary.profiling.analysis.work_corrections import (
     correct_lists,
@@ -14,6 +13,10 @@ from armillary.profiling.analysis.work_corrections import (
     drop_impossible,
     drop_impossible_kernels,
     drop_unlaunched,
+    drop_work,
+    drop_wrappers,
+    modelled_kernels,
+    take_in_parts,
 )
 from armillary.profiling.profile import Roofline
 from armillary.profiling.trace.event_classes import is_host_copy, kernel_work
@@ -42,7 +45,7 @@ class Judged:
     flops_s: Array
     bytes_s: Array
 
-    @property
+    @cached_property
     def roofline_s(self) -> Array:
         """The larger of the two; NaN where neither is known."""
         return np.fmax(self.flops_s, self.bytes_s)
@@ -78,8 +81,7 @@ def judge(trace: Trace, roofline: Roofline) -> Judged:
     if trace.on_device.any():
         _copies(trace, columns, roofline)
         drop_impossible_kernels(trace, _by_twin(trace, wrong, columns), columns)
-        for values in columns.values():  # a link has another roofline
-            values[trace.on_device & (work == works.index("collective"))] = np.nan
+        drop_work(columns, trace.on_device & (work == works.index("collective")))  # a link has another roofline
     return Judged(trace=trace, host=host, links=links, roofline=roofline, work=work, works=works, **columns)
 
 
@@ -88,20 +90,20 @@ def _models(trace: Trace) -> tuple[Array, list[Op], Array]:
     the bytes per element that its tensor lists were assumed to have (0: none)."""
     model: Array = np.full(len(trace), -1, dtype=np.int64)
     ops = np.flatnonzero((trace.kind == OP) & (trace.signature >= 0) & (state_codes(trace) == STATES.index("op")))
-    pairs, inverse = np.unique(trace.name[ops].astype(np.int64) << 32 | trace.signature[ops], return_inverse=True)
+    keys, inverse = np.unique(trace.name[ops].astype(np.int64) << 32 | trace.signature[ops], return_inverse=True)
     usual = _usual_type(trace)
     table: list[Op] = []
     assumed: list[float] = []
-    numbers: Array = np.full(len(pairs), -1, dtype=np.int64)
-    for i, pair in enumerate(pairs.tolist()):
-        name, signature = trace.names[pair >> 32], trace.signatures[pair & 0xFFFFFFFF]
-        held = "float" if name.startswith(("aten::_f", "aten::_amp_f")) else usual  # optimisers step fp32 weights
-        op = op_of(name, signature, held)
+    numbers: Array = np.full(len(keys), -1, dtype=np.int64)
+    for i, key in enumerate(keys.tolist()):
+        name, signature = trace.names[key >> 32], trace.signatures[key & 0xFFFFFFFF]
+        list_type = "float" if name.startswith(("aten::_f", "aten::_amp_f")) else usual  # optimisers step fp32 weights
+        op = op_of(name, signature, list_type)
         if op is not None:
             numbers[i] = len(table)
             table.append(op)
-            assumed.append(assumed_size(signature, held))
-    model[ops] = numbers[inverse] if len(pairs) else -1
+            assumed.append(assumed_size(signature, list_type))
+    model[ops] = numbers[inverse]
     return model, table, np.array(assumed)
 
 
@@ -133,19 +135,17 @@ def _per_op(trace: Trace, model: Array, table: list[Op], roofline: Roofline) -> 
 
 def _share_among_kernels(trace: Trace, links: Links, model: Array, columns: dict[str, Array]) -> None:
     """Kernels of one operator share its work in proportion to their time; the operator's own figures stay."""
-    kernels = np.flatnonzero(trace.on_device & (links.op >= 0))
-    kernels = kernels[model[links.op[kernels]] >= 0]
-    total = np.zeros(len(trace))
-    np.add.at(total, links.op[kernels], trace.seconds[kernels])
-    op_total = total[links.op[kernels]]
-    share = np.where(op_total > 0, trace.seconds[kernels] / np.where(op_total > 0, op_total, 1), 0.0)
+    kernels = modelled_kernels(trace, links, model)
+    op, seconds = links.op[kernels], trace.seconds[kernels]
+    op_seconds = np.bincount(op, weights=seconds, minlength=len(trace))[op]
+    share = np.divide(seconds, op_seconds, out=np.zeros(len(kernels)), where=op_seconds > 0)
     for values in columns.values():
-        values[kernels] = values[links.op[kernels]] * share
+        values[kernels] = values[op] * share
 
 
 def _copies(trace: Trace, columns: dict[str, Array], roofline: Roofline) -> None:
     """A copy on the device reads and writes its bytes, a memset writes them; a host copy has another roofline."""
-    host_copy = np.array([is_host_copy(name) for name in trace.names], dtype=bool)[trace.name]
+    host_copy = trace.matching(is_host_copy)
     for kind, factor in ((MEMCPY, 2.0), (MEMSET, 1.0)):
         events = np.flatnonzero((trace.kind == kind) & ~host_copy & (trace.size >= 0))
         columns["flops"][events], columns["flops_s"][events] = 0.0, 0.0
@@ -153,9 +153,7 @@ def _copies(trace: Trace, columns: dict[str, Array], roofline: Roofline) -> None
         columns["bytes_s"][events] = (
             factor * trace.size[events] / roofline.bytes_per_s if roofline.bytes_per_s else np.nan
         )
-    to_host = np.flatnonzero((trace.kind == MEMCPY) & host_copy)
-    for values in columns.values():
-        values[to_host] = np.nan
+    drop_work(columns, (trace.kind == MEMCPY) & host_copy)
 
 
 def _by_twin(trace: Trace, wrong: Array, columns: dict[str, Array]) -> Array:
@@ -193,8 +191,8 @@ def _classes(trace: Trace, links: Links, model: Array, table: list[Op], works: t
     work[shown] = by_name[trace.name[shown]]
     if len(by_model):
         work[own] = by_model[model[own]]
-        linked = np.flatnonzero(trace.on_device & (links.op >= 0))
-        linked = linked[(model[links.op[linked]] >= 0) & (work[linked] != works.index("collective"))]
+        linked = modelled_kernels(trace, links, model)
+        linked = linked[work[linked] != works.index("collective")]
         from_op = by_model[model[links.op[linked]]]
         vague = (from_op == works.index("elementwise")) & (work[linked] != works.index("other"))
         work[linked] = np.where(vague, work[linked], from_op)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from armillary.profiling.analysis.cpu_step_budget import cpu_budget
-from armillary.profiling.analysis.idle_gaps import Stretch, exposed, idle_stretches
+from armillary.profiling.analysis.idle_gaps import Stretch, idle_stretches
 from armillary.profiling.analysis.kernel_time import KernelTime, split_kernel_time
 from armillary.profiling.analysis.roofline_attribution import Judged
 from armillary.profiling.profile import BUDGET, Cause
 from armillary.profiling.trace.event_classes import is_host_copy
 from armillary.profiling.trace.host_calls import steps_of
-from armillary.profiling.trace.intervals import clip, length
+from armillary.profiling.trace.intervals import clip, exposed, length
 from armillary.profiling.trace.launch_correlation import Links
 from armillary.profiling.trace.trace import MEMCPY, Array, Trace
 from armillary.units import seconds_text

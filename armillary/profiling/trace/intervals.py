@@ -1,4 +1,4 @@
-"""Time intervals as numpy arrays: unions, coverage, and lengths in which overlap counts once."""
+"""Time intervals as numpy arrays: unions, intersections, coverage, and lengths in which overlap counts once."""
 
 import numpy as np
 
@@ -7,8 +7,8 @@ from armillary.profiling.trace.trace import Array
 
 def union(start: Array, end: Array) -> tuple[Array, Array]:
     """The union as disjoint intervals, in order."""
-    keep = end > start
-    start, end = start[keep], end[keep]
+    nonempty = end > start
+    start, end = start[nonempty], end[nonempty]
     if not len(start):
         return np.zeros(0), np.zeros(0)
     order = np.argsort(start, kind="stable")
@@ -32,8 +32,8 @@ def gaps_between(start: Array, end: Array, low: float, high: float) -> tuple[Arr
     """Parts of [low, high] that no interval covers."""
     first, last = union(*clip(start, end, low, high))
     begins, ends = np.concatenate(([low], last)), np.concatenate((first, [high]))
-    keep = ends > begins
-    return begins[keep], ends[keep]
+    nonempty = ends > begins
+    return begins[nonempty], ends[nonempty]
 
 
 def covered_within(start: Array, end: Array, low: Array, high: Array) -> Array:
@@ -50,3 +50,25 @@ def covered_before(first: Array, last: Array, at: Array) -> Array:
     index = np.searchsorted(first, at, side="right")
     inside = np.where(index > 0, np.maximum(0.0, last[np.maximum(index - 1, 0)] - at), 0.0)
     return total[index] - inside
+
+
+def exposed(start: Array, end: Array, hidden_start: Array, hidden_end: Array) -> tuple[Array, Array]:
+    """Parts of a union that another union does not cover."""
+    first, last = union(start, end)
+    if not len(first):
+        return first, last
+    holes = gaps_between(hidden_start, hidden_end, float(first[0]), float(last[-1]))
+    return _both(first, last, *holes)
+
+
+def _both(a_start: Array, a_end: Array, b_start: Array, b_end: Array) -> tuple[Array, Array]:
+    """The intersection of two unions."""
+    cuts = np.unique(np.concatenate((a_start, a_end, b_start, b_end)))
+    middle = (cuts[1:] + cuts[:-1]) / 2
+
+    def inside(start: Array, end: Array) -> Array:
+        index = np.searchsorted(start, middle, side="right") - 1
+        return (index >= 0) & (end[np.maximum(index, 0)] > middle) if len(start) else np.zeros(len(middle), bool)
+
+    both = inside(a_start, a_end) & inside(b_start, b_end)
+    return cuts[:-1][both], cuts[1:][both]

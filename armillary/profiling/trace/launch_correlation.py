@@ -27,9 +27,7 @@ class Links:
 def read_links(trace: Trace, host: Host) -> Links:
     launch = _launches(trace)
     known = launch >= 0
-    names = np.array(["GraphLaunch" in name for name in trace.names], dtype=bool)
-    graph: Array = np.zeros(len(trace), dtype=bool)
-    graph[known] = names[trace.name[launch[known]]]
+    graph = known & trace.matching(lambda name: "GraphLaunch" in name)[launch]
     op: Array = np.full(len(trace), -1, dtype=np.int64)
     op[known] = np.where(host.worker[launch[known]] >= 0, host.worker[launch[known]], host.op[launch[known]])
     lost = trace.on_device & (op < 0) & ~graph
@@ -42,14 +40,13 @@ def _launches(trace: Trace) -> Array:
     """By correlation id; where several calls share one, the one that launches, and of those the last before the work
     began: processes count from one each."""
     result: Array = np.full(len(trace), -1, dtype=np.int64)
-    launches = np.array([is_launch(name) for name in trace.names], dtype=bool)
     calls = np.flatnonzero((trace.kind == RUNTIME) & (trace.correlation >= 0))
     device = np.flatnonzero(trace.on_device & (trace.correlation >= 0))
     if not len(calls) or not len(device):
         return result
-    launching = launches[trace.name[calls]]
-    unrelated = ~np.isin(trace.correlation[calls], trace.correlation[calls[launching]])
-    calls = calls[launching | unrelated]
+    launches = trace.matching(is_launch)[calls]
+    unrelated = ~np.isin(trace.correlation[calls], trace.correlation[calls[launches]])
+    calls = calls[launches | unrelated]
     calls = calls[np.lexsort((trace.start[calls], trace.correlation[calls]))]
     ids, first = np.unique(trace.correlation[calls], return_index=True)
     at = np.minimum(np.searchsorted(ids, trace.correlation[device]), len(ids) - 1)
@@ -79,10 +76,8 @@ def _by_external_id(trace: Trace, host: Host, lost: Array) -> Array:
 
 def mark_blocking_copies(trace: Trace, host: Host, links: Links) -> None:
     """A copy from or to pageable memory blocks its caller until the data is staged: its call counts as a copy."""
-    pageable = np.array(["Pageable" in name for name in trace.names], dtype=bool)
-    copies = np.flatnonzero((trace.kind == MEMCPY) & pageable[trace.name] & (links.launch >= 0))
-    calls = links.launch[copies]
+    pageable = trace.matching(lambda name: "Pageable" in name)
+    calls = links.launch[(trace.kind == MEMCPY) & pageable & (links.launch >= 0)]
     host.state[calls] = STATES.index("copy")
     for segments in host.threads.values():
-        inside = np.isin(segments.event, calls)
-        segments.state[inside] = STATES.index("copy")
+        segments.state[np.isin(segments.event, calls)] = STATES.index("copy")

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.profiling.analysis.idle_gaps import exposed
-from armillary.profiling.trace.intervals import covered_within, gaps_between, length
+from armillary.profiling.trace.intervals import covered_within, exposed, gaps_between, length
 
 stretches = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
 
