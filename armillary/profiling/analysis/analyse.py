@@ -11,7 +11,7 @@ from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
 from armillary.profiling.analysis.memory_timeline import memory_timeline
 from armillary.profiling.analysis.op_table import rows
 from armillary.profiling.analysis.roofline import roofline_for
-from armillary.profiling.analysis.roofline_attribution import Judged, judge
+from armillary.profiling.analysis.roofline_attribution import Attribution, attribute_work
 from armillary.profiling.analysis.step_budget import Budget, budget, busiest_device, overhead_note, without_recording
 from armillary.profiling.profile import Profile, Roofline
 from armillary.profiling.trace.event_classes import is_host_copy, is_launch
@@ -25,8 +25,8 @@ def analyse(
 ) -> Profile:
     """Where the time of a trace went, compared with `roofline`; `plain_s` is a step's time without the profiler."""
     trace = trace if isinstance(trace, Trace) else read_trace(trace)
-    judged = judge(trace, roofline)
-    spent = without_recording(budget(judged), plain_s)
+    attribution = attribute_work(trace, roofline)
+    spent = without_recording(budget(attribution), plain_s)
     name = traced_device(trace)
     device = "cpu" if spent.device < 0 else f"cuda {name}" if name else f"cuda:{spent.device}"
     profile = Profile(
@@ -35,13 +35,13 @@ def analyse(
         wall_s=spent.wall_s,
         steps=spent.window.steps,
         budget=spent.parts,
-        rows=rows(judged, spent),
-        gaps=as_gaps(spent.stretches, judged.host, spent.window.span),
-        memory=memory_timeline(judged, spent.window, spent.device),
+        rows=rows(attribution, spent),
+        gaps=as_gaps(spent.stretches, attribution.host, spent.window.span),
+        memory=memory_timeline(attribution, spent.window, spent.device),
         roofline=roofline,
-        notes=_notes(judged, spent, plain_s),
+        notes=_notes(attribution, spent, plain_s),
     )
-    return findings(profile, judged, spent)
+    return findings(profile, attribution, spent)
 
 
 def analyse_file(path: Path, home: Home | None, *, source: str, cpu: str = "", plain_s: float | None = None) -> Profile:
@@ -72,9 +72,9 @@ def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
     return amdahl({**{work: share for work, share in shares.items() if share > 0}, **other_parts})
 
 
-def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, ...]:
-    trace, notes = judged.trace, []
-    if judged.roofline.source == "unknown":
+def _notes(attribution: Attribution, spent: Budget, plain_s: float | None) -> tuple[str, ...]:
+    trace, notes = attribution.trace, []
+    if attribution.roofline.source == "unknown":
         notes.append(
             "no ceiling of this device is known, so kernel time is not judged: "
             "measure it with armillary bench ceilings on that machine"
@@ -85,10 +85,10 @@ def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, .
             f"{share:.0%} of kernel time has no model of its work (no shapes in the trace, or code of "
             "one's own): it is not judged"
         )
-    if judged.roofline.source == "catalogue":
+    if attribution.roofline.source == "catalogue":
         notes.append("held against the catalogue's peaks, which no kernel quite reaches: measure with armillary bench")
-    if judged.links.graph.any():
-        count = int(judged.links.graph.sum())
+    if attribution.links.graph.any():
+        count = int(attribution.links.graph.sum())
         notes.append(f"{count:,} kernels ran in CUDA graphs, which hide operators and shapes: known by name only")
     if spent.device < 0 and any(is_launch(trace.names[name]) for name in np.unique(trace.name[trace.kind == RUNTIME])):
         notes.append(
@@ -97,7 +97,7 @@ def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, .
         )
     if spent.device < 0 and trace.memory is not None:
         notes.append("memory on a CPU is counted from the beginning of the recording, without what was held before")
-    if spent.device < 0 and (said := _items(judged, spent)):
+    if spent.device < 0 and (said := _items(attribution, spent)):
         notes.append(said)
     if not len(trace.signatures):
         notes.append("no shapes in the trace: record with record_shapes=True for FLOPs and bytes")
@@ -108,14 +108,14 @@ def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, .
     return (*notes, *filter(None, [overhead_note(spent, plain_s)]))
 
 
-def _items(judged: Judged, spent: Budget) -> str:
+def _items(attribution: Attribution, spent: Budget) -> str:
     """A warning that `.item()` in a loop, free on a CPU, is expensive on a GPU."""
-    trace, window = judged.trace, spent.window
+    trace, window = attribution.trace, spent.window
     inside = (trace.start >= window.low) & (trace.start < window.high)
     calls = np.flatnonzero((trace.kind == OP) & trace.matching(lambda name: name.startswith("aten::item")) & inside)
     count = len(calls) / window.steps
     if count < 1:
         return ""
-    where = judged.host.where(int(calls[0]))
+    where = attribution.host.where(int(calls[0]))
     at = f" at {where}" if where else ""
     return f".item() is called {count:,.0f} times per step{at}: on a GPU each call would wait for the device"

@@ -7,7 +7,7 @@ import numpy as np
 
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.profiling.analysis.idle_gaps import gil_waits
-from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.analysis.roofline_attribution import Attribution
 from armillary.profiling.analysis.step_budget import Budget
 from armillary.profiling.profile import Cause, Gap, Profile, Row
 from armillary.profiling.trace.event_classes import short_name
@@ -41,9 +41,14 @@ class Finding:
         return f"{self.text}: at most {speedup(self.saves, float('inf')):.2f} × faster {self.hope}"
 
 
-def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
+def findings(profile: Profile, attribution: Attribution, spent: Budget) -> Profile:
     """The profile with its findings, the largest gain first."""
-    candidates = [*_launches(profile, spent), *_causes(profile, judged, spent), *_kernels(profile), *_tiny(profile)]
+    candidates = [
+        *_launches(profile, spent),
+        *_causes(profile, attribution, spent),
+        *_kernels(profile),
+        *_tiny(profile),
+    ]
     ranked = sorted((finding for finding in candidates if finding.saves >= _WORTH), key=lambda finding: -finding.saves)
     return replace(profile, findings=tuple(finding.line() for finding in ranked) or (_nothing(profile),))
 
@@ -79,11 +84,11 @@ _SAY: dict[Cause, str] = {
 }
 
 
-def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding]:
+def _causes(profile: Profile, attribution: Attribution, spent: Budget) -> Iterator[Finding]:
     """One finding per cause, with the source line that cost most."""
     seconds: dict[Cause, float] = {}
-    gil = gil_waits(spent.stretches, judged.host)
-    pageable = any("Pageable" in name for name in judged.trace.names)
+    gil = gil_waits(spent.stretches, attribution.host)
+    pageable = any("Pageable" in name for name in attribution.trace.names)
     copying = "pin the memory and copy with non_blocking" if pageable else "overlap them with kernels, or copy less"
     for stretch in spent.stretches:
         for (part, cause), length in stretch.causes.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.analysis.roofline_attribution import Attribution
 from armillary.profiling.profile import Row
 from armillary.profiling.trace.trace import Array
 
@@ -47,7 +47,9 @@ class KernelTime:
 NO_TIME = KernelTime()
 
 
-def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Callable[[Array], float]) -> KernelTime:
+def split_kernel_time(
+    attribution: Attribution, events: Array, seconds: Array, covered: Callable[[Array], float]
+) -> KernelTime:
     """`seconds` is each event's time; `covered` gives the time that some of them cover, overlap counted once.
 
     Concurrent kernels share the time they cover: their roofline times together are useful, up to that time, and time is
@@ -55,8 +57,8 @@ def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Ca
     """
     if float(seconds.sum()) <= 0:
         return NO_TIME
-    roofline = judged.roofline_s[events]
-    length = judged.trace.seconds[events]
+    roofline = attribution.roofline_s[events]
+    length = attribution.trace.seconds[events]
     inside = np.where(length > 0, np.minimum(1.0, seconds / np.where(length > 0, length, 1.0)), 0.0)
     known = ~np.isnan(roofline)
     judged_s, all_s = covered(known), covered(np.ones(len(known), dtype=bool))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from armillary.profiling.analysis.op_table import module_of
-from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.analysis.roofline_attribution import Attribution
 from armillary.profiling.analysis.step_budget import Window
 from armillary.profiling.profile import MemoryTimeline
 from armillary.profiling.trace.trace import Array
@@ -17,9 +17,9 @@ BEFORE = "before"
 """category of what was held when the window began: weights, optimiser states, caches"""
 
 
-def memory_timeline(judged: Judged, window: Window, device: int) -> MemoryTimeline | None:
+def memory_timeline(attribution: Attribution, window: Window, device: int) -> MemoryTimeline | None:
     """Of one device (-1: the host), or None where memory was not recorded."""
-    memory = judged.trace.memory
+    memory = attribution.trace.memory
     if memory is None:
         return None
     inside = np.flatnonzero((memory.device == device) & (memory.start >= window.low) & (memory.start <= window.high))
@@ -27,7 +27,7 @@ def memory_timeline(judged: Judged, window: Window, device: int) -> MemoryTimeli
         return None
     total = memory.total[inside].astype(float)
     peak = int(total.argmax())
-    categories, modules = _alive(judged, inside[: peak + 1])
+    categories, modules = _alive(attribution, inside[: peak + 1])
     categories[BEFORE] = max(0.0, total[peak] - sum(categories.values()))
     shown = _thin(total)
     return MemoryTimeline(
@@ -45,9 +45,9 @@ def _largest(sizes: Mapping[str, float], most: int = 50) -> dict[str, float]:
     return {name: size for name, size in ranked[:most] if size > 0}
 
 
-def _alive(judged: Judged, events: Array) -> tuple[dict[str, float], dict[str, float]]:
+def _alive(attribution: Attribution, events: Array) -> tuple[dict[str, float], dict[str, float]]:
     """Live blocks, by category and by module."""
-    memory = judged.trace.memory
+    memory = attribution.trace.memory
     assert memory is not None
     alive: dict[int, int] = {}
     for event, change, address in zip(
@@ -61,15 +61,15 @@ def _alive(judged: Judged, events: Array) -> tuple[dict[str, float], dict[str, f
     modules: defaultdict[str, float] = defaultdict(float)
     for event in alive.values():
         size = float(memory.change[event])
-        inner = judged.host.at(int(memory.thread[event]), float(memory.start[event]))
-        categories[_category(judged, inner)] += size
-        modules[(module_of(judged, inner) if inner >= 0 else "") or "outside modules"] += size
+        inner = attribution.host.at(int(memory.thread[event]), float(memory.start[event]))
+        categories[_category(attribution, inner)] += size
+        modules[(module_of(attribution, inner) if inner >= 0 else "") or "outside modules"] += size
     return categories, modules
 
 
-def _category(judged: Judged, event: int) -> str:
+def _category(attribution: Attribution, event: int) -> str:
     """By the allocating code: the optimiser, autograd's backward, or else the forward."""
-    names = [judged.trace.name_of(around) for around in judged.host.ancestors(event)]
+    names = [attribution.trace.name_of(around) for around in attribution.host.ancestors(event)]
     if any(name.startswith("Optimizer.") or "optim/" in name for name in names):
         return "optimizer"
     if any("autograd::engine" in name or "Backward" in name for name in names):

@@ -29,7 +29,7 @@ from armillary.spec.arithmetic.ops import Op
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class Attribution:
     """A trace, its tree, its links, and the work of each event with the least time for it; NaN where no model of
     the work exists."""
 
@@ -61,7 +61,7 @@ class Judged:
         return bool(self.trace.on_device.any())
 
 
-def judge(trace: Trace, roofline: Roofline) -> Judged:
+def attribute_work(trace: Trace, roofline: Roofline) -> Attribution:
     model, table, assumed = _models(trace)
     host = read_host(trace, model >= 0)
     drop_wrappers(host, model, table)
@@ -82,7 +82,7 @@ def judge(trace: Trace, roofline: Roofline) -> Judged:
         _copies(trace, columns, roofline)
         drop_impossible_kernels(trace, _by_twin(trace, wrong, columns), columns)
         drop_work(columns, trace.on_device & (work == works.index("collective")))  # a link has another roofline
-    return Judged(trace=trace, host=host, links=links, roofline=roofline, work=work, works=works, **columns)
+    return Attribution(trace=trace, host=host, links=links, roofline=roofline, work=work, works=works, **columns)
 
 
 def _models(trace: Trace) -> tuple[Array, list[Op], Array]:

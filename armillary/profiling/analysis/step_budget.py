@@ -13,7 +13,7 @@ import numpy as np
 from armillary.profiling.analysis.cpu_step_budget import cpu_budget
 from armillary.profiling.analysis.idle_gaps import Stretch, idle_stretches
 from armillary.profiling.analysis.kernel_time import KernelTime, split_kernel_time
-from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.analysis.roofline_attribution import Attribution
 from armillary.profiling.profile import BUDGET, Cause
 from armillary.profiling.trace.event_classes import is_host_copy
 from armillary.profiling.trace.host_calls import steps_of
@@ -65,13 +65,13 @@ class Budget:
         return self.window.seconds - self.overhead_s
 
 
-def budget(judged: Judged, window: Window | None = None) -> Budget:
+def budget(attribution: Attribution, window: Window | None = None) -> Budget:
     """The budget of a trace; its window is its steps, or else all of it."""
-    window = window or window_of(judged.trace, judged.links)
-    if not judged.on_gpu:
-        parts, stretches, kernels, events = cpu_budget(judged, window.span)
+    window = window or window_of(attribution.trace, attribution.links)
+    if not attribution.on_gpu:
+        parts, stretches, kernels, events = cpu_budget(attribution, window.span)
         return Budget(window=window, parts=_filled(parts, window), stretches=stretches, kernels=kernels, events=events)
-    return _gpu_budget(judged, window)
+    return _gpu_budget(attribution, window)
 
 
 def window_of(trace: Trace, links: Links) -> Window:
@@ -95,19 +95,19 @@ def busiest_device(trace: Trace) -> int:
     return int(numbers[np.bincount(inverse, weights=trace.seconds[events]).argmax()])
 
 
-def _gpu_budget(judged: Judged, window: Window) -> Budget:
-    trace, device = judged.trace, busiest_device(judged.trace)
+def _gpu_budget(attribution: Attribution, window: Window) -> Budget:
+    trace, device = attribution.trace, busiest_device(attribution.trace)
     inside = (trace.start < window.high) & (trace.end > window.low)
     events = np.flatnonzero(trace.on_device & (trace.device == device) & inside)
-    comm = judged.work[events] == judged.works.index("collective")
+    comm = attribution.work[events] == attribution.works.index("collective")
     copying = ((trace.kind == MEMCPY) & trace.matching(is_host_copy))[events]
     work = ~comm & ~copying
     start, end = clip(trace.start[events], trace.end[events], *window.span)
     alone = exposed(start[comm], end[comm], start[work], end[work])
     copies = exposed(start[copying], end[copying], start[~copying], end[~copying])
     first, last = start[work], end[work]
-    kernels = split_kernel_time(judged, events[work], last - first, lambda some: length(first[some], last[some]))
-    stretches = idle_stretches(trace, judged.host, judged.links, events, window.span)
+    kernels = split_kernel_time(attribution, events[work], last - first, lambda some: length(first[some], last[some]))
+    stretches = idle_stretches(trace, attribution.host, attribution.links, events, window.span)
     stretches += _running(alone, "collective", "communication alone")
     stretches += _running(copies, "copy", "copy between host and device")
     parts = dict(kernels.parts)

@@ -19,7 +19,7 @@ from armillary.machine.device_name import device_name
 from armillary.profiling.analysis.kernel_time import KERNEL_PARTS, LONG_STALL_S, call_s
 from armillary.profiling.analysis.op_table import rows
 from armillary.profiling.analysis.roofline import roofline_for
-from armillary.profiling.analysis.roofline_attribution import Judged, judge
+from armillary.profiling.analysis.roofline_attribution import Attribution, attribute_work
 from armillary.profiling.analysis.step_budget import Budget, budget, without_recording
 from armillary.profiling.profile import Roofline, Row
 from armillary.profiling.record.recorder import TraceRecorder
@@ -50,9 +50,9 @@ def profiled(roofline: Roofline = NO_ROOFLINE, unprofiled_s: float | None = None
         recorder.stop()
     with tempfile.TemporaryDirectory() as folder:
         trace = read_trace(recorder.save(Path(folder) / "step.json"))
-    judged = judge(trace, roofline)
-    spent = without_recording(budget(judged), unprofiled_s)
-    gauges |= split(judged, spent) | shares(judged, spent)
+    attribution = attribute_work(trace, roofline)
+    spent = without_recording(budget(attribution), unprofiled_s)
+    gauges |= split(attribution, spent) | shares(attribution, spent)
 
 
 def device_roofline(device: torch.device, home: Home | None) -> Roofline:
@@ -70,12 +70,12 @@ def device_roofline(device: torch.device, home: Home | None) -> Roofline:
     return replace(all_cores, flops=flops, bytes_per_s=own.bytes_per_s or shared)
 
 
-def shares(judged: Judged, spent: Budget) -> dict[str, float]:
+def shares(attribution: Attribution, spent: Budget) -> dict[str, float]:
     """The step budget as shares of the step, kernels launched, and the share in kernels too short for any roofline."""
     if spent.wall_s <= 0:
         return {}
     fractions = {budget_gauge(part): seconds / spent.wall_s for part, seconds in spent.parts.items()}
-    table = [row for row in rows(judged, spent) if row.kind == ("kernel" if spent.device >= 0 else "operator")]
+    table = [row for row in rows(attribution, spent) if row.kind == ("kernel" if spent.device >= 0 else "operator")]
     working = [row for row in table if row.device_s or spent.device >= 0]
     kernels = spent.kernels
     judged_s = kernels.useful_s + kernels.inefficient_s
@@ -120,14 +120,14 @@ def _stalled_s(spent: Budget) -> float:
     )
 
 
-def split(judged: Judged, spent: Budget) -> dict[str, float]:
+def split(attribution: Attribution, spent: Budget) -> dict[str, float]:
     """A step's budget in the words of a plan; what a pipeline stage waits for others is still part of the rest."""
     compute = sum(spent.parts.get(part, 0.0) for part in KERNEL_PARTS)
     exposed = spent.parts["comm_exposed"]
     rest = max(0.0, spent.wall_s - compute - exposed)
     return {
         "compute_s": compute,
-        "comm_s": max(exposed, comm_s(judged, spent)),
+        "comm_s": max(exposed, comm_s(attribution, spent)),
         "comm_exposed_s": exposed,
         "bubble_s": 0.0,
         "overhead_s": rest,
@@ -177,11 +177,11 @@ def _moved(shares: dict[str, float], to: str, share: float, where: tuple[str, ..
     return moved
 
 
-def comm_s(judged: Judged, spent: Budget) -> float:
+def comm_s(attribution: Attribution, spent: Budget) -> float:
     """Time in which any communication ran, hidden or not; on a GPU of its kernels, else of the host's operators."""
-    trace, window = judged.trace, spent.window
+    trace, window = attribution.trace, spent.window
     selected = (trace.start < window.high) & (trace.end > window.low)
-    selected &= judged.work == judged.works.index("collective")
+    selected &= attribution.work == attribution.works.index("collective")
     selected &= (trace.on_device & (trace.device == spent.device)) if spent.device >= 0 else ~trace.on_device
     events = np.flatnonzero(selected)
     return float(length(*clip(trace.start[events], trace.end[events], *window.span))) if len(events) else 0.0

@@ -108,36 +108,36 @@ def test_an_operator_that_launches_nothing_has_no_work_on_a_gpu(profiled) -> Non
 
 def test_a_model_beyond_the_device_is_not_called_useful(profiled) -> None:
     """537 MB need 537 µs at 1 TB/s. In 600 it is 90 % of the roofline; in 20 the model is wrong."""
-    for takes, judged in ((600, True), (20, False)):
+    for takes, attribution in ((600, True), (20, False)):
         made = HandMade().step(1000).op("aten::gelu", 0, 20, BIG)
         profile = profiled(made.kernel("vectorized_elementwise_kernel", launched=5, at=30, takes=takes))
-        assert (kernel(profile).bytes is not None) == judged
-        assert profile.budget["unjudged"] * 1e6 == pytest.approx(0 if judged else takes)
+        assert (kernel(profile).bytes is not None) == attribution
+        assert profile.budget["unjudged"] * 1e6 == pytest.approx(0 if attribution else takes)
         assert operator(profile, "aten::gelu").bytes == kernel(profile).bytes
 
 
 def test_a_small_tensor_may_sit_in_a_cache(profiled) -> None:
     """8.4 MB in 4 µs is twice the memory's bandwidth: a cache, and capped; in 1 µs it is eight times, and no cache."""
-    for takes, judged in ((4, True), (1, False)):
+    for takes, attribution in ((4, True), (1, False)):
         made = HandMade().step(100).op("aten::gelu", 0, 20, [1024, 1024])
         profile = profiled(made.kernel("vectorized_elementwise_kernel", launched=5, at=30, takes=takes))
-        assert (kernel(profile).bytes is not None) == judged
-        assert profile.budget["useful"] * 1e6 == pytest.approx(takes if judged else 0)
+        assert (kernel(profile).bytes is not None) == attribution
+        assert profile.budget["useful"] * 1e6 == pytest.approx(takes if attribution else 0)
 
 
 def test_a_product_beyond_the_peak_has_no_model(profiled) -> None:
     """2·1000³ FLOPs at 10 TFLOP/s need 200 µs."""
-    for takes, judged in ((180, True), (50, False)):
+    for takes, attribution in ((180, True), (50, False)):
         made = HandMade().step(500).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
         profile = profiled(made.kernel("sgemm", launched=2, at=100, takes=takes))
-        assert (kernel(profile).flops is not None) == judged and kernel(profile).work == "gemm"
+        assert (kernel(profile).flops is not None) == attribution and kernel(profile).work == "gemm"
 
 
 def test_the_same_on_a_cpu_where_caches_have_no_bound(profiled) -> None:
     """Half a gigabyte cannot pass in 50 µs; eight megabytes may, from a cache."""
-    for shape, judged in ((BIG, False), ([1024, 1024], True)):
+    for shape, attribution in ((BIG, False), ([1024, 1024], True)):
         profile = profiled(HandMade().step(100).op("aten::gelu", 0, 50, shape))
-        assert (operator(profile, "aten::gelu").bytes is not None) == judged
+        assert (operator(profile, "aten::gelu").bytes is not None) == attribution
 
 
 def test_sizes_no_tensor_has_are_not_believed(profiled) -> None:

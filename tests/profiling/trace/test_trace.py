@@ -12,7 +12,7 @@ import pytest
 
 from armillary.errors import ArmillaryError, BadData
 from armillary.profiling.analysis.analyse import analyse
-from armillary.profiling.analysis.roofline_attribution import judge
+from armillary.profiling.analysis.roofline_attribution import attribute_work
 from armillary.profiling.trace import chrome_json as chrome
 from armillary.profiling.trace.read_trace import read_trace
 from armillary.profiling.trace.trace import KERNEL, OP, RUNTIME
@@ -200,7 +200,7 @@ def test_nsys_processes_count_for_themselves(tmp_path: Path) -> None:
     """
     trace = read_trace(nsys(tmp_path / "report.sqlite", more))
     kernel = int(np.flatnonzero(trace.kind == KERNEL)[0])
-    links = judge(trace, ROOFLINE).links
+    links = attribute_work(trace, ROOFLINE).links
     assert trace.start[links.launch[kernel]] == pytest.approx(1.5e-6) and first != second
 
 
