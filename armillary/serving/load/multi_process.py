@@ -45,7 +45,7 @@ def _ask(worker: WorkerProcess, message: SendJob | float) -> Any:
     """The reply of a sending process; BadInput where it has died, with its own message printed above."""
     if (reply := worker.ask(message)) is not None:
         return reply
-    how = exit_text(worker.exit_code)
+    how = exit_text(worker.last_exit_code)
     raise BadInput(f"a sending process ended before its work was done ({how}); try fewer load.processes or clients")
 
 

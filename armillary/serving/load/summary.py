@@ -3,6 +3,7 @@
 The window goes from the end of the warm-up to the end of the test; requests due in it count.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,15 +128,9 @@ def in_flight(
     results: Sequence[RequestResult], *, begin_s: float, end_s: float, samples: int = _SAMPLES
 ) -> list[float]:
     """Requests in flight at evenly spaced times, from their due times to their ends."""
-    changes = sorted([(result.due_s, 1) for result in results] + [(result.end_s, -1) for result in results])
-    counts, at, now = [], 0, 0
-    for i in range(samples):
-        sampled_at = begin_s + (i + 0.5) * (end_s - begin_s) / samples
-        while at < len(changes) and changes[at][0] <= sampled_at:
-            now += changes[at][1]
-            at += 1
-        counts.append(float(now))
-    return counts
+    due, ended = sorted(result.due_s for result in results), sorted(result.end_s for result in results)
+    times = [begin_s + (i + 0.5) * (end_s - begin_s) / samples for i in range(samples)]
+    return [float(bisect_right(due, at) - bisect_right(ended, at)) for at in times]
 
 
 def _begun(result: RequestResult, begin_s: float, end_s: float) -> int:

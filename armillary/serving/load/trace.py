@@ -33,14 +33,9 @@ def read_trace(path: Path) -> list[PlannedRequest]:
         raise BadData(f"{path} is not text in UTF-8; give an Azure CSV or a Mooncake JSONL file") from None
     if not rows:
         raise BadData(f"{path} holds no request; give an Azure CSV or a Mooncake JSONL file")
-    rows.sort(key=_time_of)
-    begin = _time_of(rows[0])
-    return [replace(row, at_s=_time_of(row) - begin) for row in rows]
-
-
-def _time_of(row: PlannedRequest) -> float:
-    assert row.at_s is not None
-    return row.at_s
+    rows.sort(key=lambda row: row.at_s or 0.0)
+    begin = rows[0].at_s or 0.0
+    return [replace(row, at_s=(row.at_s or 0.0) - begin) for row in rows]
 
 
 def _azure(path: Path, lines: Iterable[str]) -> Iterator[PlannedRequest]:

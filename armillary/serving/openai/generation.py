@@ -90,11 +90,9 @@ class Generation:
             ChoiceText(detokenizer, params, request.stop, end_ids, include_stop=request.include_stop)
             for _ in range(len(prompts) * params.n)
         ]
-        self.gauges: dict[str, float] = {}
-        """the engine's gauges of the completion that ended last"""
+        self.gauges: dict[str, float] = {}  # the engine's, of the completion that ended last
         self.cached_tokens = 0
-        self.shown = True
-        """false: a token is generated only for the prompt's log-probabilities, and is not counted"""
+        self.shown = True  # false: a token is generated only for the prompt's log-probabilities, and is not counted
         self.finished: set[int] = set()
         self._engine = engine
         self._numbers: list[int] = []

@@ -75,8 +75,7 @@ class EngineClient:
         self._say = say
         self._numbers = count(1)
         self._in_flight: dict[int, _InFlight] = {}
-        self._tokens = 0
-        """prompt tokens of all requests in flight"""
+        self._prompt_tokens = 0
         self._liveness = Liveness(frozen_s=config.serve.frozen_s, hung_s=config.serve.hung_s)
         self._tasks: list[asyncio.Task[None]] = []
         self._first_start: asyncio.Future[EngineReady] | None = None
@@ -143,7 +142,7 @@ class EngineClient:
         self._check_admission(len(prompt))
         number = next(self._numbers)
         self._in_flight[number] = _InFlight(box, choice, params.n, len(prompt))
-        self._tokens += len(prompt)
+        self._prompt_tokens += len(prompt)
         self._ranks.send(
             Submit(
                 number=number,
@@ -165,18 +164,18 @@ class EngineClient:
     def _check_admission(self, tokens: int) -> None:
         """Problem 429 where the prompts in flight, which take host memory, exceed a few times the KV cache."""
         assert self.started is not None, "an engine that is ready has reported its KV cache"
-        if self._in_flight and self._tokens + tokens > self.started.kv_tokens * _MAX_PROMPTS:
+        if self._in_flight and self._prompt_tokens + tokens > self.started.kv_tokens * _MAX_PROMPTS:
             self.metrics.rejected += 1
             raise Problem(
                 429,
-                f"prompts of {self._tokens:,} tokens are in flight, the most that are accepted; try again later",
+                f"prompts of {self._prompt_tokens:,} tokens are in flight, the most that are accepted; try again later",
                 code="rate_limit_exceeded",
                 retry_after_s=5,
             )
 
     def _forget(self, number: int) -> _InFlight | None:
         request = self._in_flight.pop(number, None)
-        self._tokens -= request.tokens if request is not None else 0
+        self._prompt_tokens -= request.tokens if request is not None else 0
         return request
 
     def abort_all(self, message: str) -> None:
@@ -264,7 +263,7 @@ class EngineClient:
                 await asyncio.sleep(1.0)
 
     def _fail_all(self, message: str) -> None:
-        in_flight, self._in_flight, self._tokens = self._in_flight, {}, 0
+        in_flight, self._in_flight, self._prompt_tokens = self._in_flight, {}, 0
         for box in {id(request.box): request.box for request in in_flight.values()}.values():
             box.fail(Problem(503, message, code="engine_failed", retry_after_s=5))
 

@@ -37,10 +37,9 @@ class GrammarQueue:
         self._submit, self._refuse = submit, refuse
         self._queue: queue.PriorityQueue[tuple[int, int, int, Submit]] = queue.PriorityQueue()
         self._order = count()
-        self._waiting: set[int] = set()
-        """numbers of queued requests; an aborted request is removed"""
+        self._waiting: set[int] = set()  # numbers of queued requests; an aborted request is removed
+        # held while a request is checked for an abort and submitted, so that an abort comes before or after both
         self._lock = threading.Lock()
-        """held while a request is checked for an abort and submitted, so that an abort comes before or after both"""
         self._thread: threading.Thread | None = None
 
     def take(self, message: Submit) -> None:

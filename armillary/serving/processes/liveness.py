@@ -39,26 +39,20 @@ class Liveness:
         """This process was delayed by `seconds` and may not have read the engine's messages."""
         self.heard_at = min(self.clock(), self.heard_at + seconds)
 
-    def silent_s(self) -> float:
-        """Time since the last message."""
-        return self.clock() - self.heard_at
-
     def slow(self) -> str | None:
         """Why the server is not ready; none: it is."""
-        if self.silent_s() > self.frozen_s:
-            return f"the engine has been silent for {self.silent_s():.0f} s"
         return self._overdue(self.frozen_s, _LATE)
 
     def hung(self) -> str | None:
         """Why the engine is to be killed; none: it may recover."""
-        if self.hung_s is None:
-            return None
-        if self.silent_s() > self.hung_s:
-            return f"the engine has been silent for {self.silent_s():.0f} s"
-        return self._overdue(self.hung_s, _HUNG)
+        return None if self.hung_s is None else self._overdue(self.hung_s, _HUNG)
 
     def _overdue(self, least_s: float, times: float) -> str | None:
-        """Text about a step that has run for more than `least_s` and `times` its estimate; else none."""
+        """Text about an engine that has been silent for more than `least_s`, or about a step that has run for more than
+        that and `times` its estimate; else none."""
+        silent_s = self.clock() - self.heard_at
+        if silent_s > least_s:
+            return f"the engine has been silent for {silent_s:.0f} s"
         beat = self._beat
         if beat is None:
             return None

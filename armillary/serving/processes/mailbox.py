@@ -39,13 +39,13 @@ class Mailbox:
     """Tokens of all choices of a request, of one or several prompts."""
 
     def __init__(self, choices: int, *, eager: bool, begin: float | None = None) -> None:
+        """`eager`: wake the handler for every token, rather than only when all choices have ended."""
         self.eager = eager
-        """wake the handler for every token; else only when all choices have ended"""
         self.begin = time.monotonic() if begin is None else begin
         self.left = choices
         self.times = [_Times() for _ in range(choices)]
+        # first choice of a prompt -> log-probabilities of the prompt's tokens from the second on
         self.prompts: dict[int, list[Any]] = {}
-        """first choice of a prompt -> log-probabilities of the prompt's tokens from the second on"""
         self._events: list[TokenEvent] = []
         self._problem: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

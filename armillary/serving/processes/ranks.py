@@ -16,15 +16,15 @@ _READ_LIMIT = 1 << 24
 
 
 class Ranks:
-    """The rank processes; rank 0 exchanges messages with the server, the others follow it."""
+    """The rank processes; rank 0 exchanges messages with the server, the others follow it while their sockets are
+    open."""
 
     def __init__(self, count: int, module: str = "armillary.serving.processes.engine_main") -> None:
         """`module` is the program of each process."""
         self.count = count
         self._module = module
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._socks: list[socket.socket] = []
-        """of the other ranks, which run while these are open"""
+        self._follower_socks: list[socket.socket] = []
         self._writer: asyncio.StreamWriter | None = None
         self._first: socket.socket | None = None
 
@@ -50,7 +50,7 @@ class Ranks:
         for rank in range(1, self.count):
             sock = self._spawn(rank, port)
             sock.sendall(begin)
-            self._socks.append(sock)
+            self._follower_socks.append(sock)
         first.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=first, limit=_READ_LIMIT)
         self._first = first
@@ -96,9 +96,9 @@ class Ranks:
         if self._writer is not None:
             self._writer.transport.abort()
             self._writer = self._first = None
-        for sock in self._socks:
+        for sock in self._follower_socks:
             sock.close()
-        processes, self._processes, self._socks = self._processes, [], []
+        processes, self._processes, self._follower_socks = self._processes, [], []
         for process in processes:
             process.kill()
         codes = [await asyncio.to_thread(process.wait) for process in processes]

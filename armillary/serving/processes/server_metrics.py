@@ -58,8 +58,7 @@ class Metrics:
         seconds = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s", "prefill_s", "decode_s")
         self.histograms = {name: Histogram() for name in seconds}
         self.histograms |= {name: Histogram(_TOKENS) for name in ("tokens_in", "tokens_out", "cached_tokens")}
-        self.finished: Counter[str] = Counter()
-        """choices by the finish_reason that clients see"""
+        self.finished: Counter[str] = Counter()  # choices by the finish_reason that clients see
         self.responses: Counter[tuple[str, int]] = Counter()
         self.rejected = self.restarts = 0
         self.inflight = 0
@@ -67,12 +66,11 @@ class Metrics:
         self.started_at = time.time()
         self.info: Mapping[str, str] = {}
         self.engine_state: Mapping[str, float] = {}
-        self._before: Counter[str] = Counter()
-        """totals of earlier engines"""
+        self._earlier_totals: Counter[str] = Counter()
 
     def engine_lost(self) -> None:
         """Add the totals of an engine that has ended: the next one counts from zero."""
-        self._before.update({name: int(self.engine_state.get(name, 0)) for name in _ENGINE_TOTALS})
+        self._earlier_totals.update({name: int(self.engine_state.get(name, 0)) for name in _ENGINE_TOTALS})
         self.engine_state = {}
 
     def ended(self, box: Mailbox, choice: int, gauges: Mapping[str, float], now: float, *, first: bool) -> None:
@@ -121,7 +119,7 @@ class Metrics:
         yield GaugeMetricFamily("armillary_start_time_seconds", "start time of the server", value=self.started_at)
 
     def _totals(self) -> dict[str, float]:
-        totals = {name: self._before[name] + self.engine_state.get(name, 0.0) for name in _ENGINE_TOTALS}
+        totals = {name: self._earlier_totals[name] + self.engine_state.get(name, 0.0) for name in _ENGINE_TOTALS}
         return totals | {
             "aborted_total": self.finished["abort"] + self.finished["deadline"],
             "errors_total": self.finished["error"],

@@ -79,8 +79,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._replies: Generator[Any, None, None] | None = None
-        self.exit_code = 0
-        """of the process that ended last"""
+        self.last_exit_code = 0
 
     @property
     def pid(self) -> int | None:
@@ -109,7 +108,7 @@ class WorkerProcess:
             self._replies.close()  # it holds the socket's file object
             self._sock.close()
             self._process.kill()
-            self.exit_code = self._process.wait()
+            self.last_exit_code = self._process.wait()
         self._process = self._sock = None
 
     def _start(self) -> None:
