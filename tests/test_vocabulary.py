@@ -99,6 +99,22 @@ GONE = frozenset(
         "one",
         "made",
         "mine",
+        "Turns",
+        "turns",
+        "leave",
+        "writable",
+        "_make_room",
+        "Late",
+        "Chunk",
+        "Finish",
+        "dice",
+        "launching",
+        "whole",
+        "Start",
+        "Started",
+        "starting_point",
+        "start_model",
+        "Judged",
     ]
 )
 """names that meant something only here; what to say instead is in docs/glossary.md or the field's own word"""

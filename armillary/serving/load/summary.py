@@ -128,9 +128,9 @@ def in_flight(
     results: Sequence[RequestResult], *, begin_s: float, end_s: float, samples: int = _SAMPLES
 ) -> list[float]:
     """Requests in flight at evenly spaced times, from their due times to their ends."""
-    due, ended = sorted(result.due_s for result in results), sorted(result.end_s for result in results)
+    due_times, end_times = sorted(result.due_s for result in results), sorted(result.end_s for result in results)
     times = [begin_s + (i + 0.5) * (end_s - begin_s) / samples for i in range(samples)]
-    return [float(bisect_right(due, at) - bisect_right(ended, at)) for at in times]
+    return [float(bisect_right(due_times, at) - bisect_right(end_times, at)) for at in times]
 
 
 def _begun(result: RequestResult, begin_s: float, end_s: float) -> int:
