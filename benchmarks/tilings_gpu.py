@@ -26,7 +26,7 @@ import triton.language as tl
 
 from armillary.kernels.core.timing import time_calls
 from armillary.kernels.core.trial import input_sets
-from armillary.kernels.fp8 import gemm_triton as fp8_gemm_triton
+from armillary.kernels.fp8 import matmul_triton as fp8_matmul_triton
 from armillary.kernels.fp8.linear import E4M3
 from armillary.kernels.fp8.quantize_triton import quantise
 from armillary.kernels.gemm.gemv_triton import GemvTiles, run_vector
@@ -157,7 +157,7 @@ def fp8(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     a, b = (quantise(torch.randn(8192, 8192, device=CUDA).bfloat16(), E4M3, "row") for _ in range(2))
 
     def way(library: bool, fast: bool) -> Callable[..., Any]:
-        return lambda a, b: fp8_gemm_triton.multiply(a, b, torch.bfloat16, fast=fast, library=library)
+        return lambda a, b: fp8_matmul_triton.multiply(a, b, torch.bfloat16, fast=fast, library=library)
 
     ways = {
         f"{'library' if library else 'own'}{'' if fast else ', sums in fp32'}": way(library, fast)

@@ -119,7 +119,7 @@ def one_stream(both: Callable[..., None]) -> Callable[..., None]:
 
 
 def fp8_gemm(rows: int, *, fast: bool) -> None:
-    from armillary.kernels.fp8.gemm_triton import gemm
+    from armillary.kernels.fp8.matmul_triton import gemm
 
     a, b = (torch.zeros(n, 512).to(torch.float8_e4m3fn) for n in (rows, 1024))
     gemm((a, torch.ones(rows, 1)), (b, torch.ones(1024, 1)), BF16, fast=fast)

@@ -14,7 +14,7 @@ import sys
 sys.modules["triton"] = None  # as if it were not installed
 import importlib, pkgutil
 import armillary
-from armillary.kernels.core.catalogue import OPS, find_op
+from armillary.kernels.core.op import OPS, find_op
 skipped = ("armillary.kernels.", "armillary.profiling.ceilings.fma_triton", "armillary.__main__")
 names = [m.name for m in pkgutil.walk_packages(armillary.__path__, "armillary.")]
 for name in names:
@@ -33,7 +33,7 @@ from tests.machine.gpus import pretend
 from armillary.kernels.optimizer import adamw
 from armillary.kernels.gemm import gemm as products
 from armillary.kernels.core.requirements import has_triton, lacking
-from armillary.kernels.core.catalogue import OPS, find_op
+from armillary.kernels.core.op import OPS, find_op
 from armillary.parallel.context import ring_attention_block as ring_block
 from armillary.engine.runner.engine_kernels import _lookups
 

@@ -16,9 +16,8 @@ from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase, add_norm, norm
 from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
 from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
 from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase, activate
-from armillary.kernels.sampling.cpu import sample as sample_rows
 from armillary.kernels.sampling.logprobs import LOGPROBS, LogprobCase, logprobs
-from armillary.kernels.sampling.sampling import SAMPLE, SampleCase, sample
+from armillary.kernels.sampling.sampling import SAMPLE, SampleCase, sample, sample_rows
 from armillary.spec.model import ModelConfig
 
 Run = Callable[..., Any]

@@ -19,7 +19,7 @@ from armillary.engine.runner.layer import Dense, Layer, LinearFn, full_qk_norm, 
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.paged.paged_attention import PagedBatch
-from armillary.kernels.paged.single_token import can_attend
+from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
 from armillary.model.layers.rope import RotaryTable, inverse_frequencies
 from armillary.model.moe.sorted_dispatch import SortedDispatch

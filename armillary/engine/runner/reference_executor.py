@@ -14,7 +14,7 @@ from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
-from armillary.kernels.sampling.cpu import sample
+from armillary.kernels.sampling.sampling import sample_rows
 from armillary.kernels.sampling.sampling import Draws, Penalties
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.transformer import Transformer
@@ -150,7 +150,7 @@ def draw(
         counts_SV=counts_SV,
         prompt_SV=prompt_SV,
     )
-    return sample(_shifted(logits_SV, sequences, ends), draws, penalties, _allowed(logits_SV, sequences))
+    return sample_rows(_shifted(logits_SV, sequences, ends), draws, penalties, _allowed(logits_SV, sequences))
 
 
 def _shifted(logits_SV: Tensor, sequences: Items[Sequence], ends: Items[int]) -> Tensor:

@@ -4,20 +4,24 @@ It is called when a model is built or benchmarked, never inside a step. The stor
 may be timed, the first deterministic version in the op's own order is taken.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import metadata
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.kernels.core.agreement import Expected, check, expect
-from armillary.kernels.core.cache_key import device_name, revision
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.op import Case, Op, Version
 from armillary.kernels.core.requirements import lacking, note_once
 from armillary.kernels.core.trial import input_sets, time_version
+from armillary.machine.device_name import device_name
 from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choice, save_choice
 
@@ -69,7 +73,7 @@ def choose(
     _check(case)
     if deterministic:
         return _chosen(op, case, _without_timing(op, case))
-    device = device_name(case.device)
+    device = device_name(case.device, threads=torch.get_num_threads())
     choice = None if retry else _remembered(op, case, home, device)
     if choice is None:
         choice = _chosen(op, case, tuple(try_versions(op, case, budget_s=budget_s)))
@@ -233,6 +237,23 @@ def _is_plain_absence(op: Op, trial: VersionTrial, case: Case) -> bool:
 
 def _key(op: Op, case: Case) -> str:
     return f"{op.name} {case.key} {revision()}"
+
+
+@cache
+def revision() -> str:
+    """Versions of torch, triton and CUDA, and a digest of our own kernels; a stored choice is valid for these only."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    cuda = torch.version.cuda or torch.version.hip or "none"
+    return f"torch {torch.__version__} triton {_version('triton')} cuda {cuda} kernels {digest.hexdigest()[:12]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _reason(trial: VersionTrial) -> str:

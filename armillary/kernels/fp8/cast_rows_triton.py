@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from armillary.kernels.fp8.quantize_triton import TINY_AMAX
-from armillary.kernels.pointwise.activation_triton import gated_act, gated_act_back
-from armillary.kernels.pointwise.functions_triton import act, act_and_slope, through
+from armillary.kernels.pointwise.activation_triton import act, act_and_slope, gated_act, gated_act_back, through
 
 # M rows, K columns of the source values
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.core.launch import on
-from armillary.kernels.fp8.gemm_triton import multiply
 from armillary.kernels.fp8.linear import E4M3, E5M2, check_scaling
+from armillary.kernels.fp8.matmul_triton import multiply
 from armillary.kernels.fp8.operands import ScaledTensor, Source, make_operand
 from armillary.kernels.fp8.quantize_triton import amax_of, quantise, quantise_columns
 

@@ -3,7 +3,7 @@
 Work is the list of all (sequence, KV head, key tile), in that order; worker w takes tiles [w·per, (w+1)·per) for any
 lengths, so every multiprocessor reads the same number of bytes and the grid never depends on device data. A worker
 processes its tiles in one loop, so that loads of the next sequence begin while the last tiles of the previous one are
-computed. Where several workers share a (sequence, head), each writes a partial softmax, and combine_triton.py adds them
+computed. Where several workers share a (sequence, head), each writes a partial softmax, and `combine` adds them
 up in a fixed order. The query heads of a KV head (and its few queries) are the rows of one tile.
 """
 

@@ -24,10 +24,10 @@ from armillary.kernels.core.launch import (
     side_stream,
 )
 from armillary.kernels.core.requirements import interpreted
-from armillary.kernels.paged.combine_triton import combine
 from armillary.kernels.paged.decode_triton import decode
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.prefill_triton import combine_prefill, prefill
+from armillary.kernels.paged.softmax_triton import combine
 from armillary.machine.accelerator import accelerator_of
 
 _TILE_BYTES = 16384  # of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor

@@ -15,9 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.launch import can_start_early, early_launch, on, power_of_two
 from armillary.kernels.paged.paged_attention import PagedBatch
-from armillary.kernels.paged.qkv_to_cache import QkvOptions
-from armillary.kernels.paged.single_token import attend_tokens as reference
-from armillary.kernels.paged.single_token import can_attend
+from armillary.kernels.paged.qkv_to_cache import QkvOptions, can_attend
+from armillary.kernels.paged.qkv_to_cache import attend_tokens as reference
 
 # M query heads of a KV head, padded; N keys of a tile; D head dim, whose first half is rotated with the second
 
@@ -35,7 +34,7 @@ def attend_tokens(
     batch: PagedBatch,
     options: AttentionOptions,
 ) -> Tensor:
-    """See `armillary.kernels.paged.single_token.attend_tokens`; unsupported options go to the reference."""
+    """See `armillary.kernels.paged.qkv_to_cache.attend_tokens`; unsupported options go to the reference."""
     if not can_attend(qkv, cache, cos_TR, heads, batch, options):
         return reference(qkv, cache, slots_T, cos_TR, sin_TR, heads, batch, options)
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()

@@ -10,8 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from armillary.kernels.core.catalogue import find_op
-from armillary.kernels.core.op import Case, Op, Version
+from armillary.kernels.core.op import Case, Op, Version, find_op
 from armillary.kernels.core.requirements import lacking, note_once
 from armillary.kernels.core.trial import run_once
 from armillary.machine.cores import usable_cores

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.kernels.core.cache_key import device_name, revision
-from armillary.kernels.core.catalogue import find_op
-from armillary.kernels.core.choose import choose
+from armillary.kernels.core.choose import choose, revision
+from armillary.kernels.core.op import find_op
 from armillary.kernels.core.requirements import interpreted, lacking
 from armillary.kernels.fp8.linear import FP8_LINEAR
 from armillary.kernels.gemm.autotune import LinearShape, tune, tune_sums
 from armillary.kernels.gemm.gemm import TORCH, Gemms, TunedGemms
 from armillary.kernels.gemm.grouped import grouped_linear
+from armillary.machine.device_name import device_name
 from armillary.model.fused.dispatch import fits
 from armillary.model.fused.passes import FusedOptions
 from armillary.model.layers.attention import Attention
@@ -275,7 +275,7 @@ def _timed(
 def _remembered(
     home: Home | None, device: torch.device, key: str, make: Callable[[], dict[str, str]]
 ) -> dict[str, str]:
-    name = device_name(device.type)
+    name = device_name(device.type, threads=torch.get_num_threads())
     known = load_choice(home, name, key) if home is not None else None
     if known is None:
         known = make()

@@ -13,7 +13,7 @@ from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.reference_executor import PlainExecutor
 from armillary.engine.runner.sampler import DeviceSampler
 from armillary.engine.scheduler.settings import settings_for
-from armillary.kernels.sampling.cpu import sample as sample_rows
+from armillary.kernels.sampling.sampling import sample_rows
 from tests.engine.fake import ask
 from tests.engine.runner import test_reference_executor
 from tests.engine.runner.test_executor import padded

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadInput
-from armillary.kernels.core.cache_key import device_name
 from armillary.kernels.core.choose import choose, explain
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 from armillary.kernels.norm.norm import NORM, NormCase
+from armillary.machine.device_name import device_name
 from armillary.store.home import Home
 from armillary.store.kernel_choices import choices_path, load_choices
 
@@ -127,7 +127,7 @@ def test_a_choice_is_remembered_per_case(home: Home) -> None:
     first, again, other = (choose(op, case, home=home) for case in (CASE, CASE, replace(CASE, size=8)))
     assert [choice.remembered for choice in (first, again, other)] == [False, True, False]
     assert again.version == "quick" and again.trials == first.trials
-    assert len(load_choices(home, device_name("cpu"))) == 2
+    assert len(load_choices(home, device_name("cpu", threads=torch.get_num_threads()))) == 2
 
 
 def test_a_remembered_version_that_is_gone_is_not_used(home: Home) -> None:
@@ -144,7 +144,7 @@ def test_a_store_that_cannot_be_used_is_said_and_passed_over(
 ) -> None:
     op = an_op(Version(name="quick", run=quick))
     first = choose(op, CASE, home=home)
-    device = device_name("cpu")
+    device = device_name("cpu", threads=torch.get_num_threads())
     (key,) = load_choices(home, device)
     text = kept.replace("DEVICE", device).replace("KEY", key.replace('"', '\\"'))
     choices_path(home, device).write_text(text)
@@ -160,7 +160,7 @@ def test_deterministic_mode_takes_the_order_and_times_nothing(home: Home, monkey
     loose = Version(name="atomics", run=quick, deterministic=False)
     choice = choose(an_op(loose, Version(name="wrong", run=wrong), slow, QUICK), CASE, home=home, deterministic=True)
     assert choice.version == "slow" and [t.seconds for t in choice.trials] == [None, None]
-    assert load_choices(home, device_name("cpu")) == {}
+    assert load_choices(home, device_name("cpu", threads=torch.get_num_threads())) == {}
 
 
 def test_half_formats_may_not_be_worse_than_twice_plain_torch() -> None:

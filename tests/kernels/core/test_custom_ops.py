@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from armillary.kernels.core.catalogue import find_op
-from armillary.kernels.core.op import Case, Op
+from armillary.kernels.core.op import Case, Op, find_op
 from tests.kernels.agreeing import loaded
 from tests.kernels.interpreter import needs_interpreter
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.kernels.core.catalogue import find_op
+from armillary.kernels.core.op import find_op
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.kernels.sampling.sampling import Draws

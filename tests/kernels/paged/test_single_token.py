@@ -11,8 +11,7 @@ from torch import Tensor
 
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.paged.paged_attention import PagedBatch
-from armillary.kernels.paged.qkv_to_cache import QkvOptions
-from armillary.kernels.paged.single_token import attend_tokens, can_attend
+from armillary.kernels.paged.qkv_to_cache import QkvOptions, attend_tokens, can_attend
 from tests.kernels.interpreter import needs_interpreter
 
 PAGE = 16

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from armillary.kernels.sampling.cpu import sample as row_by_row
 from armillary.kernels.sampling.sampling import SAMPLE, Draws, Penalties, sample, share
+from armillary.kernels.sampling.sampling import sample_rows as row_by_row
 from tests.kernels.interpreter import needs_interpreter
 
 

@@ -14,7 +14,6 @@ import torch
 
 from armillary.engine.runner.linear_formats import int_mm_is_exact
 from armillary.errors import NotFound
-from armillary.kernels.core.cache_key import device_name as kernel_device_name
 from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
 from armillary.machine.cores import BackgroundLoad
 from armillary.machine.device_name import device_name
@@ -193,9 +192,7 @@ def test_a_section_that_does_not_exist(tmp_path: Path) -> None:
 def test_names_of_devices() -> None:
     assert device_name("cpu", threads=1).endswith(", 1 thread")
     assert device_name(CPU, threads=4).endswith(", 4 threads")
-    assert device_name("cpu", threads=torch.get_num_threads()) == kernel_device_name("cpu"), (
-        "peaks and kernel choices name a CPU alike"
-    )
+    assert device_name("cpu", threads=torch.get_num_threads()) == name_of(CPU), "as kernel choices name a CPU"
     assert new_peaks(device_name()).device == device_name(CPU)
 
 

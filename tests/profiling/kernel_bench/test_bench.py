@@ -9,10 +9,10 @@ import torch
 
 from armillary.errors import NotFound
 from armillary.kernels.core import requirements as needs
-from armillary.kernels.core.cache_key import device_name
-from armillary.kernels.core.catalogue import OPS, find_op
+from armillary.kernels.core.op import OPS, find_op
 from armillary.kernels.loss.linear_cross_entropy import LinearCrossEntropyCase
 from armillary.kernels.norm.norm import NormCase
+from armillary.machine.device_name import device_name
 from armillary.profiling.kernel_bench.bench import _in_turn, bench_kernels
 from armillary.profiling.kernel_bench.report import bench_page
 from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured
@@ -41,7 +41,7 @@ def test_each_version_has_its_share_of_the_ceiling(no_compiler: None, home: Home
     assert compiled is not None and compiled.refused == "no compiler" and compiled.seconds is None
     assert row.chosen in ("eager", "torch") and found.skipped == 0
     assert seen[0][:2] == (0, 1) and seen[-1][:2] == (1, 1)
-    assert len(load_choices(home, device_name("cpu"))) == 1, "what wins is remembered"
+    assert len(load_choices(home, device_name("cpu", threads=torch.get_num_threads()))) == 1, "what wins is remembered"
 
 
 def test_cases_beyond_the_limit_are_counted(no_compiler: None) -> None:
