@@ -206,7 +206,7 @@ def weights(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     layer = {"kind": "layer", "bias": True}
     for rows, columns, how in ((8192, 12288, layer), (8192, 4608, {}), (4096, 16384, {}), (8192, 8192, layer)):
         case = NormCase(rows=rows, columns=columns, **how)  # type: ignore[arg-type]
-        rule = backward_shape(columns, 2, False, sums=1 + case.bias, residual=False)
+        rule = backward_shape(columns, 2, False, sums=1 + case.bias)
         shapes = [rule._replace(stages=stages) for stages in (2, 4)] + [rule._replace(ahead=not rule.ahead)]
         shapes += [rule._replace(warps=warps, width=256 * warps) for warps in (8, 16, 32) if warps != rule.warps]
         yield _backwards(case, False, shapes, ceilings)

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim, X and Y blocks of queries and keys
 
@@ -112,16 +111,15 @@ def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptio
     return out.transpose(1, 2)
 
 
-def cudnn(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """By cuDNN only."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+def sdpa_by(
+    backend: SDPBackend, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN
+) -> Tensor:
+    """`sdpa` by this backend only."""
+    with sdpa_kernel(backend):
         return sdpa(q_BTND, k_BSKD, v_BSKD, options)
 
 
-def flash(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """By torch's FlashAttention only."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return sdpa(q_BTND, k_BSKD, v_BSKD, options)
+cudnn, flash = partial(sdpa_by, SDPBackend.CUDNN_ATTENTION), partial(sdpa_by, SDPBackend.FLASH_ATTENTION)
 
 
 # --- the op

@@ -15,7 +15,7 @@ from armillary.kernels.attention.backward_triton import delta_kernel, key_kernel
 from armillary.kernels.attention.forward_triton import forward_kernel
 from armillary.kernels.attention.mask_triton import boil_down
 from armillary.kernels.attention.tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
-from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two
+from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two, unit_stride
 from armillary.kernels.core.requirements import note_once
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
@@ -78,7 +78,7 @@ def _attention(
     out, lse = _empty(q, k, v, documents, blocks, sinks, slopes, scale, window, softcap, causal)
     if not out.numel() or not k.numel():
         return out.zero_(), lse.fill_(torch.inf)
-    q, k, v = (_with_unit_stride(x) for x in (q, k, v))
+    q, k, v = (unit_stride(x) for x in (q, k, v))
     sinks, slopes = dense(sinks), dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
     tiles = forward_tiles(q, documents is not None)
@@ -169,7 +169,7 @@ def _attention_backward(
     if not out.numel() or not k.numel():
         dsinks = q.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
         return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
-    q, k, v, grad = (_with_unit_stride(x) for x in (q, k, v, grad))
+    q, k, v, grad = (unit_stride(x) for x in (q, k, v, grad))
     slopes = dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
     delta = torch.empty_like(lse)
@@ -292,7 +292,3 @@ _attention.register_autograd(_gradients, setup_context=_keep)
 def _scales(scale: float, softcap: float) -> tuple[float, float, float]:
     """The scale itself, the factor of q·k in the kernel, and the cap, the last two in base-2 units."""
     return (scale, scale / softcap, softcap * _LOG2E) if softcap else (scale, scale * _LOG2E, 0.0)
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -21,8 +21,8 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
         mask = _fixed_mask(T, S, options.window, options.causal, q.device)
     else:
         seen = _seen(shift, options.window, options.causal, documents_BT, blocks_XY)
-        mask = _compiled_mask()(seen, None if documents_BT is None else len(q), None, T, S, device=q.device)
-    out = _compiled_flex()(
+        mask = _compiled(create_block_mask)(seen, None if documents_BT is None else len(q), None, T, S, device=q.device)
+    out = _compiled(flex_attention)(
         q,
         k,
         v,
@@ -35,13 +35,8 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
 
 
 @cache
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@cache
-def _compiled_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask, dynamic=False)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
 
 
 @cache

@@ -5,7 +5,7 @@ dtypes, fp64 for fp32). A 16-bit result may be off by 2e-2, and by at most twice
 dtype.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -41,8 +41,14 @@ class Expected:
 
 def expect(op: Op, inputs: tuple[Any, ...], generator: torch.Generator) -> Expected:
     """Run the reference on these inputs, in a wider dtype and in their own."""
-    outputs = as_tuple(_forward(op.reference, _copied(inputs, op.writes), ()))
-    grads = tuple(_random_like(out, generator) if op.grads and out.is_floating_point() else None for out in outputs)
+    with torch.no_grad():
+        outputs = as_tuple(op.reference(*_copied(inputs, op.writes)))
+    grads = tuple(
+        torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
+        if op.grads and out.is_floating_point()
+        else None
+        for out in outputs
+    )
     dtype = reference_dtype(next(x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point()))
     wide_inputs = tuple(_to_float(x, dtype) for x in inputs)
     wide = results(op.reference, wide_inputs, tuple(_to_float(g, dtype) for g in grads), op.grads, op.writes)
@@ -73,13 +79,20 @@ def results(
 ) -> tuple[Tensor | None, ...]:
     """Outputs, then the gradients of the inputs `grads`; inputs that are written to are copied first."""
     leaves = with_grad(_copied(inputs, writes), grads)
-    outputs = as_tuple(_forward(run, leaves, grads))
-    wanted = [leaves[i] for i in grads if isinstance(leaves[i], Tensor)]
-    plain = tuple(out.detach() for out in outputs)
+    with torch.set_grad_enabled(bool(grads)):
+        outputs = as_tuple(run(*leaves))
+    return (*(out.detach() for out in outputs), *gradients(leaves, outputs, grad_outputs, grads))
+
+
+def gradients(
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], grad_outputs: Iterable[Tensor | None], grads: tuple[int, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of the inputs `grads` that are tensors, by a backward pass from the outputs that have a gradient."""
+    wanted = [inputs[i] for i in grads if isinstance(inputs[i], Tensor)]
     if not wanted:
-        return plain
-    pairs = [(out, g) for out, g in zip(outputs, grad_outputs, strict=True) if g is not None and out.requires_grad]
-    return (*plain, *torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+        return ()
+    roots = [(out, g) for out, g in zip(outputs, grad_outputs, strict=True) if g is not None and out.requires_grad]
+    return torch.autograd.grad([out for out, _ in roots], wanted, [g for _, g in roots], allow_unused=True)
 
 
 def relative_error(result: Tensor | None, wide: Tensor | None) -> float:
@@ -124,11 +137,6 @@ def _to_float(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _forward(run: Callable[..., Any], inputs: tuple[Any, ...], grads: tuple[int, ...]) -> Any:
-    with torch.set_grad_enabled(bool(grads)):
-        return run(*inputs)
-
-
 def _limit(result: Tensor | None, plain: float, tolerance: float | None) -> float:
     """The tolerance of the result's dtype; a 16-bit result may also be at most twice as far off as plain torch, but is
     never held to more than an fp32 result is."""
@@ -140,10 +148,6 @@ def _limit(result: Tensor | None, plain: float, tolerance: float | None) -> floa
     if result.dtype not in (torch.bfloat16, torch.float16):
         return max(usual, TIMES_PLAIN * plain) if isfinite(plain) else usual
     return min(usual, max(TIMES_PLAIN * plain, TOLERANCES[torch.float32]))
-
-
-def _random_like(out: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
 
 
 def _names(op: Op, expected: Expected) -> list[str]:

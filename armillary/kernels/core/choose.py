@@ -20,7 +20,7 @@ from armillary.kernels.core.agreement import Expected, check, expect
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.op import Case, Op, Version
 from armillary.kernels.core.requirements import lacking, note_once
-from armillary.kernels.core.trial import input_sets, time_version
+from armillary.kernels.core.trial import first_line, input_sets, time_version
 from armillary.machine.device_name import device_name
 from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choice, save_choice
@@ -141,16 +141,18 @@ def _trial(
             trial = replace(trial, agreed=agreement.agreed, error=agreement.error, refused=agreement.why_not)
         if trial.refused or not sets:
             return trial
-        times = time_version(
-            run, op, sets, budget_s=budget_s, rest_s=_rest_s(op, case), hopeless_s=hopeless_s, name=version.name
-        )
+        # GEMMs reach the power limit within a tenth of a second; their ceiling is measured with rests too
+        hot = op.work(case).ceiling in ("gemm", "fp8") and torch.device(case.device).type == "cuda"
+        rest_s = _REST_S if hot else 0.0
+        times = time_version(run, op, sets, budget_s=budget_s, rest_s=rest_s, hopeless_s=hopeless_s, name=version.name)
         return replace(trial, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method)
     except Exception as error:
         # A compiler or a library may fail in its own way on a new chip or shape; the reference is the fallback, and
         # may itself be too large for the memory.
         if version.run is op.reference and not is_out_of_memory(error):
             raise
-        return VersionTrial(version=version.name, refused=_failure(error))
+        failure = f"failed: {type(error).__name__}: {first_line(error)[:200]}"
+        return VersionTrial(version=version.name, refused=failure)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -158,11 +160,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
-
-
-def _rest_s(op: Op, case: Case) -> float:
-    """GEMMs reach the power limit within a tenth of a second; their ceiling is measured with rests too."""
-    return _REST_S if op.work(case).ceiling in ("gemm", "fp8") and torch.device(case.device).type == "cuda" else 0.0
 
 
 def _without_timing(op: Op, case: Case) -> tuple[VersionTrial, ...]:
@@ -263,8 +260,3 @@ def _reason(trial: VersionTrial) -> str:
     if trial.backward_s is not None:
         times += f", backward {trial.backward_s * 1e6:.1f} µs"
     return f"{trial.version}: {times}, off by {trial.error:.2g}"
-
-
-def _failure(error: Exception) -> str:
-    first_line = (str(error).strip().splitlines() or [""])[0][:200]
-    return f"failed: {type(error).__name__}: {first_line}"

@@ -88,8 +88,12 @@ def ceil_div(a: int, b: int) -> int:
 
 def as_rows(x: Tensor) -> Tensor:
     """[…, N] as [rows, N] with unit stride in the last dim, a view where strides allow it."""
-    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return unit_stride(x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """The same tensor, or a contiguous copy where elements of the last dim are not adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def dense(x: Tensor | None) -> Tensor | None:

@@ -6,9 +6,12 @@ a machine without triton still has the reference.
 """
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import wraps
 from importlib import import_module
+from types import FunctionType
 from typing import Any, Literal, Self
 
 import torch
@@ -134,6 +137,47 @@ def in_liger(function: str, refuses: Callable[[Any], str | None] = takes_all) ->
     """`function` of liger.py, where liger_kernel is installed."""
     run = LazyFunction("armillary.kernels.core.liger", function)
     return Version(name="liger", run=run, refuses=refuses, needs=("liger",))
+
+
+# --- by torch.compile: static shapes, a compiler cache per load
+
+
+class Compiled(LazyFunction):
+    """torch.compile(function) on load. The compiler keeps its cache on a function's code object and gives up after
+    eight shapes; a copy of the code per load keeps cases apart."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def load(self) -> Callable[..., Any]:
+        source: Any = self.function
+        code = source.__code__.replace()
+        copy = FunctionType(code, source.__globals__, source.__name__, source.__defaults__, source.__closure__)
+        copy.__kwdefaults__ = source.__kwdefaults__
+        return _quiet(torch.compile(copy, dynamic=False))
+
+
+def compiled(function: Callable[..., Any]) -> Version:
+    """The torch.compile version of an op."""
+    return Version(name="compile", run=Compiled(function), needs=("compile",))
+
+
+def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Silence the compiler's warnings about settings that are chosen deliberately (tf32 off, no autotuning)."""
+    done = False
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        if done:
+            return function(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = function(*args, **kwargs)
+        done = True
+        return result
+
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""What differs between torch 2.11 and 2.13, in one place."""
+"""What differs between torch 2.11 and 2.13, and a private function of torch, in one place."""
 
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo as uncompiled
 
 
 def collective(new_name: str, old_name: str) -> Any:
@@ -26,3 +27,6 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.export.load(str(path))
+
+
+__all__ = ["collective", "fsdp_param_groups", "load_program", "uncompiled"]

@@ -8,7 +8,7 @@ CPU.
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.agreement import as_tuple, with_grad
+from armillary.kernels.core.agreement import as_tuple, gradients, with_grad
 from armillary.kernels.core.op import Case, Op
 from armillary.kernels.core.timing import time_calls, warm_up
 
@@ -83,14 +83,14 @@ def time_version(
             if not why:
                 return _captured(run, op, leaves, device, limits)
         except RuntimeError as error:
-            why = _first_line(error)
+            why = first_line(error)
         what = f"{op.name}, {name}" if name else op.name
         LOG.warning("%s: not captured in a CUDA graph, timed call by call: %s", what, why)
         torch.cuda.synchronize(device)
     return _called(run, op, leaves, device, limits)
 
 
-def _first_line(error: Exception, otherwise: str = "") -> str:
+def first_line(error: Exception, otherwise: str = "") -> str:
     return (str(error).strip().splitlines() or [otherwise])[0]
 
 
@@ -100,7 +100,7 @@ def run_once(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...]) -> None:
     with torch.set_grad_enabled(bool(op.grads)):
         outputs = as_tuple(run(*leaves))
         if op.grads:
-            _backward(leaves, outputs, _grad_outputs(outputs), op)
+            gradients(leaves, outputs, _grad_outputs(outputs), op.grads)
 
 
 def _one_call(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], device: Any) -> Times:
@@ -119,7 +119,7 @@ def _one_call(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], device: 
         grads = _grad_outputs(outputs) if op.grads else []
         mark()
         if op.grads:
-            _backward(inputs, outputs, grads, op)
+            gradients(inputs, outputs, grads, op.grads)
         mark()
     backward_s = marks[3] - marks[2] if op.grads else None
     return Times(forward_s=marks[1] - marks[0], backward_s=backward_s, method=ONE_CALL)
@@ -138,11 +138,11 @@ def _captured(
     times = [time_calls([lambda: forward.replay()], device, **limits, graph=False).seconds]
     if op.grads:
         grad_outputs = [_grad_outputs(each) for each in outputs]
-        backward, gradients = torch.cuda.CUDAGraph(), []
+        backward, results = torch.cuda.CUDAGraph(), []
         with capturing(backward, forward.pool()):
-            gradients = [_backward(*each, op) for each in zip(repeated, outputs, grad_outputs, strict=True)]
+            results = [gradients(*each, op.grads) for each in zip(repeated, outputs, grad_outputs, strict=True)]
         times.append(time_calls([lambda: backward.replay()], device, **limits, graph=False).seconds)
-        del gradients
+        del results
     forward_s, *rest = (seconds / len(repeated) for seconds in times)
     return Times(forward_s=forward_s, backward_s=rest[0] if rest else None, method="CUDA graph")
 
@@ -184,13 +184,7 @@ def _called(
 
 
 def _both(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], grads: list[Tensor | None]) -> Any:
-    return _backward(inputs, as_tuple(run(*inputs)), grads, op)
-
-
-def _backward(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], grads: Iterable[Tensor | None], op: Op) -> Any:
-    wanted = [inputs[i] for i in op.grads if isinstance(inputs[i], Tensor)]
-    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    return torch.autograd.grad([out for out, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True)
+    return gradients(inputs, as_tuple(run(*inputs)), grads, op.grads)
 
 
 def _grad_outputs(outputs: tuple[Tensor, ...]) -> list[Tensor | None]:
@@ -212,7 +206,7 @@ def waits_for_device(call: Callable[[], object]) -> str:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        return _first_line(error, "it waits for the device")
+        return first_line(error, "it waits for the device")
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return ""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadInput
-from armillary.kernels.core.compile import Compiled
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled
 
 # M tokens, K inputs, N outputs
 
@@ -26,14 +25,17 @@ TINY = 1e-12  # smallest amax that is distinguished from zero
 def reference(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
     """x @ weightᵀ of the rounded operands; gradients from rounded operands too."""
     check_scaling(scaling)
-    if scaling == "token":
-        return _RoundedByToken.apply(x_MK.flatten(0, -2), weight_NK).unflatten(0, x_MK.shape[:-1])
     return _Rounded.apply(x_MK.flatten(0, -2), weight_NK, scaling).unflatten(0, x_MK.shape[:-1])
 
 
 def check_scaling(scaling: str) -> None:
     if scaling not in SCALINGS:
         raise BadInput(f"fp8 scaling '{scaling}' is not known; choose {' or '.join(SCALINGS)}")
+
+
+def weight_scaling(scaling: str) -> str:
+    """Of a weight: where tokens have scales of their own, its rows have."""
+    return "row" if scaling == "token" else scaling
 
 
 class _Rounded(torch.autograd.Function):
@@ -43,41 +45,24 @@ class _Rounded(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scaling = scaling
-        return rounded(x, E4M3, scaling) @ rounded(weight, E4M3, scaling).t()
+        return rounded(x, E4M3, scaling) @ rounded(weight, E4M3, weight_scaling(scaling)).t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, weight), scaling = ctx.saved_tensors, ctx.scaling
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = rounded(dy, E5M2, scaling) @ rounded(weight, E4M3, scaling, dim=0)
+            dx = rounded(dy, E5M2, scaling) @ rounded(weight, E4M3, weight_scaling(scaling), dim=0)
         if ctx.needs_input_grad[1]:
-            dw = rounded(dy, E5M2, scaling, dim=0).t() @ rounded(x, E4M3, scaling, dim=0)
+            dw = _over_tokens(dy, E5M2, scaling).t() @ _over_tokens(x, E4M3, scaling)
         return dx, dw, None
 
 
-class _RoundedByToken(torch.autograd.Function):
-    """The three GEMMs with per-token scales; where tokens are summed over, all take the largest scale."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return rounded(x, E4M3, "token") @ rounded(weight, E4M3, "row").t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = rounded(dy, E5M2, "token") @ rounded(weight, E4M3, "row", dim=0)
-        if ctx.needs_input_grad[1]:
-            dw = _at_one_scale(dy, E5M2).t() @ _at_one_scale(x, E4M3)
-        return dx, dw
-
-
-def _at_one_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded per token, then rescaled to the largest scale: scales are powers of two, so only exponents change,
-    until numbers are too small for the dtype."""
+def _over_tokens(x: Tensor, dtype: torch.dtype, scaling: str) -> Tensor:
+    """x rounded for a sum over tokens. Per-token scales become the largest of them: they are powers of two, so only
+    exponents change, until numbers are too small for the dtype."""
+    if scaling != "token":
+        return rounded(x, dtype, scaling, dim=0)
     values, scale = quantised(x, dtype, "token")
     top = scale.max() if scale.numel() else scale.new_ones(())
     return ((values.to(scale.dtype) * (scale / top)).to(dtype).to(scale.dtype) * top).to(x.dtype)
@@ -166,7 +151,7 @@ FP8_LINEAR = Op(
             run=LazyFunction("armillary.kernels.fp8.linear_triton", "fp8_linear"),
             needs=("triton", "fp8", "tma"),
         ),
-        Version(name="compile", run=Compiled(reference), needs=("compile",)),
+        compiled(reference),
     ),
     inputs=inputs,
     work=work,

@@ -4,6 +4,7 @@
 and returns bf16.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.core.launch import on
-from armillary.kernels.fp8.linear import E4M3, E5M2, check_scaling
+from armillary.kernels.fp8.linear import E4M3, E5M2, check_scaling, weight_scaling
 from armillary.kernels.fp8.matmul_triton import multiply
 from armillary.kernels.fp8.operands import ScaledTensor, Source, make_operand
 from armillary.kernels.fp8.quantize_triton import amax_of, quantise, quantise_columns
@@ -19,19 +20,13 @@ from armillary.kernels.fp8.quantize_triton import amax_of, quantise, quantise_co
 # M tokens, K inputs, N outputs
 
 
-def fp8_linear(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
-    """x @ weightᵀ in fp8, with fp8 gradients."""
-    return _run(x_MK, weight_NK, scaling, library=False)
-
-
-def library_linear(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
-    """x @ weightᵀ in fp8 with the library's GEMMs."""
-    return _run(x_MK, weight_NK, scaling, library=True)
-
-
-def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
+def fp8_linear(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row", *, library: bool = False) -> Tensor:
+    """x @ weightᵀ in fp8, with fp8 gradients; by our own GEMMs or the library's."""
     check_scaling(scaling)
-    return _linear(x.flatten(0, -2), weight, scaling, library).unflatten(0, x.shape[:-1])
+    return _linear(x_MK.flatten(0, -2), weight_NK, scaling, library).unflatten(0, x_MK.shape[:-1])
+
+
+library_linear = partial(fp8_linear, library=True)
 
 
 @torch.library.custom_op(
@@ -43,9 +38,9 @@ def _linear(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
     with on(x):
         if scaling == "token":
             a: Any = make_operand(_padded_source(x), E4M3, "token", transposed=False).rows
-            return multiply(a, quantise(weight, E4M3, "row"), x.dtype, fast=True, library=library)
-        operands = quantise(x, E4M3, scaling), quantise(weight, E4M3, scaling)
-        return multiply(*operands, x.dtype, fast=True, library=library)
+        else:
+            a = quantise(x, E4M3, scaling)
+        return multiply(a, quantise(weight, E4M3, weight_scaling(scaling)), x.dtype, fast=True, library=library)
 
 
 def _padded_source(x: Tensor) -> Source:
@@ -72,7 +67,7 @@ def _gradients(
     with on(x):
         dy_rows, dy_transposed = _rows_and_transposed(dy, scaling, grad_x, grad_w)
         if grad_x:
-            operands = dy_rows, quantise_columns(weight, E4M3, "row" if scaling == "token" else scaling)
+            operands = dy_rows, quantise_columns(weight, E4M3, weight_scaling(scaling))
             dx = multiply(*operands, x.dtype, fast=False, library=library)
         if grad_w:
             operands = dy_transposed, _transpose_operand(x, scaling)

@@ -4,16 +4,15 @@ A weight is quantised once and used many times: by every micro-batch of a step, 
 or the SwiGLU before the GEMM writes fp8 rows and their scales directly, so that its result is never written in bf16.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
-from armillary.kernels.fp8.linear import E4M3, quantised, refuses, rounded, small
-from armillary.kernels.gemm.skinny import rms_norm
+from armillary.kernels.core.op import LazyFunction, Op, OpWork, Version
+from armillary.kernels.fp8.linear import E4M3, Fp8LinearCase, quantised, refuses, rounded, small
+from armillary.kernels.norm.norm import norm
+from armillary.kernels.pointwise.activation import activate
 
 # M tokens, K inputs of the GEMM, N outputs
 
@@ -31,11 +30,8 @@ def reference(
 def produced(x: Tensor, norm_K: Tensor | None, gated: bool, eps: float) -> Tensor:
     """f(x)."""
     if norm_K is not None:
-        return rms_norm(x, norm_K, eps)
-    if gated:
-        gate, up = widen(x).unflatten(-1, (-1, 2)).unbind(-1)
-        return (F.silu(gate) * up).to(x.dtype)
-    return x
+        return norm(x, norm_K, None, eps)
+    return activate(x, "silu", gated=True) if gated else x
 
 
 def scaling_of(scale: Tensor) -> str:
@@ -43,13 +39,9 @@ def scaling_of(scale: Tensor) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8MatmulCase(Case):
-    """Tokens through a weight in fp8."""
+class Fp8MatmulCase(Fp8LinearCase):
+    """The same where the weight is already in fp8."""
 
-    tokens: int
-    outputs: int
-    inputs: int
-    scaling: str = "row"  # 'row' or 'tensor'
     norm: bool = False  # an RMS norm before
     gated: bool = False  # SwiGLU before
 
@@ -70,17 +62,21 @@ def work(case: Fp8MatmulCase) -> OpWork:
     )
 
 
-def _version(name: str, function: str, *more: str) -> Version:
-    run = LazyFunction("armillary.kernels.fp8.matmul_triton", function)
-    return Version(name=name, run=run, needs=("triton", "fp8", *more))
-
-
 FP8_MATMUL = Op(
     name="fp8_matmul",
     reference=reference,
     versions=(
-        replace(_version("triton+cublas", "library_matmul"), refuses=refuses),
-        _version("triton", "fp8_matmul", "tma"),
+        Version(
+            name="triton+cublas",
+            run=LazyFunction("armillary.kernels.fp8.matmul_triton", "library_matmul"),
+            refuses=refuses,
+            needs=("triton", "fp8"),
+        ),
+        Version(
+            name="triton",
+            run=LazyFunction("armillary.kernels.fp8.matmul_triton", "fp8_matmul"),
+            needs=("triton", "fp8", "tma"),
+        ),
     ),
     inputs=inputs,
     work=work,

@@ -6,6 +6,8 @@ quantised operands.
 in fp32 after every step.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -25,17 +27,20 @@ _SMALL = 64  # block size for an operand with no more rows
 
 
 def fp8_matmul(
-    x: Tensor, weight_NK: Tensor, scale: Tensor, norm_K: Tensor | None = None, gated: bool = False, eps: float = 1e-6
+    x: Tensor,
+    weight_NK: Tensor,
+    scale: Tensor,
+    norm_K: Tensor | None = None,
+    gated: bool = False,
+    eps: float = 1e-6,
+    *,
+    library: bool = False,
 ) -> Tensor:
-    """`armillary.kernels.fp8.matmul.reference` with our own GEMM."""
-    return (_launched if is_bare(x) else _matmul)(x, weight_NK, scale, norm_K, gated, eps, False)
+    """`armillary.kernels.fp8.matmul.reference` with our own GEMM or the library's."""
+    return (_launched if is_bare(x) else _matmul)(x, weight_NK, scale, norm_K, gated, eps, library)
 
 
-def library_matmul(
-    x: Tensor, weight_NK: Tensor, scale: Tensor, norm_K: Tensor | None = None, gated: bool = False, eps: float = 1e-6
-) -> Tensor:
-    """`armillary.kernels.fp8.matmul.reference` with the library's GEMM."""
-    return (_launched if is_bare(x) else _matmul)(x, weight_NK, scale, norm_K, gated, eps, True)
+library_matmul = partial(fp8_matmul, library=True)
 
 
 def _launched(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armillary.kernels.core.launch import ceil_div, power_of_two
+from armillary.kernels.core.launch import ceil_div, power_of_two, unit_stride
 from armillary.kernels.fp8.linear import TINY
 
 # M rows, K columns
@@ -26,7 +26,7 @@ def quantise(x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = 
     """fp8 rows [M, K'] and scales [M, 1], or one scale [] (from `amax` where known); K' is K padded with zeros."""
     if scaling == "row":
         return quantise_rows(x, dtype)
-    x, q = _unit_stride(x), _empty_padded(len(x), x.shape[1], x, dtype)
+    x, q = unit_stride(x), _empty_padded(len(x), x.shape[1], x, dtype)
     amax = amax_of(x, by_column=False) if amax is None else amax
     return q, _cast_tiles(x, q, amax, torch.finfo(dtype).max, q.shape[1], transpose=False)
 
@@ -35,7 +35,7 @@ def quantise_rows(
     x: Tensor, dtype: torch.dtype, norm: Tensor | None = None, gated: bool = False, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """`quantise` with per-row scales, of an RMS norm of x, of SwiGLU over its alternating gate and up, or of x."""
-    x, (M, K) = _unit_stride(x), (len(x), x.shape[1] // 2 if gated else x.shape[1])
+    x, (M, K) = unit_stride(x), (len(x), x.shape[1] // 2 if gated else x.shape[1])
     q, scale = _empty_padded(M, K, x, dtype), torch.empty(M, 1, dtype=torch.float32, device=x.device)
     if q.numel():
         block = min(power_of_two(q.shape[1]), _ROW_IN_REGISTERS)
@@ -58,17 +58,13 @@ def quantise_rows(
     return q, scale
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _empty_padded(rows: int, columns: int, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(rows, ceil_div(columns, _ALIGN) * _ALIGN, dtype=dtype, device=x.device)
 
 
 def quantise_columns(x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`quantise` of xᵀ: fp8 [K, M'] and scales [K, 1] or []."""
-    x, q = _unit_stride(x), _empty_padded(x.shape[1], len(x), x, dtype)
+    x, q = unit_stride(x), _empty_padded(x.shape[1], len(x), x, dtype)
     amax = amax_of(x, by_column=scaling == "row") if amax is None else amax
     scale = _cast_tiles(x, q, amax, torch.finfo(dtype).max, q.shape[1], transpose=True)
     return q, scale if scaling == "tensor" else scale[:, None]

@@ -56,14 +56,12 @@ _FEW = {
 
 def grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:
     """`armillary.kernels.gemm.grouped.grouped_linear`; whether all rows have an expert makes no difference here."""
-    result: Tensor = _grouped_linear(x_PK, weight_ENK, ends_E, True)
-    return result
+    return _grouped_linear(x_PK, weight_ENK, ends_E, True)
 
 
 def grouped_linear_pointers(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:
     """`grouped_linear` without TMA: rows of any length, on GPUs of compute capability 8.0 and more."""
-    result: Tensor = _grouped_linear(x_PK, weight_ENK, ends_E, False)
-    return result
+    return _grouped_linear(x_PK, weight_ENK, ends_E, False)
 
 
 @torch.library.custom_op(
@@ -125,17 +123,17 @@ def _grouped_gemm(a: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, 
     if not out.numel():
         return out
     tile = _tile(a, P // experts, forward=transposed, tma=tma)
-    a_src: Any = a
-    weight_src: Any = weight
+    sources: tuple[Any, Any] = a, weight
     if tma:
         shape = [tile.columns, tile.step] if transposed else [tile.step, tile.columns]
-        a_src = TensorDescriptor.from_tensor(a, [tile.rows, tile.step])
-        weight_src = TensorDescriptor.from_tensor(weight.flatten(0, 1), shape)
+        sources = (
+            TensorDescriptor.from_tensor(a, [tile.rows, tile.step]),
+            TensorDescriptor.from_tensor(weight.flatten(0, 1), shape),
+        )
     down = ceil_div(P, tile.rows) + experts  # every group but the first may begin one more tile
     with on(a):
         grouped_gemm_kernel[(down * ceil_div(columns, tile.columns),)](
-            a_src,
-            weight_src,
+            *sources,
             out,
             ends,
             down,
@@ -159,13 +157,14 @@ def _row_sums(dy: Tensor, x: Tensor, ends: Tensor, experts: int, *, tma: bool) -
     out = dy.new_empty(experts, N, K)
     tile = _tile(dy, _MANY, forward=False, tma=tma)
     grid = (experts * ceil_div(N, tile.rows) * ceil_div(K, tile.columns),)
-    dy_src: Any = dy
-    x_src: Any = x
+    sources: tuple[Any, Any] = dy, x
     if tma:
-        dy_src = TensorDescriptor.from_tensor(dy, [tile.step, tile.rows])
-        x_src = TensorDescriptor.from_tensor(x, [tile.step, tile.columns])
+        sources = (
+            TensorDescriptor.from_tensor(dy, [tile.step, tile.rows]),
+            TensorDescriptor.from_tensor(x, [tile.step, tile.columns]),
+        )
     with on(dy):
-        row_sums_kernel[grid](dy_src, x_src, out, ends, N, K, **_options(tile, dy, tma))
+        row_sums_kernel[grid](*sources, out, ends, N, K, **_options(tile, dy, tma))
     return out
 
 

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.core.compile import compiled
-from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled
+from armillary.kernels.norm.norm import norm
 
 # M tokens, K inputs, N rows of the weight (outputs, or twice the outputs when gated)
 
@@ -28,18 +27,12 @@ def reference(
 ) -> Tensor:
     """residual + act(norm(x) @ weightᵀ); each part only where it is given."""
     if norm_K is not None:
-        x_MK = rms_norm(x_MK, norm_K, eps)
+        x_MK = norm(x_MK, norm_K, None, eps)
     y = F.linear(x_MK, weight_NK)
     if gated:
         gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
         y = F.silu(gate) * up
     return y if residual is None else y + residual
-
-
-def rms_norm(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    wide = widen(x)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * widen(weight_K)).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +50,10 @@ class SmallLinearCase(Case):
 def inputs(case: SmallLinearCase, generator: torch.Generator) -> tuple[object, ...]:
     x = case.normal(generator, case.tokens, case.inputs)
     weight = case.normal(generator, case.outputs, case.inputs) * case.inputs**-0.5
-    norm = case.normal(generator, case.inputs) if case.norm else None
+    norm_weight = case.normal(generator, case.inputs) if case.norm else None
     width = case.outputs // 2 if case.gated else case.outputs
     residual = case.normal(generator, case.tokens, width) if case.residual else None
-    return x, weight, norm, residual, 1e-6, case.gated
+    return x, weight, norm_weight, residual, 1e-6, case.gated
 
 
 def work(case: SmallLinearCase) -> OpWork:
@@ -77,16 +70,6 @@ def refuses(case: SmallLinearCase) -> str | None:
     return "it sums in fp32" if case.dtype == "fp64" else None
 
 
-def _cases() -> dict[str, SmallLinearCase]:
-    cases: dict[str, SmallLinearCase] = {}
-    for tokens in (1, 8, 32):
-        cases[f"up {tokens}"] = SmallLinearCase(tokens=tokens, outputs=14336, inputs=4096)
-        cases[f"down {tokens}"] = SmallLinearCase(tokens=tokens, outputs=4096, inputs=14336)
-    cases["norm, swiglu 8"] = SmallLinearCase(tokens=8, outputs=28672, inputs=4096, norm=True, gated=True)
-    cases["residual 8"] = SmallLinearCase(tokens=8, outputs=4096, inputs=14336, residual=True)
-    return cases
-
-
 SMALL_LINEAR = Op(
     name="small_linear",
     reference=reference,
@@ -101,5 +84,13 @@ SMALL_LINEAR = Op(
     ),
     inputs=inputs,
     work=work,
-    cases=_cases(),
+    cases={
+        **{
+            f"{name} {tokens}": SmallLinearCase(tokens=tokens, outputs=outputs, inputs=width)
+            for tokens in (1, 8, 32)
+            for name, outputs, width in (("up", 14336, 4096), ("down", 4096, 14336))
+        },
+        "norm, swiglu 8": SmallLinearCase(tokens=8, outputs=28672, inputs=4096, norm=True, gated=True),
+        "residual 8": SmallLinearCase(tokens=8, outputs=4096, inputs=14336, residual=True),
+    },
 )

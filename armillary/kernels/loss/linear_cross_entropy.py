@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, in_liger
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled, in_liger
 
 # M tokens, H hidden, V vocabulary
 

@@ -45,7 +45,7 @@ def reads_twice(columns: int, element_size: int, pairs: bool) -> bool:
     return not pairs and (columns, element_size) == (8192, 2)
 
 
-def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, residual: bool) -> LaunchShape:
+def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int) -> LaunchShape:
     """One program per multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many
     as 100 kB hold. Without sums, one program per row. `pairs` is the second best."""
     if not sums and columns > 2048:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import (
     Case,
     Op,
     OpWork,
     Version,
+    compiled,
     in_liger,
     in_triton,
     refuses_fp64,
@@ -122,13 +122,11 @@ def _inputs(case: NormCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 def _add_inputs(case: NormCase, generator: torch.Generator) -> tuple[Any, ...]:
     x, *rest = _inputs(case, generator)
-    residual = torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
-    return (x, residual, *rest)
+    return (x, case.normal(generator, *x.shape), *rest)
 
 
 def _work(case: NormCase, *, residual: bool = False) -> OpWork:
-    kind: Any = case.kind
-    sizes: dict[str, Any] = {"dtype": case.dtype, "kind": kind, "residual": residual}
+    sizes: dict[str, Any] = {"dtype": case.dtype, "kind": case.kind, "residual": residual}
     forward = layer_ops.norm("norm", case.rows, case.columns, **sizes)
     return OpWork.of(forward, layer_ops.norm_backward("norm", case.rows, case.columns, **sizes))
 

@@ -5,6 +5,7 @@ gradient for its own rows, and a second kernel adds those sums in a fixed order,
 too wide for the registers are processed in pieces.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +23,17 @@ _PIECE = 4096
 
 
 def norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str = "rms",
+    plus_one: bool = False,
+    *,
+    alternative: bool = False,
 ) -> Tensor:
-    """norm.norm in one kernel."""
-    return _norm(x, None, weight, bias, eps, kind == "rms", plus_one, False)[0]
-
-
-def norm_pairs(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
-) -> Tensor:
-    """`norm` with other launch shapes: better for some widths and devices."""
-    return _norm(x, None, weight, bias, eps, kind == "rms", plus_one, True)[0]
+    """norm.norm in one kernel; `alternative` launch shapes are better for some widths and devices."""
+    return _norm(x, None, weight, bias, eps, kind == "rms", plus_one, alternative)[0]
 
 
 def add_norm(
@@ -43,39 +44,18 @@ def add_norm(
     eps: float,
     kind: str = "rms",
     plus_one: bool = False,
+    *,
+    alternative: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """norm.add_norm in one kernel."""
-    return _add_norm(x, residual, weight, bias, eps, kind == "rms", plus_one, False)
-
-
-def add_norm_pairs(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str = "rms",
-    plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`add_norm` with the launch shapes of `norm_pairs`."""
-    return _add_norm(x, residual, weight, bias, eps, kind == "rms", plus_one, True)
-
-
-def _add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    plus_one: bool,
-    pairs: bool,
-) -> tuple[Tensor, Tensor]:
     if x.dtype != residual.dtype:  # a wider residual stream makes the sum as wide
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
-    y, summed, _, _ = _norm(x, residual.expand_as(x), weight, bias, eps, rms, plus_one, pairs)
+    y, summed, _, _ = _norm(x, residual.expand_as(x), weight, bias, eps, kind == "rms", plus_one, alternative)
     return y, summed
+
+
+norm_pairs, add_norm_pairs = partial(norm, alternative=True), partial(add_norm, alternative=True)
 
 
 # --- custom ops, so that torch.compile and CUDA graphs treat each as one operator
@@ -206,7 +186,7 @@ def _norm_backward(
         _wide_backward(dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, dw, db, strides, flags)
         return dx, dw, db
     sums = [out for out, there in ((dw, weight is not None), (db, bias)) if there]
-    shape = backward_shape(columns, x.element_size(), pairs, sums=len(sums), residual=dsummed is not None)
+    shape = backward_shape(columns, x.element_size(), pairs, sums=len(sums))
     pieces = ceil_div(columns, shape.width)
     column_bytes = shape.held * (2 + (dsummed is not None)) * x.element_size()
     if weight is not None and not shape.ahead:

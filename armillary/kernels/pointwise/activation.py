@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Op, OpWork, in_liger, in_triton, rows_to_check
+from armillary.kernels.core.op import Case, Op, OpWork, compiled, in_liger, in_triton, rows_to_check
 from armillary.spec.arithmetic import layer_ops
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,8 +56,7 @@ def _inputs(case: ActivationCase, generator: torch.Generator) -> tuple[Any, ...]
 
 
 def _work(case: ActivationCase) -> OpWork:
-    function: Any = case.activation
-    sizes: dict[str, Any] = {"dtype": case.dtype, "function": function, "gated": case.gated}
+    sizes: dict[str, Any] = {"dtype": case.dtype, "function": case.activation, "gated": case.gated}
     forward = layer_ops.activation("activate", case.rows, case.ffn, **sizes)
     return OpWork.of(forward, layer_ops.activation_backward("activate", case.rows, case.ffn, **sizes))
 

@@ -27,8 +27,7 @@ _TANH_CUBE: tl.constexpr = tl.constexpr(0.044715)
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     """activation.activate in one kernel."""
-    result: Tensor = _activate(x, activation, gated)
-    return result
+    return _activate(x, activation, gated)
 
 
 @torch.library.custom_op(
@@ -57,21 +56,7 @@ def _empty_activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 )
 def _activate_backward(dy: Tensor, x: Tensor, activation: str, gated: bool) -> Tensor:
     dx = _empty_backward(dy, x, activation, gated)
-    count = dy.numel()
-    if count:
-        with on(x):
-            _backward_kernel[(ceil_div(count, _BLOCK),)](
-                dy.contiguous(),
-                x.contiguous(),
-                dx,
-                dx,
-                count,
-                ACT=activation,
-                GATED=gated,
-                AGAIN=False,
-                BLOCK=_BLOCK,
-                num_warps=_WARPS,
-            )
+    _launch_backward(dy, x, dx, None, activation, gated)
     return dx
 
 
@@ -88,6 +73,16 @@ def _empty_backward(dy: Tensor, x: Tensor, activation: str, gated: bool) -> Tens
 def _activate_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool) -> tuple[Tensor, Tensor]:
     """The gradient, and the recomputed activation, for callers that did not keep it."""
     dx, y = _empty_backward_again(dy, x, activation, gated)
+    _launch_backward(dy, x, dx, y, activation, gated)
+    return dx, y
+
+
+@_activate_backward_again.register_fake
+def _empty_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool) -> tuple[Tensor, Tensor]:
+    return _empty_backward(dy, x, activation, gated), _empty_activate(x, activation, gated)
+
+
+def _launch_backward(dy: Tensor, x: Tensor, dx: Tensor, y: Tensor | None, activation: str, gated: bool) -> None:
     count = dy.numel()
     if count:
         with on(x):
@@ -95,20 +90,14 @@ def _activate_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool
                 dy.contiguous(),
                 x.contiguous(),
                 dx,
-                y,
+                dx if y is None else y,
                 count,
                 ACT=activation,
                 GATED=gated,
-                AGAIN=True,
+                AGAIN=y is not None,
                 BLOCK=_BLOCK,
                 num_warps=_WARPS,
             )
-    return dx, y
-
-
-@_activate_backward_again.register_fake
-def _empty_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool) -> tuple[Tensor, Tensor]:
-    return _empty_backward(dy, x, activation, gated), _empty_activate(x, activation, gated)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

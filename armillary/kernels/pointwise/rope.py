@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Op, OpWork, in_liger, in_triton, rows_to_check
+from armillary.kernels.core.op import Case, Op, OpWork, compiled, in_liger, in_triton, rows_to_check
 from armillary.spec.arithmetic.ops import FP32_BYTES, size_of
 
 # B batch, T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2

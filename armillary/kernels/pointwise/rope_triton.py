@@ -24,8 +24,7 @@ def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, group: int, head_dim: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rope.rope in one kernel."""
-    q, k, v = _rope(qkv, cos, sin, group, head_dim, interleaved)
-    return q, k, v
+    return _rope(qkv, cos, sin, group, head_dim, interleaved)
 
 
 @torch.library.custom_op(
@@ -100,7 +99,9 @@ def _launch(
     dim, rotated = q.shape[-1], cos.shape[-1]
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
     cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
-    if not interleaved and _halves_share_sectors(rotated, qkv.element_size()):
+    # Where halves begin inside a sector, processing them separately would read and write it twice: heads are then
+    # processed end to end, and the other half of the rotated dims is read again.
+    if not interleaved and rotated * qkv.element_size() % _SECTOR:
         front, front_more = pieces(2 * rotated)
         rest, rest_more = pieces(max(0, dim - front - front_more))
         elements, of_a_thread = _WHOLE
@@ -152,12 +153,6 @@ def _launch(
             HELD=held,
             num_warps=max(1, min(16, held * power_of_two(dim) // (32 * of_a_thread))),
         )
-
-
-def _halves_share_sectors(rotated: int, element_size: int) -> bool:
-    """Where halves begin inside a sector, processing them separately would read and write it twice: heads are then
-    processed end to end, and the other half of the rotated dims is read again."""
-    return rotated * element_size % _SECTOR != 0
 
 
 def pieces(count: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.compile import uncompiled
+from armillary.kernels.core.torch_compat import uncompiled
 from armillary.spec.model import MoE
 
 Rule = Callable[[Tensor], Tensor]

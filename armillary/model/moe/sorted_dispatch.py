@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.compile import uncompiled
+from armillary.kernels.core.torch_compat import uncompiled
 from armillary.kernels.gemm.grouped import grouped_linear
 from armillary.model.moe.experts import Experts, Grouped, Overlapped
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from armillary.errors import BadLayout
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.kernels.core.compile import uncompiled
+from armillary.kernels.core.torch_compat import uncompiled
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.rope import inverse_frequencies
 from armillary.model.transformer import Transformer

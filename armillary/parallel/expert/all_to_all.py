@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.compile import uncompiled
+from armillary.kernels.core.torch_compat import uncompiled
 from armillary.model.moe.experts import Experts, Grouped, Overlapped
 from armillary.model.moe.sorted_dispatch import inverted, permuted, sorted_rows, sum_copies
 from armillary.parallel.collectives import Group, timed

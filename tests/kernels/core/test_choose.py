@@ -13,9 +13,8 @@ from torch import Tensor
 
 from armillary.errors import BadInput
 from armillary.kernels.core.choose import choose, explain
-from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled
 from armillary.kernels.norm.norm import NORM, NormCase
 from armillary.machine.device_name import device_name
 from armillary.store.home import Home
