@@ -85,9 +85,7 @@ def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
         dense_mask = options.blocks_XY.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         seen = seen & dense_mask[:T, :S]
     documents_BT = options.documents_BT
-    if documents_BT is not None:
-        return seen & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
-    return seen
+    return seen if documents_BT is None else seen & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
 
 
 def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
@@ -184,9 +182,7 @@ def work(case: AttentionCase) -> OpWork:
 def _not_plain(case: AttentionCase) -> str | None:
     if case.documents or case.window or case.sparse or case.softcap or case.sinks:
         return "it has no documents, windows, block masks, caps or sinks"
-    if case.dtype not in ("bf16", "fp16"):
-        return "it is for 16-bit dtypes"
-    return None
+    return None if case.dtype in ("bf16", "fp16") else "it is for 16-bit dtypes"
 
 
 def _not_sdpa(case: AttentionCase) -> str | None:

@@ -14,7 +14,7 @@ from armillary.kernels.attention.attention import BLOCK, PLAIN, AttentionOptions
 from armillary.kernels.attention.backward_triton import delta_kernel, key_kernel, query_kernel
 from armillary.kernels.attention.forward_triton import forward_kernel
 from armillary.kernels.attention.mask_triton import boil_down
-from armillary.kernels.attention.tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
+from armillary.kernels.attention.tiles import attention_tiles, can_copy, described
 from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two, unit_stride
 from armillary.kernels.core.requirements import note_once
 
@@ -81,7 +81,7 @@ def _attention(
     q, k, v = (unit_stride(x) for x in (q, k, v))
     sinks, slopes = dense(sinks), dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
-    tiles = forward_tiles(q, documents is not None)
+    tiles = attention_tiles("forward", q, packed=documents is not None)
     flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
     listed, counts = lists.by_query if lists else (lse, lse)
     tma = can_copy(k, v)
@@ -180,7 +180,7 @@ def _attention_backward(
         )
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
         sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
-        tiles = key_tiles(q)
+        tiles = attention_tiles("key", q)
         flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
         listed, counts = lists.by_key if lists else (lse, lse)
         tma = can_copy(q, grad)
@@ -212,7 +212,7 @@ def _attention_backward(
             TMA=tma,
             num_warps=tiles.warps,
         )
-        tiles = query_tiles(q)
+        tiles = attention_tiles("query", q)
         flags["LISTED"] = BLOCK // tiles.keys if lists else 0
         listed, counts = lists.by_query if lists else (lse, lse)
         tma = can_copy(k, v)

@@ -25,63 +25,49 @@ class AttentionTiles:
     sm_100_kb: int = 0  # the same for 10.x, where that is more than a block has
 
 
-Table = dict[int, tuple[AttentionTiles, ...]]
-# largest head dim -> tiles, best first; the later ones are for less shared memory and were not timed
-_FORWARD = {
-    64: (AttentionTiles(128, 128, 8, 3, 81),),
-    128: (AttentionTiles(64, 64, 4, 3, 89), AttentionTiles(64, 64, 4, 2, 57)),
-    256: (AttentionTiles(128, 64, 8, 2, 145), AttentionTiles(64, 32, 4, 2, 69)),
-}
-_FORWARD_FP32 = {
-    64: (AttentionTiles(64, 32, 4, 2, 49),),
-    128: (AttentionTiles(64, 32, 4, 2, 113), AttentionTiles(64, 32, 4, 1, 81)),
-    256: (AttentionTiles(64, 32, 4, 1, 161), AttentionTiles(32, 16, 4, 1, 81)),
-}
-_KEY = {
-    64: (AttentionTiles(64, 128, 8, 2, 49),),
-    128: (AttentionTiles(64, 64, 4, 2, 73),),
-    256: (AttentionTiles(64, 64, 8, 2, 137, sm_100_kb=258), AttentionTiles(32, 32, 4, 2, 67)),
-}
-_KEY_FP32 = {
-    64: (AttentionTiles(16, 32, 4, 1, 41),),
-    128: (AttentionTiles(16, 32, 4, 1, 81),),
-    256: (AttentionTiles(16, 32, 4, 1, 161), AttentionTiles(16, 16, 4, 1, 97)),
-}
-_QUERY = {
-    64: (AttentionTiles(128, 64, 8, 3, 65),),
-    128: (AttentionTiles(128, 64, 8, 3, 129), AttentionTiles(128, 64, 8, 2, 97)),
-    256: (AttentionTiles(128, 32, 8, 2, 169), AttentionTiles(64, 32, 4, 1, 97)),
-}
-_QUERY_FP32 = {
-    64: (AttentionTiles(32, 16, 4, 1, 37),),
-    128: (AttentionTiles(32, 16, 4, 1, 73),),
-    256: (AttentionTiles(32, 16, 4, 1, 145), AttentionTiles(16, 16, 4, 1, 81)),
+# (kernel, whether it is for fp32) -> largest head dim -> tiles, best first; the later ones are for less shared memory
+# and were not timed
+_TILES: dict[tuple[str, bool], dict[int, tuple[AttentionTiles, ...]]] = {
+    ("forward", False): {
+        64: (AttentionTiles(128, 128, 8, 3, 81),),
+        128: (AttentionTiles(64, 64, 4, 3, 89), AttentionTiles(64, 64, 4, 2, 57)),
+        256: (AttentionTiles(128, 64, 8, 2, 145), AttentionTiles(64, 32, 4, 2, 69)),
+    },
+    ("forward", True): {
+        64: (AttentionTiles(64, 32, 4, 2, 49),),
+        128: (AttentionTiles(64, 32, 4, 2, 113), AttentionTiles(64, 32, 4, 1, 81)),
+        256: (AttentionTiles(64, 32, 4, 1, 161), AttentionTiles(32, 16, 4, 1, 81)),
+    },
+    ("key", False): {
+        64: (AttentionTiles(64, 128, 8, 2, 49),),
+        128: (AttentionTiles(64, 64, 4, 2, 73),),
+        256: (AttentionTiles(64, 64, 8, 2, 137, sm_100_kb=258), AttentionTiles(32, 32, 4, 2, 67)),
+    },
+    ("key", True): {
+        64: (AttentionTiles(16, 32, 4, 1, 41),),
+        128: (AttentionTiles(16, 32, 4, 1, 81),),
+        256: (AttentionTiles(16, 32, 4, 1, 161), AttentionTiles(16, 16, 4, 1, 97)),
+    },
+    ("query", False): {
+        64: (AttentionTiles(128, 64, 8, 3, 65),),
+        128: (AttentionTiles(128, 64, 8, 3, 129), AttentionTiles(128, 64, 8, 2, 97)),
+        256: (AttentionTiles(128, 32, 8, 2, 169), AttentionTiles(64, 32, 4, 1, 97)),
+    },
+    ("query", True): {
+        64: (AttentionTiles(32, 16, 4, 1, 37),),
+        128: (AttentionTiles(32, 16, 4, 1, 73),),
+        256: (AttentionTiles(32, 16, 4, 1, 145), AttentionTiles(16, 16, 4, 1, 81)),
+    },
 }
 
 
-def forward_tiles(q: Tensor, packed: bool) -> AttentionTiles:
-    """For head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two
-    do."""
-    tiles = _of(q, _FORWARD, _FORWARD_FP32)
+def attention_tiles(kernel: str, q: Tensor, *, packed: bool = False) -> AttentionTiles:
+    """For the 'forward' kernel, or the backward kernels of keys ('key') or queries ('query')."""
+    table = _TILES[kernel, q.dtype == torch.float32]
+    tiles = next(tiles for most, tiles in table.items() if q.shape[-1] <= most)
+    # for head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two do
     if packed and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
         tiles = tiles[1:]
-    return _fitting(q, tiles)
-
-
-def key_tiles(q: Tensor) -> AttentionTiles:
-    return _fitting(q, _of(q, _KEY, _KEY_FP32))
-
-
-def query_tiles(q: Tensor) -> AttentionTiles:
-    return _fitting(q, _of(q, _QUERY, _QUERY_FP32))
-
-
-def _of(q: Tensor, table_16bit: Table, table_fp32: Table) -> tuple[AttentionTiles, ...]:
-    table = table_fp32 if q.dtype == torch.float32 else table_16bit
-    return next(tiles for most, tiles in table.items() if q.shape[-1] <= most)
-
-
-def _fitting(q: Tensor, tiles: tuple[AttentionTiles, ...]) -> AttentionTiles:
     chip = accelerator_of(q.device)
     blackwell = chip is not None and chip.capability[0] == 10
     return first_fitting(q.device, tiles, lambda each: ((blackwell and each.sm_100_kb) or each.shared_kb) << 10)

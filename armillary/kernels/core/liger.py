@@ -12,7 +12,6 @@ from torch import Tensor
 def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
 ) -> Tensor:
-    """norm.norm by Liger."""
     if kind == "layer":
         return liger.liger_layer_norm(x, weight, bias, eps)
     return liger.liger_rms_norm(x, weight, eps, float(plus_one), _mode(plus_one), False)
@@ -27,7 +26,6 @@ def add_norm(
     kind: str = "rms",
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """norm.add_norm by Liger."""
     y, summed = liger.liger_fused_add_rms_norm(x, residual, weight, eps, float(plus_one), _mode(plus_one), False)
     return y, summed
 

@@ -15,18 +15,13 @@ def philox(seed: Tensor, counters: Tensor) -> list[Tensor]:
     state = [counters & _MASK, (counters >> 32) & _MASK, torch.zeros_like(counters), torch.zeros_like(counters)]
     keys = [seed & _MASK, (seed >> 32) & _MASK]
     for _ in range(_ROUNDS):
-        state = _round(state, keys)
+        # the product of two 32-bit words wraps around in int64, but all 64 bits are there
+        first, second = state[0] * _FACTORS[0], state[2] * _FACTORS[1]
+        state = [
+            ((second >> 32) & _MASK) ^ state[1] ^ keys[0],
+            second & _MASK,
+            ((first >> 32) & _MASK) ^ state[3] ^ keys[1],
+            first & _MASK,
+        ]
         keys = [(key + step) & _MASK for key, step in zip(keys, _KEYS, strict=True)]
     return state
-
-
-def _round(state: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
-    c0, c1, c2, c3 = state
-    # the product of two 32-bit words wraps around in int64, but all 64 bits are there
-    first, second = c0 * _FACTORS[0], c2 * _FACTORS[1]
-    return [
-        ((second >> 32) & _MASK) ^ c1 ^ keys[0],
-        second & _MASK,
-        ((first >> 32) & _MASK) ^ c3 ^ keys[1],
-        first & _MASK,
-    ]

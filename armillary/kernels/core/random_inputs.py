@@ -13,20 +13,17 @@ _BLOCK = 4_194_301  # prime, so that rows of matrices do not repeat the same val
 
 def random_row(count: int, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> torch.Tensor:
     """`count` random values: normal for floats, the full range for int8."""
-    generator = torch.Generator(device).manual_seed(seed)
-    block = _draw(min(count, _BLOCK), dtype, device, generator)
+    size, generator = (min(count, _BLOCK),), torch.Generator(device).manual_seed(seed)
+    if dtype == torch.int8:
+        block = torch.randint(-128, 128, size, dtype=dtype, device=device, generator=generator)
+    else:
+        block = torch.randn(size, device=device, generator=generator).to(dtype)
     if count <= _BLOCK:
         return block
     row = torch.empty(count, dtype=dtype, device=device)
     for start in range(0, count, _BLOCK):  # repeating a block fills memory at its own speed
         row[start : start + _BLOCK] = block[: count - start]
     return row
-
-
-def _draw(count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    if dtype == torch.int8:
-        return torch.randint(-128, 128, (count,), dtype=dtype, device=device, generator=generator)
-    return torch.randn(count, device=device, generator=generator).to(dtype)
 
 
 _ALIGN = 64  # elements; every buffer starts at a multiple, so that the fastest loads can be used

@@ -43,9 +43,7 @@ def time_calls(
 ) -> Timing:
     """The time of one call, from about `budget_s` seconds of cycling through `calls`, after a warm-up; a GPU rests for
     `rest_s` after every burst. `graph` says whether calls are captured; by default short ones are."""
-    if device.type == "cuda":
-        return _on_cuda(calls, device, budget_s, rest_s, graph)
-    return _on_host(calls, budget_s)
+    return _on_cuda(calls, device, budget_s, rest_s, graph) if device.type == "cuda" else _on_host(calls, budget_s)
 
 
 def summary(samples: Sequence[float], *, calls: int, method: str, began: float) -> Timing:

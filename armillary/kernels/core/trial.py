@@ -5,7 +5,6 @@ all sets are captured in one CUDA graph and their backward passes in a second, s
 CPU.
 """
 
-import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from armillary.kernels.core.agreement import as_tuple, gradients, with_grad
 from armillary.kernels.core.op import Case, Op
+from armillary.kernels.core.requirements import LOG
 from armillary.kernels.core.timing import time_calls, warm_up
 
-LOG = logging.getLogger("armillary.kernels")
 ONE_CALL = "one call"
 _TIMES_CACHE = 4
 _CPU_CACHE = 8 << 20

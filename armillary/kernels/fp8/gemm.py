@@ -6,6 +6,7 @@ numbers, promote them to fp32.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,19 +59,18 @@ def _make(
             raise RuntimeError("cuBLASLt proposes none")
     except (OSError, RuntimeError, AttributeError) as error:
         note_once(f"fp8 GEMMs go through torch: {error}")
-        return _by_torch(out, fast)
+        return partial(_by_torch, out, fast)
     algorithm = gemm.proposed[0]
     return lambda a, b, add, out: gemm.scaled(a, b, algorithm, add, out)
 
 
-def _by_torch(dtype: torch.dtype, fast: bool) -> RunGemm:
-    def run(a: ScaledTensor, b: ScaledTensor, add: Tensor | None, out: Tensor | None) -> Tensor:
-        y = torch._scaled_mm(
-            a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
-        return _finish(y, dtype, add, out)
-
-    return run
+def _by_torch(
+    dtype: torch.dtype, fast: bool, a: ScaledTensor, b: ScaledTensor, add: Tensor | None, out: Tensor | None
+) -> Tensor:
+    y = torch._scaled_mm(
+        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+    return _finish(y, dtype, add, out)
 
 
 def _plain(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, add: Tensor | None, out: Tensor | None) -> Tensor:

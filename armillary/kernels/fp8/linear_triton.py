@@ -70,15 +70,13 @@ def _gradients(
             operands = dy_rows, quantise_columns(weight, E4M3, weight_scaling(scaling))
             dx = multiply(*operands, x.dtype, fast=False, library=library)
         if grad_w:
-            operands = dy_transposed, _transpose_operand(x, scaling)
-            dw = multiply(*operands, weight.dtype, fast=False, library=library)
+            if scaling == "token":
+                x_operand = make_operand(_padded_source(x), E4M3, "token", rows=False)
+                x_transposed: Any = _without_padding(x_operand.transposed, x.shape[1])
+            else:
+                x_transposed = quantise_columns(x, E4M3, scaling)
+            dw = multiply(dy_transposed, x_transposed, weight.dtype, fast=False, library=library)
     return dx, dw
-
-
-def _transpose_operand(x: Tensor, scaling: str) -> Any:
-    if scaling != "token":
-        return quantise_columns(x, E4M3, scaling)
-    return _without_padding(make_operand(_padded_source(x), E4M3, "token", rows=False).transposed, x.shape[1])
 
 
 def _without_padding(transposed: ScaledTensor | None, rows: int) -> ScaledTensor | None:

@@ -50,12 +50,8 @@ def tune_sums(
 ) -> dict[str, str]:
     """The same for weight gradients that are accumulated over micro-batches, with 'apart' among the candidates;
     `names` has the algorithms of a gradient by itself."""
-    sums: dict[str, str] = {}
-    for N, K in dict.fromkeys((layer.N, layer.K) for layer in layers):
-        x, dy = _random(dtype, device, (M, K), (M, N))
-        shape = GemmShape("sum", M, N, K)
-        sums[shape.key] = _tune_sum(shape, dy, x, names)
-    return sums
+    shapes = (GemmShape("sum", M, N, K) for N, K in dict.fromkeys((layer.N, layer.K) for layer in layers))
+    return {shape.key: _tune_sum(shape, dtype, device, names) for shape in shapes}
 
 
 def _random(dtype: torch.dtype, device: torch.device, *sizes: tuple[int, int]) -> list[Tensor]:
@@ -98,8 +94,9 @@ def _tune_gemm(shape: GemmShape, arguments: tuple[Tensor, ...]) -> str:
     return fastest({TORCH: lambda: plain(*arguments), **candidates.proposals()}, candidates.variants)
 
 
-def _tune_sum(shape: GemmShape, dy: Tensor, x: Tensor, names: Mapping[str, str]) -> str:
+def _tune_sum(shape: GemmShape, dtype: torch.dtype, device: torch.device, names: Mapping[str, str]) -> str:
     """Accumulated inside the GEMM or by a kernel after it, both as from the second micro-batch on."""
+    x, dy = _random(dtype, device, (shape.M, shape.K), (shape.M, shape.N))
     total, plain, tuned = dy.new_zeros((shape.N, shape.K), dtype=torch.float32), Gemms(), TunedGemms(names)
     runs: Runs = {TORCH: lambda: plain.sum(total, dy, x, first=False)}
     if dy.is_cuda:

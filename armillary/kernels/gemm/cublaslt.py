@@ -54,11 +54,11 @@ class GemmLayout(NamedTuple):
 def gemm_layout(kind: str, M: int, N: int, K: int) -> GemmLayout:
     """'forward' x_MK·w_NKᵀ, 'back' dy_MN·w_NK, 'weight' dy_MNᵀ·x_MK. A row-major matrix is its own transpose in
     column-major order, so A is the second operand of these and B the first."""
-    if kind == "forward":
-        return GemmLayout((K, N), (K, M), (N, M), trans_a=True, trans_b=False)
-    if kind == "back":
-        return GemmLayout((K, N), (N, M), (K, M), trans_a=False, trans_b=False)
-    return GemmLayout((K, M), (N, M), (K, N), trans_a=False, trans_b=True)
+    weight = GemmLayout((K, M), (N, M), (K, N), trans_a=False, trans_b=True)
+    return {
+        "forward": GemmLayout((K, N), (K, M), (N, M), trans_a=True, trans_b=False),
+        "back": GemmLayout((K, N), (N, M), (K, M), trans_a=False, trans_b=False),
+    }.get(kind, weight)
 
 
 class CublasLtGemm:
@@ -147,7 +147,6 @@ class CublasLtGemm:
         return None if refused or result.state or result.workspace > _WORKSPACE_BYTES else changed
 
     def _set(self, attribute: int, value: Any) -> None:
-        """Set an attribute of the GEMM's description."""
         size = ctypes.c_size_t(ctypes.sizeof(value))
         _check(self.lib.cublasLtMatmulDescSetAttribute(self.desc, attribute, ctypes.byref(value), size))
 

@@ -40,7 +40,6 @@ def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> GemvTiles | Non
 def run_vector(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: GemvTiles
 ) -> Tensor:
-    """One token, with the given tile sizes."""
     flat, weight = x.reshape(-1).contiguous(), weight.contiguous()
     N, K = weight.shape
     out = x.new_empty(N // 2 if gated else N)

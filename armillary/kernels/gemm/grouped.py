@@ -32,10 +32,9 @@ def torch_grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full:
     """By torch's own kernel (CUTLASS on Hopper). Rows of no expert are masked, because torch leaves them
     uninitialised."""
     if full:
-        return _TorchGrouped.apply(x_PK, weight_ENK, ends_E)  # type: ignore[no-any-return]
+        return _TorchGrouped.apply(x_PK, weight_ENK, ends_E)
     owned_P1 = torch.arange(len(x_PK), device=x_PK.device)[:, None] < ends_E[-1]
-    y_PN: Tensor = _TorchGrouped.apply(x_PK.where(owned_P1, 0.0), weight_ENK, ends_E)
-    return y_PN.where(owned_P1, 0.0)
+    return _TorchGrouped.apply(x_PK.where(owned_P1, 0.0), weight_ENK, ends_E).where(owned_P1, 0.0)
 
 
 class _TorchGrouped(torch.autograd.Function):
@@ -83,8 +82,7 @@ def _work(case: GroupedCase) -> OpWork:
 
 
 def _unaligned(case: GroupedCase) -> str | None:
-    size = case.torch_dtype.itemsize
-    aligned = all(n * size % 16 == 0 for n in (case.outputs, case.inputs))
+    aligned = all(n * case.torch_dtype.itemsize % 16 == 0 for n in (case.outputs, case.inputs))
     return None if aligned else "rows of the weights must be multiples of 16 bytes"
 
 

@@ -64,7 +64,6 @@ def work(case: SmallLinearCase) -> OpWork:
 
 
 def refuses(case: SmallLinearCase) -> str | None:
-    """Why the Triton version cannot do a case."""
     if case.tokens > MAX_TOKENS:
         return f"it is for up to {MAX_TOKENS} tokens"
     return "it sums in fp32" if case.dtype == "fp64" else None

@@ -104,15 +104,12 @@ def _splits(rows: int, outputs: int, inputs: int) -> int:
 def run_tiles(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: SkinnyTiles
 ) -> Tensor:
-    """The kernels, with the given tile sizes."""
     flat, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
     (M, K), N = flat.shape, len(weight)
     width, block_m = N // 2 if gated else N, max(16, power_of_two(M))
     out = x.new_empty(M, width)
     residual = None if residual is None else residual.reshape(M, width).contiguous()
-    parts = None
-    if tiles.splits > 1:
-        parts = torch.empty(tiles.splits, N, block_m, dtype=torch.float32, device=x.device)
+    parts = torch.empty(tiles.splits, N, block_m, dtype=torch.float32, device=x.device) if tiles.splits > 1 else None
     stages = fitting_stages(x, (tiles.rows + block_m) * tiles.depth * x.element_size(), tiles.stages)
     can = can_start_early(x.device)
     early = can and (tiles.early or norm is not None)

@@ -68,12 +68,9 @@ def _loss(
     grad_w: bool,
     spare_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    loss, dx, dw = _empty_loss(x, weight, targets, ignore_index, softcap, scale, grad_x, grad_w, spare_bytes)
     rows = _chunk_rows(x, weight, grad_w, spare_bytes)
-    many = len(x) > rows
-    losses_M = torch.empty(len(x), dtype=wide, device=x.device)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if grad_x else x.new_empty(0)
-    dw = torch.empty(weight.shape if grad_w else (0,), dtype=_sum_dtype(weight, many), device=x.device)
+    losses_M = loss.new_empty(len(x))
     if not len(x):
         return losses_M.sum(), dx, dw.zero_()
     parts = _aligned_parts(len(weight))
@@ -94,7 +91,7 @@ def _loss(
 
 
 @_loss.register_fake
-def _(
+def _empty_loss(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,

@@ -141,9 +141,9 @@ def _not_pairs(case: NormCase) -> str | None:
 
 
 def _not_liger(case: NormCase) -> str | None:
-    if not case.weight or case.bias != (case.kind == "layer") or (case.plus_one and case.kind == "layer"):
-        return "Liger has a weight always, and a bias in layer norms only"
-    return None
+    is_layer = case.kind == "layer"
+    alike = case.weight and case.bias == is_layer and not (case.plus_one and is_layer)
+    return None if alike else "Liger has a weight always, and a bias in layer norms only"
 
 
 def _not_liger_sum(case: NormCase) -> str | None:

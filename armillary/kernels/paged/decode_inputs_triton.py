@@ -5,6 +5,7 @@ together longer than a layer of a small model.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -44,10 +45,7 @@ def look_up(
     """For `rows` sequences, each with one new token. `places`: offsets of rows_T, positions_T, angles_T and rows_B;
     `cos_sin`: cos and sin of all positions."""
     cos, sin = cos_sin
-
-    def new(*size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=packed.device)
-
+    new = partial(torch.empty, device=packed.device)
     groups, num_rows, pages = tables_GRP.shape
     begins = (places[name] for name in ("rows_T", "positions_T", "angles_T", "rows_B"))
     inputs = DecodeInputs(

@@ -95,9 +95,8 @@ def pages_of(table_P: Tensor, length: int, size: int) -> slice | Tensor:
     """The pages of a sequence: a slice where they are consecutive."""
     pages_P = table_P[: -(-length // size)].long()
     first, last, count = int(pages_P[0]), int(pages_P[-1]), len(pages_P)
-    if last - first == count - 1 and bool((pages_P.diff() == 1).all()):
-        return slice(first, last + 1)
-    return pages_P
+    is_consecutive = last - first == count - 1 and bool((pages_P.diff() == 1).all())
+    return slice(first, last + 1) if is_consecutive else pages_P
 
 
 def gather(
@@ -197,27 +196,21 @@ def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
 def _work(case: PagedCase) -> OpWork:
     """Keys and values are read once per sequence; FLOPs of the visible pairs."""
     size, kv_size = case.torch_dtype.itemsize, case.cache_dtype.itemsize
-    pairs = keys = 0
-    for length in case.lengths():
-        reach = min(length, case.window + case.queries - 1) if case.window else length
-        keys += reach
-        pairs += case.queries * reach - case.queries * (case.queries - 1) // 2
+    keys = sum(min(length, case.window + case.queries - 1) if case.window else length for length in case.lengths())
+    scores = case.queries * keys - case.batch * (case.queries * (case.queries - 1) // 2)
     moved = 2 * case.head_dim * (kv_size * case.kv_heads * keys + size * case.batch * case.queries * case.heads)
     ceiling: Ceiling = "read" if case.queries * case.heads // case.kv_heads <= 64 else "gemm"
-    return OpWork(flops=4.0 * case.heads * case.head_dim * pairs, bytes=float(moved), ceiling=ceiling)
+    return OpWork(flops=4.0 * case.heads * case.head_dim * scores, bytes=float(moved), ceiling=ceiling)
 
 
 def _small(case: PagedCase) -> PagedCase:
     """Fewer and shorter sequences for which the kernels compile in the same way."""
-    if case.batch > 32:
-        context = min(case.context, max(768, case.queries + 256))
-        return replace(case, batch=37, context=context, queries=min(case.queries, context))
-    context = min(case.context, max(2048, case.queries + 256))
-    return replace(case, batch=min(case.batch, 5), context=context, queries=min(case.queries, context))
+    batch, least = (37, 768) if case.batch > 32 else (min(case.batch, 5), 2048)
+    context = min(case.context, max(least, case.queries + 256))
+    return replace(case, batch=batch, context=context, queries=min(case.queries, context))
 
 
 def refuses(case: PagedCase) -> str | None:
-    """Why the Triton version cannot do a case."""
     if case.head_dim > 256:
         return f"head dim {case.head_dim} is beyond 256"
     return None if case.dtype in ("fp32", "bf16", "fp16") else f"no kernel for {case.dtype}"

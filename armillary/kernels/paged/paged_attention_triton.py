@@ -177,7 +177,6 @@ _PROMPTS = {
 
 
 def prefill_tiling(device: torch.device, group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Tiles of the prefill kernel."""
     width, least = max(16, power_of_two(head_dim)), power_of_two(group)
     tiles = _PROMPTS[dtype.itemsize == 4, 128 if width <= 128 else 256]
     m, n, warps, stages, _ = first_fitting(device, tiles, lambda tile: tile[4] << 10)
@@ -187,9 +186,7 @@ def prefill_tiling(device: torch.device, group: int, head_dim: int, dtype: torch
 def prefill_splits(programs: int, slots: int) -> int:
     """Programs that may share the keys of a tile of queries, a power of two: short chunks of long contexts would not
     fill the GPU otherwise. `programs` is their number without sharing; how many share is decided on the device."""
-    if programs >= 3 * slots:
-        return 1
-    return 8 if programs < slots else 4
+    return 1 if programs >= 3 * slots else 8 if programs < slots else 4
 
 
 def fits_beside(split: Tiling, parts: int, width: int, dtype: torch.dtype) -> bool:

@@ -164,7 +164,6 @@ def _work(case: QkvCase) -> OpWork:
 
 
 def refuses(case: QkvCase) -> str | None:
-    """Why the Triton version cannot do a case."""
     return "a norm over all heads needs every head in one program" if case.all_heads and case.norm != "none" else None
 
 

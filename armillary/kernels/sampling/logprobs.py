@@ -53,7 +53,6 @@ def _work(case: LogprobCase) -> OpWork:
 
 
 def refuses(case: LogprobCase) -> str | None:
-    """Why the Triton version cannot do a case."""
     return f"more than {MOST} likeliest tokens" if case.num_top > MOST else None
 
 

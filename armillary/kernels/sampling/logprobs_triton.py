@@ -6,6 +6,8 @@ A token is ranked by an integer that holds its logit's bits and, below them, its
 have an order. Rows where too many tokens reach the bound (masked or all equal) are searched as a whole.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -163,18 +165,15 @@ def _launched(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Ten
     num_top = min(num_top, vocab)
     logits, tokens, pieces = logits.contiguous(), tokens.contiguous(), ceil_div(vocab, _BLOCK)
 
-    def new(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
-
-    out = new(torch.float32, batch), new(torch.float32, batch, num_top), new(torch.int64, batch, num_top)
+    new = partial(torch.empty, dtype=torch.float32, device=logits.device)
+    out = new(batch), new(batch, num_top), new(batch, num_top, dtype=torch.int64)
     if not batch:
         return out
     in_block = max(1, min(_BLOCK, _GROUPS // power_of_two(pieces)))
     groups = pieces * in_block
-    tops, sums, group_tops = (new(torch.float32, batch, count) for count in (pieces, pieces, groups))
-    bests = new(torch.int64, batch, pieces)
-    normalizers, bounds, arrived = new(torch.float32, batch), new(torch.float32, batch), new(torch.int32, batch)
-    candidates = new(torch.int64, batch, _CAPACITY)
+    tops, sums, group_tops = new(batch, pieces), new(batch, pieces), new(batch, groups)
+    normalizers, bounds, arrived = new(batch), new(batch), new(batch, dtype=torch.int32)
+    bests, candidates = (new(batch, count, dtype=torch.int64) for count in (pieces, _CAPACITY))
     with on(logits):
         _pieces[(batch, pieces)](
             logits, tops, sums, group_tops, bests, V=vocab, N=num_top, BLOCK=_BLOCK, IN_BLOCK=in_block

@@ -6,6 +6,7 @@ on their order: a request gets the same tokens in any batch, on a CPU, on a GPU,
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,15 +204,12 @@ class SampleCase(Case):
 
 def _inputs(case: SampleCase, generator: torch.Generator) -> tuple[Any, ...]:
     device, batch = generator.device, case.batch
-
-    def each(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((batch,), value, dtype=dtype, device=device)
-
+    each = partial(torch.full, (batch,), device=device, dtype=torch.float32)
     logits = 3 * torch.randn(batch, case.vocab, generator=generator, device=device)
     draws = Draws(
         temperature_B=each(case.temperature),
         min_p_B=each(case.min_p),
-        top_k_B=each(case.top_k, torch.int32),
+        top_k_B=each(case.top_k, dtype=torch.int32),
         top_p_B=each(case.top_p),
         seeds_B=torch.randint(1 << 60, (batch,), generator=generator, device=device),
         steps_B=torch.arange(batch, device=device),

@@ -6,6 +6,7 @@ flat distributions) is searched as a whole.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -14,9 +15,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, is_bare, on, power_of_two
-from armillary.kernels.sampling.draw_triton import draw
+from armillary.kernels.sampling.draw_triton import draw, factor_of, least_of, mass_of, scores_of, weights_of
 from armillary.kernels.sampling.sampling import Draws, Penalties
-from armillary.kernels.sampling.weights_triton import factor_of, least_of, mass_of, scores_of, weights_of
 
 _BLOCK, _WARPS = 2048, 4
 _GROUPS = 4096  # groups per row whose maxima are kept
@@ -200,20 +200,17 @@ def _launched(
     allowed: Tensor | None,
 ) -> Tensor:
     batch, vocab = logits.shape
-
-    def new(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
-
-    out = new(torch.int64, batch)
+    new = partial(torch.empty, dtype=torch.float32, device=logits.device)
+    out = new(batch, dtype=torch.int64)
     if not batch:
         return out
     pieces, logits = ceil_div(vocab, _BLOCK), logits.contiguous()
     in_block = max(1, min(_BLOCK // 2, _GROUPS // power_of_two(pieces)))
     groups = pieces * in_block
-    tops, bests = new(torch.float32, batch, pieces), new(torch.int32, batch, pieces)
-    group_tops, masses = new(torch.float32, batch, groups), new(torch.int64, batch, pieces)
-    row_tops, bounds, arrived = new(torch.float32, batch), new(torch.float32, batch), new(torch.int32, batch)
-    candidates, candidate_ids = new(torch.float32, batch, _CAPACITY + vocab), new(torch.int32, batch, _CAPACITY)
+    tops, bests = new(batch, pieces), new(batch, pieces, dtype=torch.int32)
+    group_tops, masses = new(batch, groups), new(batch, pieces, dtype=torch.int64)
+    row_tops, bounds, arrived = new(batch), new(batch), new(batch, dtype=torch.int32)
+    candidates, candidate_ids = new(batch, _CAPACITY + vocab), new(batch, _CAPACITY, dtype=torch.int32)
     in_prompt = None if prompt is None else prompt.contiguous().view(torch.uint8)
     optional = (repetition, presence, frequency, counts, in_prompt, rows, allowed)
     source = [logits, *(logits if x is None else x.contiguous() for x in optional)]

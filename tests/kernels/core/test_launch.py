@@ -39,27 +39,29 @@ def test_the_first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [HALF, WIDE])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_attention(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, head_dim: int) -> None:
-    from armillary.kernels.attention.tiles import forward_tiles, key_tiles, query_tiles
+    from armillary.kernels.attention.tiles import attention_tiles
 
     chip, q = on(monkeypatch, name), torch.empty(1, 1, 1, head_dim, dtype=dtype)
-    for tiles in (forward_tiles(q, False), forward_tiles(q, True), key_tiles(q), query_tiles(q)):
+    for kernel, packed in (("forward", False), ("forward", True), ("key", False), ("query", False)):
+        tiles = attention_tiles(kernel, q, packed=packed)
         assert tiles.shared_kb << 10 <= chip.shared_bytes
 
 
 @needs_interpreter
 def test_an_h200_has_what_was_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from armillary.kernels.attention.tiles import AttentionTiles, forward_tiles, key_tiles, query_tiles
+    from armillary.kernels.attention.tiles import attention_tiles
     from armillary.kernels.paged.paged_attention_triton import prefill_tiling, split_tiling
 
     on(monkeypatch, "H200")
 
-    def sizes(tiles: AttentionTiles) -> tuple[int, ...]:
+    def sizes(kernel: str, q: torch.Tensor, *, packed: bool = False) -> tuple[int, ...]:
+        tiles = attention_tiles(kernel, q, packed=packed)
         return tiles.queries, tiles.keys, tiles.warps, tiles.stages
 
     q, wide, device = torch.empty(1, 1, 1, 128, dtype=HALF), torch.empty(1, 1, 1, 256, dtype=HALF), torch.device("cpu")
-    assert [sizes(forward_tiles(q, packed)) for packed in (False, True)] == [(64, 64, 4, 3), (64, 64, 4, 2)]
-    assert [sizes(tiles(q)) for tiles in (key_tiles, query_tiles)] == [(64, 64, 4, 2), (128, 64, 8, 3)]
-    assert [sizes(tiles(wide)) for tiles in (key_tiles, query_tiles)] == [(64, 64, 8, 2), (128, 32, 8, 2)]
+    assert [sizes("forward", q, packed=packed) for packed in (False, True)] == [(64, 64, 4, 3), (64, 64, 4, 2)]
+    assert [sizes(kernel, q) for kernel in ("key", "query")] == [(64, 64, 4, 2), (128, 64, 8, 3)]
+    assert [sizes(kernel, wide) for kernel in ("key", "query")] == [(64, 64, 8, 2), (128, 32, 8, 2)]
     prompts = prefill_tiling(device, 4, 128, HALF)
     assert (prompts.m, prompts.n, prompts.warps, prompts.stages) == (128, 64, 8, 3)
     assert {
