@@ -216,7 +216,7 @@ def _backwards(case: NormCase, residual: bool, shapes: list[LaunchShape], ceilin
     run = norm_triton._norm_backward
     ways: Ways = {"rule": run}
     for shape in shapes:
-        name = f"{shape.held} rows, {shape.warps} warps, {shape.stages} stages{', ahead' if shape.ahead else ''}"
+        name = f"{shape.rows} rows, {shape.warps} warps, {shape.stages} stages{', ahead' if shape.ahead else ''}"
         ways[name] = patched(run, norm_triton, backward_shape=always(shape))
     moved = 2.0 * case.rows * case.columns * (4 if residual else 3)
     label = f"{case.label}{' residual' if residual else ''}, backward"

@@ -163,12 +163,12 @@ def inputs(case: AttentionCase, generator: torch.Generator) -> tuple[object, ...
 def num_pairs(case: AttentionCase) -> int:
     """Visible query-key pairs per row."""
     size = case.length / max(1, case.documents)
-    behind = (t - int(int(t / size) * size) + 1 for t in range(case.length))
-    pairs = sum(min(seen, case.window or seen) for seen in behind)
+    earlier = (t - int(int(t / size) * size) + 1 for t in range(case.length))
+    visible = sum(min(keys, case.window or keys) for keys in earlier)
     if not case.sparse:
-        return pairs
-    kept = sparse_blocks(case.length, "cpu").tril()
-    return int(pairs * float(kept.sum()) / float(torch.ones_like(kept).tril().sum()))
+        return visible
+    blocks = sparse_blocks(case.length, "cpu").tril()
+    return int(visible * float(blocks.sum()) / float(torch.ones_like(blocks).tril().sum()))
 
 
 def work(case: AttentionCase) -> OpWork:

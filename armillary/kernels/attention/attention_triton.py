@@ -269,7 +269,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, documents, blocks, sinks, slopes, *ctx.options = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
@@ -286,7 +286,7 @@ def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * 5
 
 
-_attention.register_autograd(_gradients, setup_context=_keep)
+_attention.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def _scales(scale: float, softcap: float) -> tuple[float, float, float]:

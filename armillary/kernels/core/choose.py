@@ -55,7 +55,7 @@ class KernelChoice:
     case: str
     version: str
     run: Callable[..., Any]  # the function, loaded
-    trials: tuple[VersionTrial, ...]  # one per version
+    candidates: tuple[VersionTrial, ...]  # one per version
     remembered: bool = False  # whether an earlier run made the choice
 
 
@@ -94,7 +94,7 @@ def _check(case: Case) -> None:
 
 def explain(choice: KernelChoice) -> list[str]:
     """One line per version, the fastest first: its time and error, or why it was refused."""
-    order = sorted(choice.trials, key=lambda t: (not t.agreed, t.seconds is None, t.seconds or 0.0))
+    order = sorted(choice.candidates, key=lambda t: (not t.agreed, t.seconds is None, t.seconds or 0.0))
     head = f"{choice.op} {choice.case}: {choice.version}" + (" (remembered)" if choice.remembered else "")
     return [head, *(f"  {_reason(trial)}" for trial in order)]
 
@@ -164,34 +164,35 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def _without_timing(op: Op, case: Case) -> tuple[VersionTrial, ...]:
     """In the op's own order, up to the first deterministic version that agrees."""
-    trials: list[VersionTrial] = []
+    candidates: list[VersionTrial] = []
     only = replace(op, versions=tuple(version for version in op.versions if version.deterministic))
     for trial in try_versions(only, case, timed=False):
-        trials.append(trial)
+        candidates.append(trial)
         if trial.agreed:
             break
-    return tuple(trials)
+    return tuple(candidates)
 
 
-def _chosen(op: Op, case: Case, trials: tuple[VersionTrial, ...]) -> KernelChoice:
-    agreed = [trial for trial in trials if trial.agreed]
+def _chosen(op: Op, case: Case, candidates: tuple[VersionTrial, ...]) -> KernelChoice:
+    agreed = [trial for trial in candidates if trial.agreed]
     best = min(agreed, key=lambda t: t.seconds or 0.0).version if agreed else "eager"
     used = {_family(trial.version) for trial in agreed}
-    for trial in trials:
+    for trial in candidates:
         if not trial.refused or _family(trial.version) in used or _is_plain_absence(op, trial, case):
             continue
         if best == "eager" or _family(trial.version) == "triton" or trial.refused.startswith("failed"):
             note_once(f"{op.name} {case.label}: version {trial.version} is not used: {trial.refused}")
-    return _choice(op, case, best, trials)
+    return _choice(op, case, best, candidates)
 
 
 def _choice(
-    op: Op, case: Case, name: str, trials: tuple[VersionTrial, ...], *, remembered: bool = False
+    op: Op, case: Case, name: str, candidates: tuple[VersionTrial, ...], *, remembered: bool = False
 ) -> KernelChoice:
     version = op.version(name)
     assert version is not None
-    run = version.load()
-    return KernelChoice(op=op.name, case=case.label, version=name, run=run, trials=trials, remembered=remembered)
+    return KernelChoice(
+        op=op.name, case=case.label, version=name, run=version.load(), candidates=candidates, remembered=remembered
+    )
 
 
 def _remembered(op: Op, case: Case, home: Home | None, device: str) -> KernelChoice | None:
@@ -199,20 +200,20 @@ def _remembered(op: Op, case: Case, home: Home | None, device: str) -> KernelCho
     try:
         record: Any = load_choice(home, device, _key(op, case)) if home else None
         version = op.version(str(record["version"])) if record else None
-        trials = tuple(VersionTrial(**trial) for trial in record["trials"]) if record else ()
+        candidates = tuple(VersionTrial(**trial) for trial in record["trials"]) if record else ()
     except (ArmillaryError, KeyError, TypeError) as error:
         note_once(f"the stored choices of kernels cannot be used, versions are tried again: {error}")
         return None
     if version is None or lacking(version.needs, case.device) or version.refuses(case):
         return None
-    return _choice(op, case, version.name, trials, remembered=True)
+    return _choice(op, case, version.name, candidates, remembered=True)
 
 
 def _remember(op: Op, case: Case, home: Home | None, device: str, choice: KernelChoice) -> None:
     """Store the choice for the next run; a store that cannot be written is no reason to stop this one."""
     if home is None:
         return
-    record = {"version": choice.version, "trials": [asdict(trial) for trial in choice.trials]}
+    record = {"version": choice.version, "trials": [asdict(trial) for trial in choice.candidates]}
     try:
         save_choice(home, device, _key(op, case), record)
     except ArmillaryError as error:

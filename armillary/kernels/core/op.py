@@ -60,7 +60,7 @@ class OpWork:
     backward_flops: float = 0.0
     backward_bytes: float = 0.0
     ceiling: Ceiling = "copy"  # copy and read: bytes/s of memory; gemm and fp8: FLOP/s of GEMMs
-    together: bool = False  # compare forward and backward as one: versions differ in which computes the gradients
+    joint: bool = False  # compare forward and backward as one: versions differ in which computes the gradients
 
     @classmethod
     def of(cls, forward: spec_ops.Op, *backward: spec_ops.Op, ceiling: Ceiling = "copy") -> Self:

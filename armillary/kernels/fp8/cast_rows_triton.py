@@ -159,12 +159,12 @@ def rows_kernel(
     BIAS: tl.constexpr,
     MODE: tl.constexpr,
     LARGEST: tl.constexpr,
-    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """fp8 rows and their scales. MODE 'token': powers of two, the largest of which goes to `top`; 'row': so that a
     row's amax becomes the dtype's largest number; 'tensor': one scale, from the amax in `top`, found by 'amax'."""
-    m = tl.program_id(0).to(tl.int64) * HELD + tl.arange(0, HELD)
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK)
     there = m < M
     if KIND == "norm":
@@ -192,10 +192,10 @@ def rows_kernel(
             WEIGHT,
             PLUS_ONE,
             BIAS,
-            HELD,
+            ROWS,
             BLOCK,
         )
-    most = tl.zeros((HELD,), tl.float32) + LARGEST  # a tensor, because division by a scalar becomes a reciprocal
+    most = tl.zeros((ROWS,), tl.float32) + LARGEST  # a tensor, because division by a scalar becomes a reciprocal
     if MODE == "amax":
         tl.atomic_max(top_ptr, tl.max(tl.max(tl.abs(y), 1), 0), sem="relaxed")
     else:
@@ -206,7 +206,7 @@ def rows_kernel(
         scale = tl.div_rn(largest, most)
         if MODE == "token":
             scale = _power_above(scale)
-            y *= tl.div_rn(tl.zeros((HELD,), tl.float32) + 1.0, scale)[:, None]
+            y *= tl.div_rn(tl.zeros((ROWS,), tl.float32) + 1.0, scale)[:, None]
             tl.atomic_max(top_ptr, tl.max(tl.where(there, scale, 0.0), 0), sem="relaxed")
         else:
             y *= tl.div_rn(most, largest)[:, None]

@@ -106,7 +106,7 @@ def _(
     return dy.new_empty(x.shape if grad_x else (0,)), dy.new_empty(weight.shape if grad_w else (0,))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, ctx.scaling, ctx.library = inputs
     ctx.save_for_backward(x, weight)
 
@@ -118,4 +118,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dx if need_x else None, dw if need_w else None, None, None
 
 
-_linear.register_autograd(_backward, setup_context=_keep)
+_linear.register_autograd(_backward, setup_context=_setup_context)

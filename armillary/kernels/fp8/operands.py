@@ -153,9 +153,9 @@ def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tenso
         return
     tensors, strides, flags = source.arguments()
     block = power_of_two(K)
-    held = max(1, _ELEMENTS // block)
+    rows_at_once = max(1, _ELEMENTS // block)
     with on(source.x):
-        rows_kernel[(ceil_div(M, held),)](
+        rows_kernel[(ceil_div(M, rows_at_once),)](
             *tensors,
             q,
             scale,
@@ -167,9 +167,9 @@ def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tenso
             **flags,
             MODE=mode,
             LARGEST=most,
-            HELD=held,
+            ROWS=rows_at_once,
             BLOCK=block,
-            num_warps=max(4, min(32, held * block // _ELEMENTS_PER_WARP)),
+            num_warps=max(4, min(32, rows_at_once * block // _ELEMENTS_PER_WARP)),
         )
 
 

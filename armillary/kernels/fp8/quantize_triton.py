@@ -136,8 +136,8 @@ def _values(x_ptr, norm_ptr, first, K, inverse, NORM: tl.constexpr, GATED: tl.co
     at = first + tl.arange(0, BLOCK)
     if GATED:
         both = 2 * first + tl.arange(0, 2 * BLOCK)
-        pairs = tl.load(x_ptr + both, mask=both < 2 * K, other=0.0).to(tl.float32)
-        gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
+        gate_up = tl.load(x_ptr + both, mask=both < 2 * K, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(gate_up, (BLOCK, 2)))
         x = gate * tl.sigmoid(gate) * up
     else:
         x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)

@@ -97,7 +97,7 @@ def _empty_backward(
     return x.new_empty(x.shape if dx else 0), weight.new_empty(weight.shape if dweight else 0)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.tma = inputs
     ctx.save_for_backward(*tensors)
 
@@ -108,7 +108,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dx if x_wanted else None, dweight if weight_wanted else None, None, None
 
 
-_grouped_linear.register_autograd(_gradients, setup_context=_keep)
+_grouped_linear.register_autograd(_gradients, setup_context=_setup_context)
 
 
 # --- launches

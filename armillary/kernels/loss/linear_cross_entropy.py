@@ -61,7 +61,7 @@ def work(case: LinearCrossEntropyCase) -> OpWork:
     flops = 2.0 * case.tokens * case.hidden * case.vocab
     moved = case.torch_dtype.itemsize * case.hidden * (case.tokens + case.vocab)
     return OpWork(
-        flops=flops, bytes=moved, backward_flops=2 * flops, backward_bytes=2 * moved, ceiling="gemm", together=True
+        flops=flops, bytes=moved, backward_flops=2 * flops, backward_bytes=2 * moved, ceiling="gemm", joint=True
     )
 
 

@@ -15,7 +15,7 @@ _MOST_IDLE = 1.2  # lanes per column, at most, where a mostly empty piece costs 
 class LaunchShape(NamedTuple):
     """Launch options of a norm kernel."""
 
-    held: int  # rows that a program holds at a time
+    rows: int  # rows that a program holds at a time
     width: int  # columns of a piece
     warps: int
     programs: int = 0  # per multiprocessor; 0: one for every block of rows
@@ -23,33 +23,33 @@ class LaunchShape(NamedTuple):
     ahead: bool = False  # whether the weight is read once, before the rows
 
 
-def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> LaunchShape:
+def forward_shape(columns: int, element_size: int, alternative: bool, *, centred: bool, residual: bool) -> LaunchShape:
     """Eight warps per row. A layer norm has two sums to wait for, and two vectors to read with each row: two rows share
-    both where pieces are full, or four warps wait less. `pairs` is the second best."""
+    both where pieces are full, or four warps wait less. `alternative` is the second best."""
     if columns <= 2048:
         width = power_of_two(columns)
         return LaunchShape(max(1, 2048 // width), width, 4)
-    held, warps = 1, 16 if columns > (12288 if not residual else 8192) else 8
+    rows, warps = 1, 16 if columns > (12288 if not residual else 8192) else 8
     if centred and columns < 8192 and not residual:
-        held, warps = (2, 8) if columns % 4096 == 0 else (1, 4)
-        if pairs:
-            held, warps = 3 - held, 4
-    elif pairs:
-        held, warps = (2, 16) if 7168 < columns <= 8192 else (1, warps // 2)
-    return LaunchShape(held, warps * _WARP_BYTES // element_size, warps)
+        rows, warps = (2, 8) if columns % 4096 == 0 else (1, 4)
+        if alternative:
+            rows, warps = 3 - rows, 4
+    elif alternative:
+        rows, warps = (2, 16) if 7168 < columns <= 8192 else (1, warps // 2)
+    return LaunchShape(rows, warps * _WARP_BYTES // element_size, warps)
 
 
-def reads_twice(columns: int, element_size: int, pairs: bool) -> bool:
+def reads_twice(columns: int, element_size: int, alternative: bool) -> bool:
     """Whether the forward pass of an RMS norm without a residual is faster when it holds nothing and reads rows a
     second time, from a cache: measured for 8,192 columns of a 16-bit dtype (97 against 93 % of copy bandwidth)."""
-    return not pairs and (columns, element_size) == (8192, 2)
+    return not alternative and (columns, element_size) == (8192, 2)
 
 
-def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int) -> LaunchShape:
+def backward_shape(columns: int, element_size: int, alternative: bool, *, sums: int) -> LaunchShape:
     """One program per multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many
-    as 100 kB hold. Without sums, one program per row. `pairs` is the second best."""
+    as 100 kB hold. Without sums, one program per row. `alternative` is the second best."""
     if not sums and columns > 2048:
-        warps = fitting_warps(columns, element_size, (8 if columns <= 12288 else 16) // (2 if pairs else 1))
+        warps = fitting_warps(columns, element_size, (8 if columns <= 12288 else 16) // (2 if alternative else 1))
         return LaunchShape(1, warps * _WARP_BYTES // element_size, warps)
     if columns <= 512:
         width = power_of_two(columns)
@@ -57,14 +57,14 @@ def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int) -
     if columns <= 2048:
         return LaunchShape(2, 1024, 8, 1, 4)
     most = 8 if columns <= 7168 else 16 if columns <= 12288 or sums == 2 else 32
-    if pairs:
+    if alternative:
         most = 4 if columns <= 6144 else 8 if columns <= 8192 else 16
     warps = fitting_warps(columns, element_size, most)
     width = warps * _WARP_BYTES // element_size
     if columns > 12288:
-        return LaunchShape(1, width, warps, 1, 3 if pairs else 1)
+        return LaunchShape(1, width, warps, 1, 3 if alternative else 1)
     if warps == 4:
-        return LaunchShape(1, width, 4, 3, 1) if pairs else LaunchShape(1, width, 4, 2, 3)
+        return LaunchShape(1, width, 4, 3, 1) if alternative else LaunchShape(1, width, 4, 2, 3)
     stages = 5 if columns <= 4096 else 4 if columns <= 7168 else 3
     return LaunchShape(1, width, warps, 1, stages, ahead=columns <= 8192 and (sums == 2 or warps == 16))
 

@@ -64,8 +64,8 @@ norm_pairs, add_norm_pairs = partial(norm, alternative=True), partial(add_norm, 
 @torch.library.custom_op(
     "armillary::norm",
     mutates_args=(),
-    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one, bool pairs)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one,"
+    " bool alternative) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _norm(
     x: Tensor,
@@ -75,10 +75,10 @@ def _norm(
     eps: float,
     rms: bool,
     plus_one: bool,
-    pairs: bool,
+    alternative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(normed, summed or empty, mean or empty, 1 / standard deviation)."""
-    y, summed, mean, rstd = _empty_norm(x, residual, weight, bias, eps, rms, plus_one, pairs)
+    y, summed, mean, rstd = _empty_norm(x, residual, weight, bias, eps, rms, plus_one, alternative)
     x_MN, weight, bias = as_rows(x), dense(weight), dense(bias)
     rows, columns = x_MN.shape
     if not x.numel():
@@ -107,16 +107,18 @@ def _norm(
         eps,
     )
     with on(x):
-        twice = columns > WIDEST_FORWARD or (rms and residual is None and reads_twice(columns, x.element_size(), pairs))
-        if twice:
+        fits_twice = rms and residual is None and reads_twice(columns, x.element_size(), alternative)
+        if columns > WIDEST_FORWARD or fits_twice:
             warps = 8 if columns > WIDEST_FORWARD else 16
             forward_wide_kernel[(rows,)](*arguments, **flags, BLOCK=_PIECE, num_warps=warps)
         else:
-            shape = forward_shape(columns, x.element_size(), pairs, centred=not rms, residual=residual is not None)
+            shape = forward_shape(
+                columns, x.element_size(), alternative, centred=not rms, residual=residual is not None
+            )
             pieces = ceil_div(columns, shape.width)
             arrays = 1 + (residual is not None) + (weight is not None) + (bias is not None)
-            stage_bytes = arrays * shape.held * pieces * shape.width * x.element_size()
-            programs = ceil_div(rows, shape.held)
+            stage_bytes = arrays * shape.rows * pieces * shape.width * x.element_size()
+            programs = ceil_div(rows, shape.rows)
             if shape.programs:
                 programs = min(programs, num_programs(x, shape.programs))
             forward_kernel[(programs,)](
@@ -124,9 +126,9 @@ def _norm(
                 **flags,
                 PIECES=pieces,
                 WIDTH=shape.width,
-                HELD=shape.held,
+                ROWS=shape.rows,
                 STAGES=fitting_stages(x, stage_bytes, shape.stages),
-                MASKED=bool(columns % shape.width or rows % shape.held),
+                MASKED=bool(columns % shape.width or rows % shape.rows),
                 num_warps=shape.warps,
             )
     return y, summed, mean, rstd
@@ -141,7 +143,7 @@ def _empty_norm(
     eps: float,
     rms: bool,
     plus_one: bool,
-    pairs: bool,
+    alternative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -154,7 +156,7 @@ def _empty_norm(
     "armillary::norm_backward",
     mutates_args=(),
     schema="(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool plus_one, bool bias,"
-    " bool pairs) -> (Tensor, Tensor, Tensor)",
+    " bool alternative) -> (Tensor, Tensor, Tensor)",
 )
 def _norm_backward(
     dy: Tensor,
@@ -165,10 +167,10 @@ def _norm_backward(
     rstd: Tensor,
     plus_one: bool,
     bias: bool,
-    pairs: bool,
+    alternative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of x, of weight or empty, of bias or empty)."""
-    dx, dw, db = _empty_norm_backward(dy, dsummed, x, weight, mean, rstd, plus_one, bias, pairs)
+    dx, dw, db = _empty_norm_backward(dy, dsummed, x, weight, mean, rstd, plus_one, bias, alternative)
     if not x.numel():
         return dx, dw.zero_(), db.zero_()
     dy_MN, x_MN, weight = as_rows(dy), as_rows(x), dense(weight)
@@ -186,13 +188,13 @@ def _norm_backward(
         _wide_backward(dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, dw, db, strides, flags)
         return dx, dw, db
     sums = [out for out, there in ((dw, weight is not None), (db, bias)) if there]
-    shape = backward_shape(columns, x.element_size(), pairs, sums=len(sums))
+    shape = backward_shape(columns, x.element_size(), alternative, sums=len(sums))
     pieces = ceil_div(columns, shape.width)
-    column_bytes = shape.held * (2 + (dsummed is not None)) * x.element_size()
+    column_bytes = shape.rows * (2 + (dsummed is not None)) * x.element_size()
     if weight is not None and not shape.ahead:
         column_bytes += weight.element_size()
     stages = fitting_stages(x, pieces * shape.width * column_bytes, shape.stages)
-    programs = ceil_div(rows, shape.held)
+    programs = ceil_div(rows, shape.rows)
     if shape.programs:
         programs = min(programs, num_programs(x, shape.programs))
     parts = x.new_empty(len(sums), programs, columns, dtype=torch.float32)
@@ -212,9 +214,9 @@ def _norm_backward(
             **flags,
             PIECES=pieces,
             WIDTH=shape.width,
-            HELD=shape.held,
+            ROWS=shape.rows,
             STAGES=stages,
-            MASKED=bool(columns % shape.width or rows % shape.held),
+            MASKED=bool(columns % shape.width or rows % shape.rows),
             AHEAD=shape.ahead,
             EARLY=bool(sums) and can_start_early(x.device),
             num_warps=shape.warps,
@@ -234,7 +236,7 @@ def _empty_norm_backward(
     rstd: Tensor,
     plus_one: bool,
     bias: bool,
-    pairs: bool,
+    alternative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dw = x.new_empty(0) if weight is None else torch.empty_like(weight)
@@ -242,8 +244,8 @@ def _empty_norm_backward(
     return dx, dw, db
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _, _, ctx.plus_one, ctx.pairs = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, _, _, ctx.plus_one, ctx.alternative = inputs
     _, summed, mean, rstd = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
@@ -258,7 +260,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any) -> 
         return dsummed, dsummed, None, None, *none
     if not ctx.has_residual:
         dsummed = None
-    dx, dw, db = _norm_backward(dy, dsummed, x, weight, mean, rstd, ctx.plus_one, has_bias, ctx.pairs)
+    dx, dw, db = _norm_backward(dy, dsummed, x, weight, mean, rstd, ctx.plus_one, has_bias, ctx.alternative)
     return (
         dx,
         dx if ctx.has_residual else None,
@@ -268,7 +270,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any) -> 
     )
 
 
-_norm.register_autograd(_gradients, setup_context=_keep)
+_norm.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def _wide_backward(

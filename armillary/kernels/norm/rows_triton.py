@@ -58,47 +58,47 @@ def forward_kernel(
     RESIDUAL: tl.constexpr,
     PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
-    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    lane = tl.arange(0, WIDTH)[None, :]
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, HELD), tl.num_programs(0), num_stages=STAGES):
-        row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
+    offset = tl.arange(0, WIDTH)[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         there = row < rows
         loaded, residuals, xs = (), (), ()
         for i in tl.static_range(
             PIECES
         ):  # all pieces are loaded before anything is stored: a load does not pass a store
-            column = i * WIDTH + lane
+            column = i * WIDTH + offset
             inside = there & (column < columns)
             loaded += (_load(x_ptr + row * x_stride + column, inside, MASKED),)
             if RESIDUAL:
                 residuals += (_load(residual_ptr + row * residual_stride + column, inside, MASKED),)
-        total = tl.zeros([HELD, WIDTH], tl.float32)  # of squares, or of the elements for the mean
+        total = tl.zeros([ROWS, WIDTH], tl.float32)  # of squares, or of the elements for the mean
         for i in tl.static_range(PIECES):
             x = loaded[i]
             if RESIDUAL:
-                column = i * WIDTH + lane
+                column = i * WIDTH + offset
                 x = (x.to(tl.float32) + residuals[i].to(tl.float32)).to(x.dtype)  # rounded as it is stored
                 _store(summed_ptr + row * columns + column, x, there & (column < columns), MASKED)
             x = x.to(tl.float32)
             total += x * x if RMS else x
             xs += (x,)
-        mean = tl.zeros([HELD, 1], tl.float32)
+        mean = tl.zeros([ROWS, 1], tl.float32)
         if not RMS:
             mean = tl.sum(total, axis=1, keep_dims=True) / columns
             tl.store(mean_ptr + row, mean, mask=there)
-            total = tl.zeros([HELD, WIDTH], tl.float32)
+            total = tl.zeros([ROWS, WIDTH], tl.float32)
             for i in tl.static_range(PIECES):
                 off = xs[i] - mean
                 if MASKED:
-                    off = tl.where(i * WIDTH + lane < columns, off, 0.0)
+                    off = tl.where(i * WIDTH + offset < columns, off, 0.0)
                 total += off * off
         rstd = tl.rsqrt(tl.sum(total, axis=1, keep_dims=True) / columns + eps)
         tl.store(rstd_ptr + row, rstd, mask=there)
         for i in tl.static_range(PIECES):
-            column = i * WIDTH + lane
+            column = i * WIDTH + offset
             y = (xs[i] if RMS else xs[i] - mean) * rstd
             if WEIGHT:
                 y = _weighted(y, _load(weight_ptr + column, column < columns, MASKED), PLUS_ONE)
@@ -129,7 +129,7 @@ def backward_kernel(
     RESIDUAL: tl.constexpr,
     PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
-    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -137,28 +137,28 @@ def backward_kernel(
 ):
     """`parts` gets the program's sums, those for the weight before those for the bias. AHEAD: the weight is read once.
     EARLY: the kernel that adds up the parts is launched meanwhile."""
-    lane = tl.arange(0, WIDTH)[None, :]
+    offset = tl.arange(0, WIDTH)[None, :]
     dws, dbs, weights = (), (), ()
     for i in tl.static_range(PIECES):
-        dws += (tl.zeros([HELD, WIDTH], tl.float32),)
-        dbs += (tl.zeros([HELD, WIDTH], tl.float32),)
+        dws += (tl.zeros([ROWS, WIDTH], tl.float32),)
+        dbs += (tl.zeros([ROWS, WIDTH], tl.float32),)
         if WEIGHT and AHEAD:
-            column = i * WIDTH + lane
+            column = i * WIDTH + offset
             weights += (_load(weight_ptr + column, column < columns, MASKED),)
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, HELD), tl.num_programs(0), num_stages=STAGES):
-        row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         there = row < rows
         # each thread reads a one-element tile once per column it has, unless it is in shared memory
-        alone: tl.constexpr = HELD == 1 and STAGES == 1
+        alone: tl.constexpr = ROWS == 1 and STAGES == 1
         rstd = tl.load(rstd_ptr + block) if alone else tl.load(rstd_ptr + row, mask=there, other=0.0)
         mean = 0.0 * rstd
         if not RMS:
             mean = tl.load(mean_ptr + block) if alone else tl.load(mean_ptr + row, mask=there, other=0.0)
-        along = tl.zeros([HELD, WIDTH], tl.float32)
-        total = tl.zeros([HELD, WIDTH], tl.float32)
+        along = tl.zeros([ROWS, WIDTH], tl.float32)
+        total = tl.zeros([ROWS, WIDTH], tl.float32)
         xs, dys, new_dws, new_dbs = (), (), (), ()
         for i in tl.static_range(PIECES):
-            column = i * WIDTH + lane
+            column = i * WIDTH + offset
             inside = there & (column < columns)
             x = _load(x_ptr + row * x_stride + column, inside, MASKED).to(tl.float32)
             dy = _load(dy_ptr + row * dy_stride + column, inside, MASKED).to(tl.float32)
@@ -185,7 +185,7 @@ def backward_kernel(
             mean_along, mean_total = tl.split(both)
             mean_along, mean_total = mean_along[:, None], mean_total[:, None]
         for i in tl.static_range(PIECES):
-            column = i * WIDTH + lane
+            column = i * WIDTH + offset
             inside = there & (column < columns)
             dx = dys[i] - xs[i] * mean_along
             if not RMS:
@@ -198,7 +198,7 @@ def backward_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(PIECES):
-        column = i * WIDTH + lane
+        column = i * WIDTH + offset
         if WEIGHT:
             total = tl.sum(dws[i], axis=0, keep_dims=True)
             tl.store(parts_ptr + program * columns + column, total, mask=column < columns)

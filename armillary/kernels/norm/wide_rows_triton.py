@@ -7,9 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _wide_load(x_ptr, residual_ptr, x_at, residual_at, inside, RESIDUAL: tl.constexpr, KEEP: tl.constexpr):
-    """A piece of a row, with the residual added and rounded as it is stored. KEEP: the cache's eviction policy."""
-    x = tl.load(x_ptr + x_at, mask=inside, other=0.0, eviction_policy=KEEP)
+def _wide_load(x_ptr, residual_ptr, x_at, residual_at, inside, RESIDUAL: tl.constexpr, EVICTION: tl.constexpr):
+    """A piece of a row, with the residual added and rounded as it is stored. EVICTION: the cache's policy."""
+    x = tl.load(x_ptr + x_at, mask=inside, other=0.0, eviction_policy=EVICTION)
     if RESIDUAL:
         x = (x.to(tl.float32) + tl.load(residual_ptr + residual_at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
     return x

@@ -92,11 +92,11 @@ def adamw_kernel(
     copy_ptr,
     scale_ptr,
     count,
-    keep,
+    decay_factor,
     rate,
     move_m,
     move_v,
-    keep_v,
+    beta2,
     correct,
     eps,
     check_ptr,
@@ -115,8 +115,8 @@ def adamw_kernel(
     if SCALED:
         g *= tl.load(scale_ptr).to(tl.float32)
     m += (g - m) * move_m
-    v = v * keep_v + g * g * move_v
-    p = p * keep - rate * m / (tl.sqrt(v) * correct + eps)
+    v = v * beta2 + g * g * move_v
+    p = p * decay_factor - rate * m / (tl.sqrt(v) * correct + eps)
     if CHECKED:  # comparisons with NaN are false
         inside = at < tl.where(tl.abs(tl.load(check_ptr).to(tl.float32)) < float("inf"), count, 0)
     tl.store(m_ptr + at, m, mask=inside)

@@ -304,8 +304,8 @@ def decode(
             PRECISION,
         )
         if PAIRS:
-            top, totals, weights, keep = weighed(top, totals, scores, factor, True, True)
-            sums = absorbed_pairs(sums, weights, keep, v_ND)
+            top, totals, weights, rescale = weighed(top, totals, scores, factor, True, True)
+            sums = absorbed_pairs(sums, weights, rescale, v_ND)
         else:
             top, totals, summed = absorbed(
                 top, totals, sums[0], scores, factor, v_ND, q_MD.dtype, True, True, PRECISION

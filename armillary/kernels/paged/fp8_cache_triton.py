@@ -34,18 +34,18 @@ def loaded_pairs(values, at, D: tl.constexpr):
 
 
 @triton.jit
-def absorbed_pairs(sums, weights, keep, pairs):
+def absorbed_pairs(sums, weights, rescale, value_pairs):
     """Weighted values, of even and of odd dims, with one more tile."""
-    even, odd = _apart(pairs)
-    weights, keep = weights.to(tl.float16), keep[:, None]
-    return tl.dot(weights, even, sums[0] * keep), tl.dot(weights, odd, sums[1] * keep)
+    even, odd = _apart(value_pairs)
+    weights, rescale = weights.to(tl.float16), rescale[:, None]
+    return tl.dot(weights, even, sums[0] * rescale), tl.dot(weights, odd, sums[1] * rescale)
 
 
 @triton.jit
-def _apart(pairs):
+def _apart(value_pairs):
     """The even and the odd elements, in fp16."""
     both = tl.inline_asm_elementwise(
-        "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [pairs], dtype=tl.int32, is_pure=True, pack=1
+        "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [value_pairs], dtype=tl.int32, is_pure=True, pack=1
     )
     return both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 

@@ -158,10 +158,10 @@ def _decode_bytes(device: torch.device, stages: int, m: int, n: int, width: int,
     return (stages + 1) * loaded if itemsize < 4 else (stages - 1) * loaded + _TILE_BYTES + m * width
 
 
-def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int, int]:
+def combine_tiling(sequence_heads: int, workers: int, rows: int, width: int) -> tuple[int, int]:
     """Rows and partial results that a program of the second launch adds up at a time. Two or three workers share a
     (sequence, KV head) pair where pairs are many, so that few programs do; many workers where pairs are few."""
-    parts = max(4, min(32, power_of_two(workers // pairs + 2)))
+    parts = max(4, min(32, power_of_two(workers // sequence_heads + 2)))
     return min(power_of_two(rows), max(1, _COMBINE_ELEMENTS // (parts * width))), parts
 
 
@@ -208,14 +208,14 @@ def _launch_both(pointers, strides, shape, split, scale, softcap, num_rows):
         return
     split = replace(split, workers=1, early=False, registers=_DECODE_REGISTERS)
     here = torch.cuda.current_stream(q.device)
-    aside = side_stream(here)
-    aside.wait_stream(here)
+    side = side_stream(here)
+    side.wait_stream(here)
     try:
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(side):
             _launch_split(pointers, strides, shape, split, *numbers)
         _launch_prefill(pointers, strides, shape, replace(prompts, registers=_PROMPT_REGISTERS), parts, *numbers)
     finally:
-        here.wait_stream(aside)
+        here.wait_stream(side)
 
 
 def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):

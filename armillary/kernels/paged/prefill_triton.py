@@ -462,9 +462,9 @@ def combine_prefill(
                 new_sums = tl.load(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :])
                 high = tl.maximum(top, new_top)
                 safe = tl.where(high == float("-inf"), 0.0, high)
-                keep, add = tl.exp2(top - safe), tl.exp2(new_top - safe)
-                total = total * keep + new_total * add
-                sums = sums * keep[:, None] + new_sums * add[:, None]
+                rescale, add = tl.exp2(top - safe), tl.exp2(new_top - safe)
+                total = total * rescale + new_total * add
+                sums = sums * rescale[:, None] + new_sums * add[:, None]
                 top = high
             v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
             result = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)

@@ -109,10 +109,10 @@ def _normed(x_TND: Tensor, weight: Tensor | None, options: QkvOptions) -> Tensor
 
 
 def _write(cache: Tensor, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor, scales_2K: Tensor | None) -> None:
-    kept = slots_T >= 0
-    slots = slots_T[kept].long()
+    valid = slots_T >= 0
+    slots = slots_T[valid].long()
     page, place = slots // cache.shape[3], slots % cache.shape[3]
-    for index, x in enumerate((k_TKD[kept], v_TKD[kept])):
+    for index, x in enumerate((k_TKD[valid], v_TKD[valid])):
         if scales_2K is not None:
             largest = torch.finfo(cache.dtype).max
             x = (x / scales_2K[index][None, :, None]).clamp(-largest, largest)

@@ -209,10 +209,24 @@ def _kernel(
     k_scale, v_scale = 1.0, 1.0
     if HAS_SCALES:
         k_scale, v_scale = tl.load(scales + head), tl.load(scales + HEADS + head)
-    kept = live & (slot >= 0)
-    _write(place, kept, ka, kb, kc, k_scale, R, R_PAD, REST, REST_PAD, INTERLEAVED, B, 1, HAS_SCALES, LARGEST)
+    valid = live & (slot >= 0)
+    _write(place, valid, ka, kb, kc, k_scale, R, R_PAD, REST, REST_PAD, INTERLEAVED, B, 1, HAS_SCALES, LARGEST)
     _write(
-        place + kv_stride, kept, va, vb, vc, v_scale, R, R_PAD, REST, REST_PAD, INTERLEAVED, B, 1, HAS_SCALES, LARGEST
+        place + kv_stride,
+        valid,
+        va,
+        vb,
+        vc,
+        v_scale,
+        R,
+        R_PAD,
+        REST,
+        REST_PAD,
+        INTERLEAVED,
+        B,
+        1,
+        HAS_SCALES,
+        LARGEST,
     )
 
 

@@ -97,11 +97,11 @@ def attend_tokens(
     return out
 
 
-def tiling(pairs: int, key_bytes: int, tokens: int) -> tuple[int, int]:
+def tiling(sequence_heads: int, key_bytes: int, tokens: int) -> tuple[int, int]:
     """Programs that share a sequence and KV head, a power of two, and keys per tile: on an H200 128 programs and tiles
     of 8 KB where tables are short, else twice as many and twice as large for more loads in flight."""
     more = 1 if tokens <= _SHORT else 2
-    splits = max(1, min(_MOST_SPLITS, power_of_two(128 * more // pairs + 1) // 2))
+    splits = max(1, min(_MOST_SPLITS, power_of_two(128 * more // sequence_heads + 1) // 2))
     return splits, max(16, min(64, 8192 * more // key_bytes))
 
 
@@ -157,9 +157,9 @@ def _more(top, total, sums, q, keys, values, there, factor):
     scores = tl.where(there[None, :], scores * factor, float("-inf"))
     high = tl.maximum(top, tl.max(scores, 1))
     safe = tl.where(high == float("-inf"), 0.0, high)
-    weights, keep = tl.exp2(scores - safe[:, None]), tl.exp2(top - safe)
-    sums = tl.dot(weights.to(values.dtype), values, sums * keep[:, None], input_precision="tf32x3")
-    return high, total * keep + tl.sum(weights, 1), sums
+    weights, rescale = tl.exp2(scores - safe[:, None]), tl.exp2(top - safe)
+    sums = tl.dot(weights.to(values.dtype), values, sums * rescale[:, None], input_precision="tf32x3")
+    return high, total * rescale + tl.sum(weights, 1), sums
 
 
 @triton.jit

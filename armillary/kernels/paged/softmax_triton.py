@@ -83,9 +83,9 @@ def weighed(top, total, scores, factor, MASKED: tl.constexpr, LATE: tl.constexpr
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     safe = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
     weights = tl.exp2(scores * factor - safe[:, None])
-    keep = tl.exp2(top - safe)
-    total = total * keep[:, None] + weights if LATE else total * keep + tl.sum(weights, 1)
-    return new_top, total, weights, keep
+    rescale = tl.exp2(top - safe)
+    total = total * rescale[:, None] + weights if LATE else total * rescale + tl.sum(weights, 1)
+    return new_top, total, weights, rescale
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def absorbed(
     PRECISION: tl.constexpr,
 ):
     """(largest score, sum of weights, weighted values) with one more tile; MMAs are of dtype `kind`."""
-    top, total, weights, keep = weighed(top, total, scores, factor, MASKED, LATE)
-    sums = tl.dot(weights.to(kind), v_ND.to(kind), sums * keep[:, None], input_precision=PRECISION)
+    top, total, weights, rescale = weighed(top, total, scores, factor, MASKED, LATE)
+    sums = tl.dot(weights.to(kind), v_ND.to(kind), sums * rescale[:, None], input_precision=PRECISION)
     return top, total, sums
 
 
@@ -175,9 +175,9 @@ def combine(
         new_top = tl.maximum(top, tl.max(tops, 0))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(tops - safe[None, :])
-        keep = tl.exp2(top - safe)
-        sums = sums * keep[:, None] + tl.sum(values * weight[:, :, None], 0)
-        total = total * keep + tl.sum(totals * weight, 0)
+        rescale = tl.exp2(top - safe)
+        sums = sums * rescale[:, None] + tl.sum(values * weight[:, :, None], 0)
+        total = total * rescale + tl.sum(totals * weight, 0)
         top = new_top
     v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
     sums = sums * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]

@@ -100,7 +100,7 @@ def _launch_backward(dy: Tensor, x: Tensor, dx: Tensor, y: Tensor | None, activa
             )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.activation, ctx.gated = inputs
     ctx.save_for_backward(x)
 
@@ -110,7 +110,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return _activate_backward(dy, x, ctx.activation, ctx.gated), None, None
 
 
-_activate.register_autograd(_gradients, setup_context=_keep)
+_activate.register_autograd(_gradients, setup_context=_setup_context)
 
 
 # --- activation functions and their derivatives
@@ -136,17 +136,17 @@ def _tanh_sigmoid(x, square, FAST: tl.constexpr):
 
 
 @triton.jit
-def _far_tail(x):
+def _normal_tail(x):
     """(min(|x|, 13.2), Φ(−that)): log2 Φ by a polynomial of degree 7, with an error of at most 1.2e-4 of Φ up to 4.5
     and 4e-3 beyond, where gelu is below 2e-5."""
-    far = tl.minimum(tl.abs(x), 13.2)
-    log = -5.75724346e-07 * far + 2.86178495e-05
-    log = log * far - 5.93295068e-04
-    log = log * far + 6.81817601e-03
-    log = log * far - 4.96614265e-02
-    log = log * far - 4.63634263e-01
-    log = log * far - 1.14892164e00
-    return far, tl.exp2(log * far - 1.00016915e00)
+    magnitude = tl.minimum(tl.abs(x), 13.2)
+    log = -5.75724346e-07 * magnitude + 2.86178495e-05
+    log = log * magnitude - 5.93295068e-04
+    log = log * magnitude + 6.81817601e-03
+    log = log * magnitude - 4.96614265e-02
+    log = log * magnitude - 4.63634263e-01
+    log = log * magnitude - 1.14892164e00
+    return magnitude, tl.exp2(log * magnitude - 1.00016915e00)
 
 
 @triton.jit
@@ -156,8 +156,8 @@ def act(x, NAME: tl.constexpr, FAST: tl.constexpr):
         y = x * sigmoid(x, 1.0, FAST)
     elif NAME == "gelu":
         if FAST:
-            far, tail = _far_tail(x)
-            y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - far * tail
+            magnitude, tail = _normal_tail(x)
+            y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - magnitude * tail
         else:
             y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif NAME == "gelu_tanh":
@@ -181,7 +181,7 @@ def act_and_slope(x, NAME: tl.constexpr, FAST: tl.constexpr):
         slope = s + y * (1.0 - s)
     elif NAME == "gelu":
         if FAST:
-            _, tail = _far_tail(x)
+            _, tail = _normal_tail(x)
             below = tl.where(x > 0.0, 1.0 - tail, tail)
         else:
             below = 0.5 * (1.0 + tl.erf(x * _SQRT_HALF))
@@ -234,10 +234,10 @@ def gated_act_back(dy, gate, up, ACT: tl.constexpr, FAST: tl.constexpr):
     if ACT == "swiglu_clamped":
         low = tl.where(gate > _LIMIT, _LIMIT, gate)
         s = sigmoid(low, _ALPHA, FAST)
-        held = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
-        dgate = tl.where(gate <= _LIMIT, dy * (held + 1.0) * (s + _ALPHA * low * s * (1.0 - s)), 0.0)
+        clamped = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        dgate = tl.where(gate <= _LIMIT, dy * (clamped + 1.0) * (s + _ALPHA * low * s * (1.0 - s)), 0.0)
         dup = tl.where((up >= -_LIMIT) & (up <= _LIMIT), dy * low * s, 0.0)
-        y = (held + 1.0) * low * s
+        y = (clamped + 1.0) * low * s
     else:
         y, slope = act_and_slope(gate, ACT, FAST)
         dgate = through(dy * up, slope, gate, ACT)

@@ -69,7 +69,7 @@ def _empty_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor
     return dq.new_empty(*dq.shape[:-2], (dq.shape[-2] + 2 * dk.shape[-2]) * dq.shape[-1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, cos, sin, ctx.group, ctx.head_dim, ctx.interleaved = inputs
     ctx.save_for_backward(cos, sin)
 
@@ -79,7 +79,7 @@ def _gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
     return _rope_backward(dq, dk, dv, cos, sin, ctx.interleaved), None, None, None, None, None
 
 
-_rope.register_autograd(_gradients, setup_context=_keep)
+_rope.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def _launch(
@@ -105,10 +105,10 @@ def _launch(
         front, front_more = pieces(2 * rotated)
         rest, rest_more = pieces(max(0, dim - front - front_more))
         elements, of_a_thread = _WHOLE
-        held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
-        warps = 1 << max(0, round(log2(held * dim / (32 * of_a_thread))))
+        heads_at_once = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
+        warps = 1 << max(0, round(log2(heads_at_once * dim / (32 * of_a_thread))))
         with on(qkv):
-            _whole_kernel[(tokens, ceil_div(slots, held))](
+            _whole_kernel[(tokens, ceil_div(slots, heads_at_once))](
                 qkv,
                 q,
                 k,
@@ -124,16 +124,16 @@ def _launch(
                 REST=rest,
                 REST_MORE=rest_more,
                 BACKWARD=backward,
-                HELD=held,
+                HEADS=heads_at_once,
                 num_warps=min(16, warps),
             )
         return
     elements, of_a_thread = _HALVES
-    held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
+    heads_at_once = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
     half, half_more = pieces(rotated)
     rest, rest_more = pieces(dim - 2 * rotated)
     with on(qkv):
-        _kernel[(tokens, ceil_div(slots, held))](
+        _kernel[(tokens, ceil_div(slots, heads_at_once))](
             qkv,
             q,
             k,
@@ -150,8 +150,8 @@ def _launch(
             REST_MORE=rest_more,
             INTERLEAVED=interleaved,
             BACKWARD=backward,
-            HELD=held,
-            num_warps=max(1, min(16, held * power_of_two(dim) // (32 * of_a_thread))),
+            HEADS=heads_at_once,
+            num_warps=max(1, min(16, heads_at_once * power_of_two(dim) // (32 * of_a_thread))),
         )
 
 
@@ -228,9 +228,9 @@ def _places(
         head, place = slot // (GROUP + 2), slot % (GROUP + 2)
         packed_slot = slot
     else:
-        behind = slot - kv_heads * GROUP  # keys, then values
-        head = tl.where(behind < 0, slot // GROUP, tl.where(behind < kv_heads, behind, behind - kv_heads))
-        place = tl.where(behind < 0, slot % GROUP, tl.where(behind < kv_heads, GROUP, GROUP + 1))
+        kv_slot = slot - kv_heads * GROUP  # keys, then values
+        head = tl.where(kv_slot < 0, slot // GROUP, tl.where(kv_slot < kv_heads, kv_slot, kv_slot - kv_heads))
+        place = tl.where(kv_slot < 0, slot % GROUP, tl.where(kv_slot < kv_heads, GROUP, GROUP + 1))
         packed_slot = head * (GROUP + 2) + place
     is_value = place == GROUP + 1
     packed = qkv_ptr + (token * slots + packed_slot) * DIM
@@ -260,10 +260,10 @@ def _kernel(
     REST_MORE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
-    HELD: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
+    slot = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
     there = slot < slots
     cos, sin = cos_ptr + token * ROTATED, sin_ptr + token * ROTATED
@@ -333,12 +333,12 @@ def _whole_kernel(
     REST: tl.constexpr,
     REST_MORE: tl.constexpr,
     BACKWARD: tl.constexpr,
-    HELD: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Halves that begin inside a sector: the rotated dims are one piece, or two. Everything is loaded before anything
     is stored, because a load does not pass a store."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
+    slot = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
     there = slot < slots
     cos, sin = cos_ptr + token * ROTATED, sin_ptr + token * ROTATED

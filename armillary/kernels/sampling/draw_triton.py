@@ -93,13 +93,13 @@ def share_of(total, fraction, BITS: tl.constexpr):
 
 
 @triton.jit
-def _kept(values, start, size, least, bits, BLOCK: tl.constexpr):
+def _passing(values, start, size, least, bits, BLOCK: tl.constexpr):
     """Masses of a block of weights that reach both thresholds, 0 elsewhere, and which do."""
     at = start + tl.arange(0, BLOCK)
     weights = tl.load(values + at, mask=at < size, other=-1.0)
     mass = mass_of(weights)
-    kept = (weights >= 0) & (weights.to(tl.int32, bitcast=True) >= bits) & (mass >= least)
-    return tl.where(kept, mass, 0), kept
+    passing = (weights >= 0) & (weights.to(tl.int32, bitcast=True) >= bits) & (mass >= least)
+    return tl.where(passing, mass, 0), passing
 
 
 @triton.jit
@@ -108,8 +108,8 @@ def _sums(values, size, least, bits, BLOCK: tl.constexpr):
     counts = tl.zeros([BLOCK], tl.int32)
     masses = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
-        mass, kept = _kept(values, start, size, least, bits, BLOCK)
-        counts += kept.to(tl.int32)
+        mass, passing = _passing(values, start, size, least, bits, BLOCK)
+        counts += passing.to(tl.int32)
         masses += mass
     return tl.sum(counts, 0), tl.sum(masses, 0)
 
@@ -153,7 +153,7 @@ def _first_beyond(values, size, least, bits, target, BLOCK: tl.constexpr):
     before = tl.zeros([], tl.int64)
     start = 0
     while (place < 0) & (start < size):
-        mass, _ = _kept(values, start, size, least, bits, BLOCK)
+        mass, _ = _passing(values, start, size, least, bits, BLOCK)
         after = before + tl.sum(mass, 0)
         inside = start + tl.sum((before + tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
         place = tl.where(after > target, inside, place)
@@ -165,7 +165,7 @@ def _first_beyond(values, size, least, bits, target, BLOCK: tl.constexpr):
 @triton.jit
 def _token_beyond(values, tokens, size, least, bits, target, V: tl.constexpr, CAPACITY: tl.constexpr):
     """The same in the order of token ids for candidates, which are unordered: by bisection of the ids."""
-    mass, _ = _kept(values, 0, size, least, bits, CAPACITY)
+    mass, _ = _passing(values, 0, size, least, bits, CAPACITY)
     at = tl.arange(0, CAPACITY)
     token = tl.load(tokens + at, mask=at < size, other=V)
     low, high = tl.zeros([], tl.int32) - 1, tl.zeros([], tl.int32) + V - 1
@@ -294,8 +294,8 @@ def draw(
         if k > 0:
             suffices = size >= k
         else:
-            _, reached = _sums(values, size, least, 0, CAPACITY)
-            suffices = reached >= tl.maximum(share_of(total, fraction, 30), 1)
+            _, candidate_mass = _sums(values, size, least, 0, CAPACITY)
+            suffices = candidate_mass >= tl.maximum(share_of(total, fraction, 30), 1)
     if not suffices:  # all weights of the row take the place of the candidates
         values += CAPACITY
         size = V

@@ -62,8 +62,8 @@ def sample(
     scores = score(logits_BV, penalties, allowed_BW)
     top_B, best_B = scores.max(dim=1)
     weights = weigh(scores, top_B, draws.temperature_B)
-    kept = filtered(weights, draws.top_k_B, draws.top_p_B, draws.min_p_B)
-    drawn_B = drawn(kept, philox(draws.seeds_B, draws.steps_B)[0] >> 1)
+    masses = filtered(weights, draws.top_k_B, draws.top_p_B, draws.min_p_B)
+    drawn_B = drawn(masses, philox(draws.seeds_B, draws.steps_B)[0] >> 1)
     tokens = torch.where(draws.temperature_B > 0, drawn_B, best_B)
     broken = scores.isnan().any(dim=1) | (top_B == -torch.inf)
     return torch.where(broken, -1, tokens)
@@ -164,12 +164,12 @@ def sample_rows(
             row = slice(b, b + 1)
             left = (scores[b] >= top - _REACH * heat).nonzero()[:, 0]
             weights = weigh(scores[b, left][None], top_B[row], draws.temperature_B[row])
-            kept = _kept(weights, draws.top_k_B[row], draws.top_p_B[row], draws.min_p_B[row])
-            tokens[b] = left[drawn(kept, random_B[row])[0]]
+            masses = _filtered_row(weights, draws.top_k_B[row], draws.top_p_B[row], draws.min_p_B[row])
+            tokens[b] = left[drawn(masses, random_B[row])[0]]
     return tokens
 
 
-def _kept(weights_1V: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def _filtered_row(weights_1V: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Integer weights of one row after its filters, which consider the likeliest only where those suffice."""
     masses = likely(weights_1V, min_p)
     k, p = int(top_k), float(top_p)

@@ -137,7 +137,7 @@ def _row(
 ) -> KernelRow:
     work = op.work(case)
     choice = choose(op, case, home=home, budget_s=budget_s, retry=True)
-    measured = [_measured(trial, work, ceilings) for trial in choice.trials]
+    measured = [_measured(trial, work, ceilings) for trial in choice.candidates]
     measured += [replace(_measured(t, work, ceilings), rival=True) for t in time_rivals(op, case, budget_s=budget_s)]
     row = replace(row, chosen=choice.version, measured=tuple(measured))
     return _with_memory(row, row.bar, op, case)
@@ -179,7 +179,7 @@ def extra_bytes(op: Op, case: Case, name: str) -> float:
 
 def _measured(trial: VersionTrial, work: OpWork, ceilings: dict[str, float]) -> Measured:
     in_bytes = work.ceiling in ("copy", "read")
-    if work.together:
+    if work.joint:
         work = OpWork(
             flops=work.flops + work.backward_flops, bytes=work.bytes + work.backward_bytes, ceiling=work.ceiling
         )

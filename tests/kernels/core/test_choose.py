@@ -83,7 +83,7 @@ def test_a_case_that_nothing_can_run_is_one_line(wrong: dict[str, str], words: s
 def test_the_fastest_that_agrees_is_taken() -> None:
     choice = choose(an_op(Version(name="wrong", run=wrong), QUICK), CASE)
     assert choice.version == "quick" and choice.run is quick
-    trials = {trial.version: trial for trial in choice.trials}
+    trials = {trial.version: trial for trial in choice.candidates}
     assert set(trials) == {"wrong", "quick", "eager"}
     assert not trials["wrong"].agreed and "output 0 is off by" in trials["wrong"].refused
     assert trials["quick"].error is not None and trials["quick"].error < 1e-6
@@ -92,7 +92,7 @@ def test_the_fastest_that_agrees_is_taken() -> None:
 
 def test_a_wrong_gradient_is_found_out() -> None:
     choice = choose(an_op(Version(name="bad", run=wrong_backward)), CASE)
-    (bad, _) = choice.trials
+    (bad, _) = choice.candidates
     assert choice.version == "eager" and "gradient of argument 0" in bad.refused
 
 
@@ -118,14 +118,14 @@ def test_a_gpu_version_is_no_news_on_a_cpu(caplog: pytest.LogCaptureFixture) -> 
     late = LazyFunction("armillary.kernels.nowhere_triton", "nothing")
     choice = choose(an_op(Version(name="triton", run=late, needs=("triton",))), CASE)
     assert choice.version == "eager" and not caplog.records
-    assert choice.trials[0].refused in ("runs on a GPU only", "triton is not installed")
+    assert choice.candidates[0].refused in ("runs on a GPU only", "triton is not installed")
 
 
 def test_a_choice_is_remembered_per_case(home: Home) -> None:
     op = an_op(QUICK)
     first, again, other = (choose(op, case, home=home) for case in (CASE, CASE, replace(CASE, size=8)))
     assert [choice.remembered for choice in (first, again, other)] == [False, True, False]
-    assert again.version == "quick" and again.trials == first.trials
+    assert again.version == "quick" and again.candidates == first.candidates
     assert len(load_choices(home, device_name("cpu", threads=torch.get_num_threads()))) == 2
 
 
@@ -158,7 +158,7 @@ def test_deterministic_mode_takes_the_order_and_times_nothing(home: Home, monkey
     slow = Version(name="slow", run=lambda x, scale: reference(x, scale))
     loose = Version(name="atomics", run=quick, deterministic=False)
     choice = choose(an_op(loose, Version(name="wrong", run=wrong), slow, QUICK), CASE, home=home, deterministic=True)
-    assert choice.version == "slow" and [t.seconds for t in choice.trials] == [None, None]
+    assert choice.version == "slow" and [t.seconds for t in choice.candidates] == [None, None]
     assert load_choices(home, device_name("cpu", threads=torch.get_num_threads())) == {}
 
 
@@ -166,7 +166,7 @@ def test_half_formats_may_not_be_worse_than_twice_plain_torch() -> None:
     def coarse(x: Tensor, scale: float) -> Tensor:
         return (x.float().square() * scale * 1.01).to(x.dtype)  # within 2e-2, but plain torch is within 2e-3
 
-    (trial, _) = choose(an_op(Version(name="coarse", run=coarse)), replace(CASE, dtype="bf16")).trials
+    (trial, _) = choose(an_op(Version(name="coarse", run=coarse)), replace(CASE, dtype="bf16")).candidates
     assert not trial.agreed and "allowed" in trial.refused
 
 
@@ -180,14 +180,14 @@ def test_nans_must_be_in_the_same_places() -> None:
         return quick(x, scale).nan_to_num()
 
     op = replace(an_op(QUICK, Version(name="cleaned", run=cleaned)), inputs=with_nan)
-    trials = {trial.version: trial for trial in choose(op, CASE).trials}
+    trials = {trial.version: trial for trial in choose(op, CASE).candidates}
     assert trials["quick"].agreed and not trials["cleaned"].agreed
 
 
 @pytest.mark.slow
 def test_torch_compile_competes() -> None:
     choice = choose(an_op(compiled(quick)), CASE)
-    assert choice.trials[0].version == "compile" and (choice.trials[0].agreed or choice.trials[0].refused)
+    assert choice.candidates[0].version == "compile" and (choice.candidates[0].agreed or choice.candidates[0].refused)
 
 
 def test_what_is_hopeless_is_timed_by_one_call() -> None:
@@ -198,6 +198,6 @@ def test_what_is_hopeless_is_timed_by_one_call() -> None:
         time.sleep(3e-2)
         return quick(x, scale)
 
-    trials = {trial.version: trial for trial in choose(an_op(QUICK, Version(name="slow", run=slow)), CASE).trials}
+    trials = {trial.version: trial for trial in choose(an_op(QUICK, Version(name="slow", run=slow)), CASE).candidates}
     assert len(calls) == 3, "the check, a warm-up and one that counts"
     assert trials["slow"].agreed and trials["slow"].seconds > 4 * trials["quick"].seconds

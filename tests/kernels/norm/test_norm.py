@@ -100,10 +100,10 @@ def test_launch_shapes(columns: int, element_size: int) -> None:
         for centred in (0, 1)
         for residual in (0, 1)
     ]
-    assert all(shape.width * element_size == 512 * shape.warps and shape.held in (1, 2) for shape in forward)
+    assert all(shape.width * element_size == 512 * shape.warps and shape.rows in (1, 2) for shape in forward)
     shapes = [backward_shape(columns, element_size, pairs, sums=sums) for pairs in (0, 1) for sums in (0, 1, 2)]
     for shape in shapes:
-        assert shape.held * shape.width * element_size == 512 * shape.warps and shape.warps in (4, 8, 16, 32)
+        assert shape.rows * shape.width * element_size == 512 * shape.warps and shape.warps in (4, 8, 16, 32)
         assert -(-columns // shape.width) * shape.width <= 1.2 * columns
 
 
