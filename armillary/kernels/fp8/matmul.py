@@ -23,7 +23,7 @@ def reference(
     """fp8(f(x)) @ (weight · scale)ᵀ in x's dtype, where f is an RMS norm, SwiGLU over alternating gate and up, or
     nothing. `scale` is a column for row-wise scaling, of activations too, or one number for all."""
     rows = produced(x, norm_K, gated, eps).flatten(0, -2)
-    y = rounded(rows, E4M3, scaling_of(scale)) @ (weight_NK.to(scale.dtype) * scale).to(x.dtype).t()
+    y = rounded(rows, E4M3, "row" if scale.dim() else "tensor") @ (weight_NK.to(scale.dtype) * scale).to(x.dtype).t()
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -32,10 +32,6 @@ def produced(x: Tensor, norm_K: Tensor | None, gated: bool, eps: float) -> Tenso
     if norm_K is not None:
         return norm(x, norm_K, None, eps)
     return activate(x, "silu", gated=True) if gated else x
-
-
-def scaling_of(scale: Tensor) -> str:
-    return "row" if scale.dim() else "tensor"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ shapes only, and CUDA graphs can hold them. By TMA a tile may read rows of the n
 sums over rows (weight gradients) mask them in their last step; by pointers they are masked when they are loaded.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,14 +55,13 @@ _FEW = {
 }
 
 
-def grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:
-    """`armillary.kernels.gemm.grouped.grouped_linear`; whether all rows have an expert makes no difference here."""
-    return _grouped_linear(x_PK, weight_ENK, ends_E, True)
+def grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True, *, tma: bool = True) -> Tensor:
+    """`armillary.kernels.gemm.grouped.grouped_linear`; whether all rows have an expert makes no difference here.
+    Without TMA: rows of any length, on GPUs of compute capability 8.0 and more."""
+    return _grouped_linear(x_PK, weight_ENK, ends_E, tma)
 
 
-def grouped_linear_pointers(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:
-    """`grouped_linear` without TMA: rows of any length, on GPUs of compute capability 8.0 and more."""
-    return _grouped_linear(x_PK, weight_ENK, ends_E, False)
+grouped_linear_pointers = partial(grouped_linear, tma=False)
 
 
 @torch.library.custom_op(

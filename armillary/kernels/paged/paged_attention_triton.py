@@ -106,7 +106,8 @@ def _launched(
     shape = {
         "WINDOW": window,
         "QUERIES": split.queries,
-        "ROWS": _padded(num_rows),
+        # rows that a program searches to find its work; few sizes, as each is compiled separately
+        "ROWS": 32 if num_rows <= 32 else max(256, power_of_two(num_rows)),
         "HEADS": heads,
         "GROUP": group,
         "D": q.shape[2],
@@ -132,11 +133,6 @@ _paged_attention = torch.library.custom_op("armillary::paged_attention", _launch
 @_paged_attention.register_fake
 def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query, window, softcap):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _padded(rows: int) -> int:
-    """Rows that a program searches to find its work; few sizes, as each is compiled separately."""
-    return 32 if rows <= 32 else max(256, power_of_two(rows))
 
 
 def split_tiling(device: torch.device, group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:

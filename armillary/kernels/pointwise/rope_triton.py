@@ -98,7 +98,8 @@ def _launch(
         return
     dim, rotated = q.shape[-1], cos.shape[-1]
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
-    cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
+    # [tokens, R] in fp32; a table that several rows of the batch share is expanded
+    cos, sin = (table.expand(*qkv.shape[:-1], 1, rotated).reshape(tokens, rotated).float() for table in (cos, sin))
     # Where halves begin inside a sector, processing them separately would read and write it twice: heads are then
     # processed end to end, and the other half of the rotated dims is read again.
     if not interleaved and rotated * qkv.element_size() % _SECTOR:
@@ -160,11 +161,6 @@ def pieces(count: int) -> tuple[int, int]:
     power = power_of_two(count) if count else 0
     rest = power_of_two(count - power // 2)
     return (power // 2, rest) if _SMALLEST <= rest < power // 2 else (power, 0)
-
-
-def _per_token(table: Tensor, shape: torch.Size) -> Tensor:
-    """cos or sin as [tokens, R] fp32; a table that several rows of the batch share is expanded."""
-    return table.expand(*shape, 1, table.shape[-1]).reshape(shape.numel(), table.shape[-1]).float()
 
 
 @triton.jit

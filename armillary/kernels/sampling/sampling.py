@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
-from armillary.kernels.core.philox import philox
 
 # B rows, V vocabulary, S rows of the penalty tables, W words of 32 tokens
 
@@ -27,6 +26,9 @@ EXP2 = (
     0.0013390866806730628,
     0.00015461447765119374,
 )
+_LOW_WORD = 0xFFFFFFFF
+_PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
 ONE = 40  # the likeliest token weighs 2^ONE; a weight below 1 cannot be drawn
 
 
@@ -137,6 +139,24 @@ def drawn(masses: Tensor, random_B: Tensor) -> Tensor:
     sums = masses.cumsum(dim=1)
     target = share(sums[:, -1], random_B, 31)
     return (sums <= target[:, None]).sum(dim=1)
+
+
+def philox(seed: Tensor, counters: Tensor) -> list[Tensor]:
+    """Counter-based random numbers, Philox 4×32 with ten rounds (Salmon et al., SC 2011), the twin of the kernels'
+    generator: the four 32-bit words of each (seed, counter), all int64; one seed for all, or one per counter."""
+    state = [counters & _LOW_WORD, (counters >> 32) & _LOW_WORD, torch.zeros_like(counters), torch.zeros_like(counters)]
+    keys = [seed & _LOW_WORD, (seed >> 32) & _LOW_WORD]
+    for _ in range(10):
+        # the product of two 32-bit words wraps around in int64, but all 64 bits are there
+        first, second = state[0] * _PHILOX_FACTORS[0], state[2] * _PHILOX_FACTORS[1]
+        state = [
+            ((second >> 32) & _LOW_WORD) ^ state[1] ^ keys[0],
+            second & _LOW_WORD,
+            ((first >> 32) & _LOW_WORD) ^ state[3] ^ keys[1],
+            first & _LOW_WORD,
+        ]
+        keys = [(key + step) & _LOW_WORD for key, step in zip(keys, _PHILOX_KEYS, strict=True)]
+    return state
 
 
 # --- for CPUs

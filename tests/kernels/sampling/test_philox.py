@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from armillary.kernels.core.philox import philox
+from armillary.kernels.sampling.sampling import philox
 
 
 def test_words_are_those_of_the_paper() -> None:
