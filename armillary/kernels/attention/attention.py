@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled, in_triton
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim, X and Y blocks of queries and keys
 
@@ -226,12 +226,7 @@ ATTENTION = Op(
     name="attention",
     reference=reference,
     versions=(
-        Version(
-            name="triton",
-            run=LazyFunction("armillary.kernels.attention.attention_triton", "attention"),
-            refuses=_not_own,
-            needs=("triton",),
-        ),
+        in_triton("attention.attention_triton", "attention", refuses=_not_own),
         Version(name="cudnn", run=cudnn, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(name="flash", run=flash, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(

@@ -13,7 +13,7 @@ from torch import Tensor
 from armillary.kernels.attention.attention import BLOCK, PLAIN, AttentionOptions, reference
 from armillary.kernels.attention.backward_triton import delta_kernel, key_kernel, query_kernel
 from armillary.kernels.attention.forward_triton import forward_kernel
-from armillary.kernels.attention.mask_triton import boil_down
+from armillary.kernels.attention.mask_triton import mask_arguments
 from armillary.kernels.attention.tiles import attention_tiles, can_copy, described
 from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two, unit_stride
 from armillary.kernels.core.requirements import note_once
@@ -25,7 +25,7 @@ _LOG2E = math.log2(math.e)
 
 def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """attention.reference by our own kernels; head dims that they cannot hold go to the reference."""
-    why = _cannot(q_BTND, v_BSKD)
+    why = _unsupported(q_BTND, v_BSKD)
     if why:
         if not torch.compiler.is_compiling():
             note_once(f"attention is left to plain torch: {why}")
@@ -45,7 +45,7 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
     )[0]
 
 
-def _cannot(q_BTND: Tensor, v_BSKD: Tensor) -> str | None:
+def _unsupported(q_BTND: Tensor, v_BSKD: Tensor) -> str | None:
     """Why our kernels cannot take these."""
     if v_BSKD.shape[-1] != q_BTND.shape[-1]:
         return f"values of {v_BSKD.shape[-1]} dims, queries of {q_BTND.shape[-1]}"
@@ -82,7 +82,7 @@ def _attention(
     sinks, slopes = dense(sinks), dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
     tiles = attention_tiles("forward", q, packed=documents is not None)
-    flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
+    flags, mask, lists = mask_arguments(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
     listed, counts = lists.by_query if lists else (lse, lse)
     tma = can_copy(k, v)
     k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
@@ -181,7 +181,7 @@ def _attention_backward(
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
         sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
         tiles = attention_tiles("key", q)
-        flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
+        flags, mask, lists = mask_arguments(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
         listed, counts = lists.by_key if lists else (lse, lse)
         tma = can_copy(q, grad)
         q_src, grad_src = (described(x, tiles.queries) if tma else x for x in (q, grad))

@@ -100,7 +100,7 @@ class Lists:
     by_key: tuple[Tensor, Tensor]
 
 
-def boil_down(
+def mask_arguments(
     documents: Tensor | None,
     blocks: Tensor | None,
     window: int,

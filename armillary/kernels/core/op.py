@@ -127,10 +127,17 @@ class Version:
         return self.run.load() if isinstance(self.run, LazyFunction) else self.run
 
 
-def in_triton(module: str, function: str) -> Version:
-    """Our own kernel: `function` of armillary.kernels.`module`, for fp32 and 16-bit dtypes."""
+def in_triton(
+    module: str,
+    function: str,
+    *,
+    name: str = "triton",
+    refuses: Callable[[Any], str | None] = refuses_fp64,
+    needs: tuple[str, ...] = (),
+) -> Version:
+    """Our own kernel: `function` of armillary.kernels.`module`; `needs` beside triton."""
     run = LazyFunction(f"armillary.kernels.{module}", function)
-    return Version(name="triton", run=run, refuses=refuses_fp64, needs=("triton",))
+    return Version(name=name, run=run, refuses=refuses, needs=("triton", *needs))
 
 
 def in_liger(function: str, refuses: Callable[[Any], str | None] = takes_all) -> Version:

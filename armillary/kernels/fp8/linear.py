@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadInput
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled
+from armillary.kernels.core.op import Case, Op, OpWork, compiled, in_triton, takes_all
 
 # M tokens, K inputs, N outputs
 
@@ -139,17 +139,8 @@ FP8_LINEAR = Op(
     name="fp8_linear",
     reference=reference,
     versions=(
-        Version(
-            name="triton+cublas",
-            run=LazyFunction("armillary.kernels.fp8.linear_triton", "library_linear"),
-            refuses=refuses,
-            needs=("triton", "fp8"),
-        ),
-        Version(
-            name="triton",
-            run=LazyFunction("armillary.kernels.fp8.linear_triton", "fp8_linear"),
-            needs=("triton", "fp8", "tma"),
-        ),
+        in_triton("fp8.linear_triton", "library_linear", name="triton+cublas", refuses=refuses, needs=("fp8",)),
+        in_triton("fp8.linear_triton", "fp8_linear", refuses=takes_all, needs=("fp8", "tma")),
         compiled(reference),
     ),
     inputs=inputs,

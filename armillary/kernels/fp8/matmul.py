@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.op import LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Op, OpWork, in_triton, takes_all
 from armillary.kernels.fp8.linear import E4M3, Fp8LinearCase, quantised, refuses, rounded, small
 from armillary.kernels.norm.norm import norm
 from armillary.kernels.pointwise.activation import activate
@@ -62,17 +62,8 @@ FP8_MATMUL = Op(
     name="fp8_matmul",
     reference=reference,
     versions=(
-        Version(
-            name="triton+cublas",
-            run=LazyFunction("armillary.kernels.fp8.matmul_triton", "library_matmul"),
-            refuses=refuses,
-            needs=("triton", "fp8"),
-        ),
-        Version(
-            name="triton",
-            run=LazyFunction("armillary.kernels.fp8.matmul_triton", "fp8_matmul"),
-            needs=("triton", "fp8", "tma"),
-        ),
+        in_triton("fp8.matmul_triton", "library_matmul", name="triton+cublas", refuses=refuses, needs=("fp8",)),
+        in_triton("fp8.matmul_triton", "fp8_matmul", refuses=takes_all, needs=("fp8", "tma")),
     ),
     inputs=inputs,
     work=work,

@@ -172,7 +172,7 @@ def row_kernel(
     ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row: producer, amax, scale and cast; a row that fits registers is read once."""
+    """One program per row: producer, amax, scale and cast; a row that fits registers is read once."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
     q_ptr += row * padded

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, refuses_fp64, rows_to_check
+from armillary.kernels.core.op import Case, Op, OpWork, Version, in_triton, refuses_fp64, rows_to_check
 from armillary.machine.accelerator import accelerator_of
 from armillary.spec.arithmetic import ops as spec_ops
 
@@ -112,18 +112,8 @@ GROUPED_LINEAR = Op(
     name="grouped_linear",
     reference=grouped_linear,
     versions=(
-        Version(
-            name="triton",
-            run=LazyFunction("armillary.kernels.gemm.grouped_triton", "grouped_linear"),
-            refuses=_not_triton,
-            needs=("triton", "tma"),
-        ),
-        Version(
-            name="triton, pointers",
-            run=LazyFunction("armillary.kernels.gemm.grouped_triton", "grouped_linear_pointers"),
-            refuses=_not_pointers,
-            needs=("triton",),
-        ),
+        in_triton("gemm.grouped_triton", "grouped_linear", refuses=_not_triton, needs=("tma",)),
+        in_triton("gemm.grouped_triton", "grouped_linear_pointers", name="triton, pointers", refuses=_not_pointers),
         Version(name="torch", run=torch_grouped_linear, refuses=_not_torch, needs=("grouped_gemm",)),
     ),
     inputs=_inputs,

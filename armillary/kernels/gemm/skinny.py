@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled
+from armillary.kernels.core.op import Case, Op, OpWork, compiled, in_triton
 from armillary.kernels.norm.norm import norm
 
 # M tokens, K inputs, N rows of the weight (outputs, or twice the outputs when gated)
@@ -73,12 +73,7 @@ SMALL_LINEAR = Op(
     name="small_linear",
     reference=reference,
     versions=(
-        Version(
-            name="triton",
-            run=LazyFunction("armillary.kernels.gemm.skinny_triton", "small_linear"),
-            refuses=refuses,
-            needs=("triton",),
-        ),
+        in_triton("gemm.skinny_triton", "small_linear", refuses=refuses),
         compiled(reference),
     ),
     inputs=inputs,

@@ -163,7 +163,7 @@ NORM = Op(
     reference=norm,
     versions=(
         in_triton("norm.norm_triton", "norm"),
-        replace(in_triton("norm.norm_triton", "norm_pairs"), name="triton, pairs", refuses=_not_pairs),
+        in_triton("norm.norm_triton", "norm_pairs", name="triton, pairs", refuses=_not_pairs),
         compiled(norm),
         Version(name="torch", run=torch_norm),
         in_liger("norm", _not_liger),
@@ -184,7 +184,7 @@ ADD_NORM = Op(
     reference=add_norm,
     versions=(
         in_triton("norm.norm_triton", "add_norm"),
-        replace(in_triton("norm.norm_triton", "add_norm_pairs"), name="triton, pairs", refuses=_not_pairs),
+        in_triton("norm.norm_triton", "add_norm_pairs", name="triton, pairs", refuses=_not_pairs),
         compiled(add_norm),
         Version(name="torch", run=torch_add_norm),
         in_liger("add_norm", _not_liger_sum),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armillary.kernels.attention.attention import AttentionOptions, distances, reference, seen_keys
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Ceiling, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, Ceiling, Op, OpWork, Version, in_triton
 
 # T packed tokens, B sequences, P pages of the longest, N query heads, K KV heads, D head dim, S keys
 
@@ -225,12 +225,7 @@ PAGED_ATTENTION = Op(
     name="paged_attention",
     reference=paged_attention,
     versions=(
-        Version(
-            name="triton",
-            run=LazyFunction("armillary.kernels.paged.paged_attention_triton", "paged_attention"),
-            refuses=refuses,
-            needs=("triton",),
-        ),
+        in_triton("paged.paged_attention_triton", "paged_attention", refuses=refuses),
         Version(name="sdpa", run=by_sdpa, refuses=_not_one_by_one),
     ),
     inputs=_inputs,

@@ -15,7 +15,7 @@ from torch import Tensor
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.dtype import DTYPES, widen
 from armillary.kernels.core.launch import power_of_two
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, Op, OpWork, in_triton
 from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
 from armillary.kernels.pointwise.rope import rotate
 
@@ -170,14 +170,7 @@ def refuses(case: QkvCase) -> str | None:
 QKV_CACHE = Op(
     name="qkv_cache",
     reference=qkv_cache,
-    versions=(
-        Version(
-            name="triton",
-            run=LazyFunction("armillary.kernels.paged.qkv_to_cache_triton", "qkv_cache"),
-            refuses=refuses,
-            needs=("triton",),
-        ),
-    ),
+    versions=(in_triton("paged.qkv_to_cache_triton", "qkv_cache", refuses=refuses),),
     inputs=_inputs,
     work=_work,
     writes=(1,),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, Op, OpWork, Version, in_triton
 
 # B rows, V vocabulary, n likeliest
 
@@ -60,12 +60,7 @@ LOGPROBS = Op(
     name="logprobs",
     reference=logprobs,
     versions=(
-        Version(
-            name="triton",
-            run=LazyFunction("armillary.kernels.sampling.logprobs_triton", "logprobs"),
-            refuses=refuses,
-            needs=("triton",),
-        ),
+        in_triton("sampling.logprobs_triton", "logprobs", refuses=refuses),
         Version(name="topk", run=by_topk),
     ),
     inputs=_inputs,

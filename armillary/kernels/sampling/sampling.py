@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, Op, OpWork, Version, in_triton, takes_all
 
 # B rows, V vocabulary, S rows of the penalty tables, W words of 32 tokens
 
@@ -257,9 +257,7 @@ SAMPLE = Op(
     name="sample",
     reference=sample,
     versions=(
-        Version(
-            name="triton", run=LazyFunction("armillary.kernels.sampling.sampling_triton", "sample"), needs=("triton",)
-        ),
+        in_triton("sampling.sampling_triton", "sample", refuses=takes_all),
         Version(name="rows", run=sample_rows),
     ),
     inputs=_inputs,
