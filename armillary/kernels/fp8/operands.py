@@ -146,7 +146,7 @@ def _rows(source: Source, dtype: torch.dtype, mode: str, top: Tensor) -> ScaledT
 
 
 def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tensor, most: float) -> None:
-    from armillary.kernels.fp8.cast_rows_triton import rows_kernel
+    from armillary.kernels.fp8.cast_triton import rows_kernel
 
     M, K = source.shape
     if not M or not K:
@@ -175,7 +175,7 @@ def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tenso
 
 def _transpose(rows: ScaledTensor, top: Tensor) -> ScaledTensor:
     """The rows transposed: with their one scale, or with the largest of their scales, `top`."""
-    from armillary.kernels.fp8.cast_rows_triton import transpose_kernel
+    from armillary.kernels.fp8.cast_triton import transpose_kernel
 
     (M, K), dtype, is_scalar = rows.values.shape, rows.values.dtype, rows.scale.dim() == 0
     padded = ceil_div(M, _ALIGN) * _ALIGN
@@ -205,7 +205,7 @@ def _transpose(rows: ScaledTensor, top: Tensor) -> ScaledTensor:
 
 def _columns_amax(source: Source) -> Tensor:
     """max |·| of each column."""
-    from armillary.kernels.fp8.cast_columns_triton import amax_kernel
+    from armillary.kernels.fp8.cast_triton import columns_amax_kernel
 
     M, K = source.shape
     amax = torch.zeros(K, dtype=torch.float32, device=source.x.device)
@@ -213,14 +213,14 @@ def _columns_amax(source: Source) -> Tensor:
     block_m, block_k, rows, warps = _AMAX
     if M and K:
         with on(amax):
-            amax_kernel[(ceil_div(K, block_k), ceil_div(M, rows))](
+            columns_amax_kernel[(ceil_div(K, block_k), ceil_div(M, rows))](
                 *tensors, amax, M, K, *strides, **flags, ROWS=rows, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps
             )
     return amax
 
 
 def _by_columns(source: Source, dtype: torch.dtype, amax: Tensor) -> ScaledTensor:
-    from armillary.kernels.fp8.cast_columns_triton import cast_kernel
+    from armillary.kernels.fp8.cast_triton import cast_columns_kernel
 
     (M, K), most = source.shape, torch.finfo(dtype).max
     padded = ceil_div(M, _ALIGN) * _ALIGN
@@ -229,7 +229,7 @@ def _by_columns(source: Source, dtype: torch.dtype, amax: Tensor) -> ScaledTenso
     block_m, block_k, warps = _CAST[source.kind]
     if transposed.numel():
         with on(amax):
-            cast_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
+            cast_columns_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
                 *tensors,
                 amax,
                 transposed,
