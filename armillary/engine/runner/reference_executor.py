@@ -14,8 +14,7 @@ from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
-from armillary.kernels.sampling.sampling import sample_rows
-from armillary.kernels.sampling.sampling import Draws, Penalties
+from armillary.kernels.sampling.sampling import Draws, Penalties, sample_rows
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.transformer import Transformer
 
