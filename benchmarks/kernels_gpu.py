@@ -119,7 +119,7 @@ def main(folder: Path, ops: list[str], limit_s: float) -> None:
 
     keep = writer(folder)
     bench = bench_kernels(
-        torch.device("cuda"), ops=ops, home=Home.at(folder / "home"), limit_s=limit_s, watch=watch, keep=keep
+        torch.device("cuda"), ops=ops, home=Home.at(folder / "home"), limit_s=limit_s, watch=watch, save=keep
     )
     keep(bench)
     print(json.dumps(summary(bench), ensure_ascii=False))

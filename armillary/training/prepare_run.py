@@ -17,7 +17,7 @@ from armillary.machine.machine import here
 from armillary.model.buildable import refuse_unbuildable
 from armillary.model.weights.hf_layout import rules
 from armillary.parallel.world import World, join_world
-from armillary.profiling.dtypes.choice import kept_precision, resolve_training, with_precision
+from armillary.profiling.dtypes.choice import resolve_training, resumed_precision
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.fp8 import fp8_rule
 from armillary.spec.hf.config import to_hf
@@ -84,10 +84,10 @@ class ResolvedRun:
         to auto: a run resumed elsewhere keeps its precision, and warns where auto would now differ."""
         before, plan = Plan.from_json(run.plan.read_text(), str(run.plan)), self.plan
         if self.recipe.layout.precision == "auto" and before.layout.precision not in ("auto", plan.layout.precision):
-            precision = kept_precision(before.layout.precision, plan.chosen["layout.precision"])
+            precision = resumed_precision(before.layout.precision, plan.chosen["layout.precision"])
             plan = replace(
                 plan,
-                layout=with_precision(plan.layout, precision),
+                layout=replace(plan.layout, precision=precision.dtype),
                 notes=(*plan.notes, precision.warning),
                 chosen={**plan.chosen, "layout.precision": precision.reason},
             )
@@ -165,7 +165,7 @@ def resolve_run(
         recipe=to_dict(recipe),
         model=config,
         cluster=cluster,
-        layout=with_precision(recipe.layout, dtype),
+        layout=replace(recipe.layout, precision=dtype.dtype),
         train=replace(job, compile=job.compiled),
         data=data,
         weights=str(source.folder or ""),

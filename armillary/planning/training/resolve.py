@@ -14,7 +14,7 @@ from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, has_fused_block
 from armillary.planning.device_model.measured_peaks import cpu_peaks, measured_peaks
 from armillary.planning.training.train_case import Lora, TrainCase, lora_of, read_lora
-from armillary.profiling.dtypes.choice import Resolved, resolve_training, with_precision
+from armillary.profiling.dtypes.choice import Resolved, resolve_training
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout
@@ -62,7 +62,7 @@ def resolve(
         if is_run and recipe.layout.precision != "auto"
         else resolve_training(recipe.layout, model, job, cluster, home)
     )
-    recipe = replace(recipe, layout=with_precision(recipe.layout, resolved))
+    recipe = replace(recipe, layout=replace(recipe.layout, precision=resolved.dtype))
     cluster, measured, share, notes = _devices(cluster, recipe.layout, home)
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     case = TrainCase(

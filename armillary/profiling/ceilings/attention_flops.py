@@ -32,17 +32,13 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         shapes = [{"keys": _KEYS, "heads": _HEADS, "head_dim": _HEAD_DIM, "dtype": half}]
     else:
+        native = [dtype for dtype in (WIDE, *SIXTEEN_BIT) if not is_emulated(dtype, settings)]
         shapes = [
             {"keys": keys, "heads": _CPU_HEADS, "head_dim": dim, "dtype": dtype, "rows": rows}
             for keys, rows, dim in _ON_CPU
-            for dtype in native_dtypes(settings)
+            for dtype in native
         ]
     return [shape | {"backward": backward} for shape in shapes for backward in (False, True)]
-
-
-def native_dtypes(settings: Settings) -> list[str]:
-    """fp32, and of the 16-bit dtypes those that a CPU does not emulate."""
-    return [dtype for dtype in (WIDE, *SIXTEEN_BIT) if not is_emulated(dtype, settings)]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,12 +6,12 @@ Points of kind cache use the same buffers repeatedly.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
-from armillary.kernels.core.timing import Call
 from armillary.profiling.ceilings.settings import Settings
 
 _MIB = 1 << 20
@@ -21,30 +21,13 @@ _SLACK = 1024
 """elements beyond the largest buffer, so that it can be aligned"""
 
 
-def _copy(a: Any, b: Any) -> Call:
-    return lambda: a.copy_(b)
-
-
-def _read(a: Any) -> Call:
-    return lambda: torch.sum(a)
-
-
-def _write(a: Any) -> Call:
-    value = float(a[0])
-    return lambda: a.fill_(value)
-
-
-def _triad(a: Any, b: Any, c: Any) -> Call:
-    return lambda: torch.add(b, c, alpha=0.37, out=a)
-
-
-OPS: dict[str, tuple[int, Callable[..., Call]]] = {
-    "copy": (2, _copy),
-    "read": (1, _read),
-    "write": (1, _write),
-    "triad": (3, _triad),
+OPS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "copy": (2, lambda a, b: a.copy_(b)),
+    "read": (1, torch.sum),
+    "write": (1, lambda a: a.fill_(0.37)),
+    "triad": (3, lambda a, b, c: torch.add(b, c, alpha=0.37, out=a)),
 }
-"""name -> (number of buffers, function that makes the call); triad is a = b + s·c"""
+"""name -> (number of buffers, operation); triad is a = b + s·c"""
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
@@ -59,13 +42,13 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
     elements = int(min(settings.free_bytes / 3, wanted)) // _DTYPE.itemsize
     rows = [random_row(elements // share + _SLACK, _DTYPE, settings.device, seed=share) for share in (1, 2, 3)]
     for case in chosen:
-        num_buffers, make = OPS[case["op"]]
+        num_buffers, operation = OPS[case["op"]]
         length = case["bytes"] // num_buffers // _DTYPE.itemsize
         moved = length * num_buffers * _DTYPE.itemsize
         used = rows[:num_buffers]
         sets = 1 if case["hot"] else min(row.numel() for row in used) // set_elements([(length,)])
         columns = [Pool(row).sets(sets, [(length,)]) for row in used]
-        calls = [make(*(buffer for (buffer,) in buffers)) for buffers in zip(*columns, strict=True)]
+        calls = [partial(operation, *(buffer for (buffer,) in buffers)) for buffers in zip(*columns, strict=True)]
         timing = settings.time(*calls)
         tried = {"bytes": case["bytes"]} | ({"op": case["op"]} if case["hot"] else {})
         rate = {"bytes_per_s": moved / timing.seconds}

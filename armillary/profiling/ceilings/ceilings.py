@@ -6,9 +6,10 @@ counted and reported, not guessed.
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,36 +17,35 @@ import torch
 from armillary.errors import unknown
 from armillary.machine.cores import BackgroundLoad
 from armillary.machine.device_name import device_name
-from armillary.profiling.ceilings import attention_flops as attention
-from armillary.profiling.ceilings import bandwidth, disk, fma, gemm, host_copy
-from armillary.profiling.ceilings import elementwise as passes
-from armillary.profiling.ceilings import launch_latency as launch
-from armillary.profiling.ceilings.settings import Settings, clocks_of, settings_for
-from armillary.store.peaks import Peaks, Point, new_peaks
+from armillary.profiling.ceilings import (
+    attention_flops,
+    bandwidth,
+    disk,
+    elementwise,
+    fma,
+    gemm,
+    host_copy,
+    launch_latency,
+)
+from armillary.profiling.ceilings.settings import clocks_of, settings_for
+from armillary.store.peaks import Peaks, new_peaks
 
 Case = dict[str, Any]
 Watch = Callable[[int, int, str], None]
 """called with cases done, all cases, and the next case"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """One kind of ceiling: its cases, and the (kind, point) that each gives."""
-
-    cases: Callable[[Settings], list[Case]]
-    measure: Callable[[Iterable[Case], Settings], Iterator[tuple[str, Point]]]
-
-
-SECTIONS = {
-    "bandwidth": Section(cases=bandwidth.cases, measure=bandwidth.measure),
-    "gemm": Section(cases=gemm.cases, measure=gemm.measure),
-    "attention": Section(cases=attention.cases, measure=attention.measure),
-    "passes": Section(cases=passes.cases, measure=passes.measure),
-    "fma": Section(cases=fma.cases, measure=fma.measure),
-    "launch": Section(cases=launch.cases, measure=launch.measure),
-    "host_copy": Section(cases=host_copy.cases, measure=host_copy.measure),
-    "disk": Section(cases=disk.cases, measure=disk.measure),
+SECTIONS: dict[str, ModuleType] = {
+    "bandwidth": bandwidth,
+    "gemm": gemm,
+    "attention": attention_flops,
+    "passes": elementwise,
+    "fma": fma,
+    "launch": launch_latency,
+    "host_copy": host_copy,
+    "disk": disk,
 }
+"""each module's `cases(settings)` lists what it measures, and `measure(cases, settings)` gives (kind, point) of each"""
 LIMIT_S = {"cpu": 80.0, "cuda": 200.0}
 QUICK_LIMIT_S = 18.0
 
@@ -81,7 +81,7 @@ def measure_ceilings(
         for name, cases in plan.items():
             for kind, point in SECTIONS[name].measure(work.through(name, cases), settings):
                 peaks = peaks.with_points(kind, [point])
-            _forget(device)
+            torch.cuda.empty_cache()  # before the next section looks at free memory
     busy = background.cores()
     return Ceilings(
         peaks=replace(peaks, about={**peaks.about, "other_cores": busy}),
@@ -133,9 +133,3 @@ def _chosen(only: Sequence[str]) -> list[str]:
         if name not in SECTIONS:
             raise unknown("section", name, SECTIONS)
     return [name for name in SECTIONS if not only or name in only]
-
-
-def _forget(device: torch.device) -> None:
-    """Free a section's buffers before the next one looks at free memory."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

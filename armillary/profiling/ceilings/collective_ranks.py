@@ -14,6 +14,9 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from armillary.errors import ArmillaryError
 from armillary.kernels.core.timing import Call, calls_per_sample, num_samples, summary
 from armillary.kernels.core.torch_compat import collective
@@ -99,7 +102,8 @@ def _rank(rank: int, plan: Plan, store: str, pipe: Any) -> None:
                 sample = _timed(op, size, rank, plan)
                 if rank == 0:
                     pipe.send(sample)
-        _leave()
+        dist.barrier()
+        dist.destroy_process_group()
         os._exit(0)  # threads of the backend may outlive the group, and abort an ordinary exit
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -107,9 +111,6 @@ def _rank(rank: int, plan: Plan, store: str, pipe: Any) -> None:
 
 
 def _join(rank: int, plan: Plan, store: str) -> None:
-    import torch
-    import torch.distributed as dist
-
     if plan.device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -119,18 +120,8 @@ def _join(rank: int, plan: Plan, store: str) -> None:
     dist.init_process_group(plan.backend, store=dist.FileStore(store, plan.world), rank=rank, world_size=plan.world)
 
 
-def _leave() -> None:
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def _timed(op: str, size: int, rank: int, plan: Plan) -> Sample:
     """The same number of repeats on every rank; each sample is the slowest rank's."""
-    import torch
-    import torch.distributed as dist
-
     device = torch.device(plan.device, rank) if plan.device == "cuda" else torch.device("cpu")
     elements = max(1, size // 4 // plan.world) * plan.world
     call = OPS[op](elements, rank, plan.world, device)
@@ -146,18 +137,12 @@ def _timed(op: str, size: int, rank: int, plan: Plan) -> Sample:
 
 
 def _agreed(seconds: float, device: Any) -> float:
-    import torch
-    import torch.distributed as dist
-
     value = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.broadcast(value, 0)
     return float(value)
 
 
 def _clocked(call: Call, count: int, device: Any) -> float:
-    import torch
-    import torch.distributed as dist
-
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -172,50 +157,36 @@ def _clocked(call: Call, count: int, device: Any) -> float:
 # --- the operations: (elements of the whole array, rank, world, device) -> a call
 
 
-def _random(elements: int, device: Any) -> Any:
-    import torch
-
-    return torch.rand(elements, device=device)
-
-
 def _all_reduce(elements: int, rank: int, world: int, device: Any) -> Call:
-    import torch.distributed as dist
-
-    row = _random(elements, device)
+    row = torch.rand(elements, device=device)
     return lambda: dist.all_reduce(row, dist.ReduceOp.MAX)  # sums would grow without end over the repeats
 
 
 def _all_gather(elements: int, rank: int, world: int, device: Any) -> Call:
-    full, part = _random(elements, device), _random(elements // world, device)
+    full, part = torch.rand(elements, device=device), torch.rand(elements // world, device=device)
     gather = collective("all_gather_single", "all_gather_into_tensor")
     return lambda: gather(full, part)
 
 
 def _reduce_scatter(elements: int, rank: int, world: int, device: Any) -> Call:
-    full, part = _random(elements, device), _random(elements // world, device)
+    full, part = torch.rand(elements, device=device), torch.rand(elements // world, device=device)
     scatter = collective("reduce_scatter_single", "reduce_scatter_tensor")
     return lambda: scatter(part, full)
 
 
 def _all_to_all(elements: int, rank: int, world: int, device: Any) -> Call:
-    import torch.distributed as dist
-
-    sent, received = _random(elements, device), _random(elements, device)
+    sent, received = torch.rand(elements, device=device), torch.rand(elements, device=device)
     return lambda: dist.all_to_all_single(received, sent)
 
 
 def _broadcast(elements: int, rank: int, world: int, device: Any) -> Call:
-    import torch.distributed as dist
-
-    row = _random(elements, device)
+    row = torch.rand(elements, device=device)
     return lambda: dist.broadcast(row, 0)
 
 
 def _send(elements: int, rank: int, world: int, device: Any) -> Call:
     """A ping-pong: rank 0 and the last rank send alternately, call by call; the ranks between are idle."""
-    import torch.distributed as dist
-
-    row, last = _random(elements, device), world - 1
+    row, last = torch.rand(elements, device=device), world - 1
     calls = [0]
 
     def call() -> None:

@@ -8,7 +8,7 @@ weighted down (Huber 1964).
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,13 @@ import numpy as np
 import torch
 
 from armillary.errors import BadInput, unknown
-from armillary.profiling.ceilings.ceilings import about, name_of
+from armillary.profiling.ceilings.ceilings import Watch, about, name_of
 from armillary.profiling.ceilings.collective_ranks import OPS, Plan, Sample, run_ranks
 from armillary.spec.arithmetic.layer_ops import wire_factor
 from armillary.store.peaks import Peaks, new_peaks
 
 SIZES = tuple(1 << power for power in range(10, 27, 2))
 QUICK_SIZES = (1 << 12, 1 << 18, 1 << 22)
-Watch = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,10 +126,10 @@ class _Reading(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
 def as_tensors(batch: Any) -> dict[str, torch.Tensor]:
     """A mapping, dataclass or array of numpy as named tensors."""
     if is_dataclass(batch) and not isinstance(batch, type):
-        named = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
     else:
-        named = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in named.items()}
+        arrays = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
 def _tokens(batch: Mapping[str, torch.Tensor]) -> int:

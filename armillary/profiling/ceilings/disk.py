@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
     size = (64 if settings.quick else 512) * _MIB
     if shutil.disk_usage(settings.folder).free < 10 * size:
         return []
-    path = str(_mount_of(settings.folder))
+    folder = settings.folder.resolve()
+    path = str(next(path for path in (folder, *folder.parents) if path.is_mount()))
     plan = [("write", 1), ("read", 1), ("read", 4), ("random_read", 1), ("random_read", 16), ("random_write", 1)]
     return [{"op": op, "threads": n, "bytes": size, "block_bytes": _block(op), "path": path} for op, n in plan]
 
@@ -96,10 +98,8 @@ def _offsets(case: dict[str, Any]) -> Iterator[int]:
     """Block after block, cyclically, or at random."""
     blocks, block = case["bytes"] // case["block_bytes"], case["block_bytes"]
     draw = random.Random(0)
-    number = 0
-    while True:
+    for number in count():
         yield (draw.randrange(blocks) if case["op"].startswith("random") else number % blocks) * block
-        number += 1
 
 
 def _open(file: Path, writing: bool) -> tuple[int, bool]:
@@ -137,10 +137,3 @@ def _fill(file: Path, size: int) -> None:
 
 def _block(op: str) -> int:
     return _RANDOM if op.startswith("random") else _SEQUENTIAL
-
-
-def _mount_of(folder: Path) -> Path:
-    path = folder.resolve()
-    while not path.is_mount():
-        path = path.parent
-    return path

@@ -8,7 +8,7 @@ is measured for one square.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
     """Every dtype over every shape, smaller ones first."""
     kind = settings.device.type
     squares = [(size, size, size) for size in _SQUARES[kind]]
-    shapes = squares[-3:-1] if settings.quick else sorted((*squares, *_MODEL_SHAPES[kind]), key=_multiplications)
+    shapes = squares[-3:-1] if settings.quick else sorted((*squares, *_MODEL_SHAPES[kind]), key=prod)
     if not settings.on_cuda:
         shapes = [_DECODE, *shapes]
     return [{"m": m, "n": n, "k": k, "dtype": dtype} for dtype in dtypes(settings.device) for m, n, k in shapes]
@@ -80,9 +80,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
             emulated[dtype] = not settings.on_cuda and is_emulated(dtype, settings)
             if emulated[dtype]:
                 yield "gemm", _point(dict(zip("mnk", _SMALL, strict=True)) | {"dtype": dtype}, settings, emulated=True)
-        too_slow = 2.0 * _multiplications((case["m"], case["n"], case["k"])) > (
-            rates.get(dtype, inf) * settings.budget_s * _TOO_SLOW
-        )
+        too_slow = _flops(case) > rates.get(dtype, inf) * settings.budget_s * _TOO_SLOW
         if not emulated[dtype] and not too_slow:
             point = _point(case, settings)
             rates[dtype] = max(rates.get(dtype, 0.0), point["flops"])
@@ -90,7 +88,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 
 
 def _point(case: dict[str, Any], settings: Settings, **more: Any) -> dict[str, Any]:
-    flops, dtype = 2.0 * _multiplications((case["m"], case["n"], case["k"])), case["dtype"]
+    flops, dtype = _flops(case), case["dtype"]
     with precision("tf32" if dtype == "tf32" else "ieee", settings.device), onednn_kept():
         calls = make_calls(case, settings)
         timing = settings.time(*calls, rest_s=_REST_S)
@@ -105,8 +103,7 @@ def is_emulated(dtype: str, settings: Settings) -> bool:
         return False
     with onednn_kept():
         once_s = _once_s(dtype, settings)
-    wide = _once_s("fp32", settings)
-    return once_s * EMULATED > wide
+    return once_s * EMULATED > _once_s("fp32", settings)
 
 
 def _once_s(dtype: str, settings: Settings) -> float:
@@ -125,11 +122,9 @@ def _once_s(dtype: str, settings: Settings) -> float:
 def _sustained(calls: list[Call], case: dict[str, Any], settings: Settings) -> Timing | None:
     """The same without pauses, once per dtype: matrix units at full load run into the power limit of many GPUs. A quick
     look takes it for one, which plans cannot do without."""
-    if not settings.on_cuda or {case["m"], case["n"], case["k"]} != {_SUSTAINED}:
-        return None
-    if settings.quick and case["dtype"] != _PLANNED:
-        return None
-    return settings.time(*calls, budget_s=_SUSTAINED_S)
+    wanted = settings.on_cuda and {case["m"], case["n"], case["k"]} == {_SUSTAINED}
+    skipped = settings.quick and case["dtype"] != _PLANNED
+    return settings.time(*calls, budget_s=_SUSTAINED_S) if wanted and not skipped else None
 
 
 def make_calls(case: dict[str, Any], settings: Settings) -> list[Call]:
@@ -140,8 +135,7 @@ def make_calls(case: dict[str, Any], settings: Settings) -> list[Call]:
     sets = min(_MAX_SETS, fitting, -(-_TIMES_CACHE * settings.cache_bytes // (elements * dtype.itemsize)))
     shapes = [(m, k), (n, k) if case["dtype"] in ("fp8", "int8") else (k, n)]
     row = random_row(set_elements(shapes) * max(1, sets), dtype, settings.device)
-    pairs = Pool(row).sets(max(1, sets), shapes)
-    return [_CALLS.get(case["dtype"], _plain)(a, b) for a, b in pairs]
+    return [_CALLS.get(case["dtype"], _plain)(a, b) for a, b in Pool(row).sets(max(1, sets), shapes)]
 
 
 def _plain(a: Any, b: Any) -> Call:
@@ -185,6 +179,5 @@ def _units(dtype: str, settings: Settings) -> str:
     return "plain" if dtype == "fp32" else "matrix" if settings.on_cuda else "as the library chooses"
 
 
-def _multiplications(shape: tuple[int, int, int]) -> int:
-    m, n, k = shape
-    return m * n * k
+def _flops(case: dict[str, Any]) -> float:
+    return 2.0 * float(case["m"] * case["n"] * case["k"])

@@ -36,15 +36,7 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     for case in chosen:
-        if case["direction"] == ADAMW:
-            timing = time_adamw(case["bytes"] // _ADAMW_BYTES)
-            yield "host_copy", settings.point(case, timing, {"bytes_per_s": case["bytes"] / timing.seconds})
-            continue
-        host = random_row(case["bytes"] // 4, torch.float32, torch.device("cpu"))
-        host = host.pin_memory() if case["pinned"] else host
-        device = random_row(case["bytes"] // 4, torch.float32, settings.device, seed=1)
-        target, source = (device, host) if case["direction"] == "to_device" else (host, device)
-        timing = _timed(target, source, settings)
+        timing = time_adamw(case["bytes"] // _ADAMW_BYTES) if case["direction"] == ADAMW else _timed(case, settings)
         yield "host_copy", settings.point(case, timing, {"bytes_per_s": case["bytes"] / timing.seconds})
 
 
@@ -79,7 +71,11 @@ def _adamw_steps(count: int, samples: int) -> list[float]:
     return seconds[1:]
 
 
-def _timed(target: Any, source: Any, settings: Settings) -> Timing:
+def _timed(case: dict[str, Any], settings: Settings) -> Timing:
+    host = random_row(case["bytes"] // 4, torch.float32, torch.device("cpu"))
+    host = host.pin_memory() if case["pinned"] else host
+    device = random_row(case["bytes"] // 4, torch.float32, settings.device, seed=1)
+    target, source = (device, host) if case["direction"] == "to_device" else (host, device)
     once = _copies(target, source, 3, settings) / 3
     count = calls_per_sample(once)
     began = time.monotonic()

@@ -4,7 +4,7 @@ A step of thousands of small operations is bound by it, however fast the device 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,32 +19,21 @@ _LAUNCHES = 1000
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
     """Eager everywhere; graph and round trip on a GPU."""
-    return [{"mode": mode} for mode in (_MODES if settings.on_cuda else ("eager",))]
+    return [{"mode": mode} for mode in (("eager", "graph", "round_trip") if settings.on_cuda else ("eager",))]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Eager: a thousand negations and one synchronisation. Graph: negations replayed, each after the one before. Round
+    trip: one negation and a synchronisation, the least that `.item()` costs."""
     for case in chosen:
         row = random_row(_ELEMENTS, torch.float32, settings.device)
-        timing = _MODES[case["mode"]](row, settings)
+        if case["mode"] == "graph":
+            timing = settings.time(row.neg_)
+        elif case["mode"] == "eager":
+            timing = _host_clocked(row, settings, _LAUNCHES, "host clock")
+        else:
+            timing = _host_clocked(row, settings, 1, "host clock, device waited for")
         yield "launch", settings.point(case, timing, {"seconds": timing.seconds})
-
-
-def _eager(row: Any, settings: Settings) -> Timing:
-    """A thousand negations and one synchronisation: how fast the host can launch them."""
-    return _host_clocked(row, settings, _LAUNCHES, "host clock")
-
-
-def _round_trip(row: Any, settings: Settings) -> Timing:
-    """One negation and a synchronisation: the least that `.item()` costs."""
-    return _host_clocked(row, settings, 1, "host clock, device waited for")
-
-
-def _graph(row: Any, settings: Settings) -> Timing:
-    """Negations replayed from a CUDA graph, each after the one before."""
-    return settings.time(lambda: row.neg_())
-
-
-_MODES: dict[str, Callable[[Any, Settings], Timing]] = {"eager": _eager, "graph": _graph, "round_trip": _round_trip}
 
 
 def _host_clocked(row: Any, settings: Settings, count: int, method: str) -> Timing:

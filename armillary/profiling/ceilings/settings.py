@@ -41,17 +41,13 @@ class Settings:
     def time(self, *calls: Call, rest_s: float = 0.0, budget_s: float = 0.0) -> Timing:
         return time_calls(calls, self.device, budget_s=budget_s or self.budget_s, rest_s=rest_s)
 
-    def beside(self, timing: Timing, **more: Any) -> dict[str, Any]:
-        """What is stored beside a result."""
-        clocks = self.clocks.between(timing.began, timing.ended) if self.clocks else {}
-        seen = {"spread": timing.spread, "samples": timing.samples, "method": timing.method}
-        return {**seen, **clocks, **more, "date": time.strftime("%Y-%m-%d")}
-
     def point(
         self, tried: Mapping[str, Any], timing: Timing, measured: Mapping[str, float], **more: Any
     ) -> dict[str, Any]:
-        """A point as `store.peaks` keeps it."""
-        return {**tried, **measured, "beside": self.beside(timing, **more)}
+        """A point as `store.peaks` has it, with what may explain it in "beside"."""
+        clocks = self.clocks.between(timing.began, timing.ended) if self.clocks else {}
+        seen = {"spread": timing.spread, "samples": timing.samples, "method": timing.method}
+        return {**tried, **measured, "beside": {**seen, **clocks, **more, "date": time.strftime("%Y-%m-%d")}}
 
 
 def settings_for(device: torch.device, *, quick: bool = False, folder: Path = Path(".")) -> Settings:

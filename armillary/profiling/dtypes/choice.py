@@ -39,12 +39,12 @@ def resolve_training(
     return Resolved(dtype=resolved.dtype, reason=resolved.reason)
 
 
-def kept_precision(kept: Precision, now: str) -> Resolved:
+def resumed_precision(precision: Precision, now: str) -> Resolved:
     """The precision that a resumed run keeps; `now` is what auto comes to by now, and why."""
     return Resolved(
-        dtype=kept,
-        reason=f"{kept}: as this run was started",
-        warning=f"this run keeps {kept}, with which it was started; auto would now take {now}",
+        dtype=precision,
+        reason=f"{precision}: as this run was started",
+        warning=f"this run keeps {precision}, with which it was started; auto would now take {now}",
     )
 
 
@@ -61,11 +61,6 @@ def serving_shape(config: ModelConfig, serve: Serve) -> RunShape:
     """The shape of an engine's prefill steps."""
     rows = min(PREFILL_ROWS, serve.max_tokens_per_step)
     return run_shape(config, rows=rows, keys=min(serve.max_model_len or config.context, rows))
-
-
-def with_precision(layout: Layout, resolved: Resolved) -> Layout:
-    """The layout with what was resolved."""
-    return replace(layout, precision=resolved.dtype)
 
 
 def with_dtype(serve: Serve, resolved: Resolved) -> Serve:

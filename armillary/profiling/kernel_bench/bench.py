@@ -18,16 +18,14 @@ from armillary.kernels.core.choose import VersionTrial, choose, is_out_of_memory
 from armillary.kernels.core.op import OPS, Case, Op, OpWork, find_op
 from armillary.kernels.core.trial import run_once
 from armillary.profiling.ceilings import bandwidth, gemm
-from armillary.profiling.ceilings.ceilings import name_of
+from armillary.profiling.ceilings.ceilings import Watch, name_of
 from armillary.profiling.ceilings.settings import Settings, settings_for
 from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured
-from armillary.profiling.kernel_bench.targets import Bar, bar_of
+from armillary.profiling.kernel_bench.targets import bar_of
 from armillary.profiling.kernel_bench.warm_caches import warm
 from armillary.store.home import Home
 
-Watch = Callable[[int, int, str], None]
-"""called with cases done, cases in all, and what comes next"""
-Keep = Callable[[KernelBench], None]
+Save = Callable[[KernelBench], None]
 """called after every case with the rows so far, so that an interrupted run is not lost"""
 Todo = tuple[Op, str, Case]
 LIMIT_S = 440.0
@@ -43,9 +41,9 @@ def bench_kernels(
     home: Home | None = None,
     limit_s: float = LIMIT_S,
     watch: Watch = lambda done, total, what: None,
-    keep: Keep = lambda bench: None,
+    save: Save = lambda bench: None,
 ) -> KernelBench:
-    """Bench `ops` (default: all) on their named cases, or with `quick` on the first of each; choices are kept in
+    """Bench `ops` (default: all) on their named cases, or with `quick` on the first of each; choices are stored in
     `home`."""
     begin = time.monotonic()
     chosen = [find_op(name) for name in (ops or OPS)]
@@ -76,7 +74,7 @@ def bench_kernels(
         if time.monotonic() - begin > limit_s:
             break
         rows.append(_timed_row(op, name, case, ceilings, home, 0.03 if quick else 0.05))
-        keep(so_far(todo[done + 1 :]))
+        save(so_far(todo[done + 1 :]))
     watch(len(todo), len(todo), "done")
     gc.unfreeze()
     return so_far(todo[len(rows) :])
@@ -101,17 +99,19 @@ def measure_some(settings: Settings, wanted: set[Any]) -> dict[str, float]:
     for op in sorted(wanted & {"copy", "read"}):
         case = {"op": op, "bytes": _CEILING_BYTES[kind], "hot": False}
         peaks[op] = float(next(bandwidth.measure([case], settings))[1]["bytes_per_s"])
-        _forget(settings.device)
+        _free_memory()
     size = _SQUARE[kind]
     for name, dtype in (("gemm", "bf16"), ("fp8", "fp8")):
         if name in wanted and dtype in gemm.dtypes(settings.device):
             case = {"m": size, "n": size, "k": size, "dtype": dtype}
             peaks[name] = float(next(gemm.measure([case], settings))[1]["flops"])
-            _forget(settings.device)
+            _free_memory()
     return peaks
 
 
-def _timed_row(op: Op, name: str, case: Case, ceilings: dict[str, float], home: Home | None, budget_s: float) -> Any:
+def _timed_row(
+    op: Op, name: str, case: Case, ceilings: dict[str, float], home: Home | None, budget_s: float
+) -> KernelRow:
     begin = time.monotonic()
     row = KernelRow(
         op=op.name,
@@ -128,8 +128,9 @@ def _timed_row(op: Op, name: str, case: Case, ceilings: dict[str, float], home: 
         if not is_out_of_memory(error):
             raise
         row = replace(row, failed=f"out of memory: {str(error).splitlines()[0][:120]}")
-    _forget(torch.device(case.device))
-    return replace(row, seconds=time.monotonic() - begin, held_bytes=_held(torch.device(case.device)))
+    _free_memory()
+    reserved = float(torch.cuda.memory_reserved()) if case.device == "cuda" else 0.0
+    return replace(row, seconds=time.monotonic() - begin, held_bytes=reserved)
 
 
 def _row(
@@ -140,12 +141,12 @@ def _row(
     measured = [_measured(trial, work, ceilings) for trial in choice.candidates]
     measured += [replace(_measured(t, work, ceilings), rival=True) for t in time_rivals(op, case, budget_s=budget_s)]
     row = replace(row, chosen=choice.version, measured=tuple(measured))
-    return _with_memory(row, row.bar, op, case)
+    return _with_memory(row, op, case)
 
 
-def _with_memory(row: KernelRow, bar: Bar | None, op: Op, case: Case) -> KernelRow:
+def _with_memory(row: KernelRow, op: Op, case: Case) -> KernelRow:
     """The chosen version and ours with the memory they take, where there is a bar for it."""
-    if bar is None or bar.extra_bytes is None:
+    if row.bar is None or row.bar.extra_bytes is None:
         return row
     names = {row.chosen, row.ours.version if row.ours else row.chosen}
     return replace(
@@ -205,13 +206,7 @@ def _rate(amount: float, seconds: float | None) -> float | None:
     return amount / seconds if seconds and amount else None
 
 
-def _forget(device: torch.device) -> None:
+def _free_memory() -> None:
     """Nothing of a case stays: outputs with gradients hold each other in circles."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _held(device: torch.device) -> float:
-    """Memory that this process still has on a GPU."""
-    return float(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0.0
+    torch.cuda.empty_cache()

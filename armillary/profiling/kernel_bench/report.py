@@ -49,7 +49,7 @@ def _chart(row: KernelRow) -> str:
 
 def _bars(timed: Measured, row: KernelRow) -> list[Bar]:
     colour = next((colour for name, colour in _COLOURS.items() if timed.version.startswith(name)), "#3a8fb7")
-    passes = (
+    directions = (
         ("forward", timed.forward_share, timed.forward_rate, timed.forward_s, 1.0),
         ("backward", timed.backward_share, timed.backward_rate, timed.backward_s, 0.45),
     )
@@ -61,6 +61,6 @@ def _bars(timed: Measured, row: KernelRow) -> list[Bar]:
             opacity=opacity,
             hover=f"{name} {text}",
         )
-        for name, share, rate, seconds, opacity in passes
+        for name, share, rate, seconds, opacity in directions
         if share and rate and seconds
     ]

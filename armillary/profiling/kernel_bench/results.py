@@ -1,6 +1,6 @@
 """Results of the kernel bench: a row per case, a figure per version, and whether the target is met."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from armillary.profiling.kernel_bench.targets import Bar
 
@@ -82,8 +82,8 @@ class KernelRow:
         ]
         if bar.extra_bytes is not None and measured.extra_bytes is not None and measured.extra_bytes > bar.extra_bytes:
             missed.append(f"{measured.extra_bytes / 1e9:.2f} GB extra > {bar.extra_bytes / 1e9:.1f}")
-        named = [rival for rival in self.measured if rival.version.startswith(bar.never_behind)]
-        return missed + [text for rival in named for text in _behind(measured, rival)]
+        rivals = [rival for rival in self.measured if rival.version.startswith(bar.never_behind)]
+        return missed + [text for rival in rivals for text in _behind(measured, rival)]
 
 
 def _behind(measured: Measured, rival: Measured) -> list[str]:
@@ -112,5 +112,5 @@ class KernelBench:
     warm_s: float
     """seconds of compiling ahead"""
     seconds: float
-    left: tuple[str, ...] = field(default=())
+    left: tuple[str, ...] = ()
     """names of the cases that were left"""

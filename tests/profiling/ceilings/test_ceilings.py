@@ -18,8 +18,7 @@ from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
 from armillary.machine.cores import BackgroundLoad
 from armillary.machine.device_name import device_name
 from armillary.profiling.ceilings import attention_flops as attention
-from armillary.profiling.ceilings import bandwidth, disk, fma, gemm, host_copy
-from armillary.profiling.ceilings import elementwise as passes
+from armillary.profiling.ceilings import bandwidth, disk, elementwise, fma, gemm, host_copy
 from armillary.profiling.ceilings import launch_latency as launch
 from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
 from armillary.profiling.ceilings.settings import Settings, cache_bytes
@@ -84,11 +83,11 @@ def test_bandwidth_points(settings: Settings) -> None:
 
 def test_the_operations_do_what_they_say() -> None:
     a, b, c = (torch.randn(64) for _ in range(3))
-    bandwidth.OPS["triad"][1](a, b, c)()
+    bandwidth.OPS["triad"][1](a, b, c)
     assert torch.allclose(a, b + 0.37 * c)
-    bandwidth.OPS["copy"][1](a, b)()
+    bandwidth.OPS["copy"][1](a, b)
     assert torch.equal(a, b)
-    bandwidth.OPS["write"][1](c)()
+    bandwidth.OPS["write"][1](c)
     assert c.unique().numel() == 1 and c[0] != 0
 
 
@@ -219,14 +218,14 @@ def test_the_work_of_others_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plain_passes_are_measured_where_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """RMSNorm 28 bytes forward and 96 backward an element and a cast each way, and so on for the others."""
     settings = Settings(device=torch.device("cpu"), budget_s=0.01, quick=True)
-    monkeypatch.setattr(passes, "is_emulated", lambda dtype, settings: False)
-    assert [case["dtype"] for case in passes.cases(settings)] == ["fp32", "bf16"]
-    monkeypatch.setattr(passes, "is_emulated", lambda dtype, settings: dtype == "bf16")
-    cases = passes.cases(settings)
+    monkeypatch.setattr(elementwise, "is_emulated", lambda dtype, settings: False)
+    assert [case["dtype"] for case in elementwise.cases(settings)] == ["fp32", "bf16"]
+    monkeypatch.setattr(elementwise, "is_emulated", lambda dtype, settings: dtype == "bf16")
+    cases = elementwise.cases(settings)
     assert [case["dtype"] for case in cases] == ["fp32"]
-    ((kind, point),) = passes.measure(cases, settings)
+    ((kind, point),) = elementwise.measure(cases, settings)
     assert kind == "passes" and point["bytes_per_s"] > 0
-    assert passes.moved_bytes("fp32", 2) == 2 * (512 * 124 + 1024 * 22 * 4 + 2048 * 32)
+    assert elementwise.moved_bytes("fp32", 2) == 2 * (512 * 124 + 1024 * 22 * 4 + 2048 * 32)
 
 
 def test_attention_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,5 +163,5 @@ def test_every_bar_has_a_case_in_the_bench() -> None:
 
 def test_what_is_done_is_kept_as_it_goes(no_compiler: None) -> None:
     kept: list[KernelBench] = []
-    bench_kernels(CPU, ops=["norm", "rope"], quick=True, keep=kept.append)
+    bench_kernels(CPU, ops=["norm", "rope"], quick=True, save=kept.append)
     assert [len(bench.rows) for bench in kept] == [1, 2] and kept[0].left == ("rope llama-3-8b",)
