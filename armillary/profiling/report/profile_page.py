@@ -5,6 +5,7 @@ names are full of angle brackets.
 """
 
 from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from pathlib import Path
 
 from armillary.profiling.analysis.compare import Comparison
@@ -52,8 +53,18 @@ def write_page(profile: Profile, path: Path, comparison: Comparison | None = Non
 
 def page(profile: Profile, comparison: Comparison | None = None) -> str:
     """The document."""
-    parts = [_head(profile), _budget(profile), _findings(profile), _compared(comparison), _roofline(profile)]
-    parts += [_table(profile), side_by_side(_gaps(profile), _amdahl(profile)), _memory(profile), _notes(profile)]
+    bar = budget_bar(((part, profile.fraction(part)) for part in BUDGET), profile.step_s)
+    parts = [
+        _head(profile),
+        section(f"Where a step of {seconds_text(profile.step_s)} goes", bar),
+        section("What to look at first", items(profile.findings, numbered=True)),
+        _compared(comparison),
+        _roofline(profile),
+        _table(profile),
+        side_by_side(_gaps(profile), _amdahl(profile)),
+        _memory(profile),
+        section("Notes", items(profile.notes, kind="note")),
+    ]
     return document(f"{profile.source}: profile", parts)
 
 
@@ -65,14 +76,6 @@ def _head(profile: Profile) -> str:
         "unknown": "its ceilings are not known",
     }[profile.roofline.source]
     return heading(profile.source, f"{steps} on {profile.device} · {roofline}")
-
-
-# --- budget and findings
-
-
-def _budget(profile: Profile) -> str:
-    bar = budget_bar(((part, profile.fraction(part)) for part in BUDGET), profile.step_s)
-    return section(f"Where a step of {seconds_text(profile.step_s)} goes", bar)
 
 
 def budget_bar(fractions: Iterable[tuple[str, float]], step_s: float) -> str:
@@ -93,14 +96,6 @@ def budget_bar(fractions: Iterable[tuple[str, float]], step_s: float) -> str:
     )
 
 
-def _findings(profile: Profile) -> str:
-    return section("What to look at first", items(profile.findings, numbered=True))
-
-
-def _notes(profile: Profile) -> str:
-    return section("Notes", items(profile.notes, kind="note"))
-
-
 # --- plots
 
 
@@ -110,8 +105,8 @@ def _roofline(profile: Profile) -> str:
     return section("Roofline", chart + note) if chart else ""
 
 
-def roofline_chart(profile: Profile, named: Sequence[Row]) -> str:
-    """FLOP/s over arithmetic intensity under the device's limits, with a legend of the work classes in `named`; empty
+def roofline_chart(profile: Profile, shown: Sequence[Row]) -> str:
+    """FLOP/s over arithmetic intensity under the device's limits, with a legend of the work classes in `shown`; empty
     where no row has both FLOPs and bytes."""
     rows = sorted(profile.kernels or profile.operators, key=lambda row: -row.seconds)
     points = [
@@ -138,7 +133,7 @@ def roofline_chart(profile: Profile, named: Sequence[Row]) -> str:
         else None,
         levels=[(peak, f"{dtype} {flops_per_s_text(peak)}", dtype) for dtype, peak in roofline.flops.items()],
     )
-    works = dict.fromkeys(row.work for row in named if row.intensity)
+    works = dict.fromkeys(row.work for row in shown if row.intensity)
     return chart + legend((_COLOURS.get(work, _NO_COLOUR), work) for work in works)
 
 
@@ -148,9 +143,9 @@ def _memory(profile: Profile) -> str:
         return ""
     peak = f"peak {bytes_text(memory.peak_bytes)} at {seconds_text(memory.peak_s)}"
     tables = [
-        table([title, "bytes"], [[name, bytes_text(value)] for name, value in _largest(held)])
-        for title, held in (("category", memory.by_category), ("module", memory.by_module))
-        if held
+        table([title, "bytes"], [[name, bytes_text(sizes[name])] for name in nlargest(8, sizes, key=sizes.__getitem__)])
+        for title, sizes in (("category", memory.by_category), ("module", memory.by_module))
+        if sizes
     ]
     chart = area(
         list(zip(memory.times_s, memory.bytes, strict=True)),
@@ -161,11 +156,6 @@ def _memory(profile: Profile) -> str:
         peak=(memory.peak_s, memory.peak_bytes),
     )
     return section(f"Memory: {peak}", chart + side_by_side(*tables))
-
-
-def _largest(held: object, limit: int = 8) -> list[tuple[str, float]]:
-    assert hasattr(held, "items")
-    return sorted(held.items(), key=lambda item: -item[1])[:limit]
 
 
 # --- tables

@@ -70,11 +70,11 @@ def memory_line(profile: Profile) -> str:
         return ""
     text = f"memory peak {bytes_text(memory.peak_bytes)}"
     if memory.by_category:
-        name, held = max(memory.by_category.items(), key=lambda item: item[1])
-        text += f", most of it {name} ({bytes_text(held)})"
+        name, size = max(memory.by_category.items(), key=lambda item: item[1])
+        text += f", most of it {name} ({bytes_text(size)})"
     if memory.by_module:
-        name, held = max(memory.by_module.items(), key=lambda item: item[1])
-        text += f"; {name} holds {bytes_text(held)}"
+        name, size = max(memory.by_module.items(), key=lambda item: item[1])
+        text += f"; {name} holds {bytes_text(size)}"
     return text
 
 

@@ -70,18 +70,18 @@ class ChromeTrace:
 
     def _object(self, text: _Text) -> Iterator[dict[str, Any]]:
         text.skip()
-        reached = False
+        has_events = False
         while text.peek() != "}":
             key = text.value()
             if text.peek() != ":":
                 raise json.JSONDecodeError("a key without a value", "", 0)
             text.skip()
             if key == "traceEvents" and text.peek() == "[":
-                reached = True
+                has_events = True
                 yield from self._array(text)
             else:
                 self.about[str(key)] = text.value()
-        if not reached:
+        if not has_events:
             raise BadData(f"{self.path} is JSON without traceEvents; give a torch-profiler trace")
 
     def _array(self, text: _Text) -> Iterator[dict[str, Any]]:
@@ -163,8 +163,7 @@ class _Text:
         inside = len(self.buffer) - error.pos > _EDGE and not error.msg.startswith("Unterminated")
         if inside or left > _LONGEST_VALUE:
             raise error
-        if not self._try_more():
-            raise _BreaksOff
+        self._more()
 
     def _more(self) -> None:
         if not self._try_more():

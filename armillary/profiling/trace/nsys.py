@@ -65,26 +65,17 @@ def _take_all(builder: TraceBuilder, database: sqlite3.Connection, tables: set[s
             device=row["deviceId"],
             correlation=_correlation(row, processes),
         )
-    for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_MEMCPY"):
-        builder.add(
-            MEMCPY,
-            _copy_name(row),
-            *_span(row),
-            _stream(row),
-            device=row["deviceId"],
-            correlation=_correlation(row, processes),
-            size=float(row["bytes"]),
-        )
-    for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_MEMSET"):
-        builder.add(
-            MEMSET,
-            "Memset (Device)",
-            *_span(row),
-            _stream(row),
-            device=row["deviceId"],
-            correlation=_correlation(row, processes),
-            size=float(row["bytes"]),
-        )
+    for kind, table in ((MEMCPY, "CUPTI_ACTIVITY_KIND_MEMCPY"), (MEMSET, "CUPTI_ACTIVITY_KIND_MEMSET")):
+        for row in _rows(database, tables, table):
+            builder.add(
+                kind,
+                _copy_name(row) if kind == MEMCPY else "Memset (Device)",
+                *_span(row),
+                _stream(row),
+                device=row["deviceId"],
+                correlation=_correlation(row, processes),
+                size=float(row["bytes"]),
+            )
     for row in _rows(database, tables, "NVTX_EVENTS"):
         text = row["text"] or texts.get(_get(row, "textId"))
         if text and row["end"] is not None:

@@ -35,7 +35,7 @@ def _attention(q: int, *, backward: bool = False) -> Callable[[Call], Op]:
     return rule
 
 
-def _passes(kind: OpKind, *written: int, flops_each: float = 5) -> Callable[[Call], Op]:
+def one_pass(kind: OpKind, *written: int, flops_each: float = 5) -> Callable[[Call], Op]:
     """Every tensor read once, and as much written as the arguments `written` hold, where they are given."""
 
     def rule(call: Call) -> Op:
@@ -109,13 +109,13 @@ def _qkv_cache(call: Call) -> Op:
 OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::attention": _attention(0),
     "armillary::attention_backward": _attention(3, backward=True),
-    "armillary::norm": _passes("norm", 0, 1),
-    "armillary::norm_backward": _passes("norm", 2, flops_each=10),
-    "armillary::rope": _passes("elementwise", 0),
-    "armillary::rope_backward": _passes("elementwise", 0, 1, 2),
+    "armillary::norm": one_pass("norm", 0, 1),
+    "armillary::norm_backward": one_pass("norm", 2, flops_each=10),
+    "armillary::rope": one_pass("elementwise", 0),
+    "armillary::rope_backward": one_pass("elementwise", 0, 1, 2),
     "armillary::activate": _activate,
-    "armillary::activate_backward": _passes("elementwise", 1),
-    "armillary::activate_backward_again": _passes("elementwise", 0, 1),
+    "armillary::activate_backward": one_pass("elementwise", 1),
+    "armillary::activate_backward_again": one_pass("elementwise", 0, 1),
     "armillary::linear_cross_entropy": _linear_loss,
     "armillary::small_linear": _small_linear,
     "armillary::grouped_linear": _grouped,
@@ -123,5 +123,5 @@ OWN: dict[str, Callable[[Call], Op]] = {
     **dict.fromkeys(("armillary::fp8_linear", "armillary::fp8_linear_backward"), _quantise),
     "armillary::fp8_matmul": _fp8_matmul,
     "armillary::qkv_cache": _qkv_cache,
-    **dict.fromkeys(("armillary::logprobs", "armillary::sample"), _passes("sampling")),
+    **dict.fromkeys(("armillary::logprobs", "armillary::sample"), one_pass("sampling")),
 }

@@ -6,7 +6,9 @@ A list of indices has no shapes in most traces; then a write is known by its val
 from collections.abc import Callable
 from math import prod
 
-from armillary.profiling.trace.op_call import Call, NoModel, Shape, Tensor
+import numpy as np
+
+from armillary.profiling.trace.op_call import Call, NoModel, Tensor
 from armillary.spec.arithmetic import layer_ops
 from armillary.spec.arithmetic.ops import Op
 
@@ -36,14 +38,8 @@ def subscript(call: Call) -> Op:
     x, indices = call.tensor(0), (call.lists() or [()])[0]
     if not indices or len(indices) > len(x.shape) or indices[0].shape == x.shape:
         raise NoModel  # the last is a mask: how much it lets through is not in a trace
-    picked = _broadcast([i.shape for i in indices]) * prod(x.shape[len(indices) :])
+    picked = prod(np.broadcast_shapes(*(i.shape for i in indices))) * prod(x.shape[len(indices) :])
     return call.op("copy", 0, picked * x.size + sum(i.bytes for i in indices), picked * x.size)
-
-
-def _broadcast(shapes: list[Shape]) -> int:
-    rank = max(len(shape) for shape in shapes)
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return prod(max(sizes) for sizes in zip(*padded, strict=True))
 
 
 def place(*, adds: bool = False) -> Callable[[Call], Op]:

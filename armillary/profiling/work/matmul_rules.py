@@ -80,9 +80,11 @@ def recurrent(*, weights: slice | None = None, gemms: int = 1) -> Callable[[Call
         matrices = [w for w in given if isinstance(w, Tensor) and len(w.shape) == 2]
         if len(matrices) < 2:
             raise NoModel
-        steps, held = prod(x.shape[:-1]), sum(w.count for w in matrices)
+        steps, count = prod(x.shape[:-1]), sum(w.count for w in matrices)
         hidden = steps * matrices[1].shape[-1]
-        return call.op("matmul", gemms * 2 * steps * held, gemms * (x.count + held) * x.size, hidden * x.size)
+        return call.op(
+            "matmul", gemms * 2 * steps * count, gemms * (x.count + count) * x.size, hidden * x.size
+        )
 
     return rule
 

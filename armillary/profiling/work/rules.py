@@ -2,9 +2,11 @@
 convolutions, attention and indices in files of their own, and one table of names."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
+
+import numpy as np
 
 from armillary.profiling.trace.op_call import Call, NoModel, Shape
 from armillary.profiling.work.armillary_rules import OWN
@@ -73,8 +75,7 @@ def _nll(call: Call) -> Op:
 
 
 def _nll_backward(call: Call) -> Op:
-    x = call.tensor(1)
-    return call.op("loss", 0, call.tensor(2).bytes, x.full_bytes)
+    return call.op("loss", 0, call.tensor(2).bytes, call.tensor(1).full_bytes)
 
 
 # --- one pass over memory
@@ -84,15 +85,12 @@ def broadcast(call: Call) -> Op:
     """Tensors read, one as large as they broadcast to written: the least an elementwise operator can do."""
     tensors = call.tensors
     largest = max(tensors, key=lambda t: t.count)
-    rank = max(len(t.shape) for t in tensors)
-    padded = [(1,) * (rank - len(t.shape)) + t.shape for t in tensors]
-    count = prod(max(sizes) for sizes in zip(*padded, strict=True)) if _fits(padded) else largest.count
+    try:
+        count = prod(np.broadcast_shapes(*(t.shape for t in tensors)))
+    except ValueError:
+        count = largest.count
     written = count * (tensors[0].size if call.name.endswith("_") else largest.size)
     return call.op("elementwise", count, sum(t.bytes for t in tensors), written)
-
-
-def _fits(shapes: Sequence[Shape]) -> bool:
-    return all(len({n for n in sizes if n != 1}) <= 1 for sizes in zip(*shapes, strict=True))
 
 
 def _cell(call: Call) -> Op:
@@ -106,14 +104,12 @@ def _reduce(call: Call) -> Op:
 
 
 def _write(call: Call) -> Op:
-    x = call.tensor(0)
-    return call.op("copy", 0, 0, x.full_bytes)
+    return call.op("copy", 0, 0, call.tensor(0).full_bytes)
 
 
 def _copy(call: Call) -> Op:
     """copy_(to, from): an expanded source is read once."""
-    to, source = call.tensor(0), call.tensor(1)
-    return call.op("copy", 0, source.bytes, to.full_bytes)
+    return call.op("copy", 0, call.tensor(1).bytes, call.tensor(0).full_bytes)
 
 
 def _clone(call: Call) -> Op:

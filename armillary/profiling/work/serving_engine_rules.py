@@ -3,17 +3,8 @@
 from collections.abc import Callable
 
 from armillary.profiling.trace.op_call import Call
+from armillary.profiling.work.armillary_rules import one_pass
 from armillary.spec.arithmetic.ops import Op, OpKind
-
-
-def _given(kind: OpKind, flops_each: float = 1) -> Callable[[Call], Op]:
-    """Results are among the arguments, so each tensor moves once: (out, in, weight)."""
-
-    def rule(call: Call) -> Op:
-        largest = max(t.count for t in call.tensors)
-        return call.op(kind, flops_each * largest, sum(t.bytes for t in call.tensors), 0)
-
-    return rule
 
 
 def _updated(kind: OpKind, tensors: int, flops_each: float = 5) -> Callable[[Call], Op]:
@@ -44,6 +35,7 @@ def _store(call: Call) -> Op:
 
 
 SERVING: dict[str, Callable[[Call], Op]] = {
+    # results are among the arguments, so each tensor moves once: (out, in, weight)
     **dict.fromkeys(
         (
             "_C::rms_norm",
@@ -52,7 +44,7 @@ SERVING: dict[str, Callable[[Call], Op]] = {
             "aiter::rmsnorm2d_fwd_with_add_ck",
             "sgl_kernel::rmsnorm",
         ),
-        _given("norm", 5),
+        one_pass("norm"),
     ),
     **dict.fromkeys(
         ("_C::fused_add_rms_norm", "sgl_kernel::fused_add_rmsnorm", "vllm::rocm_aiter_rmsnorm2d_fwd_with_add"),
@@ -68,7 +60,7 @@ SERVING: dict[str, Callable[[Call], Op]] = {
             "sgl_kernel::gelu_and_mul",
             "_C::static_scaled_fp8_quant",
         ),
-        _given("elementwise", 3),
+        one_pass("elementwise", flops_each=3),
     ),
     **dict.fromkeys(("_C::rotary_embedding", "sgl_kernel::rotary_embedding"), _rotary),
     **dict.fromkeys(
