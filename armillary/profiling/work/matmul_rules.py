@@ -82,9 +82,7 @@ def recurrent(*, weights: slice | None = None, gemms: int = 1) -> Callable[[Call
             raise NoModel
         steps, count = prod(x.shape[:-1]), sum(w.count for w in matrices)
         hidden = steps * matrices[1].shape[-1]
-        return call.op(
-            "matmul", gemms * 2 * steps * count, gemms * (x.count + count) * x.size, hidden * x.size
-        )
+        return call.op("matmul", gemms * 2 * steps * count, gemms * (x.count + count) * x.size, hidden * x.size)
 
     return rule
 
