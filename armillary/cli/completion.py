@@ -4,7 +4,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from armillary.cli.output import Output
-from armillary.cli.verb import verb
+from armillary.cli.verb import home_at, verb
 from armillary.errors import ArmillaryError
 from armillary.store.home import Home
 
@@ -49,12 +49,10 @@ def hardware(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Short names and ids of this home's runs, newest first."""
-    from armillary.store.home import Home
     from armillary.store.runs import list_runs, run_names
 
-    directory = ctx.params.get("home_dir")
     try:
-        names = run_names(list_runs(Home.at(directory) if directory else Home.default()))
+        names = run_names(list_runs(home_at(ctx.params.get("home_dir"))))
     except (ArmillaryError, OSError):
         return []
     return [name for name in names if name.startswith(incomplete)]

@@ -66,7 +66,7 @@ def convert(
     or onnx also FILE.py:NAME, a torch module or what makes one.
     """
     if form != "hf":
-        export_model(
+        return export_model(
             out,
             home,
             model,
@@ -79,7 +79,6 @@ def convert(
             seed=seed,
             overwrite=overwrite,
         )
-        return
     if inputs or rows:
         raise BadInput("--input and --rows are for --to pt2 and --to onnx; leave them out for a folder")
     shard_bytes = parse_count(shard_size)

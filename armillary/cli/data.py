@@ -1,9 +1,9 @@
 """`armillary data`: text as token shards with a tokenizer (prepare), what is in them (inspect), and whether they are
-whole (verify)."""
+intact (verify)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from armillary.units import bytes_text, count_text, parse_count, seconds_text
 if TYPE_CHECKING:
     from armillary.training.data.cache import Cache
     from armillary.training.data.index import Index
-    from armillary.training.data.inspect_shards import About
     from armillary.training.data.shards import TokenShards
     from armillary.training.prepare_data import Prepared
 
@@ -32,9 +31,9 @@ data = VerbGroup("data", help="Prepare text as token shards, inspect them, verif
 @click.option("--vocab", default="8192", show_default=True, help="Size of the tokenizer trained on the text.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder with a tokenizer.json to use instead.")
 @click.option("--key", default="text", show_default=True, help="JSONL key, Parquet column or suffix in tars.")
-@click.option("--held-out", default=0.01, show_default=True, help="Share of documents kept for validation.")
-@click.option("--shuffle", is_flag=True, help="Mix the documents, so that neighbours come from anywhere.")
-@click.option("--chat", metavar="TEMPLATE", help="Conversations, loss on answers only: own, chatml, plain or a .jinja.")
+@click.option("--held-out", default=0.01, show_default=True, help="Share of documents held out for validation.")
+@click.option("--shuffle", is_flag=True, help="Shuffle the documents.")
+@click.option("--chat", metavar="TEMPLATE", help="Chats, loss on responses only: own, chatml, plain or a .jinja.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder made from something else.")
 def prepare(
     out: Output,
@@ -58,9 +57,15 @@ def prepare(
     from armillary.training.prepare_data import folder_name
     from armillary.training.prepare_data import prepare as library_prepare
 
-    settings: dict[str, Any] = {"vocab": parse_count(vocab), "tokenizer": tokenizer, "key": key, "held_out": held_out}
-    settings |= {"shuffle": shuffle, "format": "text" if chat is None else "chat"}
-    settings |= {"template": "" if chat in (None, "own") else chat}
+    settings: dict[str, Any] = {
+        "vocab": parse_count(vocab),
+        "tokenizer": tokenizer,
+        "key": key,
+        "held_out": held_out,
+        "shuffle": shuffle,
+        "format": "text" if chat is None else "chat",
+        "template": "" if chat in (None, "own") else chat,
+    }
     folder = target or home.data / folder_name(source, **settings)
     with out.progress("preparing", unit="B") as bar:
         prepared = library_prepare(
@@ -89,8 +94,8 @@ def say_prepared(out: Output, prepared: Prepared) -> None:
     amount = f"{count_text(prepared.num_tokens)} tokens of {count_text(prepared.num_documents)} documents"
     out.say(f"{path_text(prepared.folder)} · {amount} · {took}")
     per_token = f"{prepared.bytes_per_token:.2f} bytes per token"
-    kept = f"{count_text(index.num_tokens('validation'))} tokens held out"
-    out.say(f"  {bytes_text(index.text_bytes)} of text · vocabulary {index.vocab:,} · {per_token} · {kept}")
+    held_out = f"{count_text(index.num_tokens('validation'))} tokens held out"
+    out.say(f"  {bytes_text(index.text_bytes)} of text · vocabulary {index.vocab:,} · {per_token} · {held_out}")
     for each in index.skipped[:3]:
         out.say(f"  skipped {each}")
     if index.num_skipped > 3:
@@ -126,7 +131,14 @@ def inspect(out: Output, home: Home, folder: str, sequence: int, show: int) -> N
         raise BadInput(f"a sequence of {sequence} holds nothing; use --sequence 1024")
     opened = [TokenShards.open(folder, split, cache=_cache(home)) for split in SPLITS]
     facts, packed = [about(shards) for shards in opened], fits(opened[0], sequence)
-    _say_sizes(out, folder, facts)
+    out.table(
+        folder,
+        ["split", "tokens", "documents", "median length", "longest", "shards", "size"],
+        [
+            [a.split, a.tokens, a.documents, a.median_length, a.longest, a.shards, bytes_text(a.num_bytes)]
+            for a in facts
+        ],
+    )
     out.table(
         f"rows of {sequence}",
         ["packing", "rows", "documents cut", "padding"],
@@ -136,14 +148,6 @@ def inspect(out: Output, home: Home, folder: str, sequence: int, show: int) -> N
     _say_origin(out, index, facts[0].answers)
     _show_documents(out, opened[0], show)
     out.result({"splits": facts, "packing": packed, "vocab": index.vocab, "made_from": index.made_from}, quiet=folder)
-
-
-def _say_sizes(out: Output, folder: str, splits: Sequence[About]) -> None:
-    heads = ["split", "tokens", "documents", "median length", "longest", "shards", "size"]
-    rows = [
-        [a.split, a.tokens, a.documents, a.median_length, a.longest, a.shards, bytes_text(a.num_bytes)] for a in splits
-    ]
-    out.table(folder, heads, rows)
 
 
 def _say_origin(out: Output, index: Index, answers: int | None) -> None:
@@ -190,7 +194,7 @@ def verify(out: Output, home: Home, folder: str) -> None:
 
 
 def _cache(home: Home) -> Cache:
-    """Where verbs keep what they fetch: the same place as training's default, and as large."""
+    """The cache of what verbs fetch: the folder and the size that training defaults to."""
     from armillary.spec.tables.train import Data
     from armillary.training.data.cache import Cache
 

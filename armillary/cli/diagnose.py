@@ -1,4 +1,4 @@
-"""`armillary diagnose`: which loop limits a run, a server or a trace, what in it, and what each lever would buy."""
+"""`armillary diagnose`: which loop limits a run, a server or a trace, what in it, and what each lever would gain."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from armillary.store.home import Home
 from armillary.store.runs import Run
 
 if TYPE_CHECKING:
-    from armillary.diagnosis.evidence.finding import Finding, Lever
+    from armillary.diagnosis.evidence.finding import Lever
     from armillary.diagnosis.outcome.compare import Comparison
     from armillary.diagnosis.outcome.diagnosis import Diagnosis
     from armillary.diagnosis.outcome.track_record import TrackRecord
     from armillary.diagnosis.readings.reading import Kind, Reading
-    from armillary.store.runs import Run
 
 
 SHOWN_LEVERS = 5
@@ -48,42 +47,42 @@ diagnose = DiagnoseGroup(
     "diagnose",
     help="Name the loop that limits, and price what would help.\n\n"
     "`armillary diagnose RUN` also takes a server's URL, a trace, gauges.jsonl, or a log of "
-    "someone else's training; `--apply N` writes the recipe with lever N pulled.",
+    "someone else's training; `--apply N` writes the recipe with lever N applied.",
 )
 
 
 @diagnose.verb
 @click.argument("target", shell_complete=completion.runs)
-@click.option("--apply", "number", type=click.IntRange(1), metavar="N", help="Write the recipe with lever N pulled.")
-@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Where that recipe goes.")
+@click.option("--apply", "number", type=click.IntRange(1), metavar="N", help="Write the recipe with lever N applied.")
+@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="File of that recipe.")
 def look(out: Output, home: Home, target: str, number: int | None, to: Path | None) -> None:
-    """Which loop limits, on what evidence, and what each lever would buy.
+    """Which loop limits, on what evidence, and what each lever would gain.
 
     TARGET is a run, a server's URL, a trace, gauges.jsonl, or a log of someone else's training.
     """
-    from armillary.diagnosis.diagnose import diagnose as judge
+    from armillary.diagnosis.diagnose import diagnose as diagnose_reading
     from armillary.diagnosis.outcome.diagnosis import save
     from armillary.diagnosis.readings.open_reading import open_reading
 
     if to is not None and number is None:
         raise BadInput(f"--to {to} says where a changed recipe goes; add --apply N")
     reading = open_reading(target, home)
-    diagnosis = judge(reading, home)
+    diagnosis = diagnose_reading(reading, home)
     run = _run_of(target, reading, home)
     if run is not None and not _is_url(target):  # a server's page is a moment of its run
         save(run, diagnosis, home)
-    if number is None:
-        say(out, diagnosis, target, applies=run is not None)
-        out.result(diagnosis, quiet=_in_a_word(diagnosis))
-        return
-    _apply(out, home, diagnosis, run, number, to)
+    if number is not None:
+        return _apply(out, home, diagnosis, run, number, to)
+    say(out, diagnosis, target, applies=run is not None)
+    limit = f"{diagnosis.loop} {diagnosis.cause}" if diagnosis.loop else ""
+    out.result(diagnosis, quiet=limit or ("healthy" if diagnosis.judged else "cannot be judged"))
 
 
 @diagnose.verb
 @click.argument("a", shell_complete=completion.runs)
 @click.argument("b", shell_complete=completion.runs)
 def compare(out: Output, home: Home, a: str, b: str) -> None:
-    """What a lever was predicted to buy and what was obtained: run A before, run B after."""
+    """What a lever was predicted to gain and what was obtained: run A before, run B after."""
     from armillary.diagnosis.outcome.compare import compare as compare_runs
     from armillary.store.runs import find_run
 
@@ -143,20 +142,8 @@ def track_record(out: Output, home: Home) -> None:
 # --- the verdict
 
 
-def _in_a_word(diagnosis: Diagnosis) -> str:
-    return (
-        f"{diagnosis.loop} {diagnosis.cause}"
-        if diagnosis.loop
-        else "healthy"
-        if diagnosis.judged
-        else "cannot be judged"
-    )
-
-
 def say(out: Output, diagnosis: Diagnosis, target: str, *, applies: bool = True) -> None:
     """The verdict as people read it; `applies`: there is a recipe that levers can change."""
-    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
-
     out.say(diagnosis.headline)
     for name, text in [*_evidence(diagnosis), *_others(diagnosis), *_levers(diagnosis)]:
         out.say(f"  {name:<11} {text}")
@@ -164,11 +151,17 @@ def say(out: Output, diagnosis: Diagnosis, target: str, *, applies: bool = True)
         out.say(f"  {'note':<11} {note}")
     if diagnosis.loop and not diagnosis.findings[0].levers:
         out.say(f"  {'lever':<11} no change of the recipe is known that acts on this")
-    worth = next(
-        (i for i, lever in enumerate(diagnosis.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None
-    )
-    if worth is not None and diagnosis.loop and applies:
-        out.say(f"apply: armillary diagnose {target} --apply {worth}")
+    number = first_worthwhile(diagnosis)
+    if number is not None and diagnosis.loop and applies:
+        out.say(f"apply: armillary diagnose {target} --apply {number}")
+
+
+def first_worthwhile(diagnosis: Diagnosis) -> int | None:
+    """Number of the first lever that changes the recipe and is predicted to gain enough."""
+    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
+
+    levers = enumerate(diagnosis.levers, 1)
+    return next((number for number, lever in levers if lever.change and lever.speedup > MIN_SPEEDUP), None)
 
 
 def _evidence(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -190,13 +183,10 @@ def _others(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [
         ("also", finding.says)
         for finding in rest
-        if finding.share >= 0.02 or finding.cause == "memory_pressure" or _is_open(finding)
+        if finding.share >= 0.02
+        or finding.cause == "memory_pressure"
+        or any(lever.at_most is not None for lever in finding.levers)  # only a trial tells what it gains
     ]
-
-
-def _is_open(finding: Finding) -> bool:
-    """Whether trying is the only way to know what a lever buys."""
-    return any(lever.at_most is not None for lever in finding.levers)
 
 
 def _levers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -252,7 +242,7 @@ def _apply(out: Output, home: Home, diagnosis: Diagnosis, run: Run | None, numbe
 
 
 def write_lever(out: Output, home: Home, diagnosis: Diagnosis, run: Run, number: int, to: Path | None = None) -> Path:
-    """The recipe with lever `number` pulled, as a file; its prediction goes into the track record."""
+    """The recipe with lever `number` applied, as a file; its prediction is logged in the track record."""
     from armillary.diagnosis.levers.apply import changed_recipe
     from armillary.diagnosis.outcome.compare import as_prediction, measured
     from armillary.diagnosis.outcome.track_record import log_prediction
@@ -263,11 +253,11 @@ def write_lever(out: Output, home: Home, diagnosis: Diagnosis, run: Run, number:
     path = (to or Path(f"{run.name}.lever{number}.toml")).absolute()
     write_text(path, changed_recipe(run, lever, diagnosis.kind))
     value = measured(read_run(run, home), lever.of)
-    kept = as_prediction(run, lever, at=time.time(), value=value, recipe=str(path))
-    stands = log_prediction(home, kept).predicted
+    prediction = as_prediction(run, lever, at=time.time(), value=value, recipe=str(path))
+    logged = log_prediction(home, prediction).predicted
     out.say(f"{lever.title}: predicted {lever.speedup:.2f} ×, written to {path_text(path)}")
-    if f"{stands:.2f}" != f"{lever.speedup:.2f}":
-        out.say(f"{stands:.2f} × was predicted before: the outcome is compared with that")
+    if f"{logged:.2f}" != f"{lever.speedup:.2f}":
+        out.say(f"{logged:.2f} × was predicted before: the outcome is compared with that")
     return path
 
 
@@ -276,7 +266,7 @@ MODEL = "MODEL"
 
 
 def next_command(run: Run, lever: Lever, kind: Kind, recipe: Path, home: Home) -> str:
-    """As a person would type it."""
+    """The command as a person would type it."""
     from armillary.diagnosis.evidence.finding import overrides_of
 
     words = ["train", path_text(recipe)]

@@ -1,4 +1,4 @@
-"""`armillary generate`: text from a model, streamed as it comes."""
+"""`armillary generate`: text from a model, streamed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.argument("model", shell_complete=completion.models)
 @click.argument("prompt", default="-")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
-@click.option("--max-tokens", default=128, show_default=True, help="Tokens to make at most.")
+@click.option("--max-tokens", default=128, show_default=True, help="Most tokens to generate.")
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the model's own, else 0.8]")
 @click.option(
     "--top-p", type=float, help="Keep the likeliest tokens up to this probability.  [default: the model's, else 0.95]"
@@ -76,10 +76,9 @@ def generate(
     tokenizer = Tokenizer.load(source.files)
     if chat:
         text = tokenizer.chat([{"role": "user", "content": text}])
-    prompt_shown = "" if chat else text
     begin = time.monotonic()
     generated = stream_completion(
-        out.stream, loaded, tokenizer, text, sampling, special=not chat, before=prompt_shown, phases=phases
+        out.stream, loaded, tokenizer, text, sampling, special=not chat, before="" if chat else text, phases=phases
     )
     seconds = time.monotonic() - begin
     out.say(f"\n\n{len(generated.tokens)} tokens · {len(generated.tokens) / seconds:.1f} tokens/s · {generated.finish}")

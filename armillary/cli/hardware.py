@@ -4,8 +4,9 @@ Peaks are dense; what a vendor quotes with sparsity is shown apart, because no t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -14,7 +15,7 @@ from armillary.cli.output import Output
 from armillary.cli.verb import verb
 from armillary.machine.machine import here
 from armillary.spec import catalogue
-from armillary.spec.hardware import DTYPES, Chip, Cluster, Tier
+from armillary.spec.hardware import DTYPES, Chip, Cluster
 from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 from armillary.units import bandwidth_text, bytes_text, dollars_text, flops_per_s_text, scaled, seconds_text
@@ -31,7 +32,7 @@ def hardware(out: Output, home: Home, names: tuple[str, ...], nodes: bool, links
     NAME is a chip (h100), chips in their default nodes (h100x64), a node (dgx-h200), nodes (dgx-h200x8) or here.
     """
     if names:
-        _show_some(out, [find(name) for name in names])
+        _show_some(out, [here() if name == "here" else catalogue.cluster(name) for name in names])
     elif nodes:
         _show_nodes(out)
     elif links:
@@ -42,14 +43,11 @@ def hardware(out: Output, home: Home, names: tuple[str, ...], nodes: bool, links
         _show_chips(out)
 
 
-def find(text: str) -> Cluster:
-    """A hardware string as a cluster; `here` is this machine."""
-    return here() if text == "here" else catalogue.cluster(text)
-
-
 def _show_some(out: Output, clusters: list[Cluster]) -> None:
     """Columns side by side, then where each figure comes from."""
-    out.table("", ["", *(cluster.name for cluster in clusters)], columns_of(clusters))
+    figures = [[name, *(figure(cluster) for cluster in clusters)] for name, figure in _figures(clusters)]
+    known = [row for row in figures if any(value not in (None, "", (), 0) for value in row[1:])]
+    out.table("", ["", *(cluster.name for cluster in clusters)], known)
     chips = {cluster.chip.name: cluster.chip for cluster in clusters}
     for chip in chips.values():
         if sources_of(chip):
@@ -137,16 +135,10 @@ def _peak(chip: Chip, dtype: str) -> str | None:
 Figure = tuple[str, Callable[[Cluster], object]]
 
 
-def columns_of(clusters: Sequence[Cluster]) -> list[list[object]]:
-    """Rows of [figure, value in each cluster]."""
-    rows = [[name, *(figure(cluster) for cluster in clusters)] for name, figure in _figures(clusters)]
-    return [row for row in rows if any(value not in (None, "", (), 0) for value in row[1:])]
-
-
 def sources_of(chip: Chip) -> list[tuple[str, str]]:
     """(figure, where it is published) of a chip, and its note."""
-    pairs = [("figures" if key == "all" else key.replace("_", " "), source) for key, source in chip.sources.items()]
-    return [*pairs, ("note", chip.note)] if chip.note else pairs
+    rows = [("figures" if key == "all" else key.replace("_", " "), source) for key, source in chip.sources.items()]
+    return [*rows, ("note", chip.note)] if chip.note else rows
 
 
 def _figures(clusters: Sequence[Cluster]) -> list[Figure]:
@@ -158,8 +150,8 @@ def _figures(clusters: Sequence[Cluster]) -> list[Figure]:
         *_tier_figures(clusters),
         ("memory", lambda c: _memory(c.chip)),
         ("bandwidth", lambda c: _known(bandwidth_text, c.chip.memory_bytes_per_s)),
-        *[(dtype, _peak_of(dtype)) for dtype in DTYPES],
-        *[(f"{dtype} sparse", _sparse(dtype)) for dtype in DTYPES],
+        *[(dtype, partial(_rate, "flops", dtype)) for dtype in DTYPES],
+        *[(f"{dtype} sparse", partial(_rate, "sparse_flops", dtype)) for dtype in DTYPES],
         ("bf16, all devices", lambda c: _times(flops_per_s_text, c, c.chip.peak("bf16"))),
         ("memory, all devices", lambda c: _times(bytes_text, c, c.chip.memory_bytes)),
         ("last-level cache", lambda c: _known(bytes_text, c.chip.l2_bytes)),
@@ -183,14 +175,13 @@ def _figures(clusters: Sequence[Cluster]) -> list[Figure]:
 def _tier_figures(clusters: Sequence[Cluster]) -> list[Figure]:
     depth = max(len(cluster.tiers) for cluster in clusters)
     names = ("inside", "between", "beyond")
-    return [(names[min(level, 2)], _tier(level)) for level in range(depth)]
+    return [(names[min(level, 2)], partial(_tier_text, level)) for level in range(depth)]
 
 
-def _tier(level: int) -> Callable[[Cluster], object]:
-    return lambda cluster: _tier_text(cluster.tiers[level]) if level < len(cluster.tiers) else None
-
-
-def _tier_text(tier: Tier) -> str:
+def _tier_text(level: int, cluster: Cluster) -> str | None:
+    if level >= len(cluster.tiers):
+        return None
+    tier = cluster.tiers[level]
     shape = f" {tier.shape}" if tier.shape != "switch" else ""
     over = f", {tier.oversubscription:g}:1" if tier.oversubscription != 1 else ""
     return f"{tier.count} by {tier.link.title}{shape} ({link_speed(tier.bytes_per_s, tier.link.latency_s)}{over})"
@@ -206,16 +197,9 @@ def _memory(chip: Chip) -> str | None:
     return f"{bytes_text(chip.memory_bytes)} {chip.memory_type}".rstrip() if chip.memory_bytes is not None else None
 
 
-def _peak_of(dtype: str) -> Callable[[Cluster], object]:
-    return lambda cluster: _rate(dtype, cluster.chip.flops.get(dtype))
-
-
-def _sparse(dtype: str) -> Callable[[Cluster], object]:
-    return lambda cluster: _rate(dtype, cluster.chip.sparse_flops.get(dtype))
-
-
-def _rate(dtype: str, peak: float | None) -> str | None:
+def _rate(peaks: Literal["flops", "sparse_flops"], dtype: str, cluster: Cluster) -> str | None:
     """Integers are operations, not floating-point ones."""
+    peak = getattr(cluster.chip, peaks).get(dtype)
     return None if peak is None else scaled(peak, "OP/s" if dtype.startswith("int") else "FLOP/s")
 
 

@@ -12,13 +12,13 @@ import click
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb import moved, set_option, verb
 from armillary.errors import BadInput
+from armillary.spec.recipe import Recipe, load_recipe, recipe_from_dict
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
     from armillary.serving.load.rate_search import SearchResult
     from armillary.serving.load.run import LoadReport, LoadTest
     from armillary.serving.load.sender import Watch
-    from armillary.spec.recipe import Recipe
 
 
 @verb
@@ -54,26 +54,22 @@ def load(
     a million tokens: --set cost.usd_per_device_hour=2.5.
     """
     flags = {"traffic.requests_per_s": rate, "load.concurrency": clients, "traffic.duration_s": duration}
-    asked = _recipe(recipe, [*overrides, *(f"{name}={value}" for name, value in flags.items() if value is not None)])
+    given = [*overrides, *(f"{name}={value}" for name, value in flags.items() if value is not None)]
+    unnamed = {"model": {"name": "served"}}  # the server knows which model it is
+    asked = load_recipe(recipe, given) if recipe else recipe_from_dict(unnamed, given)
     hour = _price(asked, given=recipe is not None)
     _more_files()
     report, result = run_load(out, url, _test(asked, search), key=key, search=search)
-    if page is not None:
-        _write(page, report, result, hour)
-    _show(out, report, result, hour, page)
+    from armillary.serving.load import load_page
     from armillary.serving.load.report_text import plain
+    from armillary.store.atomic import write_text
 
+    if page is not None:
+        write_text(page, load_page.page(report, result, hour))
+    _show(out, report, result, hour, page)
     best = result.best if result else None
     quiet = f"{best:.4g}" if best is not None else f"{report.last.goodput_requests_per_s:.4g}"
     out.result(plain(report, result, hour), quiet=quiet)
-
-
-def _recipe(path: Path | None, overrides: list[str]) -> Recipe:
-    from armillary.spec.recipe import load_recipe, recipe_from_dict
-
-    if path is not None:
-        return load_recipe(path, overrides)
-    return recipe_from_dict({"model": {"name": "served"}}, overrides)  # which one, the server says
 
 
 def _test(recipe: Recipe, search: bool) -> LoadTest:
@@ -85,7 +81,7 @@ def _test(recipe: Recipe, search: bool) -> LoadTest:
 
 
 def _price(recipe: Recipe, *, given: bool) -> float | None:
-    """Dollars an hour of all that serves: the recipe's devices at their price; where it names none, one device."""
+    """Dollars per hour of all that serves: the recipe's devices at their price; where it names none, one device."""
     if recipe.hardware.is_here:
         return recipe.cost.usd_per_device_hour
     if not given and recipe.cost.usd_per_device_hour is None:
@@ -144,13 +140,6 @@ def _bars(out: Output, test: LoadTest) -> Iterator[Callable[[str], Watch]]:
             return update
 
         yield watch
-
-
-def _write(path: Path, report: LoadReport, best: SearchResult | None, hour: float | None) -> None:
-    from armillary.serving.load.load_page import page
-    from armillary.store.atomic import write_text
-
-    write_text(path, page(report, best, hour))
 
 
 def _show(out: Output, report: LoadReport, best: SearchResult | None, hour: float | None, page: Path | None) -> None:

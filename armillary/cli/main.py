@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from armillary import __version__
-from armillary.cli.verbs import RINGS, VERBS, by_name
+from armillary.cli.verbs import RINGS, VERBS
 from armillary.errors import ArmillaryError, missing, nearest
 
 OK, BUG, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -29,10 +29,10 @@ class LazyGroup(click.Group):
     """The top of the command line: lists verbs from the table and imports one when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [verb.name for verb in VERBS]
+        return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        row = by_name().get(cmd_name)
+        row = VERBS.get(cmd_name)
         if row is None:
             return None
         module, attribute = row.target.split(":")
@@ -43,16 +43,16 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in by_name() and not ctx.resilient_parsing:
-            guess = nearest(args[0], by_name())
+        if args[0] not in VERBS and not ctx.resilient_parsing:
+            guess = nearest(args[0], VERBS)
             hint = f"did you mean {guess}?" if guess else "armillary --help lists them"
             raise click.UsageError(f"no verb '{args[0]}'; {hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(len(verb.name) for verb in VERBS)
+        width = max(map(len, VERBS))
         for ring, title in RINGS.items():
-            rows = [(verb.name.ljust(width), verb.help) for verb in VERBS if verb.ring == ring]
+            rows = [(verb.name.ljust(width), verb.help) for verb in VERBS.values() if verb.ring == ring]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
@@ -60,7 +60,9 @@ class LazyGroup(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         from click.shell_completion import CompletionItem
 
-        return [CompletionItem(verb.name, help=verb.help) for verb in VERBS if verb.name.startswith(incomplete)]
+        return [
+            CompletionItem(verb.name, help=verb.help) for verb in VERBS.values() if verb.name.startswith(incomplete)
+        ]
 
 
 def command() -> click.Group:
@@ -93,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        _forget_stdout()
+        # the reader left (`| head`): the interpreter's last flush goes elsewhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BUG
     except Exception as error:
         return _report(error, as_json="--json" in (args[: args.index("--")] if "--" in args else args))
@@ -109,7 +112,7 @@ def _prepare_streams() -> None:
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
-    known = _for_the_user(error)
+    known = user_error(error)
     if known is None:
         import traceback  # only a bug needs it
 
@@ -126,13 +129,7 @@ def _report(error: Exception, *, as_json: bool) -> int:
     return USER_ERROR
 
 
-def user_message(error: Exception) -> str | None:
-    """The line for an error that the user can put right; None for a bug of ours."""
-    message = _for_the_user(error)
-    return message[0] if message else None
-
-
-def _for_the_user(error: Exception) -> tuple[str, str] | None:
+def user_error(error: Exception) -> tuple[str, str] | None:
     """(line, kind) of an error that the user can put right; None for a bug of ours."""
     if isinstance(error, ArmillaryError):
         return " ".join(str(error).split()), type(error).__name__
@@ -171,8 +168,3 @@ def _missing_extra(module: str) -> tuple[str, str] | None:
     top = module.split(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if top in modules), None)
     return (str(missing(top, "this verb", extra)), "MissingPart") if extra else None
-
-
-def _forget_stdout() -> None:
-    """The reader left (`| head`): point stdout elsewhere so that the interpreter's last flush is quiet."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -63,14 +63,13 @@ def summary(config: ModelConfig) -> dict[str, Any]:
 def _row(config: ModelConfig) -> list[object]:
     facts = summary(config)
     active = facts["active_parameters"]
-    heads = "latent" if config.mla else f"{config.heads}/{config.kv_heads}"
     return [
         config.name,
         count_text(facts["parameters"]),
         count_text(active) if active != facts["parameters"] else None,
         config.num_layers,
         config.hidden,
-        heads,
+        "latent" if config.mla else f"{config.heads}/{config.kv_heads}",
         config.context,
         bytes_text(facts["kv_bytes_per_token"]),
         config.family,
@@ -83,14 +82,13 @@ def _row(config: ModelConfig) -> list[object]:
 def _show_one(out: Output, home: Home, name: str) -> None:
     config, about = _find(out, home, name)
     count = parameters(config)
-    out.fields(str(about.get("title") or config.name), _pairs(config, about))
+    out.fields(str(about.get("title") or config.name), _fields(config, about))
     rows = [(part, getattr(count, part)) for part in _PARTS if getattr(count, part)]
     out.say()
     shares = [(part, size, f"{100 * size / count.total:.1f} %") for part, size in [*rows, ("total", count.total)]]
     out.table("parameters", ["part", "count", "share"], shares)
-    breakdown = to_plain(count)
     out.result(
-        summary(config) | about | {"breakdown": breakdown, "config": config, "unbuildable": unbuildable(config)},
+        summary(config) | about | {"breakdown": to_plain(count), "config": config, "unbuildable": unbuildable(config)},
         quiet=str(count.total),
     )
 
@@ -104,17 +102,21 @@ def _find(out: Output, home: Home, name: str) -> tuple[ModelConfig, dict[str, An
     return source.config, {key: value for key, value in entry.items() if key != "config"}
 
 
-def _pairs(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, object]]:
+def _fields(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, object]]:
     count, reason = parameters(config), unbuildable(config)
-    pairs = [
+    token_bytes, full_bytes = kv_bytes_per_token(config), kv_bytes(config, config.context)
+    fields = [
         ("name", config.name),
         ("family", config.family),
         ("parameters", _counted(count.total)),
         ("active per token", _counted(count.active) if count.active != count.total else ""),
         ("published as", about.get("published_parameters")),
-        *_shape_pairs(config),
+        *_shape_fields(config),
         ("weights in bf16", bytes_text(count.total * _BF16_BYTES)),
-        ("KV cache in bf16", _kv_text(config)),
+        (
+            "KV cache in bf16",
+            f"{bytes_text(token_bytes)} per token, {bytes_text(full_bytes)} at {config.context:,} tokens",
+        ),
         ("forward", f"{flops_text(2 * count.multiplied)} per token + attention"),
         ("the module", f"cannot build it: {reason}" if reason else "can build it"),
         ("hub", about.get("hub")),
@@ -122,10 +124,10 @@ def _pairs(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, object
         ("source", about.get("source")),
         ("note", about.get("note")),
     ]
-    return [(name, value) for name, value in pairs if value not in (None, "", [])]
+    return [(name, value) for name, value in fields if value not in (None, "", [])]
 
 
-def _shape_pairs(config: ModelConfig) -> list[tuple[str, object]]:
+def _shape_fields(config: ModelConfig) -> list[tuple[str, object]]:
     heads = f"{config.heads} heads of {config.head_dim}, {config.kv_heads} KV heads"
     if config.mla:
         heads = f"{config.heads} heads, latent of {config.mla.kv_rank} + {config.mla.rope_dim}"
@@ -172,11 +174,6 @@ def _positions_text(config: ModelConfig) -> str:
 
 def _counted(count: int) -> str:
     return f"{count:,} ({count_text(count)})"
-
-
-def _kv_text(config: ModelConfig) -> str:
-    full_bytes = kv_bytes(config, config.context)
-    return f"{bytes_text(kv_bytes_per_token(config))} per token, {bytes_text(full_bytes)} at {config.context:,} tokens"
 
 
 def _norm_text(config: ModelConfig) -> str:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from armillary.cli.progress import Bar, LineBar, RichBar, SilentBar
+from armillary.cli.progress import Bar, LineBar, RichBar
 from armillary.spec.toml.fields import to_plain
 from armillary.store import strict_json
 
@@ -56,21 +56,21 @@ class Output:
             cells = [[cell_text(cell) for cell in row] for row in rows]
             self._draw(_rich_table(title, columns, cells))
 
-    def fields(self, title: str, pairs: Iterable[tuple[str, object]]) -> None:
-        """Names and values, one pair a line."""
+    def fields(self, title: str, rows: Iterable[tuple[str, object]]) -> None:
+        """Names and values, one per line."""
         if self.mode == "human":
-            self._draw(_rich_fields(title, [(name, cell_text(value)) for name, value in pairs]))
+            self._draw(_rich_fields(title, [(name, cell_text(value)) for name, value in rows]))
 
     def warn(self, text: str) -> None:
         """A line on stderr, in every mode: stdout stays clean for the answer."""
-        if self.mode == "silent":
-            return
-        self._line(f"warning: {text}", to_stderr=True)
+        if self.mode != "silent":
+            self._line(f"warning: {text}", to_stderr=True)
 
     @contextmanager
     def progress(self, what: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
         """A bar on stderr for anything over two seconds; `unit="B"` counts bytes."""
-        self._bar = self._new_bar(what, total, unit)
+        kind = RichBar if sys.stderr.isatty() else LineBar
+        self._bar = kind(what, total, unit) if self.mode == "human" else Bar()
         try:
             with self._bar as bar:
                 yield bar
@@ -98,11 +98,6 @@ class Output:
             self._bar.print_above(text)
         else:
             print(text, file=stream, flush=self._bar is not None)
-
-    def _new_bar(self, what: str, total: float | None, unit: str) -> Bar:
-        if self.mode != "human":
-            return SilentBar()
-        return (RichBar if sys.stderr.isatty() else LineBar)(what, total, unit)
 
     def _draw(self, drawing: Any) -> None:
         from rich.console import Console
@@ -160,14 +155,14 @@ def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     return table
 
 
-def _rich_fields(title: str, pairs: Sequence[tuple[str, str]]) -> Any:
+def _rich_fields(title: str, rows: Sequence[tuple[str, str]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in pairs:
+    for name, value in rows:
         table.add_row(Text(name), Text(value))
     return table
 

@@ -1,13 +1,12 @@
 """Progress of long work, on stderr: a bar in a terminal, a line now and then in a log, nothing for programs.
 
-All three share `update(n, **live)`, `n` more units are done and `live` are the fields to show beside them, and
+All have `update(n, **live)`, where `n` more units are done and `live` are fields to show beside them, and
 `at(done, total)`, for work that counts by itself.
 """
 
 import sys
 import time
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from armillary.units import bytes_text, count_text, seconds_text
 
@@ -15,30 +14,14 @@ FIRST_LINE_S = 2.0
 LINE_EVERY_S = 10.0
 
 
-class Bar(Protocol):
-    """What `Output.progress` gives."""
+class Bar:
+    """What `Output.progress` gives; this one shows nothing (--json and --quiet)."""
 
     def update(self, n: float = 1, **live: object) -> None:
         """`n` more units are done; `live` fields replace those shown before."""
 
     def at(self, done: float, total: float | None = None, **live: object) -> None:
         """`done` units of `total` are done, for work that counts by itself."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class SilentBar:
-    """Nothing: --json and --quiet."""
-
-    def update(self, n: float = 1, **live: object) -> None:
-        pass
-
-    def at(self, done: float, total: float | None = None, **live: object) -> None:
-        pass
 
     def __enter__(self) -> Self:
         return self
@@ -47,7 +30,7 @@ class SilentBar:
         pass
 
 
-class LineBar:
+class LineBar(Bar):
     """A plain line every ten seconds, for logs and pipes; work under two seconds prints nothing."""
 
     def __init__(self, what: str, total: float | None, unit: str) -> None:
@@ -66,9 +49,6 @@ class LineBar:
         if time.monotonic() >= self.next_line:
             self._print()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         if time.monotonic() - self.began >= FIRST_LINE_S:
             self._print()
@@ -81,8 +61,8 @@ class LineBar:
         print("  ".join(parts), file=sys.stderr, flush=True)
 
 
-class RichBar:
-    """A bar with the live fields and the time left, kept on the screen when the work is done."""
+class RichBar(Bar):
+    """A bar with the live fields and the time left, which stays on the screen when the work is done."""
 
     def __init__(self, what: str, total: float | None, unit: str) -> None:
         from rich.console import Console

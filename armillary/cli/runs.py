@@ -42,7 +42,7 @@ def _row(run: Run, state: RunState) -> list[object]:
 def _show_one(out: Output, run: Run) -> None:
     state = run.progress
     facts = _facts(run, state)
-    pairs: list[tuple[str, object]] = [
+    fields: list[tuple[str, object]] = [
         ("model", state.model),
         ("state", state.shown),
         ("error", state.error),
@@ -56,7 +56,7 @@ def _show_one(out: Output, run: Run) -> None:
         ("overrides", facts["overrides"]),
         ("folder", str(run.folder)),
     ]
-    out.fields(run.id, [(name, value) for name, value in pairs if value not in (None, "", [])])
+    out.fields(run.id, [(name, value) for name, value in fields if value not in (None, "", [])])
     if facts["export"]:
         out.say(f"next: armillary generate {run.name}")
     out.result(facts, quiet=str(run.folder))

@@ -20,8 +20,8 @@ from armillary.store.home import Home
 @click.argument("model", shell_complete=completion.models)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
-@click.option("--max-model-len", type=click.IntRange(1), help="Prompt and answer together.  [default: the context]")
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Devices to cut the model over.")
+@click.option("--max-model-len", type=click.IntRange(1), help="Prompt and completion together.  [default: the context]")
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Devices that shard the model.")
 @click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
@@ -63,7 +63,8 @@ def serve(
     if trust:
         raise BadInput("--trust is for model files; a model folder holds no code, leave it out")
     asked = _asked(recipe, overrides, max_model_len)
-    _need_torch()
+    if find_spec("torch") is None:  # the engine's process imports it, not this one
+        raise missing("torch", "serving a model", "torch")
     source = find_model(out, home, model, need_weights=True)
     from armillary.cli.serve_run_folder import recorded, resolve_dtype, resolve_threads
     from armillary.profiling.dtypes.choice import with_dtype
@@ -108,12 +109,6 @@ def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int |
     return load_recipe(recipe, given) if recipe else recipe_from_dict({"model": {"name": "any"}}, given)
 
 
-def _need_torch() -> None:
-    """It is the engine's process that imports it, not this one."""
-    if find_spec("torch") is None:
-        raise missing("torch", "serving a model", "torch")
-
-
 def serve_file(
     out: Output,
     home: Home,
@@ -131,7 +126,6 @@ def serve_file(
     from armillary.serving.http.server import ListenOptions
     from armillary.serving.predict.run_server import serve as run
     from armillary.serving.predict.trust import FileTrust
-    from armillary.spec.recipe import load_recipe, recipe_from_dict
 
     for text in overrides:
         if not text.startswith(("predict.", "serve.api_key_file=")):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from armillary.errors import ArmillaryError
 from armillary.spec.hardware import Cluster
-from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
 from armillary.spec.tables.serve import Traffic
@@ -59,38 +58,29 @@ def begin_run(
     tp: int = 1,
     device: str | None = None,
 ) -> Run:
-    """A folder for what this server measures; ArmillaryError where it cannot be written."""
+    """A folder for what this server measures, with its plan; ArmillaryError where it cannot be written."""
+    from armillary.machine.machine import here
+
     layout = replace(recipe.layout, tp=tp, precision=dtype.dtype)
     recipe = replace(recipe, layout=layout)
     tables = {name: table for name, table in to_dict(recipe).items() if name not in ("train", "data")}
-    plan = serve_plan(home, source, recipe, layout, tables, device)
-    why = {"serve.dtype": dtype.reason, "serve.threads": threads.reason if threads else ""}
-    plan = replace(plan, chosen={key: reason for key, reason in why.items() if reason})
-    if threads is not None and plan.serve is not None:
-        plan = replace(plan, serve=replace(plan.serve, threads=threads.count))
-    return create_run(home, tables, text=text, overrides=overrides, plan=plan, model=source.config.name)
-
-
-def serve_plan(
-    home: Home, source: ModelSource, recipe: Recipe, layout: Layout, tables: dict[str, Any], device: str | None = None
-) -> Plan:
-    """The plan of a server, with what the planner can say of its traffic."""
-    from armillary.machine.machine import here
-
     cluster = recipe.cluster(here(device=device))
-    is_said = recipe.traffic != type(recipe.traffic)()
-    predicted, notes = _predicted(home, source, recipe, cluster) if is_said else ({}, ())
-    return Plan(
+    has_traffic = recipe.traffic != Traffic()
+    predicted, notes = _predicted(home, source, recipe, cluster) if has_traffic else ({}, ())
+    why = {"serve.dtype": dtype.reason, "serve.threads": threads.reason if threads else ""}
+    plan = Plan(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         recipe=tables,
         model=source.config,
         cluster=cluster,
         layout=layout,
-        serve=recipe.serve,
+        serve=replace(recipe.serve, threads=threads.count) if threads is not None else recipe.serve,
         weights=str(source.folder or ""),
+        chosen={key: reason for key, reason in why.items() if reason},
         predicted=predicted,
         notes=notes,
     )
+    return create_run(home, tables, text=text, overrides=overrides, plan=plan, model=source.config.name)
 
 
 def _predicted(
@@ -106,11 +96,11 @@ def _predicted(
     try:
         request = serving_request(recipe, source.config, cluster, home)
         plan = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
-        now = operating_point(plan.server, recipe.traffic.requests_per_s) if plan is not None else None
         if plan is None:
             return {}, ("one server does not bear this traffic",)
-        said = replace(plan, replicas=1, actual=now or plan.actual).predicted()
-        return said | planned_service(plan.server, said["kv_capacity_tokens"]), ()
+        now = operating_point(plan.server, recipe.traffic.requests_per_s)
+        predicted = replace(plan, replicas=1, actual=now or plan.actual).predicted()
+        return predicted | planned_service(plan.server, predicted["kv_capacity_tokens"]), ()
     except ArmillaryError as error:
         return {}, (f"nothing is predicted: {error}",)
 

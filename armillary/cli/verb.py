@@ -7,9 +7,9 @@ A verb is a function that takes an Output, a Home and its own arguments, named i
     @click.option("--limit", default=10, help="How many to list.")
     def models(out: Output, home: Home, name: str | None, limit: int) -> None:
         \"\"\"List the models of the catalogue, or everything known about one.\"\"\"
-        found = catalogue.models()
-        out.table("models", ["name"], [[name] for name in found])
-        out.result(found, quiet=found)
+        names = catalogue.models()
+        out.table("models", ["name"], [[name] for name in names])
+        out.result(names, quiet=names)
 
 A verb with sub-verbs is a VerbGroup: `data = VerbGroup("data", help="…")`, then `@data.verb` as above.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 set_option = click.option(
-    "--set", "overrides", multiple=True, metavar="A.B=C", help="Override a key of the recipe; may be given often."
+    "--set", "overrides", multiple=True, metavar="A.B=C", help="Override a key of the recipe; may be repeated."
 )
 
 
@@ -57,7 +57,7 @@ def verb(function: Callable[..., None]) -> click.Command:
     @functools.wraps(function)
     def call(*, as_json: bool, quiet: bool, home_dir: str | None, **arguments: Any) -> None:
         mode: Mode = "json" if as_json else "quiet" if quiet else "human"
-        function(out=Output(mode), home=_home(home_dir), **arguments)
+        function(out=Output(mode), home=home_at(home_dir), **arguments)
 
     own = list(reversed(getattr(function, "__click_params__", [])))
     name = function.__name__.rstrip("_").replace("_", "-")
@@ -98,14 +98,15 @@ def _common() -> list[click.Parameter]:
             ["--home", "home_dir"],
             metavar="DIR",
             type=click.Path(file_okay=False),
-            help="Where runs, data and measured peaks are kept.",
+            help="Folder of runs, data and measured peaks.",
         ),
         click.Option(["-q", "--quiet"], is_flag=True, help="Print only the bare answer."),
         click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document."),
     ]
 
 
-def _home(directory: str | None) -> Home:
+def home_at(directory: str | None) -> Home:
+    """The home that --home names, or the default one."""
     from armillary.store.home import Home
 
     return Home.at(directory) if directory else Home.default()

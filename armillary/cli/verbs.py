@@ -7,15 +7,12 @@ from typing import NamedTuple
 
 
 class Verb(NamedTuple):
-    """One row of the table."""
+    """One row of the table: `target` is module:attribute of the click command, `ring` a key of RINGS."""
 
     name: str
     target: str
-    """module:attribute of the click command"""
     ring: str
-    """a key of RINGS"""
     help: str
-    """one line"""
 
 
 RINGS = {
@@ -27,7 +24,7 @@ RINGS = {
     "all": "All loops",
 }
 
-VERBS = (
+_ROWS = (
     Verb("models", "armillary.cli.models:models", "know", "Models of the catalogue; all facts about one."),
     Verb("hardware", "armillary.cli.hardware:hardware", "know", "Chips, nodes, links, prices; several side by side."),
     Verb("runs", "armillary.cli.runs:runs", "know", "Runs of this home: state, step, loss."),
@@ -50,7 +47,4 @@ VERBS = (
     Verb("demo", "armillary.cli.demo.demo:demo", "all", "Run the complete cycle, small, on this machine."),
     Verb("completion", "armillary.cli.completion:completion", "all", "Print the completion script of your shell."),
 )
-
-
-def by_name() -> dict[str, Verb]:
-    return {verb.name: verb for verb in VERBS}
+VERBS = {verb.name: verb for verb in _ROWS}

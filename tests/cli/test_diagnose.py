@@ -222,7 +222,7 @@ def test_a_plan_from_a_diagnosis(cli: Cli, home: Home) -> None:
     assert "no diagnosis in" in cli("plan", "--from", "warm-lynx").err
     cli("diagnose", "warm-lynx")
     said = cli("plan", "--from", "warm-lynx").out
-    assert said.startswith("warm-lynx with lever 1 pulled: recompute full → none (--set layout.recompute=none)")
+    assert said.startswith("warm-lynx with lever 1 applied: recompute full → none (--set layout.recompute=none)")
     assert "recompute none" in " ".join(said.split()) and "armillary diagnose warm-lynx --apply 1" in said
     answer = cli("plan", "--from", "warm-lynx", "--set", "layout.micro_batch=1", "--json").json
     assert answer["plan"]["layout"]["recompute"] == "none" and answer["plan"]["layout"]["micro_batch"] == 1

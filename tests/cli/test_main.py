@@ -47,7 +47,7 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], N
 def test_help_lists_every_verb_under_its_ring(cli: Cli, args: tuple[str, ...]) -> None:
     ran = cli(*args)
     assert (ran.code, ran.err) == (0, "")
-    for each in VERBS:
+    for each in VERBS.values():
         assert f"  {each.name} " in ran.out and RINGS[each.ring] in ran.out
     assert max(map(len, ran.out.splitlines())) <= 100
 
@@ -63,7 +63,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-2:] == ["heavy:", "verbs:"]
 
 
-@pytest.mark.parametrize("name", [each.name for each in VERBS])
+@pytest.mark.parametrize("name", list(VERBS))
 def test_every_verb_explains_itself_without_torch(name: str) -> None:
     code = (
         f"import sys\nfrom armillary.cli.main import main\ncode = main([{name!r}, '--help'])\n"

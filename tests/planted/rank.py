@@ -9,11 +9,11 @@ from armillary.cli.train.rank import run_as_rank, train_run
 from tests.planted.faults import Fault, planted
 
 
-def train_with_fault(orders: dict[str, Any], out: Output) -> dict[str, Any]:
-    """Train as the orders say, with their fault where they name one."""
-    told = orders["fault"]
+def train_with_fault(task: dict[str, Any], out: Output) -> dict[str, Any]:
+    """Train as the task says, with its fault where it names one."""
+    told = task["fault"]
     with planted(None if told is None else Fault(kind=told[0], amount=told[1])):
-        return train_run(orders, out)
+        return train_run(task, out)
 
 
 if __name__ == "__main__":

@@ -109,11 +109,11 @@ def train_recipe(recipe: Recipe, home: Home, *, fault: Fault | None = None, devi
 
 
 def _launch(
-    launch: Callable[..., Launched], fault: Fault | None, program: str, orders: Mapping[str, Any], **settings: Any
+    launch: Callable[..., Launched], fault: Fault | None, program: str, task: Mapping[str, Any], **settings: Any
 ) -> Launched:
     """Ranks that put the fault into themselves, in place of the command line's own."""
     told = None if fault is None else [fault.kind, fault.amount]
-    return launch("tests.planted.rank", {**orders, "fault": told}, **settings)
+    return launch("tests.planted.rank", {**task, "fault": told}, **settings)
 
 
 def free_name(home: Home) -> str:

@@ -1,7 +1,8 @@
-"""`armillary bench`: measure what this machine reaches (ceilings, collectives, loader, kernels) and keep it."""
+"""`armillary bench`: measure what this machine reaches (ceilings, collectives, loader, kernels) and store it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ from armillary.cli.progress import on_bar
 from armillary.cli.verb import VerbGroup, device_option, quick_option
 from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.store.home import Home
-from armillary.store.peaks import Peaks, Point, load_peaks, new_peaks, peaks_path, save_peaks
-from armillary.units import scaled, seconds_text
+from armillary.store.peaks import Peaks, load_peaks, new_peaks, peaks_path, save_peaks
+from armillary.units import bandwidth_text, bytes_text, parse_count, scaled, seconds_text
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 ENGINE_S = 30.0
 """how long a small engine may take to start and to answer"""
 
-bench = VerbGroup("bench", help="Measure what this machine can reach, and keep it as peaks.")
+bench = VerbGroup("bench", help="Measure what this machine can reach, and store it as peaks.")
 bench.add_command(kernels)
 bench.add_command(serve)
 
@@ -43,7 +44,7 @@ bench.add_command(serve)
     "--only",
     multiple=True,
     metavar="SECTION",
-    help="bandwidth, gemm, attention, passes, fma, launch, host_copy, disk; often.",
+    help="bandwidth, gemm, attention, passes, fma, launch, host_copy, disk; repeatable.",
 )
 @click.option("--folder", type=click.Path(path_type=Path), help="Whose disk is measured.  [default: this folder]")
 @click.option("--show", is_flag=True, help="Print what is stored, measure nothing.")
@@ -52,15 +53,14 @@ def ceilings(
 ) -> None:
     """Measure memory, GEMMs, launches, host copies and the disk.
 
-    Random data, buffers in turn, the median of many. A minute on a CPU, a few on a GPU; --quick takes seconds.
+    Random data, rotating buffers, the median of many repeats. A minute on a CPU, a few on a GPU; --quick takes seconds.
     """
     target = pick_torch_device(device)
     from armillary.machine.cores import BUSY_CORES
     from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
 
     if show:
-        _answer(out, _stored(home, name_of(target)))
-        return
+        return _answer(out, _stored(home, name_of(target)))
     where = folder or Path.cwd()
     if not where.is_dir():
         raise NotFound(f"no folder {where} to measure the disk of; give --folder DIR")
@@ -70,8 +70,10 @@ def ceilings(
     if target.type == "cpu" and not only:
         measure_engine(out, home, ENGINE_S)
     if target.type == "cpu" and (measured.other_cores or 0) > BUSY_CORES:
-        busy = f"other work kept {measured.other_cores:.1f} cores busy"
-        out.warn(f"{busy}, so these figures are too low; measure again when the machine is quiet")
+        out.warn(
+            f"other work kept {measured.other_cores:.1f} cores busy, so these figures are too low; measure again when "
+            "the machine is quiet"
+        )
     if measured.skipped:
         out.warn(f"{measured.skipped} cases were left out when the time was over; --only SECTION measures some")
     _answer(out, measured.peaks)
@@ -81,7 +83,7 @@ def ceilings(
 @bench.verb
 @device_option
 @quick_option
-@click.option("--world", "worlds", multiple=True, type=int, help="Number of ranks; often.  [default: 2, 4 … devices]")
+@click.option("--world", "worlds", multiple=True, type=int, help="Ranks; repeatable.  [default: 2, 4 … devices]")
 @click.option("--op", "ops", multiple=True, help="all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send.")
 @click.option("--size", "sizes", multiple=True, help="Bytes, like 4MiB; at least two.  [default: 1 kiB to 64 MiB]")
 def collectives(
@@ -101,7 +103,6 @@ def collectives(
     from armillary.machine.cores import usable_cores
     from armillary.profiling.ceilings.collective_ranks import OPS
     from armillary.profiling.ceilings.collectives import QUICK_SIZES, SIZES, default_worlds, measure_collectives
-    from armillary.units import parse_count
 
     chosen = worlds or default_worlds(target, usable_cores())
     if not chosen:
@@ -127,7 +128,7 @@ def collectives(
 @quick_option
 @click.option("--sequence", default=512, show_default=True, help="Tokens in a row.")
 @click.option("--batch", default=32, show_default=True, help="Rows in a batch.")
-@click.option("--workers", "workers", multiple=True, type=int, help="Loader processes; often.  [default: 0, 1, 2]")
+@click.option("--workers", "workers", multiple=True, type=int, help="Loader processes; repeatable.  [default: 0, 1, 2]")
 def loader(
     out: Output,
     home: Home,
@@ -159,8 +160,9 @@ def loader(
     save_peaks(home, peaks)
     best = max(paths["loader"], key=lambda fed: fed.tokens_per_s)
     show_peaks(out, peaks)
-    speed = f"{scaled(best.tokens_per_s)} tok/s"
-    out.say(f"\nbest: {best.way.text()}, {speed}; a trainer that is faster will wait for data")
+    out.say(
+        f"\nbest: {best.way.text()}, {scaled(best.tokens_per_s)} tok/s; a trainer that is faster will wait for data"
+    )
     out.result(_as_json(peaks), quiet=f"{best.tokens_per_s:.0f}")
 
 
@@ -190,7 +192,7 @@ def _as_json(peaks: Peaks) -> dict[str, Any]:
 
 
 def _quiet(peaks: Peaks) -> list[str]:
-    """The best of each, one a line: 'gemm bf16 7.9e+14'."""
+    """The best of each, one per line: 'gemm bf16 7.9e+14'."""
     lines = []
     for kind in peaks.points:
         if kind in ("gemm", "fma"):
@@ -200,19 +202,14 @@ def _quiet(peaks: Peaks) -> list[str]:
         elif kind == "collective":
             lines += [f"{p['op']} {p['world']} {p['alpha_s']:.4g} {p['bytes_per_s']:.4g}" for p in peaks.points[kind]]
         elif kind == "attention":
-            lines += [f"attention {_pass_of(point)} {point['flops']:.4g}" for point in peaks.points[kind]]
+            passes = {True: "backward", False: "forward"}
+            lines += [f"attention {passes[p['backward']]} {p['flops']:.4g}" for p in peaks.points[kind]]
         elif kind == "launch":
             lines += [f"launch {point['mode']} {point['seconds']:.4g}" for point in peaks.points[kind]]
     return lines
 
 
-def _pass_of(point: Point) -> str:
-    return "backward" if point["backward"] else "forward"
-
-
 def _say_times(out: Output, peaks: Peaks) -> None:
-    from armillary.units import bandwidth_text, bytes_text
-
     rows = [
         [
             p["op"].replace("_", " "),
@@ -242,7 +239,7 @@ def _prepared(out: Output, home: Home) -> Path:
 def _paths_fed(
     reading: TrainingBatches, workers: Sequence[int], watch: Any, *, device: torch.device, budget_s: float
 ) -> dict[str, list[Fed]]:
-    """Files as plainly as they can be read; batches made in this process, by torch's workers, by training's loader."""
+    """Rates of plain reads of the files, and of batches from this process, torch's workers and training's loader."""
     from armillary.cli.bench.loader import PlainReads, through_loader
     from armillary.profiling.ceilings.data_loader import Way, measure_loader
 
@@ -259,19 +256,21 @@ def _paths_fed(
 
 
 def _loader_point(path: str, fed: Fed, tokens: int) -> dict[str, Any]:
-    import time
-
-    way = fed.way
-    tried = {
+    return {
         "path": path,
         "tokens": tokens,
-        "workers": way.workers,
-        "prefetch": way.prefetch,
-        "pinned": way.pinned,
-        "to_device": way.to_device,
+        "workers": fed.way.workers,
+        "prefetch": fed.way.prefetch,
+        "pinned": fed.way.pinned,
+        "to_device": fed.way.to_device,
+        "seconds": fed.seconds,
+        "beside": {
+            "tokens_per_s": fed.tokens_per_s,
+            "bytes_per_s": fed.bytes_per_s,
+            "batches": fed.batches,
+            "date": time.strftime("%Y-%m-%d"),
+        },
     }
-    seen = {"tokens_per_s": fed.tokens_per_s, "bytes_per_s": fed.bytes_per_s, "batches": fed.batches}
-    return {**tried, "seconds": fed.seconds, "beside": seen | {"date": time.strftime("%Y-%m-%d")}}
 
 
 def measure_engine(out: Output, home: Home, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""`armillary bench kernels`: every kernel on shapes of real models, against its rivals and the measured ceiling."""
+"""`armillary bench kernels`: every kernel on shapes of real models, against other versions and the measured ceiling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @verb
 @device_option
 @quick_option
-@click.option("--op", "ops", multiple=True, metavar="NAME", help="norm, rope, attention …; often.  [default: all]")
+@click.option("--op", "ops", multiple=True, metavar="NAME", help="norm, rope, attention …; repeatable.  [default: all]")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page of bars (HTML) there.")
 def kernels(out: Output, home: Home, device: str | None, quick: bool, ops: tuple[str, ...], plot: Path | None) -> None:
     """Time every version of every kernel, check it, name the winner.
@@ -49,20 +49,20 @@ def kernels(out: Output, home: Home, device: str | None, quick: bool, ops: tuple
 
 
 def show(out: Output, bench: KernelBench) -> None:
-    """A table an operation."""
+    """One table per operation."""
     tops = ", ".join(f"{name} {_rate(name, top)}" for name, top in bench.ceilings.items())
     out.say(f"{bench.device} · {bench.date} · ceilings of this run: {tops}")
     for op in dict.fromkeys(row.op for row in bench.rows):
-        rows, rivals = [row for row in bench.rows if row.op == op], _others(bench, op)
-        columns = ["case", "shape", "winner", "forward", "backward", "ours", "bar", *(f"× {name}" for name in rivals)]
+        rows, versions = [row for row in bench.rows if row.op == op], _others(bench, op)
+        columns = ["case", "shape", "winner", "forward", "backward", "ours", "bar", *(f"× {name}" for name in versions)]
         out.say()
-        out.table(op, columns, [[*_cells(row), *_gains(row, rivals)] for row in rows])
+        out.table(op, columns, [[*_cells(row), *_gains(row, versions)] for row in rows])
 
 
 def _cells(row: KernelRow) -> list[Any]:
     won = row.of(row.chosen)
-    forward = _reached(row, won.forward_rate, won.forward_share) if won else None
-    backward = _reached(row, won.backward_rate, won.backward_share) if won else None
+    forward = _achieved(row, won.forward_rate, won.forward_share) if won else None
+    backward = _achieved(row, won.backward_rate, won.backward_share) if won else None
     return [row.name, row.shape, row.chosen or row.failed[:40], forward, backward, _shares(row.ours), _verdict(row)]
 
 
@@ -75,10 +75,9 @@ def _verdict(row: KernelRow) -> str | None:
     return text if missed or not own else f"{text} (ours: {'; '.join(own)})"
 
 
-def _reached(row: KernelRow, rate: float | None, share: float | None) -> str | None:
-    if rate is None:
-        return None
-    return _rate(row.ceiling, rate) + (f" {100 * share:.0f}%" if share is not None else "")
+def _achieved(row: KernelRow, rate: float | None, share: float | None) -> str | None:
+    percent = f" {100 * share:.0f}%" if share is not None else ""
+    return None if rate is None else f"{_rate(row.ceiling, rate)}{percent}"
 
 
 def _shares(measured: Measured | None) -> str | None:
@@ -101,10 +100,9 @@ def _others(bench: KernelBench, op: str) -> list[str]:
 def _gains(row: KernelRow, names: list[str]) -> list[str | None]:
     """How much faster the winner is than each."""
     won = row.of(row.chosen)
-    rest = [row.of(name) for name in names]
     return [
         f"{measured.seconds / won.seconds:.2f}" if measured and measured.seconds and won and won.seconds else None
-        for measured in rest
+        for measured in map(row.of, names)
     ]
 
 

@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatches:
-    """Batches exactly as a training step gets them: shuffled windows with targets, positions and documents."""
+    """Batches of prepared shards, exactly as a training step gets them: `batch` shuffled rows of `sequence` tokens with
+    targets, positions and documents."""
 
     folder: Path
-    """prepared shards"""
     sequence: int
-    """tokens in a row"""
     batch: int
-    """rows"""
 
     def __call__(self, worker: int, workers: int) -> Iterator[Any]:
         batches = self.open()
@@ -56,17 +54,9 @@ def through_loader(reading: TrainingBatches, way: Way, device: torch.device) -> 
             yield {name: getattr(batch, name) for name in LAYOUT}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainReads:
+class PlainReads(TrainingBatches):
     """The same number of ids, straight from the memory-mapped files in their order: what the path costs beyond this is
     shuffling and packing."""
-
-    folder: Path
-    """prepared shards"""
-    sequence: int
-    """tokens in a row"""
-    batch: int
-    """rows"""
 
     def __call__(self, worker: int, workers: int) -> Iterator[Any]:
         from armillary.training.data.shards import TokenShards

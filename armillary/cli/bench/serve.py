@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from armillary.cli import completion
-from armillary.cli.open_model import open_model
+from armillary.cli.open_model import find_model, open_model
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
 from armillary.errors import BadInput
@@ -20,23 +20,21 @@ if TYPE_CHECKING:
     from armillary.engine.bench.bench import Notes, ServeBench
     from armillary.model.transformer import Transformer
     from armillary.spec.recipe import Recipe
-    from armillary.store.peaks import Peaks
-    from armillary.store.resolve_model import ModelSource
     from armillary.store.runs import Run
 
 _BATCHES = 6
-"""a sixth of the requests runs at a time: with all of them together, ways of batching would not differ"""
+"""a sixth of the requests runs at a time: with all of them at once, batching modes would not differ"""
 
 
 @verb
 @click.argument("model", shell_complete=completion.models)
-@click.option("--mode", "modes", multiple=True, help="none, static, dynamic, continuous; often.  [default: all]")
-@click.option("--requests", default=48, show_default=True, help="Requests of a run.")
+@click.option("--mode", "modes", multiple=True, help="none, static, dynamic, continuous; repeatable.  [default: all]")
+@click.option("--requests", default=48, show_default=True, help="Requests per run.")
 @click.option("--tokens-in", default=64, show_default=True, help="Longest prompt.")
-@click.option("--tokens-out", default=96, show_default=True, help="Longest answer.")
+@click.option("--tokens-out", default=96, show_default=True, help="Longest completion.")
 @click.option("--dtype", help="fp32, bf16 or fp16.  [default: as serve.dtype=auto resolves it]")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
-@click.option("--weights", type=click.Choice(["auto", "int8", "fp8"]), default="auto", help="Round the weights.")
+@click.option("--weights", type=click.Choice(["auto", "int8", "fp8"]), default="auto", help="Quantise the weights.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write bars there: .html or .svg.")
 def serve(
     out: Output,
@@ -58,7 +56,8 @@ def serve(
     """
     if min(requests, tokens_in, tokens_out) < 1:
         raise BadInput("requests and tokens must be at least 1; give larger numbers")
-    source, loaded = _opened(out, home, model, dtype, device)
+    random = find_model(out, home, model, need_weights=False).folder is None
+    source, loaded = open_model(out, home, model, random_weights=random, dtype=dtype, device=device)
     if tokens_in + tokens_out > loaded.config.context:
         raise BadInput(
             f"{tokens_in} + {tokens_out} tokens exceed the context of {source.name}; ask for at most "
@@ -66,14 +65,16 @@ def serve(
         )
     from armillary.cli.serve_run_folder import recorded
     from armillary.engine.bench.bench import bench_serve
+    from armillary.profiling.ceilings.ceilings import name_of
     from armillary.profiling.dtypes.choice import Resolved
+    from armillary.store.peaks import load_peaks
 
     chosen = _chosen(modes)
-    kept: dict[str, Notes] = {}
+    notes: dict[str, Notes] = {}
     shown = "continuous" if "continuous" in chosen else chosen[-1]
-    asked = _asked(loaded, shown, weights, together=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
-    ran_in = Resolved(dtype=asked.layout.precision)
-    with recorded(home, source, asked, dtype=ran_in, device=device, say=out.say) as run:
+    asked = _asked(loaded, shown, weights, max_running=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
+    dtypes = Resolved(dtype=asked.layout.precision)
+    with recorded(home, source, asked, dtype=dtypes, device=device, say=out.say) as run:
         bench = bench_serve(
             loaded,
             asked.serve,
@@ -81,14 +82,19 @@ def serve(
             requests=requests,
             tokens_in=tokens_in,
             tokens_out=tokens_out,
-            on_records=kept.__setitem__,
-            peaks=_peaks(home, loaded),
+            on_records=notes.__setitem__,
+            peaks=load_peaks(home, name_of(next(loaded.parameters()).device)),
         )
         if run is not None:
-            _write(run, kept[shown])
+            _write(run, notes[shown])
     if plot is not None:
         _plot(plot, bench)
-    _answer(out, bench, run)
+    _show(out, bench)
+    rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in bench.modes]
+    quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in bench.modes]
+    result = asdict(bench) | {"modes": rows, "run": run.name if run is not None else None}
+    result["together"] = result.pop("max_running")
+    out.result(result, quiet=quiet)
 
 
 def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
@@ -101,16 +107,7 @@ def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
     return modes or tuple(MODES)
 
 
-def _opened(
-    out: Output, home: Home, model: str, dtype: str | None, device: str | None
-) -> tuple[ModelSource, Transformer]:
-    from armillary.cli.open_model import find_model
-
-    random = find_model(out, home, model, need_weights=False).folder is None
-    return open_model(out, home, model, random_weights=random, dtype=dtype, device=device)
-
-
-def _asked(loaded: Transformer, mode: str, weights: str, *, together: int, longest: int) -> Recipe:
+def _asked(loaded: Transformer, mode: str, weights: str, *, max_running: int, longest: int) -> Recipe:
     """What is run, as a recipe would say it."""
     from armillary.kernels.core.dtype import DTYPES
     from armillary.spec.recipe import recipe_from_dict
@@ -119,18 +116,11 @@ def _asked(loaded: Transformer, mode: str, weights: str, *, together: int, longe
     keys: dict[str, Any] = {
         "weights": weights,
         "dtype": dtype,
-        "max_running": together,
+        "max_running": max_running,
         "max_model_len": longest,
         "batching": mode,
     }
     return recipe_from_dict({"model": {"name": loaded.config.name}, "serve": keys, "layout": {"precision": dtype}})
-
-
-def _peaks(home: Home, loaded: Transformer) -> Peaks | None:
-    from armillary.profiling.ceilings.ceilings import name_of
-    from armillary.store.peaks import load_peaks
-
-    return load_peaks(home, name_of(next(loaded.parameters()).device))
 
 
 def _write(run: Run, notes: Notes) -> None:
@@ -146,15 +136,6 @@ def _plot(path: Path, bench: ServeBench) -> None:
     from armillary.store.atomic import write_text
 
     write_text(path, picture(bench) if path.suffix == ".svg" else bench_page(bench))
-
-
-def _answer(out: Output, bench: ServeBench, run: Run | None) -> None:
-    _show(out, bench)
-    rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in bench.modes]
-    quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in bench.modes]
-    result = asdict(bench) | {"modes": rows, "run": run.name if run is not None else None}
-    result["together"] = result.pop("max_running")
-    out.result(result, quiet=quiet)
 
 
 def _show(out: Output, bench: ServeBench) -> None:

@@ -1,6 +1,7 @@
 """Measured peaks as tables: every figure with its spread, and beside the catalogue's peak where the chip is known."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from armillary.cli.output import Output
@@ -106,25 +107,6 @@ def _gemm(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     out.table("GEMMs m × n × k, FLOP/s", ["shape", *dtypes], rows)
 
 
-def _attention(out: Output, peaks: Peaks, chip: Chip | None) -> None:
-    rows = [
-        [
-            f"{p['keys']:,} keys, head dim {p['head_dim']}",
-            p["dtype"],
-            "backward" if p["backward"] else "forward",
-            flops_per_s_text(p["flops"]),
-            _percent(_share(p["flops"], chip.peak(p["dtype"]) if chip else None)),
-        ]
-        for p in peaks.points["attention"]
-    ]
-    out.table("causal attention, without rests", ["shape", "dtype", "pass", "measured", "of catalogue"], rows)
-
-
-def _passes(out: Output, peaks: Peaks, chip: Chip | None) -> None:
-    rows = [[p["dtype"], bandwidth_text(p["bytes_per_s"]), _spread(p)] for p in peaks.points["passes"]]
-    out.table("norm, activation and loss as plain operators", ["dtype", "moved", "spread"], rows)
-
-
 def _fma(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [
         [dtype, flops_per_s_text(best), _percent(_share(best, chip.peak(dtype) if chip else None))]
@@ -133,91 +115,105 @@ def _fma(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     out.table("plain multiply-adds, without the matrix units", ["dtype", "measured", "of catalogue"], rows)
 
 
-def _launch(out: Output, peaks: Peaks, chip: Chip | None) -> None:
-    rows = [[p.get("mode", ""), seconds_text(p["seconds"]), _spread(p)] for p in peaks.points["launch"]]
-    out.table("starting an operation", ["mode", "time", "spread"], rows)
+# --- tables with one row per point
 
 
-def _host_copy(out: Output, peaks: Peaks, chip: Chip | None) -> None:
-    rows = [
-        [
-            {"adamw": "AdamW on the host"}.get(p["direction"], p["direction"].replace("_", " ")),
-            "pinned" if p.get("pinned") else "pageable",
-            bytes_text(p["bytes"]),
-            bandwidth_text(p["bytes_per_s"]),
-            _spread(p),
-        ]
-        for p in peaks.points["host_copy"]
+def _attention(p: Point, chip: Chip | None) -> list[object]:
+    return [
+        f"{p['keys']:,} keys, head dim {p['head_dim']}",
+        p["dtype"],
+        "backward" if p["backward"] else "forward",
+        flops_per_s_text(p["flops"]),
+        _percent(_share(p["flops"], chip.peak(p["dtype"]) if chip else None)),
     ]
-    out.table("host and device", ["direction", "host memory", "size", "bandwidth", "spread"], rows)
 
 
-def _disk(out: Output, peaks: Peaks, chip: Chip | None) -> None:
-    rows = [
-        [
-            p["op"].replace("_", " "),
-            p.get("threads"),
-            bytes_text(p.get("block_bytes", 0)),
-            bandwidth_text(p["bytes_per_s"]),
-            _spread(p),
-            p.get("beside", {}).get("page_cache", ""),
-            p.get("path", ""),
-        ]
-        for p in peaks.points["disk"]
+def _host_copy(p: Point, chip: Chip | None) -> list[object]:
+    return [
+        {"adamw": "AdamW on the host"}.get(p["direction"], p["direction"].replace("_", " ")),
+        "pinned" if p.get("pinned") else "pageable",
+        bytes_text(p["bytes"]),
+        bandwidth_text(p["bytes_per_s"]),
+        _spread(p),
     ]
-    out.table("disk", ["operation", "threads", "block", "bandwidth", "spread", "page cache", "on"], rows)
 
 
-def _collective(out: Output, peaks: Peaks, chip: Chip | None) -> None:
-    rows = [
-        [
-            p["op"].replace("_", " "),
-            p["world"],
-            p.get("backend", ""),
-            seconds_text(p["alpha_s"]),
-            bandwidth_text(p["bytes_per_s"]),
-            bandwidth_text(p["beside"]["bus_bytes_per_s"]),
-            _percent(p["beside"]["error"]),
-        ]
-        for p in peaks.points["collective"]
+def _disk(p: Point, chip: Chip | None) -> list[object]:
+    return [
+        p["op"].replace("_", " "),
+        p.get("threads"),
+        bytes_text(p.get("block_bytes", 0)),
+        bandwidth_text(p["bytes_per_s"]),
+        _spread(p),
+        p.get("beside", {}).get("page_cache", ""),
+        p.get("path", ""),
     ]
-    columns = ["operation", "ranks", "backend", "latency", "algorithm", "bus", "fit off by"]
-    out.table("collectives: time = latency + bytes / bandwidth", columns, rows)
 
 
-def _loader(out: Output, peaks: Peaks, chip: Chip | None) -> None:
-    rows = [
-        [
-            p["path"],
-            p.get("workers"),
-            p.get("prefetch") if p.get("workers") else None,
-            _how(p),
-            f"{scaled(p['beside']['tokens_per_s'])} tok/s",
-            seconds_text(p["seconds"]),
-        ]
-        for p in peaks.points["loader"]
+def _collective(p: Point, chip: Chip | None) -> list[object]:
+    return [
+        p["op"].replace("_", " "),
+        p["world"],
+        p.get("backend", ""),
+        seconds_text(p["alpha_s"]),
+        bandwidth_text(p["bytes_per_s"]),
+        bandwidth_text(p["beside"]["bus_bytes_per_s"]),
+        _percent(p["beside"]["error"]),
     ]
-    out.table("loader", ["path", "workers", "ahead", "to", "speed", "batch"], rows)
 
 
-def _how(point: Point) -> str:
-    if not point.get("to_device"):
-        return "host"
-    return "device, pinned" if point.get("pinned") else "device, pageable"
+def _loader(p: Point, chip: Chip | None) -> list[object]:
+    return [
+        p["path"],
+        p.get("workers"),
+        p.get("prefetch") if p.get("workers") else None,
+        f"device, {'pinned' if p.get('pinned') else 'pageable'}" if p.get("to_device") else "host",
+        f"{scaled(p['beside']['tokens_per_s'])} tok/s",
+        seconds_text(p["seconds"]),
+    ]
+
+
+_PER_POINT: dict[str, tuple[str, tuple[str, ...], Callable[[Point, Chip | None], list[object]]]] = {
+    "attention": ("causal attention, back to back", ("shape", "dtype", "pass", "measured", "of catalogue"), _attention),
+    "passes": (
+        "norm, activation and loss as plain operators",
+        ("dtype", "moved", "spread"),
+        lambda p, chip: [p["dtype"], bandwidth_text(p["bytes_per_s"]), _spread(p)],
+    ),
+    "launch": (
+        "starting an operation",
+        ("mode", "time", "spread"),
+        lambda p, chip: [p.get("mode", ""), seconds_text(p["seconds"]), _spread(p)],
+    ),
+    "host_copy": ("host and device", ("direction", "host memory", "size", "bandwidth", "spread"), _host_copy),
+    "disk": ("disk", ("operation", "threads", "block", "bandwidth", "spread", "page cache", "on"), _disk),
+    "collective": (
+        "collectives: time = latency + bytes / bandwidth",
+        ("operation", "ranks", "backend", "latency", "algorithm", "bus", "fit off by"),
+        _collective,
+    ),
+    "loader": ("loader", ("path", "workers", "ahead", "to", "speed", "batch"), _loader),
+}
+"""kind -> title, columns, cells of a point"""
+
+
+def _per_point(kind: str, out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    title, columns, cells = _PER_POINT[kind]
+    out.table(title, columns, [cells(point, chip) for point in peaks.points[kind]])
 
 
 _TABLES: tuple[tuple[tuple[str, ...], Callable[[Output, Peaks, Chip | None], None]], ...] = (
     (MEMORY, _memory),
     (("cache",), _cache),
     (("gemm",), _gemm),
-    (("attention",), _attention),
-    (("passes",), _passes),
+    (("attention",), partial(_per_point, "attention")),
+    (("passes",), partial(_per_point, "passes")),
     (("fma",), _fma),
-    (("launch",), _launch),
-    (("host_copy",), _host_copy),
-    (("disk",), _disk),
-    (("collective",), _collective),
-    (("loader",), _loader),
+    (("launch",), partial(_per_point, "launch")),
+    (("host_copy",), partial(_per_point, "host_copy")),
+    (("disk",), partial(_per_point, "disk")),
+    (("collective",), partial(_per_point, "collective")),
+    (("loader",), partial(_per_point, "loader")),
 )
 
 
@@ -226,11 +222,8 @@ _TABLES: tuple[tuple[tuple[str, ...], Callable[[Output, Peaks, Chip | None], Non
 
 def _at(points: Iterable[Point], **where: Any) -> str | None:
     """'4.17 T ±1%' of the point that tried exactly this."""
-    matching: Iterator[Point] = (p for p in points if all(p.get(key) == value for key, value in where.items()))
-    point = next(matching, None)
-    if point is None:
-        return None
-    return f"{scaled(point.get('flops') or point['bytes_per_s'])} ±{_spread(point)}"
+    matching = (p for p in points if all(p.get(key) == value for key, value in where.items()))
+    return next((f"{scaled(p.get('flops') or p['bytes_per_s'])} ±{_spread(p)}" for p in matching), None)
 
 
 def _spread(point: Point) -> str:

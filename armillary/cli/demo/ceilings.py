@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from armillary.profiling.ceilings.ceilings import Ceilings
 
 LIMITS_S = {"gemm": 4.0, "bandwidth": 4.0, "passes": 1.0, "launch": 1.0, "attention": 3.0}
-"""sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take where
-the machine is busy"""
+"""sections of `bench ceilings` that plans and rooflines are based on, the most important first, and the time limit of
+each on a busy machine"""
 TOTAL_S = 15.0
-"""of all of them together, on any machine; a small engine and the ranks' link come on top, a few seconds each"""
+"""time limit of all sections, on any machine; a small engine and the ranks' link take a few seconds each on top"""
 SECOND_S = 18.0
-"""so long after the beginning, sections of AGAIN are looked at a second time, and the better of two counts: cores that
-others use as well stand still now and then"""
-AGAIN = ("gemm", "bandwidth", "passes")
+"""until then, sections of REPEATED are measured a second time, and the better result counts: other processes take the
+cores now and then"""
+REPEATED = ("gemm", "bandwidth", "passes")
 LONGEST_S = 35.0
 """a small engine that has not answered by then is left out"""
 
 ALONE = ("gemm", "passes", "attention")
-"""of them, what is measured again for the threads of one rank: cores share memory, and not the units that multiply"""
+"""sections measured again for the threads of one rank: cores share memory bandwidth, but not their vector units"""
 
 
 def measure(state: DemoState) -> None:
-    """The ceilings, kept for every plan and profile to come; those of today are not measured twice."""
+    """The ceilings, stored for every plan and profile to come; those of today are not measured twice."""
     with state.stage("measure", "what this machine reaches (quick; armillary bench ceilings is thorough)") as say:
         device = pick_torch_device(None)
         from armillary.profiling.ceilings.ceilings import name_of
@@ -62,8 +62,8 @@ def _measured(state: DemoState, device: Any) -> Peaks:
     from armillary.profiling.ceilings.collectives import QUICK_SIZES, measure_collectives
 
     ranks, begin = state.recipe.layout.num_devices, time.monotonic()
-    looks = [
-        _look(state, device, section, threads, min(limit, begin + TOTAL_S - time.monotonic()))
+    measurements = [
+        _measure_section(state, device, section, threads, min(limit, begin + TOTAL_S - time.monotonic()))
         for section, threads, limit in sections(device, ranks)
     ]
     if ranks > 1:
@@ -74,22 +74,23 @@ def _measured(state: DemoState, device: Any) -> Peaks:
         save_peaks(state.home, between.peaks)
     for section, threads, limit in sections(device, ranks):
         left = begin + SECOND_S - time.monotonic()
-        if section in AGAIN and device.type == "cpu" and left > 1.0:
-            _look(state, device, section, threads, min(limit, left))
+        if section in REPEATED and device.type == "cpu" and left > 1.0:
+            _measure_section(state, device, section, threads, min(limit, left))
     if device.type == "cpu":
         measure_engine(state.out, state.home, begin + LONGEST_S - time.monotonic())
-    skipped = sum(look.skipped for look in looks)
-    busy = max(look.other_cores or 0.0 for look in looks) if device.type == "cpu" else 0.0
-    for note in _notes(busy if busy > BUSY_CORES else 0.0, skipped):
-        state.out.warn(note)
-        state.update(notes=(*state.report.notes, note))
+    skipped = sum(measurement.skipped for measurement in measurements)
+    busy = max(measurement.other_cores or 0.0 for measurement in measurements) if device.type == "cpu" else 0.0
+    if busy > BUSY_CORES:
+        state.note(f"other work kept {busy:.1f} cores busy while ceilings were measured: figures of times are rough")
+    if skipped:
+        state.note(f"{skipped} ceilings were left out when the time for measuring was over: figures of times are rough")
     peaks = load_peaks(state.home, name_of(device))
     assert peaks is not None, "they were saved"
     return peaks
 
 
-def _look(state: DemoState, device: Any, section: str, threads: int | None, limit_s: float) -> Ceilings:
-    """One section, kept; what was measured before counts where it was faster."""
+def _measure_section(state: DemoState, device: Any, section: str, threads: int | None, limit_s: float) -> Ceilings:
+    """Measure one section and store it; what was measured before counts where it was faster."""
     from armillary.profiling.ceilings.ceilings import measure_ceilings
 
     with state.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
@@ -98,13 +99,6 @@ def _look(state: DemoState, device: Any, section: str, threads: int | None, limi
     today = known is not None and known.date == measured.peaks.date
     save_peaks(state.home, known.better_of(measured.peaks) if known is not None and today else measured.peaks)
     return measured
-
-
-def _notes(busy: float, skipped: int) -> Iterator[str]:
-    if busy:
-        yield f"other work kept {busy:.1f} cores busy while ceilings were measured: figures of times are rough"
-    if skipped:
-        yield f"{skipped} ceilings were left out when the time for measuring was over: figures of times are rough"
 
 
 def sections(device: Any, ranks: int) -> Iterator[tuple[str, int | None, float]]:
@@ -121,7 +115,7 @@ def sections(device: Any, ranks: int) -> Iterator[tuple[str, int | None, float]]
 
 @contextmanager
 def _computing_with(threads: int | None) -> Iterator[None]:
-    """So many threads of torch, none: as many as there are; as before afterwards."""
+    """torch computes with this many threads inside the block; none: as many as before."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""`armillary demo`: measure, plan, train, serve, load, diagnose, pull the lever, measure again; a report at the end."""
+"""`armillary demo`: measure, plan, train, serve, load, diagnose, apply a lever, measure again; a report at the end."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ SHOWN = (
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("armillary-demo.html"),
     show_default=True,
-    help="Where the report goes.",
+    help="File of the report.",
 )
 def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> None:
-    """Run the complete cycle on this machine: measure, plan, train, serve, load, diagnose, pull a lever, compare.
+    """Run the complete cycle on this machine: measure, plan, train, serve, load, diagnose, apply a lever, compare.
 
-    Needs no download and under five minutes: model, steps and traffic are chosen by what this machine reaches. Ctrl-C
-    ends it with a report of what there is; the same command goes on with the training run.
+    Needs no download and under five minutes: model, steps and traffic are sized by what this machine reaches. Ctrl-C
+    ends it with a report of the finished stages; the same command resumes the training run.
     """
     from armillary.cli.demo import ceilings, levers, sizing
     from armillary.cli.demo import plan_and_train as training
@@ -58,7 +58,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
         run = training.train(state, training.plan(state))
         service = serving.serve_and_load(state, run)
         levers.diagnose(state, run, service)
-        levers.pull(state, run, service)
+        levers.apply(state, run, service)
     except KeyboardInterrupt:
         _report(state, page)
         raise
@@ -70,7 +70,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
 
 
 def _report(state: DemoState, path: Path) -> None:
-    """The page, and the table of predictions that it ends with; of a turn that was cut short, what there is."""
+    """The page, and the table of predictions that it ends with; of an interrupted demo, the finished stages."""
     from armillary.diagnosis.outcome.prediction_errors import HEADS
     from armillary.diagnosis.report.diagnosis_page import page
     from armillary.store.atomic import write_text

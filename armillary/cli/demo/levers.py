@@ -1,13 +1,14 @@
-"""Stages 6 and 7 of the demo: name what limits the training run and the server, pull their levers, measure again."""
+"""Stages 6 and 7 of the demo: name what limits the training run and the server, apply a lever to each, measure
+again."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from armillary.cli.demo.plan_and_train import train_changed
 from armillary.cli.demo.serve_and_load import serve_changed
 from armillary.cli.demo.state import RECIPE, DemoState
+from armillary.cli.output import Output
 from armillary.store.runs import Run
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ PROFILED = 2
 
 
 def diagnose(state: DemoState, trained: Run, service: Run) -> None:
-    """Which loop limits each of them, and what each lever would buy; kept before anything is pulled."""
+    """Which loop limits each of them, and what each lever would gain; saved before any is applied."""
     from armillary.cli.diagnose import say as say_verdict
-    from armillary.diagnosis.diagnose import diagnose as judge
+    from armillary.diagnosis.diagnose import diagnose as diagnose_reading
     from armillary.diagnosis.outcome.diagnosis import save
     from armillary.diagnosis.readings.run_folder import read_run
 
@@ -31,7 +32,7 @@ def diagnose(state: DemoState, trained: Run, service: Run) -> None:
         training, serving = read_run(trained, state.home), state.report.served.reading
         state.update(profile=_profile(state), training=training)
         for run, reading in ((trained, training), (service, serving)):
-            diagnosis = judge(reading, state.home)
+            diagnosis = diagnose_reading(reading, state.home)
             save(run, diagnosis, state.home)
             say_verdict(state.out, diagnosis, run.name)
             state.update(diagnoses=(*state.report.diagnoses, diagnosis))
@@ -40,7 +41,6 @@ def diagnose(state: DemoState, trained: Run, service: Run) -> None:
 
 def _profile(state: DemoState) -> Profile:
     """A step of the recipe against the measured ceilings, as `armillary profile` takes it."""
-    from armillary.cli.output import Output
     from armillary.cli.profile.step import recipe_step
     from armillary.profiling.record.capture import profile
     from armillary.profiling.report.profile_text import budget_line
@@ -53,39 +53,33 @@ def _profile(state: DemoState) -> Profile:
     return profiled
 
 
-def pull(state: DemoState, trained: Run, service: Run) -> None:
-    """Apply the first lever that is worth it, and compare."""
+def apply(state: DemoState, trained: Run, service: Run) -> None:
+    """Apply the first worthwhile lever to each, and compare."""
     with state.stage("lever", "apply the first lever, measure again, compare with the prediction") as say:
         for run, diagnosis in zip((trained, service), state.report.diagnoses, strict=True):
             if diagnosis.is_healthy:
-                state.out.say(f"{run.name}: {diagnosis.headline}; nothing is pulled")
+                state.out.say(f"{run.name}: {diagnosis.headline}; no lever is applied")
                 continue
-            done = _pull(state, trained, run, diagnosis)
+            done = _apply(state, trained, run, diagnosis)
             if done is not None:
                 state.update(pulled=(*state.report.pulled, done))
                 say(f"{done.title or '; '.join(done.notes)}: obtained {done.obtained:.2f} ×")
 
 
-def _pull(state: DemoState, trained: Run, run: Run, diagnosis: Diagnosis) -> Comparison | None:
-    from armillary.cli.diagnose import say_comparison, write_lever
-    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
+def _apply(state: DemoState, trained: Run, run: Run, diagnosis: Diagnosis) -> Comparison | None:
+    from armillary.cli.diagnose import first_worthwhile, say_comparison, write_lever
     from armillary.diagnosis.outcome.compare import compare
 
-    number = next(
-        (i for i, lever in enumerate(diagnosis.levers, 1) if lever.change and lever.speedup > MIN_SPEEDUP), None
-    )
+    number, job = first_worthwhile(diagnosis), state.recipe.train
     if number is None:
-        state.out.say(f"{run.name}: what would help is no key of the recipe; nothing is pulled")
+        state.out.say(f"{run.name}: what would help is no key of the recipe; no lever is applied")
         return None
     path = write_lever(state.out, state.home, diagnosis, run, number, run.folder / f"lever{number}.toml")
-    after = _measure_again(state, trained, diagnosis.kind, path)
+    after = (
+        serve_changed(state, trained, path)
+        if diagnosis.kind == "serving"
+        else train_changed(state, path, min(job.steps, job.eval_every or job.steps))
+    )
     done = compare(run, after, state.home)
     say_comparison(state.out, state.home, done)
     return done
-
-
-def _measure_again(state: DemoState, trained: Run, kind: str, recipe: Path) -> Run:
-    if kind == "serving":
-        return serve_changed(state, trained, recipe)
-    every = state.recipe.train.eval_every
-    return train_changed(state, recipe, min(state.recipe.train.steps, every or state.recipe.train.steps))

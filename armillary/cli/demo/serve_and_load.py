@@ -28,7 +28,7 @@ from armillary.store.runs import Run, list_runs
 from armillary.units import seconds_text
 
 START_S, STOP_S = 90.0, 20.0
-"""how long a server may take to come and to go"""
+"""how long a server may take to start and to stop"""
 PROMPT = "def read_lines(path):\n"
 _READY = re.compile(r"ready on (http://\S+)")
 
@@ -53,7 +53,7 @@ def serve_and_load(state: DemoState, trained: Run) -> Run:
 
 
 def serve_changed(state: DemoState, trained: Run, recipe: Path) -> Run:
-    """The same with a lever pulled, under the same requests."""
+    """The same with a lever applied, under the same requests."""
     before = {run.id for run in list_runs(state.home)}
     with server(state.home, trained, recipe, show=Output("silent")) as (url, pid):
         run = _new_run(state.home, before)
@@ -64,11 +64,13 @@ def serve_changed(state: DemoState, trained: Run, recipe: Path) -> Run:
 
 
 def planned_text(run: Run) -> str:
-    """What the planner says of the server and its traffic: times, or that it will not do."""
+    """What the planner predicts for the server and its traffic: times, or why there are none."""
     plan = Plan.from_json(run.plan.read_text(), str(run.plan))
     names = {"ttft_p50_s": "TTFT p50", "itl_p50_s": "ITL p50", "e2e_p99_s": "end to end p99"}
-    told = [f"{name} {seconds_text(plan.predicted[gauge])}" for gauge, name in names.items() if gauge in plan.predicted]
-    return "planned: " + (", ".join(told) or "; ".join(plan.notes) or "nothing")
+    times = [
+        f"{name} {seconds_text(plan.predicted[gauge])}" for gauge, name in names.items() if gauge in plan.predicted
+    ]
+    return "planned: " + (", ".join(times) or "; ".join(plan.notes) or "nothing")
 
 
 def _new_run(home: Home, before: set[str]) -> Run:

@@ -20,28 +20,25 @@ if TYPE_CHECKING:
     from armillary.planning.serving.queueing import Server
 
 TRAIN_S = 85.0
-"""training time aimed at: above a minute also where the plan is a quarter too slow"""
+"""intended training time: above a minute also where the plan is a quarter too slow"""
 ENOUGH_STEPS, LEAST_STEPS = 100, 30
-"""a larger model is taken where it leaves so many steps; the smallest one takes no fewer than these"""
+"""steps from which a larger model is chosen, and the fewest steps of the smallest one"""
 QUARTERS = 4
-"""validations and recordings of a run; the run with a lever pulled is one of them long"""
+"""validations and recordings per run; the run with a lever applied is as long as one of these intervals"""
 BUSY = 0.4
-"""share of its time that a server has requests, one after the other: few meet, so that what clients see follows from
-the plan's steps and not from a queue, which would multiply every error of the plan"""
+"""share of time in which the server has requests: few overlap, so that latencies follow from the plan's steps and not
+from a queue, which would multiply every error of the plan"""
 LOAD_S = 20.0
-"""how long requests come"""
+"""duration of the load"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model and the batch it is trained with."""
+    """A model of the catalogue, and the tokens per sequence and per step that it is trained with."""
 
     model: str
-    """name in the catalogue"""
     sequence: int
-    """tokens of a sequence"""
     batch_tokens: int
-    """tokens of a step"""
 
     def overrides(self) -> tuple[str, ...]:
         return (
@@ -83,7 +80,7 @@ def choose(sizes: Sequence[Size], price: Callable[[Size], float]) -> tuple[Size,
 
 
 def step_s(state: DemoState, overrides: Sequence[str]) -> float:
-    """Predicted seconds of a step; endless where it does not fit or cannot be laid out."""
+    """Predicted seconds of a step; infinite where it does not fit or has no valid layout."""
     from armillary.planning.device_model.layout_arrays import as_arrays
     from armillary.planning.training.prediction import predict
     from armillary.planning.training.resolve import resolve
@@ -101,7 +98,7 @@ def step_s(state: DemoState, overrides: Sequence[str]) -> float:
 
 
 def traffic(state: DemoState) -> tuple[str, ...]:
-    """Requests per second that keep the server BUSY, and objectives that the lever to be pulled decides about."""
+    """Requests per second that keep the server BUSY, and objectives that the lever decides about."""
     from armillary.planning.serving.deployment_options import server_of
     from armillary.planning.serving.serving_plan import serving_request
 
@@ -118,11 +115,10 @@ def traffic(state: DemoState) -> tuple[str, ...]:
 
 
 def answer_s(server: Server) -> float:
-    """Of one request that has the server to itself."""
+    """Seconds of one request that has the server to itself."""
     return server.alone_s + (server.traffic.tokens_out - 1) * server.decode_s(1)
 
 
 def rounded(value: float) -> float:
     """Two significant figures."""
-    digits = 1 - floor(log10(value))
-    return round(value, digits)
+    return round(value, 1 - floor(log10(value)))

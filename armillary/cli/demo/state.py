@@ -33,8 +33,8 @@ class DemoState:
 
     @contextmanager
     def stage(self, name: str, about: str) -> Iterator[Callable[[str], None]]:
-        """Announce a stage and time it; what it yields takes the line that the report has of it. A stage that is cut
-        short is kept, too."""
+        """Announce a stage and time it; the yielded function adds to its line in the report, which also has stages that
+        were interrupted."""
         self.out.say(f"\n[{STAGES.index(name) + 1}/{len(STAGES)}] {name} · {about}")
         begin, said = time.monotonic(), list[str]()
         try:
@@ -42,6 +42,11 @@ class DemoState:
         finally:
             stage = Stage(name=name, seconds=time.monotonic() - begin, said="; ".join(said))
             self.update(stages=(*self.report.stages, stage))
+
+    def note(self, text: str) -> None:
+        """Warn, and note it in the report."""
+        self.out.warn(text)
+        self.update(notes=(*self.report.notes, text))
 
     def update(self, **results: Any) -> None:
         """Add results to the report."""

@@ -18,18 +18,16 @@ from armillary.store.home import Home
 from armillary.units import parse_count
 
 if TYPE_CHECKING:
-    from armillary.diagnosis.outcome.diagnosis import Diagnosis
     from armillary.planning.training.resolve import TrainingProblem
     from armillary.spec.hardware import Cluster
     from armillary.spec.model import ModelConfig
     from armillary.spec.recipe import Recipe
-    from armillary.store.runs import Run
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def question_options(function: Function) -> Function:
+def recipe_options(function: Function) -> Function:
     """RECIPE, --model, --on, --sequence, --batch-tokens, --lora and --set."""
     for option in reversed(
         (
@@ -38,8 +36,8 @@ def question_options(function: Function) -> Function:
                 "--model", metavar="M", help="Instead of a recipe: a model.", shell_complete=completion.models
             ),
             click.option("--on", metavar="HARDWARE", help="Devices, like h100x64 or dgx-h200x8; over the recipe's."),
-            click.option("--sequence", metavar="N", help="Tokens of a sequence; over the recipe's."),
-            click.option("--batch-tokens", metavar="N", help="Tokens of a step, like 4M; over the recipe's."),
+            click.option("--sequence", metavar="N", help="Tokens per sequence; over the recipe's."),
+            click.option("--batch-tokens", metavar="N", help="Tokens per step, like 4M; over the recipe's."),
             click.option("--lora", metavar="R", help="Fine-tune with adapters of rank R; 16:nf4 beside 4-bit weights."),
             set_option,
         )
@@ -69,15 +67,12 @@ def read_recipe(
         return load_recipe(recipe, changes) if isinstance(recipe, Path) else recipe_from_dict(recipe, changes)
     if not on and not any(text.startswith("hardware.") for text in overrides):
         raise BadInput(f"--model {model} needs --on, like --on h100x8, or --on here")
-    key = "path" if Path(model or "").exists() else "name"
-    given = {"model": {key: model}, "train": _first(sequence, batch_tokens)}
-    return recipe_from_dict(given, (*overrides, *flags))
-
-
-def _first(sequence: str | None, batch_tokens: str | None) -> dict[str, Any]:
-    """Values that do not contradict each other before the model is known."""
-    tokens = parse_count(sequence) if sequence else 1
-    return {"sequence": tokens, "batch_tokens": parse_count(batch_tokens) if batch_tokens else max(tokens, 65_536)}
+    tokens = parse_count(sequence) if sequence else 1  # no contradiction before the model is known
+    batch = parse_count(batch_tokens) if batch_tokens else max(tokens, 65_536)
+    source = {"path" if Path(model or "").exists() else "name": model}
+    return recipe_from_dict(
+        {"model": source, "train": {"sequence": tokens, "batch_tokens": batch}}, (*overrides, *flags)
+    )
 
 
 def ask(
@@ -92,7 +87,7 @@ def ask(
     lora: str | None,
     overrides: tuple[str, ...],
 ) -> TrainingProblem:
-    """The question with model and devices found; what the flags leave out is derived and noted."""
+    """The training problem with model and devices found; what the flags leave out is derived and noted."""
     from armillary.planning.training.resolve import resolve
     from armillary.spec.recipe import check_recipe
 
@@ -144,44 +139,31 @@ def _with_usual(
 
 @dataclass(frozen=True, kw_only=True)
 class Changed:
-    """The changed recipe to plan."""
+    """The changed recipe to plan: the run's tables, the lever as --set takes it (none where nothing is worth changing),
+    and what the run did, train or serve."""
 
     recipe: Mapping[str, Any]
-    """the run's tables"""
     overrides: tuple[str, ...]
-    """the lever, as --set takes it; none where nothing is worth changing"""
     purpose: str
-    """train or serve: what the run did"""
 
 
 def from_run(out: Output, home: Home, name: str) -> Changed:
     """The recipe that a run's diagnosis asks for; says which lever that is."""
+    from armillary.cli.diagnose import first_worthwhile
     from armillary.diagnosis.evidence.finding import overrides_of
-    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
     from armillary.diagnosis.outcome.diagnosis import read_diagnosis
     from armillary.store.runs import find_run
 
     run = find_run(home, name)
     diagnosis = read_diagnosis(run.folder)
-    worth = [
-        lever for lever in diagnosis.levers if lever.change and lever.speedup > MIN_SPEEDUP and not diagnosis.is_healthy
-    ]
-    lever = worth[0] if worth else None
-    out.say(
-        _pulled(diagnosis, run, diagnosis.levers.index(lever) + 1)
-        if lever
-        else f"{run.name} as it is: {diagnosis.headline}"
-    )
-    return Changed(
-        recipe=run.recipe,
-        overrides=tuple(overrides_of(lever.change)) if lever else (),
-        purpose="serve" if diagnosis.kind == "serving" else "train",
-    )
-
-
-def _pulled(diagnosis: Diagnosis, run: Run, number: int) -> str:
+    number = None if diagnosis.is_healthy else first_worthwhile(diagnosis)
+    purpose = "serve" if diagnosis.kind == "serving" else "train"
+    if number is None:
+        out.say(f"{run.name} as it is: {diagnosis.headline}")
+        return Changed(recipe=run.recipe, overrides=(), purpose=purpose)
     lever = diagnosis.lever(number)
-    return (
-        f"{run.name} with lever {number} pulled: {lever.title} ({lever.sets}), predicted {lever.speedup:.2f} × in "
+    out.say(
+        f"{run.name} with lever {number} applied: {lever.title} ({lever.sets}), predicted {lever.speedup:.2f} × in "
         f"{lever.of} on what was measured\napply:   armillary diagnose {run.name} --apply {number}"
     )
+    return Changed(recipe=run.recipe, overrides=tuple(overrides_of(lever.change)), purpose=purpose)

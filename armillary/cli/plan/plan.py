@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from armillary.cli.output import Output
-from armillary.cli.plan.options import ask, find_cluster, model_config, question_options, read_recipe
+from armillary.cli.plan.options import ask, find_cluster, model_config, read_recipe, recipe_options
+from armillary.cli.progress import on_bar
 from armillary.cli.verb import VerbGroup, refuse_verb
 from armillary.errors import BadInput, BadLayout, nearest
 from armillary.profiling.analysis.amdahl import amdahl as amdahl_rows
@@ -49,23 +50,21 @@ plan = PlanGroup(
 
 
 @plan.verb
-@question_options
+@recipe_options
 @FOR
-@click.option("--from", "run", metavar="RUN", help="Instead of a recipe: a run's, with its diagnosis' lever pulled.")
+@click.option("--from", "run", metavar="RUN", help="Instead of a recipe: a run's, with its diagnosis' lever applied.")
 def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any) -> None:
     """Memory, step time, throughput and cost of a recipe, or of a model on some devices.
 
     Without a recipe the best layout is searched for; --on any ranks the catalogue's nodes, as `plan search` does.
-    --from RUN plans what its diagnosis asks for: the run's recipe with the first lever pulled.
+    --from RUN plans what its diagnosis asks for: the run's recipe with the first lever applied.
     """
     if run is not None:
         purpose = _take_run(out, home, run, asked)
     if _any_node(asked):
-        _search(out, home, asked, purpose, ANY_SHOWN)
-        return
+        return _search(out, home, asked, purpose, ANY_SHOWN)
     if purpose == "serve":
-        _serve(out, home, asked, "predict")
-        return
+        return _serve(out, home, asked, "predict")
     from armillary.cli.plan.plan_text import say_training
     from armillary.planning.past_errors import confidence
     from armillary.planning.training.training_plan import training_plan
@@ -121,7 +120,7 @@ def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, s
     check_layout(
         problem.layout,
         problem.model,
-        num_devices=_room(problem),
+        num_devices=_max_devices(problem),
         sequence=job.sequence,
         batch_tokens=job.batch_tokens,
         by_trainer=True,
@@ -131,7 +130,7 @@ def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, s
 
 
 def _fixed(problem: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """What --set says of the layout: kept by a search."""
+    """What --set says of the layout, which a search does not change."""
     names = [
         text.partition("=")[0].strip().removeprefix("layout.")
         for text in asked["overrides"]
@@ -146,14 +145,14 @@ def _filled(problem: Any, fixed: dict[str, Any]) -> Any:
     return replace(problem, recipe=replace(problem.recipe, layout=layout))
 
 
-def _room(problem: Any) -> int:
-    """Devices a layout may use; CPU cores are shared by as many processes as are asked for."""
+def _max_devices(problem: Any) -> int:
+    """Devices a layout may use; any number of processes may share the CPU cores."""
     cluster = problem.case.cluster
     return int(max(cluster.num_devices, problem.layout.num_devices if cluster.chip.kind == "cpu" else 1))
 
 
 @plan.verb
-@question_options
+@recipe_options
 @FOR
 @click.option("--top", default=10, show_default=True, help="Layouts to show.")
 def search(out: Output, home: Home, purpose: str, top: int, **asked: Any) -> None:
@@ -173,15 +172,13 @@ def _any_node(asked: dict[str, Any]) -> re.Match[str] | None:
 
 def _search(out: Output, home: Home, asked: dict[str, Any], purpose: str, top: int) -> None:
     if purpose == "serve":
-        _serve(out, home, asked, "search")
-        return
+        return _serve(out, home, asked, "search")
     from armillary.cli.plan.search import say_search
     from armillary.planning.training.search import search as library_search
 
     match = _any_node(asked)
     if match:
-        _rank(out, home, asked, int(match.group(1) or ANY_DEVICES))
-        return
+        return _rank(out, home, asked, int(match.group(1) or ANY_DEVICES))
     problem = ask(out, home, **asked)
     fixed = _fixed(problem, asked)
     if asked["recipe"] is not None:
@@ -203,21 +200,20 @@ def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
             devices=devices,
             steps=recipe.train.steps,
             cost=recipe.cost,
-            watch=lambda done, total, what: bar.at(done, total, now=what),
+            watch=on_bar(bar),
         )
     say_ranking(out, ranked)
 
 
 @plan.verb
-@question_options
+@recipe_options
 @FOR
 def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     """Every term of a plan, with its formula and its numbers."""
     if _any_node(asked):
         raise BadInput("--on any names no devices to explain; armillary plan search --on any ranks them")
     if purpose == "serve":
-        _serve(out, home, asked, "explain")
-        return
+        return _serve(out, home, asked, "explain")
     from armillary.cli.plan.plan_text import layout_text, money_plain, say_money, say_stages
     from armillary.planning.training.explain import explain as explain_terms
     from armillary.planning.training.training_plan import training_plan
@@ -250,8 +246,7 @@ def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
 
         with out.progress("trying nodes", unit="node"):
             ranked = rank_serving(serving_request(recipe, config, find_cluster(recipe), home))
-        plan_serving.say_serving_ranking(out, ranked)
-        return
+        return plan_serving.say_serving_ranking(out, ranked)
     say = {
         "predict": plan_serving.say_serving,
         "search": plan_serving.say_serving_search,
@@ -269,7 +264,7 @@ def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
 def table(
     out: Output, home: Home, file: Path, filters: str | None, physics_only: bool, fitting: bool, target: Path | None
 ) -> None:
-    """Hold the predictor against measured configurations.
+    """Compare predictions with measured configurations.
 
     FILE.csv has the columns of a table of training runs or of inference runs; which shows in its headings.
     """
@@ -277,8 +272,7 @@ def table(
     from armillary.planning.published.table import evaluate_table
 
     if fitting:
-        say_fits(out, fit_frameworks(file))
-        return
+        return say_fits(out, fit_frameworks(file))
     names = [name.strip() for name in (filters or "").split(",") if name.strip()]
     evaluation = evaluate_table(file, names, physics_only=physics_only)
     if target is not None:
@@ -299,7 +293,7 @@ def amdahl(out: Output, home: Home, parts: tuple[str, ...], factor: float) -> No
     shares = dict(_share(part) for part in parts)
     rows = [(row, speedup(row.share, factor)) for row in amdahl_rows(shares)]
     cells = [[row.work, f"{row.share * 100:.4g} %", f"{buys:.2f} ×", f"{row.ceiling:.2f} ×"] for row, buys in rows]
-    out.table("", ["part", "share", f"{factor:g} × faster buys", "at most"], cells)
+    out.table("", ["part", "share", f"{factor:g} × faster gains", "at most"], cells)
     answer = [{"part": row.work, "share": row.share, "speedup": buys, "ceiling": row.ceiling} for row, buys in rows]
     out.result(answer, quiet=[f"{buys:.4g}" for _, buys in rows])
 

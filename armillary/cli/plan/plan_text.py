@@ -36,7 +36,7 @@ from armillary.units import bytes_text, count_text, flops_text, scaled, seconds_
 
 LABEL, WIDTH = 20, 118
 GLUE = "\N{NO-BREAK SPACE}"
-"""holds a figure to its name and unit where a line is wrapped; printed as a blank"""
+"""joins a figure with its name and unit where a line is wrapped; printed as a blank"""
 
 
 def say_training(out: Output, plan: TrainingPlan, how: str, confidence: str = "") -> None:
@@ -109,10 +109,10 @@ def say_stages(out: Output, prediction: Prediction) -> None:
 
 
 def layout_text(prediction: Prediction, i: int = 0) -> str:
-    """'tp=4 × pp=8 × dp=2 · 5 chunks a stage · zero 1 · micro-batch 1 · recompute none · fp8'."""
+    """'tp=4 × pp=8 × dp=2 · 5 chunks per stage · zero 1 · micro-batch 1 · recompute none · fp8'."""
     layout = prediction.layout(i)
     parts = [layout.text("tp", "pp", "cp", "ep", "dp")]
-    parts += [f"{layout.interleave} chunks a stage"] if layout.interleave > 1 else []
+    parts += [f"{layout.interleave} chunks per stage"] if layout.interleave > 1 else []
     parts += [f"zero {layout.zero}" + (f" in {layout.shard}s" if layout.shard else "")] if layout.zero else []
     parts += [f"micro-batch {layout.micro_batch}", f"recompute {layout.recompute}", prediction.precision(i)]
     return " · ".join(parts + ([f"offload {layout.offload}"] if layout.offload != "none" else []))
@@ -137,7 +137,7 @@ def offload_rows(prediction: Prediction, i: int = 0) -> list[tuple[str, str]]:
     where = "on disk" if layout.offload == "nvme" else "on the host"
     gain = f"frees {bytes_text(freed)}" if freed > 0 else "frees nothing"
     text = (
-        f"{gain} of the device for {bytes_text(size)} {where}  the step stands still "
+        f"{gain} of the device for {bytes_text(size)} {where}  the step waits "
         f"{seconds_text(float(prediction.time.offload[i]))} for it"
     )
     if layout.offload != "activations":
@@ -149,7 +149,7 @@ def offload_rows(prediction: Prediction, i: int = 0) -> list[tuple[str, str]]:
 def step_parts(prediction: Prediction, i: int = 0) -> dict[str, float]:
     time = prediction.time
     parts = {
-        "products": time.gemm,
+        "GEMM": time.gemm,
         "attention": time.attention,
         "memory-bound": time.memory,
         "recompute": time.recompute + time.contention,
@@ -185,7 +185,7 @@ def throughput_text(prediction: Prediction, i: int = 0) -> str:
 
 
 def limit_text(prediction: Prediction, i: int = 0) -> str:
-    """The two largest parts of the step and what doubling their speed would buy."""
+    """The two largest parts of the step and what doubling their speed would gain."""
     rows = limits(prediction.time, i)[:2]
     return ", then ".join(f"{row.work}: twice as fast buys " + glued(f"{row.doubled:.2f} ×") for row in rows)
 
@@ -227,7 +227,7 @@ def say_money(out: Output, plan: TrainingPlan) -> None:
     """Offers, buying, failures and storage."""
     cluster, cost = plan.problem.case.cluster, plan.problem.recipe.cost
     if plan.cost is not None:
-        out.table("\nan hour of a device", OFFER_COLUMNS, [offer_cells(offer) for offer in offers(cost, cluster)])
+        out.table("\nprice per device and hour", OFFER_COLUMNS, [offer_cells(offer) for offer in offers(cost, cluster)])
         out.fields("", buying_rows(cost, cluster))
     out.fields("\nfailures", goodput_rows(plan.goodput))
     out.table("\nstorage", STORAGE_COLUMNS, storage_cells(run_storage_of(plan), cluster))

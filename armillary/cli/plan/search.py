@@ -47,8 +47,8 @@ def say_search(out: Output, problem: TrainingProblem, result: SearchResult) -> N
     )
     out.table("", COLUMNS, [_cells(problem, result.best, i, price) for i in range(len(result.best.layouts))])
     out.say(
-        "×v: chunks a stage; redo: what the backward pass makes again (some: selective, all: full); in: format of "
-        "the products"
+        "×v: chunks per stage; redo: what the backward pass recomputes (some: selective, all: full); in: dtype of "
+        "the GEMMs"
     )
     out.say(f"{result.num_valid:,} valid layouts, {result.num_fitting:,} fit, {result.seconds:.1f} s")
     for line in why(result):
@@ -58,11 +58,7 @@ def say_search(out: Output, problem: TrainingProblem, result: SearchResult) -> N
     out.table(f"Pareto front of time and memory ({len(result.front.layouts)} layouts)", COLUMNS, front)
     for note in problem.notes:
         out.say(f"note: {note}")
-    out.result(search_answer(problem, result, price), quiet=_sets(result.best))
-
-
-def search_answer(problem: TrainingProblem, result: SearchResult, price: float | None) -> dict[str, Any]:
-    return {
+    answer = {
         "valid": result.num_valid,
         "fitting": result.num_fitting,
         "seconds": result.seconds,
@@ -71,6 +67,7 @@ def search_answer(problem: TrainingProblem, result: SearchResult, price: float |
         "front": [_answer(problem, result.front, i, price) for i in range(len(result.front.layouts))],
         "notes": list(problem.notes),
     }
+    out.result(answer, quiet=_sets(result.best))
 
 
 def _answer(problem: TrainingProblem, prediction: Prediction, i: int, price: float | None) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def explain_serving(out: Output, plan: ServingPlan) -> None:
     if plan.chosen.cost is not None:
         cost, cluster = plan.request.cost, plan.request.cluster
         rows = [offer_cells(offer) for offer in offers(cost, cluster, plan.chosen.devices)]
-        out.table("\nan hour of a device", OFFER_COLUMNS, rows)
+        out.table("\nprice per device and hour", OFFER_COLUMNS, rows)
         out.fields("", buying_rows(cost, cluster))
     out.result(terms, quiet=[f"{term.name} {term.value}" for term in terms])
 

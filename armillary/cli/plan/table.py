@@ -35,7 +35,8 @@ def say_table(out: Output, evaluation: TableEvaluation) -> None:
             ["id", "framework", "model", "gpu", "figure", "measured", "predicted", "error", "physics"],
             [_cells(row) for row in known[: SHOWN // 3]],
         )
-    groups = {**summary["by_framework"], **{f"({kind})": part for kind, part in summary["by_kind"].items()}}
+    total = summary | {key: summary[key]["mape"] for key in ("held_out", "physics_only")}
+    by_kind = {f"({kind})": part for kind, part in summary["by_kind"].items()}
     cells = [
         [
             name,
@@ -47,21 +48,9 @@ def say_table(out: Output, evaluation: TableEvaluation) -> None:
             _share(part.get("held_out")),
             _share(part.get("physics_only")),
         ]
-        for name, part in groups.items()
+        for name, part in [*summary["by_framework"].items(), *by_kind.items(), ("all", total)]
     ]
-    total = [
-        [
-            "all",
-            summary["rows"],
-            _share(summary["mape"]),
-            _share(summary["median"]),
-            _share(summary["bias"]),
-            _share(summary["worst"]),
-            _share(summary["held_out"]["mape"]),
-            _share(summary["physics_only"]["mape"]),
-        ]
-    ]
-    out.table("errors", ["", "rows", "mean", "median", "bias", "worst", "not fitted", "physics only"], cells + total)
+    out.table("errors", ["", "rows", "mean", "median", "bias", "worst", "not fitted", "physics only"], cells)
     _say_memory(out, summary["memory"])
     for missing in summary["not_predicted"][: SHOWN // 3]:
         out.say(f"not predicted: {missing['rows']} × {missing['framework']}: {missing['reason']}")
@@ -106,8 +95,8 @@ def write_beside(path: Path, evaluation: TableEvaluation, source: Path) -> None:
         writer = csv.DictWriter(file, fields, extrasaction="ignore")
         writer.writeheader()
         for i, row in enumerate(known, start=1):
-            found = rows.get(i, {})
-            writer.writerow({**row, **{f"armillary_{name}": found.get(name) for name in _COLUMNS}})
+            predicted = rows.get(i, {})
+            writer.writerow({**row, **{f"armillary_{name}": predicted.get(name) for name in _COLUMNS}})
 
 
 # --- fitting

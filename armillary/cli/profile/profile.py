@@ -16,6 +16,7 @@ from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
 from armillary.cli.profile.step import callable_step, recipe_step
 from armillary.cli.profile.tables import say_comparison, say_profile
+from armillary.cli.progress import on_bar
 from armillary.cli.verb import set_option, verb
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
@@ -27,18 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the command line asked for."""
+    """What the command line asked for: steps to record, the file of the trace, overrides and device of a recipe, and
+    whether a script ends when it has been recorded."""
 
     steps: int
-    """how many to record"""
     trace: Path | None
-    """where to keep the trace"""
     overrides: tuple[str, ...]
-    """of a recipe"""
     device: str | None
-    """for a recipe"""
     stop: bool
-    """end a script when it has been recorded"""
 
 
 @verb
@@ -49,9 +46,9 @@ class Asked:
     default="profile.html",
     show_default=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where the page goes.",
+    help="File of the page.",
 )
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep the trace, for Perfetto.")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="File for the trace, for Perfetto.")
 @click.option(
     "--compare",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -149,7 +146,7 @@ _NEEDED = ("bandwidth", "gemm", "attention", "launch")
 
 
 def measure_once(out: Output, home: Home, device: str | None = None) -> None:
-    """Measure and keep what the roofline needs; without torch of our own the catalogue has to do."""
+    """Measure and store what the roofline needs; without torch in this environment the catalogue is used."""
     if find_spec("torch") is None:
         return
     from armillary.model.device import fit_threads, pick_device
@@ -164,9 +161,7 @@ def measure_once(out: Output, home: Home, device: str | None = None) -> None:
         f"no ceilings of {name_of(target)} yet: a quick measurement now; armillary bench ceilings makes a thorough one"
     )
     with out.progress("measuring", unit="case") as bar:
-        measured = measure_ceilings(
-            target, quick=True, only=_NEEDED, watch=lambda done, total, what: bar.at(done, total, now=what)
-        )
+        measured = measure_ceilings(target, quick=True, only=_NEEDED, watch=on_bar(bar))
     save_peaks(home, measured.peaks)
 
 
@@ -189,7 +184,7 @@ def read_file(path: Path, home: Home) -> Profile:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """What is to be written at the end is refused at the beginning."""
+    """Refuse at the beginning what could not be written at the end."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise NotFound(f"no folder {folder} for {option} {path}; make it, or name another")

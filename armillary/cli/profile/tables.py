@@ -71,7 +71,7 @@ def _say_amdahl(out: Output, profile: Profile) -> None:
     cells = amdahl_cells(profile)[:6]
     if cells:
         out.say()
-        out.table("what a speedup would buy (Amdahl)", ["", "share", "2 × faster", "at most"], cells)
+        out.table("what a speedup would gain (Amdahl)", ["", "share", "2 × faster", "at most"], cells)
 
 
 def _short(text: str) -> str:

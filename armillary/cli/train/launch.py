@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,43 +28,40 @@ class RankFailed(ArmillaryError):
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """What the main rank left."""
+    """The outcome that the main rank wrote, empty where it was interrupted before, and whether a signal was passed
+    on."""
 
     outcome: dict[str, Any]
-    """as it wrote it; empty where it was interrupted before it could"""
     interrupted: bool
-    """whether a signal was passed on"""
 
 
 def launch(
     program: str,
-    orders: Mapping[str, Any],
+    task: Mapping[str, Any],
     *,
     num_ranks: int,
     threads: int | None,
     logs: Path,
     then: str = "the same command continues from the last checkpoint",
 ) -> Launched:
-    """Run `python -m PROGRAM ORDERS` as ranks of one machine, and wait for them. The main rank shows what it does; what
+    """Run `python -m PROGRAM TASK` as ranks of one machine, and wait for them. The main rank shows what it does; what
     others print goes to `logs`. `threads` are those of a rank that computes on the CPU; `then` is what to do when one
     fails."""
     with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
         logs.mkdir(parents=True, exist_ok=True)
-        told = {**orders, "answers": folder, "logs": str(logs), "parent": os.getpid()}
-        ranks = _start(program, strict_json.dumps(told), num_ranks, threads, folder)
-        with _passing_on(ranks) as seen:
+        text = strict_json.dumps({**task, "answers": folder, "logs": str(logs), "parent": os.getpid()})
+        ranks = _start(program, text, num_ranks, threads, folder)
+        with _forwarding_signals(ranks) as forwarded:
             failed = _wait(ranks)
-        if failed and not _said_outcome(folder):
-            raise _failure(Path(folder), failed, logs, then, interrupted=bool(seen))
-        answer = Path(folder, "outcome.json")
-        return Launched(outcome=strict_json.read_table(answer) if answer.is_file() else {}, interrupted=bool(seen))
+        outcome, interrupted = Path(folder, "outcome.json"), bool(forwarded)
+        if outcome.is_file():
+            return Launched(outcome=strict_json.read_table(outcome), interrupted=interrupted)
+        if failed:
+            raise _failure(Path(folder), failed, logs, then, interrupted=interrupted)
+        return Launched(outcome={}, interrupted=interrupted)
 
 
-def _said_outcome(folder: str) -> bool:
-    return Path(folder, "outcome.json").is_file()
-
-
-def _start(program: str, orders: str, num_ranks: int, threads: int | None, folder: str) -> Any:
+def _start(program: str, task: str, num_ranks: int, threads: int | None, folder: str) -> Any:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
@@ -81,55 +78,41 @@ def _start(program: str, orders: str, num_ranks: int, threads: int | None, folde
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     if threads is not None:
-        common |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback()}
+        common |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
     envs = {n: {**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(num_ranks)}
-    before = {number: signal.getsignal(number) for number in _all_signals()}
+    before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGQUIT)}
     try:
         ranks = start_processes(
             name="rank",
             entrypoint=sys.executable,
-            args={n: ("-m", program, orders) for n in range(num_ranks)},
+            args={n: ("-m", program, task) for n in range(num_ranks)},
             envs=envs,
             logs_specs=DefaultLogsSpecs(folder),
         )
     finally:
-        for number, handler in before.items():  # torch takes the signals; passing them on is done here
+        for number, handler in before.items():  # torch takes the signals; they are forwarded here
             signal.signal(number, handler)
     ranks.store = store  # the ranks meet there: it lives as long as they do
     return ranks
 
 
-def _loopback() -> str:
-    return "lo" if sys.platform == "linux" else "lo0"
-
-
-def _all_signals() -> tuple[signal.Signals, ...]:
-    return (*_SIGNALS, signal.SIGQUIT)
-
-
 @contextmanager
-def _passing_on(ranks: Any) -> Iterator[list[int]]:
+def _forwarding_signals(ranks: Any) -> Iterator[list[int]]:
     """Signals go to every rank: the first asks them to save and end, the second to end at once."""
-    seen: list[int] = []
+    forwarded: list[int] = []
 
-    def pass_on(number: int, frame: Any) -> None:
-        seen.append(number)
+    def forward(number: int, frame: Any) -> None:
+        forwarded.append(number)
         for pid in ranks.pids().values():
-            _signal(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it may have ended by itself
+                os.kill(pid, signal.SIGTERM)
 
-    before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
-    for number in _SIGNALS:
-        before[number] = signal.signal(number, pass_on)
+    before = {number: signal.signal(number, forward) for number in _SIGNALS}
     try:
-        yield seen
+        yield forwarded
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it may have ended by itself
-        os.kill(pid, number)
 
 
 def _wait(ranks: Any) -> dict[int, int]:

@@ -11,6 +11,7 @@ import click
 
 from armillary.cli.main import BUG
 from armillary.cli.output import Output, path_text
+from armillary.cli.train.rank import run_as_rank
 from armillary.errors import BadInput
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.rules import check_layout
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 RANKS, MOST_RANKS = 2, 16
 PAGE = "parallel_agreement.md"
-_A_LAUNCH = 6
-"""strategies of a launch: process groups of each stay to its end, with threads of their own"""
+_PER_LAUNCH = 6
+"""strategies per launch: process groups of each stay to its end, with threads of their own"""
 
 
 def parity(
@@ -40,12 +41,12 @@ def parity(
     if overrides and file is None:
         raise BadInput(f"--set {overrides[0]} changes a recipe and --parity was given none; add its file to the line")
     recipe = load_recipe(file, overrides) if file else None
-    orders = _of_recipe(recipe, home, devices, only) if recipe else _of_matrix(devices, only)
+    task = _of_recipe(recipe, home, devices, only) if recipe else _of_matrix(devices, only)
     if dry_run:
-        out.table("parity", ["strategy", "ranks"], [[name, orders["world"]] for name in orders["strategies"]])
-        out.result(orders, quiet=orders["strategies"])
+        out.table("parity", ["strategy", "ranks"], [[name, task["world"]] for name in task["strategies"]])
+        out.result(task, quiet=task["strategies"])
         return
-    rows = _launched(out, home, orders)
+    rows = _launched(out, home, task)
     _show(out, rows, page or (None if recipe else home.work / PAGE))
 
 
@@ -77,7 +78,7 @@ def _told_apart(words: Sequence[str]) -> tuple[Path | None, Path | None, list[st
 
 
 def _of_matrix(devices: int | None, only: Sequence[str]) -> dict[str, Any]:
-    """Orders for the ranks: the strategies that can use this many of them."""
+    """The task of the ranks: the strategies that can use this many of them."""
     from armillary.training.parity.matrix import FORMATS
     from armillary.training.parity.strategies import chosen, layout_of
 
@@ -120,38 +121,32 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
     }
 
 
-def layout_in(orders: dict[str, Any]) -> Layout | None:
-    """The layout in the orders of the ranks, where it is a recipe's."""
-    return Layout(**orders["layout"]) if "layout" in orders else None
-
-
-def _launched(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
+def _launched(out: Output, home: Home, task: dict[str, Any]) -> list[Row]:
     """All strategies, a few in each launch."""
-    names, world = orders["strategies"], orders["world"]
+    names, world = task["strategies"], task["world"]
     out.say(
         f"{len(names)} strateg{'ies' if len(names) > 1 else 'y'} on {world} ranks against one process, "
-        f"{' and '.join(orders['formats'])}"
+        f"{' and '.join(task['formats'])}"
     )
     rows: list[Row] = []
-    for at in range(0, len(names), _A_LAUNCH):
-        some = {"strategies": names[at : at + _A_LAUNCH], "done": at, "total": len(names)}
-        rows += _launched_some(out, home, {**orders, **some})
+    for at in range(0, len(names), _PER_LAUNCH):
+        some = {"strategies": names[at : at + _PER_LAUNCH], "done": at, "total": len(names)}
+        rows += _launch(out, home, {**task, **some})
     return rows
 
 
-def _launched_some(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
+def _launch(out: Output, home: Home, task: dict[str, Any]) -> list[Row]:
     from armillary.cli.train.launch import launch
     from armillary.machine.cores import compute_threads
     from armillary.training.parity.matrix import Row
 
-    world = orders["world"]
-    threads = compute_threads(world)
+    world = task["world"]
     ended = launch(
-        "armillary.cli.train.parity_rank",
-        {**orders, "mode": out.mode},
+        "armillary.cli.train.parity",
+        {**task, "mode": out.mode},
         num_ranks=world,
         logs=home.cache / "parity",
-        threads=threads,
+        threads=compute_threads(world),
         then="run it again",
     )
     if ended.interrupted or not ended.outcome:
@@ -185,3 +180,30 @@ def _show(out: Output, rows: list[Row], page: Path | None) -> None:
     out.result(answer, quiet=[f"{row.strategy}\t{row.world}\t{'no' if row.over else 'yes'}" for row in rows])
     if failed:
         click.get_current_context().exit(BUG)
+
+
+# --- one rank: `python -m armillary.cli.train.parity TASK`
+
+
+def measure_rows(task: dict[str, Any], out: Output) -> dict[str, Any]:
+    """Every strategy that was asked for, one after the other; the main rank shows how far it is."""
+    from armillary.parallel.world import join_world
+    from armillary.training.parity.matrix import cases_of, cases_of_layout, measure
+
+    layout = Layout(**task["layout"]) if "layout" in task else None
+    world, formats, rows = task["world"], task["formats"], []
+    with join_world("cpu"), out.progress("parity", total=task["total"], unit="row") as bar:
+        bar.update(task["done"])
+        for name in task["strategies"]:
+            cases = (
+                cases_of(name, world, formats)
+                if layout is None
+                else cases_of_layout(layout, formats, experts=task["experts"])
+            )
+            rows.append(measure(name, world, cases))
+            bar.update(1, row=f"{name}: {'does not hold' if rows[-1].over else 'holds'}")
+    return {"rows": [asdict(row) for row in rows]}
+
+
+if __name__ == "__main__":
+    run_as_rank(measure_rows)

@@ -1,4 +1,4 @@
-"""One rank of a run, as `armillary train` starts it: `python -m armillary.cli.train.rank ORDERS`.
+"""One rank of a run, as `armillary train` starts it: `python -m armillary.cli.train.rank TASK`.
 
 It reads the plan from the run's folder, trains, and leaves its outcome, or one line on what went wrong, as a file.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from armillary.cli.main import BUG, INTERRUPTED, OK, USER_ERROR, user_message
+from armillary.cli.main import BUG, INTERRUPTED, OK, USER_ERROR, user_error
 from armillary.cli.output import Output
 from armillary.store import strict_json
 from armillary.store.atomic import write_json
@@ -19,26 +19,26 @@ _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|t
 
 
 Work = Callable[[dict[str, Any], Output], dict[str, Any]]
-"""what a rank does with its orders; the main one's outcome is kept"""
+"""what a rank does with its task; the main rank's outcome is written"""
 
 
-def main(orders: dict[str, Any], work: Work) -> int:
+def main(task: dict[str, Any], work: Work) -> int:
     rank = int(os.environ["RANK"])
     if rank:
-        _print_to(Path(orders["logs"]) / f"rank-{rank}.log")
+        _print_to(Path(task["logs"]) / f"rank-{rank}.log")
     try:
-        outcome = work(orders, Output(orders["mode"] if rank == 0 else "silent"))
+        outcome = work(task, Output(task["mode"] if rank == 0 else "silent"))
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        message, lost = user_message(error), lost_a_peer(error)
-        if message is None and not lost:
+        known, lost = user_error(error), lost_a_peer(error)
+        if known is None and not lost:
             raise
-        said = {"error": message} if not lost else {"lost": " ".join(str(error).split())[:300]}
-        write_json(Path(orders["answers"]) / f"{next(iter(said))}-{rank}.json", said)
+        said = {"lost": " ".join(str(error).split())[:300]} if lost or known is None else {"error": known[0]}
+        write_json(Path(task["answers"]) / f"{next(iter(said))}-{rank}.json", said)
         return USER_ERROR
     if rank == 0:
-        write_json(Path(orders["answers"]) / "outcome.json", outcome)
+        write_json(Path(task["answers"]) / "outcome.json", outcome)
     return OK
 
 
@@ -48,20 +48,19 @@ def lost_a_peer(error: Exception) -> bool:
 
     from armillary.parallel.long_wait import RankLost
 
-    if isinstance(error, dist.DistError | RankLost):
-        return True
-    return isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error)))
+    broken = isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+    return broken or isinstance(error, dist.DistError | RankLost)
 
 
 def _print_to(path: Path) -> None:
-    """Only the main rank speaks; what others print is kept for when something goes wrong."""
+    """Only the main rank speaks; what others print is for when something goes wrong."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)
 
 
-def train_run(orders: dict[str, Any], out: Output) -> dict[str, Any]:
+def train_run(task: dict[str, Any], out: Output) -> dict[str, Any]:
     from armillary.cli.train.view import TrainView, outcome_of
     from armillary.spec.plan import Plan
     from armillary.store.home import Home
@@ -69,20 +68,20 @@ def train_run(orders: dict[str, Any], out: Output) -> dict[str, Any]:
     from armillary.training.loop import train
     from armillary.training.stopping import Until
 
-    run = Run(folder=Path(orders["run"]))
-    home = Home(**{name: Path(path) for name, path in orders["home"].items()})
+    run = Run(folder=Path(task["run"]))
+    home = Home(**{name: Path(path) for name, path in task["home"].items()})
     plan = Plan.from_json(run.plan.read_text(), str(run.plan))
-    until = Until.parse(orders["until"]) if orders["until"] else None
-    with TrainView(out, plan, run, brief=orders["brief"]) as view:
+    until = Until.parse(task["until"]) if task["until"] else None
+    with TrainView(out, plan, run, brief=task["brief"]) as view:
         done = train(
             plan,
             run,
-            device=orders["device"],
+            device=task["device"],
             until=until,
             watch=view,
             say=out.warn,
             home=home,
-            parent=orders["parent"],
+            parent=task["parent"],
         )
     return outcome_of(done)
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 @click.argument("words", nargs=-1, metavar="RECIPE")
 @set_option
 @yes_option
-@click.option("--devices", type=int, metavar="N", help="Use N devices: as much dp as fills them.")
-@click.option("--run", "name", metavar="NAME", help="Go on with this run, or begin one of this name.")
+@click.option("--devices", type=int, metavar="N", help="Use N devices: dp is as large as fills them.")
+@click.option("--run", "name", metavar="NAME", help="Resume this run, or begin one of this name.")
 @click.option("--new", is_flag=True, help="Begin a new run, even where unfinished ones exist.")
-@click.option("--take-over", is_flag=True, help="Go on with a run that another process is running, and stop that one.")
+@click.option("--take-over", is_flag=True, help="Resume a run that another process is running, and stop that process.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
 @click.option("--parity", "as_parity", is_flag=True, help="Compare strategies (or RECIPE's layout) with one process.")
@@ -60,9 +60,9 @@ def train(
 ) -> None:
     """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
 
-    A name of the catalogue starts from scratch; a folder, a run or a Hub id (--set model.path=…, model.name=…) goes on
-    from its weights. An unfinished run of the recipe goes on where it stopped, on whatever layout; where the recipe has
-    become another since, the command stops and asks for --new.
+    A name of the catalogue starts from scratch; a folder, a run or a Hub id (--set model.path=…, model.name=…) starts
+    from its weights. An unfinished run of the recipe is resumed where it stopped, on any layout; where the recipe has
+    since become another, the command stops and asks for --new.
 
     Starts its own processes on this machine, or joins those of torchrun and srun. Ctrl-C saves and stops.
 
@@ -72,24 +72,22 @@ def train(
     """
     need_torch("training")
     from armillary.parallel.world import is_launched
+    from armillary.training.stopping import Until
 
     if as_parity:
-        parity(out, home, words, overrides, devices=devices, dry_run=dry_run)
-        return
+        return parity(out, home, words, overrides, devices=devices, dry_run=dry_run)
     recipe = the_recipe(words)
     asked = _asked(load_recipe(recipe, overrides), devices)
-    settings: dict[str, Any] = {"device": device, "until": _goal(asked)}
+    settings: dict[str, Any] = {"device": device, "until": Until.of(asked.train)}
     choice = {"name": name or "", "new": new, "take_over": take_over, "file": str(recipe.absolute())}
     texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, **choice}
     planning: dict[str, Any] = settings | {"devices": devices, "fills": devices}
     if is_launched() and not dry_run:
-        train_joined(out, home, asked, planning, **texts, **settings)
-        return
+        return train_joined(out, home, asked, planning, **texts, **settings)
     begun = begin(out, home, asked, **planning)
     refuse_days(begun, yes=yes)
     if dry_run:
-        out.result({"plan": begun.plan})
-        return
+        return out.result({"plan": begun.plan})
     outcome = run_training(out, begun, **texts, **settings)
     out.result(outcome, quiet=outcome["run"])
 
@@ -102,12 +100,6 @@ def _asked(recipe: Recipe, devices: int | None) -> Recipe:
     inner = recipe.layout.num_devices // recipe.layout.dp
     # what does not fill them is refused where the model is known, with a layout that does
     return recipe if devices % inner else replace(recipe, layout=recipe.layout.on_devices(devices))
-
-
-def _goal(recipe: Recipe) -> Until | None:
-    from armillary.training.stopping import Until
-
-    return Until.of(recipe.train)
 
 
 # --- in this process, in processes of our own, or in those of torchrun
@@ -156,33 +148,31 @@ def _open_run(
     for each in prepared:
         if not (brief and each.reused):
             say_prepared(out, each)
-    begun = _kept(out, begun, before) if before else begun
-    goes_on = _goes_on(out, begun, before) if before else ""
-    told: dict[str, Any] = {"text": text, "overrides": overrides}
     if before is not None:
-        run = begun.take_over(before, chosen, say=out.say, **told)
+        begun = _resumed(out, begun, before)
+        origin = _resumed_text(out, begun, before)
+        run = begun.take_over(before, chosen, say=out.say, text=text, overrides=overrides)
     else:
-        run = begun.create_run(name=chosen.name, file=chosen.file, **told)
-    job, goes_on = begun.recipe.train, goes_on or f"new run {run.id}"
-    planned = begun.plan.predicted
-    saves = _saves(job, planned["step_s"])
+        run = begun.create_run(name=chosen.name, file=chosen.file, text=text, overrides=overrides)
+        origin = f"new run {run.id}"
+    job, planned = begun.recipe.train, begun.plan.predicted
     out.say(
         f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
-        f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves} · "
+        f"{origin} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {_saves(job, planned['step_s'])} · "
         f"{end_text(begun, run)}"
     )
     return begun, run
 
 
-def _kept(out: Output, begun: ResolvedRun, run: Run) -> ResolvedRun:
-    """The start with the settings that the continued run keeps, planned again where that makes a difference."""
-    kept = begun.with_settings_of(run)
-    if (kept.plan.layout, kept.plan.train) == (begun.plan.layout, begun.plan.train):
-        return kept
-    for note in kept.plan.notes:
+def _resumed(out: Output, begun: ResolvedRun, run: Run) -> ResolvedRun:
+    """The start with the settings that a resumed run retains, planned again where that makes a difference."""
+    resumed = begun.with_settings_of(run)
+    if (resumed.plan.layout, resumed.plan.train) == (begun.plan.layout, begun.plan.train):
+        return resumed
+    for note in resumed.plan.notes:
         if note not in begun.plan.notes:
             out.warn(note)
-    return planned(kept)[0]
+    return planned(resumed)[0]
 
 
 def end_text(begun: ResolvedRun, run: Run) -> str:
@@ -203,7 +193,7 @@ def _saves(job: TrainJob, step_s: float) -> str:
     return f"checkpoints every {steps:,} steps{about}"
 
 
-def _goes_on(out: Output, begun: ResolvedRun, run: Run) -> str:
+def _resumed_text(out: Output, begun: ResolvedRun, run: Run) -> str:
     """Where an unfinished run continues, and why it had ended; edits since then are reported."""
     from armillary.training.checkpoint.checkpoint import saved_steps
     from armillary.training.checkpoint.resume import texts
@@ -237,7 +227,7 @@ def _launch(
 
     count = begun.plan.layout.num_devices
     on_cpu = begun.plan.cluster.chip.kind == "cpu" or device == "cpu"
-    orders = {
+    task = {
         "run": str(run.folder),
         "mode": out.mode,
         "device": device,
@@ -248,7 +238,7 @@ def _launch(
     try:
         ended = launch(
             "armillary.cli.train.rank",
-            orders,
+            task,
             num_ranks=count,
             logs=run.folder / "logs",
             threads=compute_threads(count) if on_cpu else None,

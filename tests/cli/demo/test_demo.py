@@ -168,7 +168,7 @@ def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path) -> None:
 def test_the_recipe_says_what_it_leaves_on_the_table() -> None:
     recipe, text = load_recipe(RECIPE), RECIPE.read_text()
     assert recipe.layout.recompute == "full" and not recipe.serve.prefix_cache
-    assert text.count("a lever left on the table") == 2
+    assert text.count("# deliberately slow") == 2
 
 
 def test_one_device_is_one_rank_unless_somebody_says_otherwise() -> None:

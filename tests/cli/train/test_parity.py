@@ -19,11 +19,11 @@ GOOD = {"loss": 1e-7, "norm": 1e-7, "weights": 1e-6}
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """`orders = found(row, …)`: the ranks find these rows; what they were told is kept."""
+    """`task = found(row, …)`: the ranks find these rows; what they were told is kept."""
 
     def launch(*rows: Row) -> list[dict[str, Any]]:
         told: list[dict[str, Any]] = []
-        monkeypatch.setattr(parity, "_launched", lambda out, home, orders: told.append(orders) or list(rows))
+        monkeypatch.setattr(parity, "_launched", lambda out, home, task: told.append(task) or list(rows))
         return told
 
     return launch
