@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from armillary.serving.http.api_keys import REFUSAL, ApiKeys
-from armillary.serving.http.asgi import AsgiConnection, Send
-from armillary.serving.http.body_limits import BodyLimits, ClientDisconnected, Receive
+from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.problem import Problem, bad_request
 from armillary.serving.http.server import Say
 from armillary.serving.openai.chat import chat, chat_prompt

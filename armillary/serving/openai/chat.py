@@ -12,7 +12,7 @@ from armillary.serving.openai.generation_request import generation_request, max_
 from armillary.serving.openai.logprobs import TokenText, chat_entry
 from armillary.serving.openai.schemas import ChatRequest, Message, TokenizeRequest, Tool, ToolCall, ToolChoice
 from armillary.serving.openai.served_model import ServedModel
-from armillary.serving.openai.structured_outputs import json_structure, refuse_beside_calls, structure_of
+from armillary.serving.openai.structured_outputs import json_structure, refuse_structure_with_calls, structure_of
 from armillary.serving.openai.tool_calls import (
     ForcedCalls,
     ToolCallText,
@@ -133,7 +133,7 @@ async def chat(served: ServedModel, body: ChatRequest, begin: float) -> tuple[Ge
     max_tokens = max_new_tokens(len(prompt), wanted, served, "messages")
     structure = structure_of(body)
     if tool_choice == "required":
-        refuse_beside_calls(body)
+        refuse_structure_with_calls(body)
         single = body.parallel_tool_calls is False
         structure = json_structure(forced_schema(tools, name, single=single), "tools")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -149,11 +149,7 @@ async def chat(served: ServedModel, body: ChatRequest, begin: float) -> tuple[Ge
     is_json = structure is not None and structure.kind == "json_schema"
     family = served.tools if tools and tool_choice == "auto" and not is_json else None
     visible = special_tokens(family) if family else frozenset[str]()
-    detokenizer = served.tokenization.detokenizer(visible, skip_special=body.skip_special_tokens is not False)
-    eos_ids = served.tokenization.eos_ids
-    generation = Generation(
-        served.engine, [prompt], request, detokenizer, eos_ids, stream=bool(body.stream), begin=begin
-    )
+    generation = Generation(served, [prompt], request, begin, visible)
     names = [tool.function.name for tool in tools]
 
     def stream() -> ToolStream | None:

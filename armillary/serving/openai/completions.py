@@ -106,11 +106,7 @@ async def complete(
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
-    detokenizer = served.tokenization.detokenizer(skip_special=body.skip_special_tokens is not False)
-    eos_ids = served.tokenization.eos_ids
-    generation = Generation(
-        served.engine, prompts, request, detokenizer, eos_ids, stream=bool(body.stream), begin=begin
-    )
+    generation = Generation(served, prompts, request, begin)
     generation.shown = body.max_tokens != 0
     return generation, CompletionFormatter(generation, body, served.tokenization.token_text, echoed)
 

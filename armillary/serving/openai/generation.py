@@ -11,7 +11,7 @@ from armillary.engine.output.output_text import Detokenizer, StopText
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.serving.http.problem import Problem, bad_request
 from armillary.serving.openai.generation_request import GenerationRequest, timeout_problem
-from armillary.serving.processes.engine_client import EngineClient
+from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.processes.mailbox import FinishEvent, Mailbox, TokenEvent
 
 
@@ -71,21 +71,20 @@ class Generation:
 
     def __init__(
         self,
-        engine: EngineClient,
+        served: ServedModel,
         prompts: Sequence[Sequence[int]],
         request: GenerationRequest,
-        detokenizer: Callable[[], Detokenizer],
-        eos_ids: frozenset[int],
-        *,
-        stream: bool,
         begin: float,
+        visible: frozenset[str] = frozenset(),
     ) -> None:
+        """`visible`: special tokens that are part of the text."""
         self.prompts = prompts
         self.request = request
         params = request.params
         self.n = params.n
-        self.box = Mailbox(len(prompts) * params.n, eager=stream or bool(request.stop), begin=begin)
-        end_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        self.box = Mailbox(len(prompts) * params.n, eager=request.stream or bool(request.stop), begin=begin)
+        end_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else served.tokenization.eos_ids)
+        detokenizer = served.tokenization.detokenizer(visible, skip_special=request.skip_special)
         self.texts = [
             ChoiceText(detokenizer, params, request.stop, end_ids, include_stop=request.include_stop)
             for _ in range(len(prompts) * params.n)
@@ -94,7 +93,7 @@ class Generation:
         self.cached_tokens = 0
         self.shown = True  # false: a token is generated only for the prompt's log-probabilities, and is not counted
         self.finished: set[int] = set()
-        self._engine = engine
+        self._engine = served.engine
         self._numbers: list[int] = []
 
     def send(self) -> None:

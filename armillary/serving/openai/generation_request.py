@@ -27,6 +27,8 @@ class GenerationRequest:
     include_stop: bool
     timeout_s: float | None
     own_timeout: bool
+    stream: bool
+    skip_special: bool
     priority: int
     salt: str
 
@@ -81,6 +83,8 @@ def generation_request(
         timeout_s=min(timeouts, default=None),
         include_stop=bool(body.include_stop_str_in_output),
         own_timeout=body.timeout_s is not None and body.timeout_s == min(timeouts),
+        stream=bool(body.stream),
+        skip_special=body.skip_special_tokens is not False,
         priority=body.priority or 0,
         salt=body.cache_salt or "",
     )

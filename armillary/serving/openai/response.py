@@ -8,8 +8,7 @@ from uuid import uuid4
 
 from msgspec.json import encode
 
-from armillary.serving.http.asgi import AsgiConnection
-from armillary.serving.http.body_limits import ClientDisconnected
+from armillary.serving.http.asgi import AsgiConnection, ClientDisconnected
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai.generation import ChoiceDelta, Generation
 from armillary.serving.openai.generation_request import timeout_problem

@@ -39,7 +39,7 @@ def structure_of(body: SamplingFields) -> Structure | None:
     return next(iter(structures.values()), None)
 
 
-def refuse_beside_calls(body: SamplingFields) -> None:
+def refuse_structure_with_calls(body: SamplingFields) -> None:
     """Problem 400 where a body requires a tool call and asks for a structure as well."""
     names = [name for name in (*_GUIDED, "structured_outputs") if getattr(body, name) is not None]
     if names:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from armillary.serving.http.api_keys import REFUSAL, ApiKeys
-from armillary.serving.http.body_limits import (
+from armillary.serving.http.asgi import (
     BodyLimits,
     BodyTimeout,
     BodyTooLarge,

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from armillary.serving.http.asgi import AsgiConnection
-from armillary.serving.http.body_limits import BodyLimits
+from armillary.serving.http.asgi import AsgiConnection, BodyLimits
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai import response as reply
 from armillary.serving.openai import tokenization
