@@ -49,8 +49,7 @@ class Completion:
         self.text += piece.text
         self.logprobs += piece.logprobs
         self.finish, self.error = piece.finish, piece.error
-        leader = piece.sequence.leader or piece.sequence
-        self.prompt_logprobs = leader.prompt_logprobs
+        self.prompt_logprobs = (piece.sequence.leader or piece.sequence).prompt_logprobs
 
 
 class Engine:

@@ -98,24 +98,20 @@ class LLM:
             eos_ids=() if has_text else eos_ids_of(source.folder),
             peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
         )
-        self._asked_len = serve.max_model_len
         self.structures = Structures(self.tokenizer, loaded.config.vocab)
         own = sampling_defaults(source.folder if serve.generation_config == "auto" else None).given
         own["max_tokens"] = own.pop("max_new_tokens", None)
         self.default_params = SamplingParams(**own)
         """used where a call gives none: the model's own, from generation_config.json"""
-        self.notes = self._notes()  # notes for the user who starts it, one line each
+        self.notes: tuple[str, ...] = ()  # for the user who starts it, one line each
+        longest, context = self.engine.scheduler.settings.max_model_len, loaded.config.context
+        if serve.max_model_len is None and longest != context:
+            self.notes = (
+                f"max_model_len is {longest:,} and not the context of {context:,}: the KV cache holds no more; raise "
+                "serve.kv_bytes for longer answers",
+            )
         self._numbers = count(1)
         self._thread: EngineThread | None = None
-
-    def _notes(self) -> tuple[str, ...]:
-        longest, context = self.engine.scheduler.settings.max_model_len, self.plan.config.context
-        if self._asked_len is not None or longest == context:
-            return ()
-        return (
-            f"max_model_len is {longest:,} and not the context of {context:,}: the KV cache holds no more; raise "
-            "serve.kv_bytes for longer answers",
-        )
 
     def generate(
         self, prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None

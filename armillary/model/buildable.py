@@ -10,15 +10,13 @@ from armillary.spec.model import ModelConfig
 def unbuildable(config: ModelConfig) -> str | None:
     """Why the module cannot build `config`, or None."""
     kinds = {kind.attention for kind in config.layers}
-    if config.mla is not None:
-        return "multi-head latent attention"
-    if "chunked" in kinds:
-        return "chunked attention"
-    if "simplicial" in kinds:
-        return "2-simplicial attention"
-    if config.tied and config.head_bias:
-        return "a bias on a tied output projection"
-    return None
+    reasons = {
+        "multi-head latent attention": config.mla is not None,
+        "chunked attention": "chunked" in kinds,
+        "2-simplicial attention": "simplicial" in kinds,
+        "a bias on a tied output projection": config.tied and config.head_bias,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def refuse_unbuildable(config: ModelConfig) -> None:

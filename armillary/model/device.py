@@ -35,9 +35,7 @@ def fit_threads(ranks: int = 1) -> None:
 
 def free_bytes(device: torch.device) -> float | None:
     """Memory that can still be allocated on `device`; None where unknown."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
 
 
 def refuse_too_big(name: str, num_bytes: float, device: torch.device) -> None:

@@ -79,6 +79,4 @@ def _checked(name: str, value: Any, path: Path) -> Any:
             f"{path} has {name}={value!r}, which cannot be sampled with; correct it, or try --set "
             "serve.generation_config=none"
         )
-    if name in _WHOLE:
-        return max(0, int(value))
-    return float(value)
+    return max(0, int(value)) if name in _WHOLE else float(value)

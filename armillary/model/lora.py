@@ -5,13 +5,12 @@ model; B's rows are in the fused order, so a contiguous shard of the outputs hol
 """
 
 from collections.abc import Iterator
-from hashlib import blake2b
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.model.transformer import Put, Transformer
+from armillary.model.transformer import Put, Transformer, generator_of
 from armillary.spec.lora import Target
 
 # r rank, A matrices A of a module, I inputs, O outputs, P rows of B: those of the outputs that are adapted
@@ -87,8 +86,7 @@ def draw(model: nn.Module, *, seed: int, put: Put = Tensor.copy_) -> None:
     """Initialise adapters: A uniform within 1/√inputs (as in peft), seeded by name so that every layout starts alike; B
     zero, so that the model starts unchanged."""
     for name, module in adapters(model):
-        digest = blake2b(f"{seed}/{name}.lora_a".encode(), digest_size=7).digest()
-        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
+        generator = generator_of(seed, f"{name}.lora_a")
         bound = module.target.inputs**-0.5
         a, b = (module._parameters[name] for name in NAMES)  # as registered, not what a sharded class shows
         assert a is not None and b is not None

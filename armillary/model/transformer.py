@@ -113,14 +113,21 @@ class Transformer(nn.Module):
 
     def head(self, hidden_BTH: Tensor) -> Tensor:
         """Hidden to logits [..., V]."""
+        return self.scaled_logits(
+            F.linear(hidden_BTH, *self.head_weights()) if self.output is None else self.output(hidden_BTH)
+        )
+
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias) of the head: the output projection, or the tied embedding."""
         if self.output is not None:
-            logits = self.output(hidden_BTH)
-        else:
-            assert self.embedding is not None, "a stage without embedding or output has no head"
-            logits = F.linear(hidden_BTH, self.embedding.weight)
-        if self.config.logit_scale != 1.0:
-            logits = logits * self.config.logit_scale
-        cap = self.config.logit_softcap
+            return self.output.weight, self.output.bias
+        assert self.embedding is not None, "a stage without embedding or output has no head"
+        return self.embedding.weight, None
+
+    def scaled_logits(self, logits: Tensor) -> Tensor:
+        """With the model's logit scale and soft cap."""
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
@@ -147,7 +154,7 @@ class Transformer(nn.Module):
                 continue
             if name == "output.weight" and self.config.tied:
                 name = "embedding.weight"  # a last stage without the embedding holds a copy
-            generator = torch.Generator(device="cpu").manual_seed(_seed_of(seed, name))
+            generator = generator_of(seed, name)
             width = into_residual if name.endswith(("out.weight", "down.weight", "down_EHF")) else std
             drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, width, generator=generator)
             put(parameter, drawn)
@@ -195,6 +202,7 @@ def _is_norm(name: str) -> bool:
     return name.rsplit(".", 2)[-2].endswith("norm")
 
 
-def _seed_of(seed: int, name: str) -> int:
-    """A seed from (seed, name) that is the same in every process and version of Python."""
-    return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "little")
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Seeded by (seed, name): the same in every process and version of Python."""
+    digest = blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))

@@ -141,7 +141,7 @@ def _plot(path: Path, bench: ServeBench) -> None:
 def _show(out: Output, bench: ServeBench) -> None:
     from armillary.engine.bench.bench_page import COLUMNS, cells, workload
 
-    single, rate = bench.single, bench.single_tokens_per_s
+    single, rate = bench.single, bench.single.decode_tokens_per_s
     out.say(f"{bench.model} on {bench.device}, {bench.dtype}")
     out.say(
         f"single stream: {single.tokens_in} in {seconds_text(single.ttft_p50_s)}, then {rate:,.1f} tokens/s = "

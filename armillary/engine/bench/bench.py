@@ -32,11 +32,6 @@ class ServeBench:
     modes: tuple[Served, ...]
     """the same requests by batching mode"""
 
-    @property
-    def single_tokens_per_s(self) -> float:
-        """Output tokens per second after the first token."""
-        return (self.single.tokens_out - 1) / max(1e-9, self.single.seconds - self.single.ttft_p50_s)
-
 
 @dataclass(kw_only=True)
 class Notes:
@@ -87,18 +82,16 @@ def bench_serve(
         runs.append(serve_bursts(engine, load, _BURST * serve.max_running, name=mode))
         if on_records is not None:
             on_records(mode, notes)
-    bench = ServeBench(
+    return ServeBench(
         model=config.name,
         device=weight.device.type,
         dtype=str(weight.dtype).removeprefix("torch."),
         single=single,
-        single_bytes_per_s=0.0,
+        single_bytes_per_s=single.decode_tokens_per_s * decode_bytes(model, tokens_in + tokens_out / 2),
         max_running=serve.max_running,
         burst=_BURST * serve.max_running,
         modes=tuple(runs),
     )
-    token_bytes = decode_bytes(model, tokens_in + tokens_out / 2)
-    return replace(bench, single_bytes_per_s=bench.single_tokens_per_s * token_bytes)
 
 
 def _single(model: Transformer, serve: Serve, tokens_in: int, tokens_out: int) -> Served:

@@ -65,7 +65,7 @@ def bench_page(bench: ServeBench) -> str:
     """The single stream in a sentence, then the modes as bars and as a table."""
     single = (
         f"A single stream: {bench.single.tokens_in} tokens in {seconds_text(bench.single.ttft_p50_s)}, then "
-        f"{bench.single_tokens_per_s:,.1f} tokens/s = {bandwidth_text(bench.single_bytes_per_s)}."
+        f"{bench.single.decode_tokens_per_s:,.1f} tokens/s = {bandwidth_text(bench.single_bytes_per_s)}."
     )
     return document(
         title(bench),

@@ -41,6 +41,11 @@ class Served:
         """Output tokens per second."""
         return self.tokens_out / self.seconds
 
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of a single stream: output tokens per second after the first."""
+        return (self.tokens_out - 1) / max(1e-9, self.seconds - self.ttft_p50_s)
+
 
 def serve_all(engine: Engine, requests: Iterable[Request], *, name: str = "", limit_s: float = 600.0) -> Served:
     """Serve `requests`; BadInput where one could not be served."""
@@ -51,13 +56,14 @@ def serve_all(engine: Engine, requests: Iterable[Request], *, name: str = "", li
     while engine.busy:
         watch.step()
         if time.monotonic() - begin > limit_s:
-            watch.give_up()
+            for name in list(engine.scheduler.request_table.requests):
+                engine.abort(name)
     return watch.served(name, time.monotonic() - begin)
 
 
 def serve_bursts(engine: Engine, requests: Items[Request], size: int, *, name: str = "") -> Served:
-    """Serve `requests` in bursts of `size`, each after the answers to the one before: the first of a burst is a turn of
-    the engine ahead of the others."""
+    """Serve `requests` in bursts of `size`, each after the answers to the one before: the first of a burst is a step
+    ahead of the others."""
     watch = Watch(engine)
     begin = time.monotonic()
     for at in range(0, len(requests), size):
@@ -77,7 +83,6 @@ class Watch:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.clear()
-        self._names: list[str] = []
 
     def clear(self) -> None:
         """Reset the counts."""
@@ -89,7 +94,6 @@ class Watch:
 
     def submit(self, request: Request) -> None:
         self.engine.scheduler.submit(request, self.engine.loop.clock())
-        self._names.append(request.id)
 
     def step(self) -> list[Piece]:
         """One step of the engine."""
@@ -102,11 +106,6 @@ class Watch:
         for piece in pieces:
             self._add(piece)
         return pieces
-
-    def give_up(self) -> None:
-        """Abort all requests."""
-        for name in self._names:
-            self.engine.abort(name)
 
     def _add(self, piece: Piece) -> None:
         if piece.error:
@@ -122,7 +121,6 @@ class Watch:
         self.finished += piece.finish in ("stop", "length")
 
     def served(self, name: str, seconds: float) -> Served:
-        preempted = self.engine.scheduler.totals.preempted - self._preempted
         return Served(
             name=name,
             requests=self.finished,
@@ -135,7 +133,7 @@ class Watch:
             itl_p50_s=percentile(self.gaps, 50),
             itl_p99_s=percentile(self.gaps, 99),
             schedule_s=sum(self.decided) / max(1, len(self.decided)),
-            preempted=preempted,
+            preempted=self.engine.scheduler.totals.preempted - self._preempted,
         )
 
 

@@ -50,11 +50,7 @@ class BlockPool:
             self.evict(evicted)
         return blocks
 
-    def share(self, block: int) -> None:
-        """`share_all` for one."""
-        self.share_all([block])
-
-    def share_all(self, blocks: list[int]) -> None:
+    def share(self, blocks: list[int]) -> None:
         """One more holder for each; a free hashed block is taken out of the free list."""
         refs, follow, previous = self.refs, self._next, self._previous
         for block in blocks:
@@ -66,17 +62,7 @@ class BlockPool:
                 previous[after] = before
                 self.num_free -= 1
 
-    def add_holder(self, blocks: list[int]) -> None:
-        """`share_all` for blocks that have holders."""
-        refs = self.refs
-        for block in blocks:
-            refs[block] += 1
-
-    def release(self, block: int) -> None:
-        """`release_all` for one."""
-        self.release_all([block])
-
-    def release_all(self, blocks: list[int]) -> None:
+    def release(self, blocks: list[int]) -> None:
         """One holder fewer for each; without holders, a block is free."""
         refs, hashed, follow, previous = self.refs, self.hashed, self._next, self._previous
         for block in blocks:
@@ -96,8 +82,8 @@ class BlockPool:
         """The prefix cache forgot the block: if it is free, it is the first to be reused."""
         self.hashed[block] = 0
         if not self.refs[block]:
-            self.share(block)
-            self.release(block)
+            self.share([block])
+            self.release([block])
 
     def free_blocks(self) -> Iterator[int]:
         """In the order in which they will be reused."""

@@ -4,6 +4,7 @@ It moves no data: what the executor has to do is left in `table_updates` (block-
 which go out with the next decision. The work per step is bounded: long tables are searched and freed in slices.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -83,13 +84,7 @@ class KVCache:
 
     def longest(self, tokens: int) -> int:
         """Length of the longest sequence, `tokens` at most, that fits an empty cache."""
-        if self.blocks_at(tokens) <= self.num_blocks:
-            return tokens
-        low, high = 0, tokens  # by bisection: blocks_at grows with its argument
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks_at(middle) <= self.num_blocks else (low, middle - 1)
-        return low
+        return bisect_right(range(tokens + 1), self.num_blocks, key=self.blocks_at) - 1
 
     def chain(self, tokens: list[int], salt: str = "", adapter: str = "") -> Chain:
         """Hash chain of a prompt's blocks, made when it is submitted, outside the steps."""
@@ -102,9 +97,7 @@ class KVCache:
 
     def start(self, seq: Sequence) -> None:
         """Empty tables; `match` and `grow` fill them."""
-        seq.tables = [[] for _ in self.groups]
-        seq.windows = [0] * len(self.groups)
-        seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.num_blocks = 0
+        seq.forget_blocks(len(self.groups))
         seq.matching = self.prefix and seq.request.params.prompt_logprobs is None
         if not seq.matching:
             seq.miss = seq.miss or "off"
@@ -161,7 +154,7 @@ class KVCache:
             if g in shared:
                 (target,) = self.pool.allocate(1)
                 self.copies.append(Copy(block, target))
-                self.pool.release(block)
+                self.pool.release([block])
                 table[index] = target
                 self.table_updates.append(TableUpdate(seq.row, g, index, [target]))
             elif self.pool.hashed[block]:
@@ -187,7 +180,7 @@ class KVCache:
                 continue
             gone = [block for block in table[start:end] if block]
             gone.reverse()
-            self.pool.release_all(gone)
+            self.pool.release(gone)
             table[start:end] = nothing = [NULL] * (end - start)
             seq.windows[g] = end
             seq.num_blocks -= len(gone)
@@ -204,7 +197,7 @@ class KVCache:
         for g, first in enumerate(firsts):
             first, table = min(first, count), leader.tables[g][:count]
             table[:first] = [NULL] * first
-            self.pool.add_holder(table[first:] if first else table)
+            self.pool.share(table[first:] if first else table)
             seq.tables[g], seq.windows[g] = table, first
             seq.num_blocks += count - first
             if table:
@@ -221,12 +214,11 @@ class KVCache:
         if not spoiled:
             self.register_blocks(seq)
         for table in seq.tables:
-            if spoiled:
-                self._forget(table)
+            for block in table if spoiled else ():
+                if self.pool.hashed[block]:
+                    self.prefix_cache.forget(block)
             self.free_table(table)
-        seq.tables, seq.windows = [[] for _ in self.groups], [0] * len(self.groups)
-        seq.computed = seq.num_visible = seq.num_allocated = seq.num_writable = seq.num_hashed = seq.num_blocks = 0
-        seq.matching = False
+        seq.forget_blocks(len(self.groups))
 
     def free_table(self, table: list[int]) -> None:
         """Free a table's blocks, its last first; a long table in slices."""
@@ -265,13 +257,8 @@ class KVCache:
         going = [block for block in table[len(table) - count :] if block]
         del table[len(table) - count :]
         going.reverse()
-        self.pool.release_all(going)
+        self.pool.release(going)
         return self.pool.num_free - before
-
-    def _forget(self, table: list[int]) -> None:
-        for block in table:
-            if block and self.pool.hashed[block]:
-                self.prefix_cache.forget(block)
 
 
 _HASHED_AT_ONCE = 4  # blocks that a sequence fills, about, before they are hashed: together they take less time

@@ -4,6 +4,8 @@ Full-attention layers need every block from the first on, windowed layers only t
 model with both, the longest prefix for which all layers have their blocks is taken.
 """
 
+from bisect import bisect_left
+
 from armillary.engine.cache.block_pool import NULL
 from armillary.engine.cache.kv_cache import KVCache, TableUpdate
 from armillary.engine.request.counters import Totals
@@ -31,10 +33,7 @@ def match(cache: KVCache, seq: Sequence, budget: int) -> int:
     index = seq.computed // cache.block_tokens
     last = _last(cache, seq)
     stop = min(last, index + max(0, budget))
-    num_found = _walk(cache, seq, index, stop) if cache.full_groups else last
-    if cache.full_groups:
-        seq.computed = num_found * cache.block_tokens
-        seq.num_hashed = num_found
+    num_found = _share_found(cache, seq, index, stop) if cache.full_groups else last
     if num_found == stop < last:
         return stop - index
     looked = num_found - index + 1
@@ -57,10 +56,7 @@ def rematch(cache: KVCache, seq: Sequence, budget: int) -> int:
     cache.register_blocks(seq)
     index = seq.computed // cache.block_tokens
     stop = min(_last(cache, seq), index + max(0, budget))
-    num_found = _walk(cache, seq, index, stop)
-    seq.computed = num_found * cache.block_tokens
-    seq.num_hashed = num_found
-    return num_found - index
+    return _share_found(cache, seq, index, stop) - index
 
 
 def probe(cache: KVCache, seq: Sequence) -> int:
@@ -68,16 +64,11 @@ def probe(cache: KVCache, seq: Sequence) -> int:
     are evicted from their ends."""
     if not cache.prefix or not cache.full_groups or seq.request.params.prompt_logprobs is not None:
         return 0
-    group, chain = cache.full_groups[0], seq.chain
-    low, high = 0, _last(cache, seq)
-    while low < high:
-        middle = (low + high + 1) // 2
-        block = cache.prefix_cache.by_digest[group].get(chain.digests[middle - 1])
-        if block and cache.pool.refs[block]:
-            low = middle
-        else:
-            high = middle - 1
-    return low * len(cache.full_groups)
+    by_digest, refs = cache.prefix_cache.by_digest[cache.full_groups[0]], cache.pool.refs  # no one holds the null block
+    first_unused = bisect_left(
+        seq.chain.digests, True, 0, _last(cache, seq), key=lambda digest: not refs[by_digest.get(digest)]
+    )
+    return first_unused * len(cache.full_groups)
 
 
 def _last(cache: KVCache, seq: Sequence) -> int:
@@ -90,18 +81,23 @@ def _find(cache: KVCache, seq: Sequence, group: int, index: int) -> int:
     return cache.prefix_cache.find(group, chain.digests[index], chain.parent(index), chain.chunks[index])
 
 
-def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
+def _share_found(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
     """Share the blocks from `index` on for the full-attention groups until one is missing; returns the end index."""
     runs = [_run(cache, seq, g, index, stop) for g in cache.full_groups]
     count = min(map(len, runs))
     for g, blocks in zip(cache.full_groups, runs, strict=True):
         if count:
             del blocks[count:]
-            cache.pool.share_all(blocks)
+            cache.pool.share(blocks)
             seq.tables[g] += blocks
             seq.num_blocks += count
             cache.table_updates.append(TableUpdate(seq.row, g, index, blocks))
+    _set_computed(cache, seq, index + count)
     return index + count
+
+
+def _set_computed(cache: KVCache, seq: Sequence, num_blocks: int) -> None:
+    seq.computed, seq.num_hashed = num_blocks * cache.block_tokens, num_blocks
 
 
 def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> list[int]:
@@ -146,14 +142,13 @@ def _take(cache: KVCache, seq: Sequence, num_found: int, num_usable: int) -> Non
     for g in cache.window_groups:
         first = min(num_usable, cache.groups[g].first_needed(num_usable * cache.block_tokens) // cache.block_tokens)
         blocks = [_find(cache, seq, g, index) for index in range(first, num_usable)]
-        cache.pool.share_all(blocks)
+        cache.pool.share(blocks)
         seq.tables[g] = [NULL] * first + blocks
         seq.windows[g] = first
         seq.num_blocks += len(blocks)
         if num_usable:
             cache.table_updates.append(TableUpdate(seq.row, g, 0, seq.tables[g].copy()))
-    seq.computed = num_usable * cache.block_tokens
-    seq.num_hashed = num_usable
+    _set_computed(cache, seq, num_usable)
 
 
 def _explain(cache: KVCache, seq: Sequence, num_found: int, last: int) -> None:
@@ -161,7 +156,5 @@ def _explain(cache: KVCache, seq: Sequence, num_found: int, last: int) -> None:
     if num_found == last:
         seq.miss = "partial" if last else "short"
     else:
-        chain = seq.chain
-        seq.miss = cache.prefix_cache.why(
-            chain.digests[num_found], chain.parent(num_found), chain.chunks[num_found], first=not num_found
-        )
+        digest, parent, chunk = seq.chain.digests[num_found], seq.chain.parent(num_found), seq.chain.chunks[num_found]
+        seq.miss = cache.prefix_cache.why(digest, parent, chunk, first=not num_found)

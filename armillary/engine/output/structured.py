@@ -21,8 +21,7 @@ class Matched:
         self._matcher = matcher
 
     def allowed(self) -> bytes:
-        bits: bytes = self._matcher.compute_bitmask()
-        return bits
+        return bytes(self._matcher.compute_bitmask())
 
     def advance(self, token: int) -> bool:
         return bool(self._matcher.consume_token(token))
@@ -76,16 +75,13 @@ class Structures:
 
 def _grammar(library: Any, structure: Structure) -> str:
     kind, source = structure.kind, structure.source
-    grammar: str
     if kind in ("json", "json_schema"):
         schema = json.loads(source) if kind == "json_schema" else {}
-        grammar = library.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
-    elif kind == "regex":
-        grammar = library.grammar_from_regex(source)
-    else:
-        choice = "start: " + " | ".join(json.dumps(text) for text in source.splitlines() if text)
-        grammar = library.grammar_from_lark(_lark(source) if kind == "grammar" else choice)
-    return grammar
+        return str(library.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False}))
+    if kind == "regex":
+        return str(library.grammar_from_regex(source))
+    choice = "start: " + " | ".join(json.dumps(text) for text in source.splitlines() if text)
+    return str(library.grammar_from_lark(_lark(source) if kind == "grammar" else choice))
 
 
 def _lark(source: str) -> str:
@@ -95,10 +91,9 @@ def _lark(source: str) -> str:
     if "::=" not in source:
         return source
     try:
-        lark: str = any_to_lark(source)
+        return str(any_to_lark(source))
     except GbnfToLarkError as error:
         raise ValueError(str(error)) from None
-    return lark
 
 
 def _line(error: object) -> str:

@@ -124,6 +124,10 @@ class SamplingParams:
             if not number or not isfinite(value) or not low <= value <= high:
                 raise BadInput(f"{name}={value!r} must be from {low:g} to {high:g}; correct the request")
 
+    @property
+    def is_penalised(self) -> bool:
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+
     def check_vocab(self, vocab: int) -> None:
         """Refuse tokens outside the vocabulary."""
         tokens_by_field = {

@@ -172,6 +172,12 @@ class Sequence:
         """Tokens in flight."""
         return self.length - len(self.tokens)
 
+    def forget_blocks(self, num_groups: int) -> None:
+        """Back to empty tables and nothing computed."""
+        self.tables, self.windows = [[] for _ in range(num_groups)], [0] * num_groups
+        self.computed = self.num_visible = self.num_allocated = self.num_writable = self.num_hashed = 0
+        self.num_blocks, self.matching = 0, False
+
     def needs_block(self, ahead: int) -> bool:
         """Whether it decodes and reaches the end of its blocks within `ahead` tokens."""
         left = self.num_writable - self.computed

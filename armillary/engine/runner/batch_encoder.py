@@ -199,8 +199,9 @@ def _decoding(shape: Shape, rows: list[int], null: int) -> Ints:
 
 def _is_ordinary(seq: Sequence, params: SamplingParams) -> bool:
     """Only temperature, top-k, top-p, min-p and a seed."""
-    penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return not (penalised or params.logit_bias or params.min_tokens or params.logprobs is not None or seq.constraint)
+    return not (
+        params.is_penalised or params.logit_bias or params.min_tokens or params.logprobs is not None or seq.constraint
+    )
 
 
 def _extra(at: int, seq: Sequence, end: int) -> Extra:
@@ -210,7 +211,7 @@ def _extra(at: int, seq: Sequence, end: int) -> Extra:
         at=at,
         bias=tuple(params.logit_bias.items()),
         banned=tuple(sorted(seq.stops)) if short else (),
-        penalised=bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty),
+        penalised=params.is_penalised,
         num_top=params.logprobs,
         masked=seq.constraint is not None,
     )

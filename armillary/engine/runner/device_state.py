@@ -38,16 +38,13 @@ class DeviceRows:
         self.floats_FR[2:4] = 1.0
         self.ints_IR = torch.zeros(len(INTS), rows, dtype=torch.int64, device=device)
         self._shape, self._dtype = blocks, dtype
-        self.blocks = self._made(blocks[1])  # [layer of a group, block, keys and values, head, token, dim]
+        self.allocate(blocks[1])
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace the KV blocks; only before a CUDA graph is captured over them."""
-        self.blocks = self._made(num_blocks)
-
-    def _made(self, num_blocks: int) -> Tensor:
-        zeros = by_heads if self.device.type == "cpu" else torch.zeros
-        blocks: Tensor = zeros((self._shape[0], num_blocks, *self._shape[2:]), dtype=self._dtype, device=self.device)
-        return blocks
+        """Allocate or replace the KV blocks, [layer of a group, block, keys and values, head, token, dim]; only before
+        a CUDA graph is captured over them."""
+        zeros, shape = by_heads if self.device.type == "cpu" else torch.zeros, self._shape
+        self.blocks: Tensor = zeros((shape[0], num_blocks, *shape[2:]), dtype=self._dtype, device=self.device)
 
     def take(self, step: Step) -> None:
         """Apply a step's changes: new rows, table entries, block copies."""
@@ -61,12 +58,10 @@ class DeviceRows:
             self.blocks[:, targets] = self.blocks[:, sources]
 
     def _admit(self, admitted: list[Admitted]) -> None:
-        rows = torch.tensor([new.row for new in admitted])
-        floats = torch.tensor([new.floats for new in admitted]).T.contiguous()
-        ints = torch.tensor([new.ints for new in admitted], dtype=torch.int64).T.contiguous()
-        rows = self._sent(rows)
-        self.floats_FR[:, rows] = self._sent(floats)
-        self.ints_IR[:, rows] = self._sent(ints)
+        rows = self._sent(torch.tensor([new.row for new in admitted]))
+        self.floats_FR[:, rows] = self._sent(torch.tensor([new.floats for new in admitted]).T.contiguous())
+        ints = torch.tensor([new.ints for new in admitted], dtype=torch.int64)
+        self.ints_IR[:, rows] = self._sent(ints.T.contiguous())
         sizes = [len(new.tokens) // 4 for new in admitted]
         flat = self._sent(torch.frombuffer(bytearray(b"".join(new.tokens for new in admitted)), dtype=torch.int32))
         for new, tokens in zip(admitted, flat.split(sizes), strict=True):
@@ -77,6 +72,4 @@ class DeviceRows:
         return self._sent(torch.from_numpy(np.ascontiguousarray(numbers)))
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

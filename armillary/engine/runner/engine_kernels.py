@@ -78,7 +78,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     attention = choose(
         PAGED_ATTENTION, PagedCase(batch=batch, context=min(config.context, 256), **heads, **on), deterministic=True
     )
-    grouped = _grouped(config, batch, on)
+    on_triton, grouped = into_cache.version == attention.version == "triton", _grouped(config, batch, on)
     return EngineKernels(
         grouped=grouped,
         norm=_first(NORM, normed),
@@ -89,11 +89,8 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         qkv_cache=into_cache.run,
         norms_apart=apart,
         attention=attention.run,
-        **_lookups(device),
-        tokens=_tokens() if into_cache.version == attention.version == "triton" and not apart else None,
-        capturable=(
-            into_cache.version == attention.version == "triton" and (config.moe is None or grouped is not None)
-        ),
+        **_decode_kernels(device, fused=on_triton and not apart),
+        capturable=on_triton and (config.moe is None or grouped is not None),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config) else None,
@@ -114,18 +111,13 @@ def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
     return None if chosen.version == "eager" else chosen.run
 
 
-def _lookups(device: torch.device) -> dict[str, Any]:
+def _decode_kernels(device: torch.device, *, fused: bool) -> dict[str, Any]:
     if not has_triton(device):
         return {}
     from armillary.kernels.paged.decode_inputs_triton import look_up, put
-
-    return {"look_up": look_up, "put": put}
-
-
-def _tokens() -> Run:
     from armillary.kernels.paged.single_token_triton import attend_tokens
 
-    return attend_tokens
+    return {"look_up": look_up, "put": put, "tokens": attend_tokens if fused else None}
 
 
 def _first(op: Op, case: Case) -> Run:

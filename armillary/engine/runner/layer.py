@@ -33,6 +33,18 @@ def dense(linear: nn.Linear) -> Dense:
     return Dense(linear.weight, linear.bias)
 
 
+def linears_of(block: Any) -> list[nn.Linear]:
+    """The linear layers of a model's block, but for routers and experts."""
+    mlp = [block.mlp.up, block.mlp.down] if isinstance(block.mlp, MLP) else []
+    return [block.attention.qkv, block.attention.out, *mlp]
+
+
+def free_weights(*linears: nn.Linear) -> None:
+    """Free weights that the engine holds in another form."""
+    for linear in linears:
+        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+
+
 @dataclass(kw_only=True)
 class Layer:
     """One layer. Linear functions may be replaced before the first step: sharded over ranks, or quantized."""

@@ -10,16 +10,15 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from armillary.engine.runner.forward import Forward, no_reduce
-from armillary.engine.runner.layer import Dense, LinearFn
+from armillary.engine.runner.layer import Dense, LinearFn, free_weights, linears_of
 from armillary.errors import BadInput
 from armillary.kernels.core.choose import choose
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.fp8.linear import E4M3, quantised
 from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase
-from armillary.model.layers.mlp import MLP
 from armillary.model.transformer import Transformer
 
 Make = Callable[[Tensor, Tensor | None], LinearFn]  # (weight, bias) -> linear function
@@ -56,9 +55,7 @@ def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
         if layer.up is not None and layer.down is not None:
             layer.up, layer.down = _made(layer.up, make), _made(layer.down, make)
         if let_go:
-            _let_go(block.attention.qkv, block.attention.out)
-            if isinstance(block.mlp, MLP):
-                _let_go(block.mlp.up, block.mlp.down)
+            free_weights(*linears_of(block))
 
 
 def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
@@ -66,7 +63,7 @@ def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
     if forward.reduce is no_reduce:
         forward.head = _head(forward.model, make)
         if let_go and forward.model.output is not None:
-            _let_go(forward.model.output)
+            free_weights(forward.model.output)
 
 
 def _made(linear: LinearFn, make: Make) -> LinearFn:
@@ -76,23 +73,8 @@ def _made(linear: LinearFn, make: Make) -> LinearFn:
 
 def _head(model: Transformer, make: Make) -> LinearFn:
     """`Transformer.head` with another linear function."""
-    if model.output is not None:
-        linear = make(model.output.weight, model.output.bias)
-    else:
-        assert model.embedding is not None, "an engine has the whole model"
-        linear = make(model.embedding.weight, None)
-    scale, cap = model.config.logit_scale, model.config.logit_softcap
-
-    def logits(x: Tensor) -> Tensor:
-        logits_BV = linear(x) if scale == 1.0 else linear(x) * scale
-        return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
-
-    return logits
-
-
-def _let_go(*linears: nn.Linear) -> None:
-    for linear in linears:
-        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+    linear = make(*model.head_weights())
+    return lambda x: model.scaled_logits(linear(x))
 
 
 class Int8Dense:
@@ -184,8 +166,7 @@ def pick_fp8(weight: Tensor, tokens: int) -> Matmul:
         )
     outputs, inputs = weight.shape
     case = Fp8MatmulCase(tokens=tokens, outputs=outputs, inputs=inputs, dtype="bf16", device="cuda")
-    run: Any = choose(FP8_MATMUL, case, deterministic=True).run
-    return run  # type: ignore[no-any-return]
+    return choose(FP8_MATMUL, case, deterministic=True).run
 
 
 def to_fp8(forward: Forward, run: Matmul, *, let_go: bool = False) -> None:

@@ -34,14 +34,7 @@ class _Subset:
     lengths_S: Tensor
 
     def draws(self) -> Draws:
-        return Draws(
-            temperature_B=self.floats_FS[0],
-            min_p_B=self.floats_FS[1],
-            top_p_B=self.floats_FS[2],
-            top_k_B=self.ints_IS[1].int(),
-            seeds_B=self.ints_IS[0],
-            steps_B=self.lengths_S,
-        )
+        return _draws(self.floats_FS, self.ints_IS, self.lengths_S)
 
 
 class DeviceSampler:
@@ -52,13 +45,13 @@ class DeviceSampler:
 
     def quick(self, logits_BV: Tensor, inputs: Inputs) -> Tensor:
         """Tokens [B], int64: temperature, top-k, top-p, min-p, seeds."""
-        gathered_inputs = inputs.decode_inputs
+        gathered_inputs, steps_B = inputs.decode_inputs, inputs.long("lengths_B")
         if gathered_inputs is not None:
-            draws = self._draws(gathered_inputs.floats_FB, gathered_inputs.ints_IB, inputs, gathered_inputs.top_k_B)
+            draws = _draws(gathered_inputs.floats_FB, gathered_inputs.ints_IB, steps_B, gathered_inputs.top_k_B)
         else:
             rows_B = inputs.long("rows_B")
-            draws = self._draws(self.rows.floats_FR[:, rows_B], self.rows.ints_IR[:, rows_B], inputs)
-        return self._keep(self.kernels.sample(logits_BV, draws), inputs)
+            draws = _draws(self.rows.floats_FR[:, rows_B], self.rows.ints_IR[:, rows_B], steps_B)
+        return self._store(self.kernels.sample(logits_BV, draws), inputs)
 
     def full(self, logits_BV: Tensor, inputs: Inputs, step: Step, masks: Masks) -> tuple[Tensor, Tensor | None]:
         """Tokens [B], each row by its own path, and `logprobs` of the rows that want them: those of the model, before
@@ -78,7 +71,7 @@ class DeviceSampler:
         if wanted:
             at_S = self.rows.send(np.array([extra.at for extra in wanted]))
             logprobs = self.logprobs(logits_BV[at_S], tokens_B[at_S], max(extra.num_top or 0 for extra in wanted))
-        return self._keep(tokens_B, inputs), logprobs
+        return self._store(tokens_B, inputs), logprobs
 
     def _subset(self, places: Any, inputs: Inputs) -> _Subset:
         at_S = self.rows.send(places)
@@ -100,8 +93,7 @@ class DeviceSampler:
             longest = int(max(step.part("lengths_B")[extras[i].at] for i in penalised))
             penalties = self._penalties(subset, np.array(penalised), longest, logits_SV.shape[1])
         allowed_SW = self._allowed([extra.at for extra in extras], masks, logits_SV.shape[1])
-        tokens_S: Tensor = self.kernels.sample(logits_SV, subset.draws(), penalties, allowed_SW)
-        return tokens_S
+        return self.kernels.sample(logits_SV, subset.draws(), penalties, allowed_SW)  # type: ignore[no-any-return]
 
     def _penalties(self, subset: _Subset, places: Any, longest: int, vocab: int) -> Penalties:
         """Tokens are counted anew in each step. Rows without penalties share the first row of the tables, which is
@@ -151,26 +143,26 @@ class DeviceSampler:
         chosen_S, top_SN, ids_SN = self.kernels.logprobs(logits_SV, tokens_S, max(1, num_top))
         return torch.cat([part.double() for part in (chosen_S[:, None], top_SN, ids_SN)], dim=1)
 
-    def _draws(self, floats: Tensor, ints: Tensor, inputs: Inputs, top_k_B: Tensor | None = None) -> Draws:
-        top_k_B = ints[1].int() if top_k_B is None else top_k_B
-        return Draws(
-            temperature_B=floats[0],
-            min_p_B=floats[1],
-            top_p_B=floats[2],
-            top_k_B=top_k_B,
-            seeds_B=ints[0],
-            steps_B=inputs.long("lengths_B"),
-        )
-
-    def _keep(self, tokens_B: Tensor, inputs: Inputs) -> Tensor:
+    def _store(self, tokens_B: Tensor, inputs: Inputs) -> Tensor:
         """Write tokens into their rows; unsampled ones go to the null row."""
         if self.kernels.put is not None:
             rows_at, positions_at = (inputs.shape.parts()[name][0] for name in ("writes_B", "lengths_B"))
             self.kernels.put(tokens_B, inputs.wide, rows_at, positions_at, self.rows.tokens_RT)
-            return tokens_B
-        at = (inputs.long("writes_B"), inputs.long("lengths_B"))
-        self.rows.tokens_RT.index_put_(at, tokens_B.clamp_min(0).int())
+        else:
+            at = (inputs.long("writes_B"), inputs.long("lengths_B"))
+            self.rows.tokens_RT.index_put_(at, tokens_B.clamp_min(0).int())
         return tokens_B
+
+
+def _draws(floats: Tensor, ints: Tensor, steps_B: Tensor, top_k_B: Tensor | None = None) -> Draws:
+    return Draws(
+        temperature_B=floats[0],
+        min_p_B=floats[1],
+        top_p_B=floats[2],
+        top_k_B=ints[1].int() if top_k_B is None else top_k_B,
+        seeds_B=ints[0],
+        steps_B=steps_B,
+    )
 
 
 def _shifted(logits_SV: Tensor, extras: list[Extra]) -> Tensor:

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.engine.runner.executor import FastExecutor, Launched
-from armillary.engine.runner.layer import Dense, Layer, LinearFn, full_qk_norm
+from armillary.engine.runner.layer import Dense, Layer, LinearFn, free_weights, full_qk_norm, linears_of
 from armillary.engine.scheduler.decision import Decision
 from armillary.errors import BadLayout
-from armillary.model.layers.mlp import MLP
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.parallel.collectives import Group, all_gather, all_reduce
 from armillary.parallel.world import World
@@ -30,9 +29,9 @@ from armillary.spec.model import ModelConfig
 
 def world_group(world: World) -> Group:
     """All ranks as the tensor-parallel group."""
-    world_group = dist.group.WORLD
-    assert world_group is not None, "several ranks have a process group"
-    return Group(name=world_group.group_name, size=world.size, rank=world.rank)
+    ranks = dist.group.WORLD
+    assert ranks is not None, "several ranks have a process group"
+    return Group(name=ranks.group_name, size=world.size, rank=world.rank)
 
 
 def local_kv_heads(config: ModelConfig, size: int) -> int:
@@ -68,14 +67,7 @@ def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
         forward.kernels = replace(forward.kernels, small=None)  # every rank would add its residual
     forward.head = _shard_head(forward.head, forward.model.config.vocab, group)
     for block in forward.model.blocks.values():
-        _free_weights(block)
-
-
-def _free_weights(block: Any) -> None:
-    """Free the full weights."""
-    dense = (block.mlp.up, block.mlp.down) if isinstance(block.mlp, MLP) else ()
-    for linear in (block.attention.qkv, block.attention.out, *dense):
-        linear.weight = torch.nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+        free_weights(*linears_of(block))
 
 
 def _shard_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
@@ -137,21 +129,18 @@ def _shard_head(head: LinearFn, vocab: int, group: Group) -> LinearFn:
     """Vocabulary-parallel logits, all-gathered; a tied weight stays unsharded on each rank."""
     model: Any = getattr(head, "__self__", None)
     assert model is not None, "the head is the model's own"
-    linear = model.output
-    weight, bias = (linear.weight, linear.bias) if linear is not None else (model.embedding.weight, None)
+    weight, bias = model.head_weights()
     share = -(-vocab // group.size)
     local_rows = slice(group.rank * share, min(vocab, (group.rank + 1) * share))
     short = share - (local_rows.stop - local_rows.start)
     part = Dense(weight[local_rows], None if bias is None else bias[local_rows])
-    if linear is not None:
+    if model.output is not None:
         part.weight = part.weight.clone()
-        linear.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
-    scale, cap = model.config.logit_scale, model.config.logit_softcap
+        free_weights(model.output)
 
     def logits(x: Tensor) -> Tensor:
         local_BV = torch.nn.functional.pad(part(x), (0, short)) if short else part(x)
-        logits_BV = all_gather(local_BV, group, dim=1)[:, :vocab] * scale
-        return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
+        return model.scaled_logits(all_gather(local_BV, group, dim=1)[:, :vocab])  # type: ignore[no-any-return]
 
     return logits
 
@@ -186,9 +175,6 @@ class Leader:
 
     def tokens(self, launched: Launched) -> list[int]:
         return self.executor.tokens(launched)
-
-    def warm(self) -> int:
-        return self.executor.warm()
 
     def stop(self) -> None:
         """Stop the other ranks."""

@@ -43,14 +43,10 @@ class Admission:
     def open_batch(self, num_running: int, num_waiting: int, oldest: float, now: float) -> None:
         """Once per step: whether requests may start in it. A static batch starts when the one before has ended, a
         dynamic one when it is full or its first request has waited for the window."""
-        mode = self._settings.batching
-        if mode == "continuous":
-            self._open = True
-        elif mode == "dynamic":
-            full = num_waiting >= self._settings.max_running
-            self._open = not num_running and (full or now >= oldest + self._settings.batch_window_s)
-        else:
-            self._open = not num_running
+        settings = self._settings
+        window_s = settings.batch_window_s if settings.batching == "dynamic" else 0.0
+        full = num_waiting >= settings.max_running or now >= oldest + window_s
+        self._open = settings.batching == "continuous" or (full and not num_running)
 
     def lets_in(self, seq: Sequence, running: list[Sequence]) -> bool:
         """Whether the batching mode admits this sequence: siblings of running ones always, others while a batch is

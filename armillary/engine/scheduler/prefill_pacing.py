@@ -46,7 +46,7 @@ class PrefillController:
         number of the step"""
         self._steps = 0  # steps with prefill
         self._held_up = 0
-        self._largest = _FIRST
+        self.most = _FIRST  # prefill tokens of the next step, whatever they cost
         self._mixed = 0  # steps with prefill since decodes were timed alone
         self._last_s = 0.0
 
@@ -86,11 +86,6 @@ class PrefillController:
         pair_s, attention_pairs = max(0.0, self._fit[2]) / _UNITS[2], count * (past + (count + 1) / 2)
         return min(seconds + pair_s * (attention_pairs - then) for seconds, then, _ in seen)
 
-    @property
-    def most(self) -> int:
-        """Most prefill tokens of the next step, whatever they cost."""
-        return self._largest
-
     def took(self, decision: Decision, begun: float, now: float) -> None:
         """A step that was decided at `begun` has ended."""
         seconds, self._last_s = now - max(begun, self._last_s), now
@@ -104,7 +99,7 @@ class PrefillController:
             return
         self._mixed += 1
         self._steps += 1
-        self._largest = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)
+        self.most = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)
         alone = self._alone_s.get(_size(rows))
         if alone is None or self._fit is None:
             return

@@ -47,7 +47,7 @@ def run(block: Any, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, fuse
     q, k, v, x = qkv.apply(x, weight, bias, attention.qkv.weight, cos, sin, fused, tuple(norm), heads)
     mixed = attend(layer, q, k, v, attention.options()).flatten(2)
     weight, bias, *norm = norm_arguments(block.mlp_norm)
-    out: Tensor = out_mlp.apply(
+    return out_mlp.apply(  # type: ignore[no-any-return]
         mixed,
         x,
         attention.out.weight,
@@ -59,7 +59,6 @@ def run(block: Any, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, fuse
         tuple(norm),
         (mlp.activation, mlp.gated),
     )
-    return out
 
 
 def untouched(module: Any, kind: Any) -> bool:

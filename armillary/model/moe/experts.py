@@ -181,8 +181,7 @@ class MixtureOfExperts(nn.Module):
 
 def _bias_of_row(bias_EN: Tensor, experts_P: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias of each row's expert; rows of no expert get the last one's, and are discarded."""
-    rows_PN: Tensor = _BiasOfRow.apply(bias_EN.to(dtype), experts_P)
-    return rows_PN
+    return _BiasOfRow.apply(bias_EN.to(dtype), experts_P)  # type: ignore[no-any-return]
 
 
 class _BiasOfRow(torch.autograd.Function):

@@ -93,8 +93,7 @@ def with_router_losses(
     dropped = (kept_Mk == num_experts).sum()
     sums = (load_BE.sum(dim=0), probability_ME.sum(dim=0), torch.stack((aux, z)), dropped[None])
     counted = torch.cat([part.detach().to(balance.tally.dtype) for part in sums])
-    result: Tensor = _WithRouterLosses.apply(out_BTH, added, counted, balance)
-    return result
+    return _WithRouterLosses.apply(out_BTH, added, counted, balance)  # type: ignore[no-any-return]
 
 
 class _WithRouterLosses(torch.autograd.Function):

@@ -47,8 +47,7 @@ def inverted(order_R: Tensor) -> Tensor:
 
 def permuted(rows_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
     """Rows in another order; gradients are permuted back rather than added up."""
-    result: Tensor = _Permuted.apply(rows_RH, order_R, inverse_R)
-    return result
+    return _Permuted.apply(rows_RH, order_R, inverse_R)  # type: ignore[no-any-return]
 
 
 class _Permuted(torch.autograd.Function):
@@ -95,8 +94,7 @@ def to_autocast(x: Tensor) -> Tensor:
 
 def copy_tokens(x_MH: Tensor, copies: SortedCopies) -> Tensor:
     """Every token's copies, in the order of their experts."""
-    rows_PH: Tensor = _CopyTokens.apply(x_MH, copies.source_P, copies.inverse_Mk)
-    return rows_PH
+    return _CopyTokens.apply(x_MH, copies.source_P, copies.inverse_Mk)  # type: ignore[no-any-return]
 
 
 def sum_copies(experts: Experts, out_PH: Tensor, copies: SortedCopies) -> Tensor:
@@ -105,8 +103,7 @@ def sum_copies(experts: Experts, out_PH: Tensor, copies: SortedCopies) -> Tensor
         out_PH = out_PH * copies.weights_P[:, None].to(out_PH.dtype)
     if experts.down_bias_EH is not None:
         out_PH = out_PH.where(copies.experts_P[:, None] < experts.moe.num_experts, 0.0)
-    mixed_MH: Tensor = _SumCopies.apply(out_PH, copies.source_P, copies.inverse_Mk)
-    return mixed_MH
+    return _SumCopies.apply(out_PH, copies.source_P, copies.inverse_Mk)  # type: ignore[no-any-return]
 
 
 def _gathered_sums(rows_PH: Tensor, inverse_Mk: Tensor) -> Tensor:

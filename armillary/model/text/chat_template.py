@@ -82,6 +82,8 @@ def render(
     if not messages:
         raise BadInput("a chat needs at least one message; add one like {'role': 'user', 'content': '…'}")
     template = _compiled(source)
+    import jinja2
+
     if continue_final:
         messages = [*messages[:-1], _tagged(messages[-1])]
     values = {"documents": None} | dict(variables)
@@ -90,7 +92,7 @@ def render(
     values |= {"messages": [_message(item) for item in messages], "tools": tools and list(tools)}
     try:
         text = template.render(add_generation_prompt=add_generation_prompt, **{k: _plain(v) for k, v in values.items()})
-    except (_template_error(), TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the chat template refuses these messages: {reason}; check their roles and content") from error
     return _open(text) if continue_final else text
@@ -154,12 +156,6 @@ def _compiled(source: str) -> jinja2.Template:
         ) from error
 
 
-def _template_error() -> type[Exception]:
-    import jinja2
-
-    return jinja2.TemplateError
-
-
 def _environment() -> jinja2.Environment:
     """The environment that Hugging Face templates are written for: block trimming, loop controls, and its globals."""
     import jinja2
@@ -173,7 +169,10 @@ def _environment() -> jinja2.Environment:
         raise jinja2.TemplateError(message)
 
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": _strftime_now}
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+    }
     return environment
 
 
@@ -206,7 +205,3 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes <, > and & for HTML, which models have not been tuned on
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

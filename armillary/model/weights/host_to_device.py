@@ -100,5 +100,4 @@ class Sender:
             buffers = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=cuda) for _ in range(_BUFFERS)]
             events = [torch.cuda.Event() for _ in range(_BUFFERS)] if cuda else []
             self._own.buffers = (buffers, events, torch.cuda.Stream(self.device) if cuda else None)
-        own: tuple[list[Tensor], list[Any], Any] = self._own.buffers
-        return own
+        return self._own.buffers  # type: ignore[no-any-return]

@@ -28,20 +28,20 @@ def test_blocks_are_handed_out_once_and_never_the_null_block() -> None:
 def test_a_block_freed_twice_is_noticed() -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
-    pool.release(block)
+    pool.release([block])
     with pytest.raises(AssertionError, match="freed twice"):
-        pool.release(block)
+        pool.release([block])
     with pytest.raises(AssertionError, match="freed twice"):
-        pool.release(NULL)
+        pool.release([NULL])
 
 
 def test_a_shared_block_is_free_when_its_last_holder_goes() -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
-    pool.share(block)
-    pool.release(block)
+    pool.share([block])
+    pool.release([block])
     assert pool.num_free == 2
-    pool.release(block)
+    pool.release([block])
     assert pool.num_free == 3
 
 
@@ -52,7 +52,7 @@ def test_unnamed_blocks_are_reused_first_and_named_ones_least_recently_freed_fir
     for block in (a, b, c):
         pool.hashed[block] = 1
     for block in (b, d, a, e, c):
-        pool.release(block)
+        pool.release([block])
     assert list(pool.free_blocks()) == [e, d, b, a, c]
     assert pool.allocate(4) == [e, d, b, a] and evicted == [b, a] and pool.num_evicted == 2
 
@@ -62,10 +62,10 @@ def test_a_named_block_comes_back_to_life_from_the_middle_of_the_list() -> None:
     blocks = pool.allocate(5)
     for block in blocks:
         pool.hashed[block] = 1
-        pool.release(block)
-    pool.share(blocks[2])
+        pool.release([block])
+    pool.share([blocks[2]])
     assert list(pool.free_blocks()) == [blocks[0], blocks[1], blocks[3], blocks[4]]
-    pool.release(blocks[2])
+    pool.release([blocks[2]])
     assert list(pool.free_blocks())[-1] == blocks[2]
 
 
@@ -93,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
     def share(self, block: int) -> int:
         if not self.holders[block] and not self.pool.hashed[block]:
             self.pool.hashed[block] = 1
-        self.pool.share(block)
+        self.pool.share([block])
         self.holders[block] += 1
         return block
 
@@ -101,7 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, block: int) -> None:
         if self.holders[block]:
             self.holders[block] -= 1
-            self.pool.release(block)
+            self.pool.release([block])
 
     @rule(block=held)
     def unhash(self, block: int) -> None:
@@ -129,14 +129,14 @@ def test_a_hundred_thousand_operations_leave_nothing_allocated() -> None:
             held += pool.allocate(dice.randint(1, 3))
         elif action < 0.55 and held:
             held.append(held[dice.randrange(len(held))])
-            pool.share(held[-1])
+            pool.share([held[-1]])
         elif held:
             place = dice.randrange(len(held))
             block, held[place] = held[place], held[-1]
             held.pop()
             pool.hashed[block] = dice.random() < 0.5
-            pool.release(block)
+            pool.release([block])
     assert sum(pool.refs) == len(held)
     for block in held:
-        pool.release(block)
+        pool.release([block])
     assert pool.num_free == len(list(pool.free_blocks())) == 399 and not any(pool.refs)
