@@ -36,7 +36,7 @@ def _show_all(out: Output, home: Home) -> None:
 
 
 def _row(run: Run, state: RunState) -> list[object]:
-    return [run.id, state.model, state.shown, _step(state), state.loss, _ago(state.started), _took(state)]
+    return [run.id, state.model, state.state, _step(state), state.loss, _ago(state.started), _took(state)]
 
 
 def _show_one(out: Output, run: Run) -> None:
@@ -44,7 +44,7 @@ def _show_one(out: Output, run: Run) -> None:
     facts = _facts(run, state)
     fields: list[tuple[str, object]] = [
         ("model", state.model),
-        ("state", state.shown),
+        ("state", state.state),
         ("error", state.error),
         ("step", _step(state)),
         ("loss", state.loss),
@@ -69,7 +69,7 @@ def _facts(run: Run, state: RunState) -> dict[str, Any]:
         "name": run.name,
         "folder": str(run.folder),
         **to_plain(state),
-        "state": state.shown,
+        "state": state.state,
         "overrides": run.overrides,
         "checkpoints": run.checkpoint_steps(),
         "export": str(export) if export else None,

@@ -38,7 +38,7 @@ def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more
         return
     say(f"run {run.name}: armillary diagnose {run.name} says what holds it back")
     try:
-        with run.held():
+        with run.renewing_lease():
             yield run
     except BaseException as error:
         run.update(state="failed", error=" ".join(str(error).split()))

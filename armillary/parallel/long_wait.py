@@ -4,7 +4,6 @@ A collective would time out, so ranks wait on the rendezvous store, where a work
 hours. A failing rank says so; a process that ended is noticed at once on its own machine, and elsewhere by its silence.
 """
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from armillary.errors import ArmillaryError
 from armillary.store import strict_json
-from armillary.store.writer_process import Process
+from armillary.store.writer_process import Process, machine
 
 BEAT_S = 1.0
 SILENT_S = 120.0
@@ -44,7 +43,8 @@ class LongWait:
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
         """Send heartbeats around this rank's part of `what`, and then wait until every rank has done its own."""
-        self._store.set(self._key("process", self._rank), strict_json.dumps(_this_process()))
+        process = asdict(Process.this()) | {"machine": machine()}
+        self._store.set(self._key("process", self._rank), strict_json.dumps(process))
         ended = threading.Event()
         thread = threading.Thread(target=self._beat, args=(ended,), daemon=True, name="heartbeats")
         thread.start()
@@ -99,12 +99,12 @@ class LongWait:
             raise _lost(other, "failed", what)
 
     def _is_gone(self, other: int) -> bool:
-        """Known only of processes in the same PID namespace."""
+        """Known only of processes on the same machine."""
         key = self._key("process", other)
         if not self._store.check([key]):
             return False
-        told = strict_json.loads(self._store.get(key).decode())
-        return told.pop("namespace") == _namespace() and Process(**told).is_gone
+        process = strict_json.loads(self._store.get(key).decode())
+        return process.pop("machine") == machine() and Process(**process).is_gone
 
     def _read(self, name: str, rank: int) -> int:
         value: int = self._store.add(self._key(name, rank), 0)
@@ -116,18 +116,6 @@ class LongWait:
 
 def _lost(rank: int, how: str, what: str) -> RankLost:
     return RankLost(rank, f"rank {rank} {how} while ranks waited for it to {what}; see what it said, and start again")
-
-
-def _this_process() -> dict[str, Any]:
-    return asdict(Process.this()) | {"namespace": _namespace()}
-
-
-def _namespace() -> str:
-    """Within which a process id means one process; empty where the system does not say."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Content is written beside its target under a hidden name `.NAME.partial-…` and
 leaves only the hidden name, which the next write of the same target removes.
 """
 
+import ctypes
 import errno
 import os
 import secrets
@@ -16,7 +17,6 @@ from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.store import strict_json
-from armillary.store.rename import exchange, rename_new
 from armillary.store.writer_process import Process
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -32,6 +32,9 @@ _REFUSED = {
     errno.EINVAL,
 }
 
+_AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
+_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
 
 class Taken(BadInput):
     """A target that exists already."""
@@ -44,7 +47,10 @@ def write_bytes(path: Path, data: bytes) -> None:
         _sweep(path)
         partial = _partial(path)
         try:
-            _write_new(partial, data)
+            with open(partial, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -72,7 +78,8 @@ def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         partial.mkdir()
         try:
             yield partial
-            _sync_tree(partial)
+            for path in (*partial.rglob("*"), partial):  # after a power failure the target must not be incomplete
+                _sync(path)
             _place(partial, target, overwrite=overwrite)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -86,7 +93,7 @@ def _place(partial: Path, target: Path, *, overwrite: bool) -> None:
     except FileExistsError:
         if not overwrite:
             raise _taken(target) from None
-        exchange(partial, target)  # the old content now has the hidden name
+        swap_names(partial, target)  # the old content now has the hidden name
         _remove(partial)
 
 
@@ -161,22 +168,56 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+# --- two renames of Linux (renameat2) that POSIX and Python lack: without replacing a target, and swapping two names.
+# Elsewhere they consist of plain renames: `rename_new` may then replace an empty folder, and `swap_names` has a moment
+# in which the target is missing (and restores it when interrupted).
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename; FileExistsError where the target exists."""
+    if _renameat2(source, target, _NOREPLACE):
+        return
+    try:
+        if target.is_file():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        raise
+
+
+def swap_names(first: Path, second: Path) -> None:
+    """Swap two names atomically."""
+    if not _renameat2(first, second, _EXCHANGE):
+        _swap_by_renames(first, second)
+
+
+def _swap_by_renames(first: Path, second: Path) -> None:
+    old = first.with_name(first.name + "-old")
+    os.rename(second, old)
+    try:
+        os.rename(first, second)
+    except BaseException:
+        os.rename(old, second)
+        raise
+    os.rename(old, first)
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Whether it was done; False where the system or file system does not support it."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(source), None, str(target))
+
+
 # --- syncing to disk
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_tree(folder: Path) -> None:
-    """Sync the content before the rename: after a power failure the target must not be incomplete."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
 
 
 def _sync(path: Path) -> None:

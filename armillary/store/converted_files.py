@@ -3,23 +3,17 @@
 Records are in the user's cache rather than beside the file, so that replacing the file is not enough to be trusted.
 """
 
-import hashlib
 import json
 import time
 from pathlib import Path
 
 from armillary.store.home import Home
-
-
-def digest_of(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+from armillary.store.manifest import sha256
 
 
 def remember(home: Home, file: Path) -> str:
     """Record that convert wrote `file` with its present content; its digest."""
-    digest = digest_of(file)
+    digest = sha256(file)
     home.converted.mkdir(parents=True, exist_ok=True, mode=0o700)
     text = json.dumps({"file": str(file.absolute()), "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
     (home.converted / f"{digest}.json").write_text(text + "\n", encoding="utf-8")

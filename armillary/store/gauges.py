@@ -76,9 +76,9 @@ class GaugeWriter:
             if size <= most_bytes:
                 return False
             start = _end_of_last_line(self._file, size - most_bytes // 2)
-            kept = os.pread(self._file, size - start, start)
+            newer = os.pread(self._file, size - start, start)
             os.ftruncate(self._file, 0)
-            os.write(self._file, kept)
+            os.write(self._file, newer)
         return True
 
     def close(self) -> None:
@@ -139,23 +139,18 @@ def _records(
     path: Path, since: int, follow: bool, poll_s: float, stop: Callable[[], bool]
 ) -> Iterator[tuple[Record, int]]:
     """(record, byte offset after it)."""
+    position = since
     with _open(path) as file:
-        file.seek(since)
         while True:
             ending = stop()  # before reading, so that records written until then are still read
-            _step_back(file)
-            yield from _complete_lines(file, path)
+            position = _line_start(file.fileno(), position)
+            file.seek(position)
+            while (line := file.readline()).endswith(b"\n"):
+                start, position = position, position + len(line)
+                yield _parse(line, path, start), position
             if not follow or ending:
                 return
             time.sleep(poll_s)
-
-
-def _complete_lines(file: BinaryIO, path: Path) -> Iterator[tuple[Record, int]]:
-    position = file.tell()
-    while (line := file.readline()).endswith(b"\n"):
-        start, position = position, position + len(line)
-        yield _parse(line, path, start), position
-    file.seek(position)
 
 
 def _parse(line: bytes, path: Path, offset: int) -> Record:
@@ -179,11 +174,10 @@ def _open(path: Path) -> BinaryIO:
         raise NotFound(f"no gauges at {path}; the run has not taken a step yet") from None
 
 
-def _step_back(file: BinaryIO) -> None:
-    """Seek back to the end of a line, where the file was truncated since the last read."""
-    here = file.tell()
-    if here and os.pread(file.fileno(), 1, here - 1) != b"\n":
-        file.seek(_end_of_last_line(file.fileno(), here))
+def _line_start(descriptor: int, position: int) -> int:
+    """`position`, or the end of a line before it where the file was truncated since the last read."""
+    is_start = not position or os.pread(descriptor, 1, position - 1) == b"\n"
+    return position if is_start else _end_of_last_line(descriptor, position)
 
 
 def _end_before(descriptor: int, path: Path, step: int) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from armillary.spec.toml.fields import build, to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import write_json
 from armillary.store.lock import locked
-from armillary.store.writer_process import Process
+from armillary.store.writer_process import Process, machine
 
 NAME, LOCK = "lease.json", ".lease.lock"
 BEAT_S, LASTS_S = 10.0, 60.0
@@ -86,25 +85,6 @@ class Lease:
     @property
     def text(self) -> str:
         return f"process {self.pid} on {self.host}"
-
-
-def machine() -> str:
-    """Host name, boot and process namespace, within which a process id is unique."""
-    return "/".join((socket.gethostname(), _boot(), _namespace()))
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 # --- the file
@@ -182,7 +162,8 @@ class HeldLease:
     def __init__(self, folder: Path, owner: str) -> None:
         """`owner` is the one in the file: of this process or its parent."""
         self.folder, self.owner = folder, owner
-        self._ended, self._lost = threading.Event(), False
+        self.lost = False  # whether another process had taken it over at the last beat
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
@@ -196,16 +177,11 @@ class HeldLease:
         self._thread.join()
         self._change(lambda lease: replace(lease, released=True))
 
-    @property
-    def lost(self) -> bool:
-        """Whether another process had taken it over at the last beat."""
-        return self._lost
-
     def check(self) -> None:
         """LeaseLost where another process has taken it over, by the file now."""
         lease = read_lease(self.folder)
-        self._lost = self._lost or (lease is not None and lease.owner != self.owner)
-        if self._lost:
+        self.lost = self.lost or (lease is not None and lease.owner != self.owner)
+        if self.lost:
             by = f" by {lease.text}" if lease is not None else ""
             raise LeaseLost(
                 f"run {self.folder.name} was taken over{by}; this process has stopped and wrote nothing "
@@ -214,7 +190,7 @@ class HeldLease:
 
     def _beat(self) -> None:
         lease = read_lease(self.folder)
-        while not self._lost and not self._ended.wait(lease.beat_s if lease is not None else BEAT_S):
+        while not self.lost and not self._ended.wait(lease.beat_s if lease is not None else BEAT_S):
             self._change(Lease.by_this_process)
 
     def _change(self, change: Callable[[Lease], Lease]) -> None:
@@ -225,6 +201,6 @@ class HeldLease:
                 lease = read_lease(self.folder)
                 if lease is not None and lease.owner == self.owner:
                     write_lease(self.folder, change(lease))
-                self._lost = self._lost or (lease is not None and lease.owner != self.owner)
+                self.lost = self.lost or (lease is not None and lease.owner != self.owner)
         except (ArmillaryError, OSError):
             return

@@ -23,13 +23,18 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 def try_lock(descriptor: int) -> bool:
     """Take the lock on an open file without waiting; False where another process holds it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor, fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def _lock(descriptor: int, flags: int = 0) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-    return True
 
 
 @contextmanager
@@ -39,7 +44,7 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        _wait(descriptor)
+        _lock(descriptor)
         yield
     finally:
         os.close(descriptor)
@@ -58,11 +63,3 @@ def wait_unlocked(path: Path, timeout_s: float, message: str) -> None:
             time.sleep(_POLL_S)
     finally:
         os.close(descriptor)
-
-
-def _wait(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise

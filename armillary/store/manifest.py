@@ -54,8 +54,10 @@ class Manifest:
     files: Mapping[str, FileEntry]  # path inside the release -> entry
 
 
-def summary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json that describe a model's shape."""
+def summary(folder: Path) -> dict[str, Any]:
+    """The fields of the folder's config.json that describe a model's shape."""
+    path = folder / "config.json"
+    config = strict_json.read_table(path) if path.is_file() else {}
     return {key: config[key] for key in _SUMMARY if key in config}
 
 
@@ -69,12 +71,10 @@ def check_source(folder: Path) -> None:
 
 def files_in(folder: Path) -> Iterator[Path]:
     """Every file below, hidden ones and a manifest at the top left out; links are followed."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            path = Path(parent, name)
-            if not name.startswith(".") and path != folder / NAME:
-                yield path
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and not path.is_dir() and path != folder / NAME:
+            yield path
 
 
 def copy_files(source: Path, target: Path, progress: Progress = silent) -> dict[str, FileEntry]:
@@ -159,7 +159,7 @@ def content_faults(folder: Path, *, share: int = 0, of: int = 1) -> list[str]:
     hashed = sorted((name, entry.block_sha256) for name, entry in _checkpoint_entries(folder).items())
     return [
         f"the content of {name} has changed"
-        for name, expected in [pair for pair in hashed if pair[1]][share::of]
+        for name, expected in [(name, digest) for name, digest in hashed if digest][share::of]
         if _readable_hash(folder / name) != expected
     ]
 

@@ -52,7 +52,7 @@ def publish(
         target = place / "versions" / str(version)
         with staged_folder(target) as partial:
             files = manifests.copy_files(folder, partial, progress)
-            manifest = Manifest(created=time.time(), run=run, note=note, config=_summary(folder), files=files)
+            manifest = Manifest(created=time.time(), run=run, note=note, config=manifests.summary(folder), files=files)
             write_json(partial / manifests.NAME, to_plain(manifest))
             (partial / manifests.NAME).chmod(0o444)
     return Release(name=name, version=version, folder=target, manifest=manifest)
@@ -153,11 +153,6 @@ def _load(home: Home, name: str, version: int) -> Release:
     folder = home.registry / name / "versions" / str(version)
     table = strict_json.read_table(folder / manifests.NAME)
     return Release(name=name, version=version, folder=folder, manifest=build(Manifest, table, f"{name}:{version}"))
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    return manifests.summary(strict_json.read_table(path)) if path.is_file() else {}
 
 
 def _check_name(kind: str, name: str) -> None:

@@ -103,7 +103,7 @@ def _from_run(text: str, home: Home, need_weights: bool) -> ModelSource | None:
 
 def _progress(run: Run) -> str:
     state = run.state
-    return f"{state.shown} at step {state.step}" + (f" of {state.steps}" if state.steps else "")
+    return f"{state.state} at step {state.step}" + (f" of {state.steps}" if state.steps else "")
 
 
 def _from_release(text: str, home: Home, need_weights: bool) -> ModelSource | None:

@@ -46,11 +46,6 @@ class RunState:
         return build(cls, {key: value for key, value in values.items() if key in known}, where)
 
     @property
-    def shown(self) -> str:
-        """The state as shown to people."""
-        return self.state
-
-    @property
     def is_running(self) -> bool:
         return self.state == "running"
 

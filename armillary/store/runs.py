@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,6 @@ from armillary.store.gauges import last_record
 from armillary.store.home import Home
 from armillary.store.lease import HeldLease, Lease, LeaseLost, is_live, keeps_beating, read_lease, take, write_lease
 from armillary.store.lock import wait_unlocked
-from armillary.store.run_names import new_name
 from armillary.store.run_state import RunState
 from armillary.store.writer_process import Process
 
@@ -37,6 +37,19 @@ STOPS_S = 600.0
 SILENT_S = 3600.0
 """silence after which a run of an older version on another machine counts as dead"""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,63}")
+ADJECTIVES = (
+    "amber bold brave brief bright brisk calm clear clever crisp deft eager early even fair fleet fond "
+    "frank free fresh gentle glad golden good grand green happy hardy honest humble jolly keen kind late light lively "
+    "loyal lucid mellow mild modest neat noble patient plain polite proud quick quiet rapid ready rosy royal sage "
+    "silent silver steady sunny swift tidy vivid warm wise witty"
+)
+ANIMALS = (
+    "badger bear beaver bison bobcat buffalo camel caribou cat condor crane crow deer dolphin dove eagle egret elk "
+    "ferret finch fox gazelle gecko goose hare hawk hedgehog heron hornet ibex ibis jackal jaguar kestrel kiwi "
+    "koala lark lemur lion lynx marmot marten mole moose newt ocelot orca otter owl panda pelican pika puffin "
+    "raven robin salmon seal sparrow stork swan tiger walrus wolf wren"
+)
+"""64 × 64 names; an id begins with the date, so a short name rarely occurs twice"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +92,7 @@ class Run:
     def progress(self) -> RunState:
         """The state, with step and loss of the last record where a run ended before it stored them."""
         state = self.state
-        if state.shown not in ("failed", "died"):
+        if state.state not in ("failed", "died"):
             return state
         try:
             last = last_record(self.gauges) or {}
@@ -129,15 +142,15 @@ class Run:
         return claimed
 
     @contextmanager
-    def held(self) -> Iterator[HeldLease]:
+    def renewing_lease(self) -> Iterator[HeldLease]:
         """Renew the lease of a run that this process or its parent has opened."""
         lease = read_lease(self.folder)
         if lease is None or not (lease.is_ours or lease.owner == self.owner):
             if self.owner or self.is_held_elsewhere():
                 raise LeaseLost(f"{self.held_text}; stop it first")
             lease = take(self.folder, lease)
-        with HeldLease(self.folder, lease.owner) as held:
-            yield held
+        with HeldLease(self.folder, lease.owner) as renewed:
+            yield renewed
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -218,6 +231,21 @@ def create_run(
             if name:
                 raise
             continue  # another process chose the same name at the same time
+
+
+def new_name(taken: Collection[str]) -> str:
+    """A name that is not taken, with a number where the words run out.
+
+    From the system's randomness: jobs with the same seed of Python's generator must not choose the same name.
+    """
+    number = 1
+    while True:
+        for _ in range(64):
+            name = f"{secrets.choice(ADJECTIVES.split())}-{secrets.choice(ANIMALS.split())}"
+            name = name if number == 1 else f"{name}-{number}"
+            if name not in taken:
+                return name
+        number += 1
 
 
 def _write_recipe(folder: Path, recipe: Mapping[str, Any], text: str, overrides: Sequence[str], file: str) -> None:

@@ -39,7 +39,7 @@ def train(
     whose end ends the run."""
     with join_world(device) as world:
         try:
-            with run.held() if world.is_main else nullcontext() as held:
+            with run.renewing_lease() if world.is_main else nullcontext() as held:
                 run = replace(run, owner=held.owner) if held is not None else run
                 return _train(plan, run, world, held, until=until, watch=watch, say=say, home=home, parent=parent)
         except LeaseLost:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from armillary.errors import BadData
 from armillary.parallel.consensus import AgreedError, Consensus
-from armillary.parallel.long_wait import LongWait, RankLost, _namespace
+from armillary.parallel.long_wait import LongWait, RankLost
 from armillary.store import strict_json
-from armillary.store.writer_process import Process
+from armillary.store.writer_process import Process, machine
 from tests.ranks import Ranks
 
 
@@ -79,8 +79,8 @@ def test_a_process_that_ended_is_noticed_at_once_on_this_machine_only() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     gone = asdict(Process(pid=ended.pid, born=1, host=socket.gethostname()))
     ended.wait()
-    for namespace, said in ((_namespace(), "rank 0 ended while"), ("of another machine", "gave no sign of life")):
-        store.set("long_wait/process/0", strict_json.dumps(gone | {"namespace": namespace}))
+    for where, said in ((machine(), "rank 0 ended while"), ("of another machine", "gave no sign of life")):
+        store.set("long_wait/process/0", strict_json.dumps(gone | {"machine": where}))
         with pytest.raises(RankLost, match=said), second.working("prepare the data"):
             pass
 

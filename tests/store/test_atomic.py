@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import ArmillaryError
-from armillary.store import atomic, rename
+from armillary.store import atomic
 from armillary.store.atomic import Taken, staged_folder, write_bytes, write_json, write_text
 from armillary.store.writer_process import Process
 from tests.store.victim import kill_at_random
@@ -123,7 +123,7 @@ def test_a_folder_made_by_another_in_the_meantime_is_kept(tmp_path: Path) -> Non
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the system's own exchange of names, and as on a system without one."""
     if request.param == "elsewhere":
-        monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
 
 
 @pytest.mark.usefixtures("system")
@@ -150,7 +150,7 @@ def test_a_rename_never_covers_what_is_there(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("")
     with pytest.raises(FileExistsError):
-        rename.rename_new(tmp_path / "one", tmp_path / "other")
+        atomic.rename_new(tmp_path / "one", tmp_path / "other")
     assert names(tmp_path / "other") == ["other"]
 
 
@@ -245,7 +245,7 @@ def _is_whole(folder: Path) -> bool:
 def test_the_slow_exchange_puts_the_old_back_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "old").mkdir()
     with pytest.raises(FileNotFoundError):
-        rename._exchange_by_renames(tmp_path / "missing", tmp_path / "old")
+        atomic._swap_by_renames(tmp_path / "missing", tmp_path / "old")
     assert names(tmp_path) == ["old"]
 
 

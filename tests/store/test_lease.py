@@ -27,7 +27,7 @@ folder, machine = Path(sys.argv[1]), sys.argv[2]
 if machine:
     lease.machine = lambda: machine
 lease.write_lease(folder, replace(lease.Lease.new(), beat_s=0.1, lasts_s=3.0))
-with Run(folder=folder).held() as held:
+with Run(folder=folder).renewing_lease() as held:
     print("holds", flush=True)
     while not held.lost:
         time.sleep(0.02)
@@ -83,7 +83,7 @@ def test_a_run_that_was_killed_is_taken_over_by_itself(machine: str, run: Run, h
     child.kill()
     child.wait()
     if not machine:
-        assert run.state.shown == "died", "a process of this machine is known to be gone at once"
+        assert run.state.state == "died", "a process of this machine is known to be gone at once"
     mine = run.claim()
     assert mine.owner and mine.state.is_running and not mine.is_held_elsewhere()
     lease = read_lease(run.folder)
@@ -92,10 +92,10 @@ def test_a_run_that_was_killed_is_taken_over_by_itself(machine: str, run: Run, h
 
 def test_silence_on_another_machine_shows_as_died(run: Run, hold: Hold) -> None:
     child = hold(run, "elsewhere/1/2")
-    assert run.state.shown == "running"
+    assert run.state.state == "running"
     child.kill()
     child.wait()
-    wait_for(lambda: run.state.shown == "died")
+    wait_for(lambda: run.state.state == "died")
 
 
 def test_a_live_lease_is_taken_when_asked_and_its_owner_notices(run: Run, hold: Hold) -> None:
@@ -136,7 +136,7 @@ def test_a_released_lease_is_free_and_a_run_may_be_held_again(tmp_path: Path) ->
     home = Home.at(tmp_path)
     run = create_run(home, {})
     for _ in range(2):
-        with run.held() as held:
+        with run.renewing_lease() as held:
             assert not held.lost
         lease = read_lease(run.folder)
         assert lease is not None and lease.released

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from armillary.store.run_names import ADJECTIVES, ANIMALS, new_name
+from armillary.store.runs import ADJECTIVES, ANIMALS, new_name
 
 
 def test_a_name_can_be_said_aloud() -> None:

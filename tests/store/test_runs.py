@@ -35,7 +35,7 @@ def test_a_new_run_has_its_recipe_plan_and_state(home: Home) -> None:
     assert (run.folder / "recipe.toml").read_text() == "[model]\n"
     assert json.loads(run.plan.read_text()) == {"step_s": 1.37}
     state = run.state
-    assert (state.state, state.shown, state.is_running) == ("running", "running", True)
+    assert (state.state, state.state, state.is_running) == ("running", "running", True)
     assert (state.model, state.step, state.steps) == ("armillary-25m", 0, 200)
     assert state.started == pytest.approx(time.time(), abs=60)
 
@@ -134,29 +134,29 @@ def test_a_run_whose_process_is_gone_has_died(home: Home) -> None:
     )
     kill_at_random(code, home.work)
     [run] = list_runs(home)
-    assert (run.state.state, run.state.shown, run.state.is_running, run.state.step) == ("died", "died", False, 7)
+    assert (run.state.state, run.state.state, run.state.is_running, run.state.step) == ("died", "died", False, 7)
 
 
 def test_a_run_that_ended_well_stays_finished(home: Home) -> None:
     run = create_run(home, RECIPE)
     run.update(state="finished", pid=2**22 + 1)
-    assert run.state.shown == "finished"
+    assert run.state.state == "finished"
 
 
 def test_of_an_older_run_on_another_machine_its_own_word_is_taken_for_a_while(home: Home) -> None:
     run = create_run(home, RECIPE)
     (run.folder / "lease.json").unlink()  # as an older version left it
     run.update(host="another-machine", pid=2**22 + 1)
-    assert run.state.shown == "running"
+    assert run.state.state == "running"
     run.update(host="another-machine", pid=2**22 + 1, updated=run.state.updated - 2 * 3600)
-    assert run.state.shown == "died", "but not for ever"
+    assert run.state.state == "died", "but not for ever"
 
 
 def test_resuming_takes_over_a_run_that_nobody_runs(home: Home) -> None:
     run = create_run(home, RECIPE)
     run.update(state="failed", error="out of memory", step=50)
     state = run.claim().state
-    assert (state.shown, state.error, state.step) == ("running", "", 50)
+    assert (state.state, state.error, state.step) == ("running", "", 50)
 
 
 def test_resuming_is_refused_while_another_process_runs_it(home: Home) -> None:
@@ -173,7 +173,7 @@ def test_resuming_is_refused_while_another_process_runs_it(home: Home) -> None:
 def test_a_state_file_spoilt_by_hand_shows_as_unreadable(home: Home) -> None:
     run = create_run(home, RECIPE)
     (run.folder / "state.json").write_text("{")
-    assert (run.state.shown, list_runs(home)) == ("unreadable", [run])
+    assert (run.state.state, list_runs(home)) == ("unreadable", [run])
     assert "state.json is not readable JSON" in run.state.error
 
 

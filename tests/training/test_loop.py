@@ -56,7 +56,7 @@ def test_a_run_from_recipe_to_export(recipe: Make, home: Home) -> None:
     assert done.loss < 0.5 * seen[0].gauges["loss"]
     assert done.val_loss is not None and done.val_loss < 0.6 * seen[0].gauges["loss"]
     run = find_run(home, done.run.name)
-    assert run.state.shown == "finished" and run.state.step == 40
+    assert run.state.state == "finished" and run.state.step == 40
     table = columns(run.gauges, ["loss", "val_loss", "step_s", "data_wait_s", "grad_norm", "lr", "host_memory_bytes"])
     assert table["loss"] == [report.gauges["loss"] for report in seen]
     assert len([value for value in table["val_loss"] if value is not None]) == 7  # every 6 steps and at the end
@@ -201,7 +201,7 @@ def test_a_signal_stops_after_the_step_and_keeps_the_model(number: signal.Signal
     before = signal.getsignal(number)
     done = train_recipe(recipe("train.steps=500"), home=home, watch=interrupt)
     assert not done.finished and done.steps in (3, 4, 5)
-    assert done.run.state.shown == "interrupted"
+    assert done.run.state.state == "interrupted"
     assert done.run.checkpoint_steps() == [done.steps] and done.export is None
     assert signal.getsignal(number) == before
 
@@ -212,7 +212,7 @@ def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None
     with pytest.raises(ArmillaryError, match=r"is (nan|inf) at step \d+; the step was not taken .* --set train.lr="):
         begun.prepare()
         train(begun.plan, run)
-    assert run.state.shown == "failed" and "train.lr" in run.state.error
+    assert run.state.state == "failed" and "train.lr" in run.state.error
     assert run.latest_export() is None
 
 

@@ -180,7 +180,7 @@ def test_one_rank_asked_to_stop_stops_all_at_the_same_step(recipe: Make, home: H
     run = begun.create_run()
     answers = on_ranks(ranks, begun, run, 3, 1)
     assert len(set(answers)) == 1 and not answers[0][2]
-    assert run.state.shown == "interrupted" and saved_steps(run) == [answers[0][0]]
+    assert run.state.state == "interrupted" and saved_steps(run) == [answers[0][0]]
 
 
 def test_what_one_rank_cannot_read_is_said_by_all(recipe: Make, home: Home, ranks: Ranks) -> None:
@@ -188,7 +188,7 @@ def test_what_one_rank_cannot_read_is_said_by_all(recipe: Make, home: Home, rank
     run = begun.create_run()
     answers = on_ranks(ranks, begun, run, 5, 1, "missing shard")
     assert answers == ["AgreedError: shard 00000.bin is missing; prepare the data again"] * 2
-    assert run.state.shown == "failed" and saved_steps(run)[-1] == 4
+    assert run.state.state == "failed" and saved_steps(run)[-1] == 4
 
 
 def test_nan_ends_every_rank_with_one_line(recipe: Make, home: Home, ranks: Ranks) -> None:

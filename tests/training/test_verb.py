@@ -133,7 +133,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     run = newest(home)
     (step,) = saved_steps(run)
     assert f"checkpoint {step} written, resume with the same command" in out
-    assert run.state.shown == "interrupted" and run.state.step == step
+    assert run.state.state == "interrupted" and run.state.step == step
     changed = cli("train", path, "--devices", "1", "--set", "train.seed=5")
     assert changed.code == 2 and "(train.seed 0 → 5)" in changed.err and "--new" in changed.err
     assert len(list_runs(home)) == 1
@@ -142,7 +142,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert f"continues run {run.id} from step {step}" in again.out and again.code == 0, again.err
     noted = f"run {run.name} continues with changes: layout.dp 2 → 1, train.lr none → 0.0002"
     assert again.out.count("continues with changes") == 1 and noted in again.out
-    assert newest(home).id == run.id and run.state.shown == "finished" and run.state.step == step + 1
+    assert newest(home).id == run.id and run.state.state == "finished" and run.state.step == step + 1
     other = cli("train", path, "--devices", "1", "--set", "train.until=loss=100", "-q")
     assert other.code == 0 and other.out.strip() != run.id, "a finished run is not touched again"
 
@@ -172,7 +172,7 @@ def test_a_run_that_another_process_has_is_taken_over_only_when_asked(
     assert child.returncode == 2 and "was taken over by process" in err and "wrote nothing since" in err
     assert taken.code == 0, taken.err
     (run,) = list_runs(home)
-    assert re.search(rf"continues run {run.id} from step \d+", taken.out) and run.state.shown == "finished"
+    assert re.search(rf"continues run {run.id} from step \d+", taken.out) and run.state.state == "finished"
 
 
 def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
@@ -189,7 +189,7 @@ def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
     assert err.count("error:") == 1 and "Traceback" not in err and "elastic" not in err
     assert re.search(r"error: rank 1 was killed by signal 9 .*continues from the last checkpoint", err)
     run = newest(home)
-    assert run.state.shown == "failed" and saved_steps(run), "no half checkpoint counts"
+    assert run.state.state == "failed" and saved_steps(run), "no half checkpoint counts"
     assert all(not _alive(pid) for pid in victims)
     again = cli("train", path, "--devices", "1", "--set", "train.until=loss=100")
     assert again.code == 0 and f"continues run {run.id} from step" in again.out
@@ -228,7 +228,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_whole(
     assert child.returncode == 2, (out, err)
     assert err.count("error:") == 1 and "disk full while writing a checkpoint" in err and "Traceback" not in err
     run = newest(home)
-    assert run.state.shown == "failed" and not run.checkpoint_steps()
+    assert run.state.state == "failed" and not run.checkpoint_steps()
     assert not [p for p in (run.folder / "checkpoints").iterdir()], "nothing half-written is left"
 
 
@@ -257,7 +257,7 @@ def test_ranks_that_are_there_already_are_joined(file: Callable[..., str], home:
     main, other = ranks.run(2, call_cli, args)
     assert main[0] == other[0] == 0, (main[2], other[2])
     assert json.loads(main[1])["steps"] == 3 and other[1:] == ("", ""), "the main rank alone speaks"
-    assert newest(home).state.shown == "finished"
+    assert newest(home).state.state == "finished"
     main, other = ranks.run(2, call_cli, (*args, "--set", "layout.tp=1"))
     assert main[0] == other[0] == 2 and other[1:] == ("", "")
     assert "error: dp=1 needs 1 processes and 2 are running" in main[2]
@@ -272,7 +272,7 @@ def test_torchrun_s_ranks_are_joined(
     out, err = child.communicate(timeout=180)
     assert child.returncode == 0, err
     assert json.loads(out)["steps"] == 3, "the main rank alone speaks"
-    assert newest(home).state.shown == "finished"
+    assert newest(home).state.state == "finished"
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_nan_on_two_ranks_is_one_line(file: Callable[..., str], cli: Cli, home: 
     assert ran.code == 2 and ran.err.count("error:") == 1 and "Traceback" not in ran.err
     assert re.search(r"error: (loss|grad_norm) is (nan|inf) at step \d+.*; the step was not .* train.lr=", ran.err)
     run = newest(home)
-    assert run.state.shown == "failed" and "train.lr" in run.state.error
+    assert run.state.state == "failed" and "train.lr" in run.state.error
     assert all(step < 6 for step in saved_steps(run))
 
 

@@ -17,8 +17,7 @@ from armillary.cli.train.train import run_training
 from armillary.errors import ArmillaryError
 from armillary.spec.recipe import load_recipe
 from armillary.store.gauges import last_record, read_gauges
-from armillary.store.run_names import new_name
-from armillary.store.runs import Run, find_run, list_runs
+from armillary.store.runs import Run, find_run, list_runs, new_name
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:

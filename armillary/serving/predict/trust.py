@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import IO
 
 from armillary.errors import BadModel
-from armillary.store.converted_files import digest_of, is_known
+from armillary.store.converted_files import is_known
 from armillary.store.home import Home
+from armillary.store.manifest import sha256
 
 
 class FileTrust:
@@ -33,7 +34,7 @@ class FileTrust:
             )
         if self._every_file or (file.suffix == ".pt" and not _is_script(file)):  # weights alone hold no code
             return
-        if not is_known(self._home, digest_of(file)):
+        if not is_known(self._home, sha256(file)):
             raise BadModel(
                 f"{file} was not written by armillary convert here and can hold code; add --trust to serve it anyway"
             )

@@ -43,14 +43,14 @@ def run_to_resume(home: Home, recipe: Recipe, weights: str, choice: Choice, say:
     if same is None:
         _refuse_another(home, recipe, weights, choice.file)
         return None
-    return None if same.state.shown == "finished" else _free(same, choice, say)
+    return None if same.state.state == "finished" else _free(same, choice, say)
 
 
 def unfinished_run(home: Home, recipe: Recipe, weights: str) -> Run | None:
     """The newest run of this recipe, started from these weights, that is not running and not done; None where the
     newest one is done, or there is none."""
     for run in _same(home, recipe, weights):
-        state = run.state.shown
+        state = run.state.state
         if state in _ENDED:
             return run
         if state == "finished":
@@ -89,7 +89,7 @@ def _named(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say) -
     if defining := texts(changes, "defining"):
         raise BadInput(f"run {run.name} was started with another recipe ({_few(defining)}); put that back, {_NEW}")
     longer = any(change.key == "train.steps" for change in changes) and run.state.step < recipe.train.steps
-    if run.state.shown == "finished" and not longer:
+    if run.state.state == "finished" and not longer:
         raise BadInput(f"run {run.name} is finished; give it more with --set train.steps=…, {_NEW}")
     return _free(run, choice, say)
 
@@ -117,7 +117,7 @@ def _refuse_another(home: Home, recipe: Recipe, weights: str, file: str) -> None
         state = run.state
         if not related or state.is_running:
             continue
-        if state.shown in _ENDED:
+        if state.state in _ENDED:
             step = f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
             raise BadInput(
                 f"run {run.name} is unfinished (step {step}) and the recipe has become another "

@@ -178,7 +178,7 @@ def test_a_failed_write_keeps_the_last_good_one(recipe: Make, home: Home) -> Non
         train(begun.plan, run)
     assert "\n" not in str(caught.value)
     assert saved_steps(run) == [2] and [p.name for p in (run.folder / "checkpoints").iterdir()] == ["2"]
-    assert run.state.shown == "failed"
+    assert run.state.state == "failed"
     assert train(begun.plan, run).finished, "it goes on once there is room"
 
 
@@ -274,7 +274,7 @@ def test_a_run_goes_on_from_the_one_before_a_spoilt_one(recipe: Make, home: Home
 def test_a_run_that_fails_between_its_notes_says_how_far_it_was(recipe: Make, home: Home) -> None:
     run = cut_off(begin(recipe("train.steps=6", "train.save_every=2"), home), 4)
     last = list(read_gauges(run.gauges))[-1]
-    assert (run.state.shown, run.state.step, run.state.loss) == ("failed", 5, last["loss"])
+    assert (run.state.state, run.state.step, run.state.loss) == ("failed", 5, last["loss"])
 
 
 def test_other_ranks_draw_other_numbers_at_each_step() -> None:

@@ -82,7 +82,7 @@ def test_failed_and_died_runs_go_on_and_finished_ones_do_not(recipe: Make, home:
     assert unfinished_run(home, recipe(), "") == run
     run.update(state="running")
     write_lease(run.folder, replace(Lease.new(), pid=999_999, born=1, owner=run.owner))
-    assert run.state.shown == "died" and unfinished_run(home, recipe(), "") == run
+    assert run.state.state == "died" and unfinished_run(home, recipe(), "") == run
     later = begin(recipe(), home).create_run()
     later.update(state="finished", started=later.state.started + 1)
     assert unfinished_run(home, recipe(), "") is None, "the newest of the recipe is done: a new one starts"
@@ -93,7 +93,7 @@ def test_going_on_takes_the_run_over_as_it_is_asked_for_now(recipe: Make, home: 
     run = interrupted(begin(recipe(), home))
     begun = begin(recipe("layout.dp=2", "train.steps=20"), home)
     assert begun.open_run(overrides=["train.steps=20"]) == run
-    assert run.state.shown == "running" and run.state.steps == 20 and '"dp": 2' in run.plan.read_text()
+    assert run.state.state == "running" and run.state.steps == 20 and '"dp": 2' in run.plan.read_text()
     assert run.recipe["train"]["steps"] == 20 and run.overrides == ["train.steps=20"]
 
 
