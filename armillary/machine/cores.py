@@ -25,7 +25,8 @@ _ROUND_UP = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Cores:
-    """The online logical cores of this machine, and those that this process may use."""
+    """The online logical cores of this machine, and those that this process may use: `usable` can run at the same
+    time."""
 
     present: int
     allowed: frozenset[int]
@@ -33,7 +34,6 @@ class Cores:
     quota: float | None
     """CPU quota of the control groups, in CPUs; None without a limit"""
     usable: int
-    """cores that can run at the same time"""
     physical: int
     """allowed physical cores; performance cores on an Apple chip; 0 where the system does not report them"""
     threads: int

@@ -47,7 +47,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "xdist",
     ),
 }
-"""extra -> its modules"""
 _LINUX_ONLY = ("triton",)
 
 _EXTRA_FOR = {

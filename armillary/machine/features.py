@@ -110,7 +110,6 @@ def _levels(environment: Mapping[str, str]) -> list[str]:
 
 
 def _above(level: str) -> frozenset[str]:
-    """Features above a level."""
     if level == "asimd":
         return frozenset({"sve", "sve2", "svebf16", "svei8mm", "sme"})
     names = [name for name, _ in _LADDER]

@@ -39,8 +39,7 @@ ISA_FLAGS = (
 )
 
 
-_IMAGES = ("squashfs", "iso9660", "erofs")
-"""read-only file systems"""
+_READ_ONLY = ("squashfs", "iso9660", "erofs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,7 @@ def read_disks(root: Path) -> tuple[Disk, ...]:
     for line in text(root / "proc/mounts").splitlines():
         device, path, kind, *_ = line.split(" ")
         real = device.startswith("/dev/") or kind in ("overlay", "nfs", "nfs4", "lustre", "ceph", "fuse.gcsfuse")
-        if real and kind not in _IMAGES and device not in seen and Path(path).is_dir():
+        if real and kind not in _READ_ONLY and device not in seen and Path(path).is_dir():
             usage = shutil.disk_usage(path)
             medium = _medium(root, device)
             kind = f"{kind} on {medium}" if medium else kind

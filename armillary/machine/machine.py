@@ -30,17 +30,15 @@ _SAME_MEMORY = 0.12
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """This machine; memory is what this process may use, and `memory_why` says what limits it ('' for the physical
-    memory)."""
+    """This machine; memory is what this process may use, `memory_why` what limits it ('' for the physical memory),
+    and available what can still be allocated now. NUMA nodes are empty where the system does not report them."""
 
     system: str
     cpu: Cpu
     memory_bytes: float
     memory_why: str
     available_bytes: float | None
-    """memory that can still be allocated now"""
     numa: tuple[NumaNode, ...]
-    """NUMA nodes; empty where the system does not report them"""
     shm_bytes: float | None
     """size of /dev/shm, which ranks and loader workers share"""
     gpus: tuple[Gpu, ...]

@@ -31,7 +31,6 @@ def limit_bytes(root: Path = ROOT) -> float:
 
 
 def memory_limit(root: Path = ROOT) -> MemoryLimit:
-    """The limit with its cause."""
     physical = MemoryLimit(num_bytes=physical_bytes(root), why="")
     return min([physical, *_node_limit(root), *_group_limits(root)], key=lambda limit: limit.num_bytes)
 
@@ -51,7 +50,6 @@ def available_bytes(root: Path = ROOT) -> float | None:
 
 
 def physical_bytes(root: Path = ROOT) -> float:
-    """Physical memory of the machine."""
     size = sysctl("hw.memsize", root)
     total = float(size) if size.isdigit() else meminfo(root).get("MemTotal")
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if total is None else total

@@ -104,14 +104,12 @@ class MemoryTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The ceilings a profile is compared with."""
+    """The ceilings a profile is compared with: FLOP/s by dtype, memory traffic, and the cost of one launch."""
 
     device: str
     flops: Mapping[str, float] = field(default_factory=dict)
-    """dtype -> FLOP/s"""
     bytes_per_s: float | None = None
     launch_s: float | None = None
-    """cost of one launch"""
     source: Literal["measured", "catalogue", "unknown"] = "unknown"
 
 

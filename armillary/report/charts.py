@@ -1,4 +1,4 @@
-"""Charts as inline SVG in the style of the report pages: bars, lines, log-log scatter, stacked shares.
+"""Charts as inline SVG in the style of the report pages: lines, areas and log-log scatter over axes.
 
 Every chart is drawn twice, for wide and for narrow screens. Values become text through functions that the
 caller passes, and every text is escaped.
@@ -9,18 +9,11 @@ from dataclasses import dataclass
 from html import escape
 from math import atan2, ceil, degrees, floor, log10, sqrt
 
-COLOURS = ("var(--one)", "var(--two)", "var(--three)", "var(--four)")
-"""of the first, second … series"""
+SERIES_COLOURS = ("var(--one)", "var(--two)", "var(--three)", "var(--four)")
 SHARE_TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
-BAR_HEIGHT, BAR_GAP, GROUP_GAP, NAME_HEIGHT = 15, 3, 12, 18
-LETTER_WIDTH, VALUE_WIDTH = 7.4, 92
-"""about one letter; at least for the value that is written at a bar's end"""
-NAMES_BESIDE = 0.25
-"""share of the width up to which names stand beside their bars; longer ones stand above"""
 SMALLEST_RADIUS, LARGEST_RADIUS = 4.0, 30.0
 """of a scatter point, in a chart for a wide screen"""
-MAX_POINTS = 1200
-"""per line"""
+MAX_LINE_POINTS = 1200
 
 Text = Callable[[float], str]
 Points = Sequence[tuple[float, float]]
@@ -28,16 +21,14 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Size and margins of a chart in pixels."""
+    """Size and margins of a chart in pixels; the left and the lower margin hold the labels of the axes."""
 
     width: int
     height: int
     left: int
-    """margin for the labels of the y axis"""
     right: int = 16
     top: int = 16
     bottom: int = 40
-    """margin for the labels of the x axis"""
 
     @property
     def across(self) -> int:
@@ -138,135 +129,11 @@ def _label(x: float, y: float, text: str, anchor: str) -> str:
     return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'>{escape(text)}</text>"
 
 
-def _mark(frame: Frame, x: float, text: str = "") -> str:
+def mark(frame: Frame, x: float, text: str = "") -> str:
     """A dashed vertical line, with its text on the side that has more space."""
     line = f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{frame.top}' y2='{frame.floor}'/>"
     side, anchor = (x + 6, "start") if x < frame.middle else (x - 6, "end")
     return line + (_label(side, frame.top + 12, text, anchor) if text else "")
-
-
-# --- bars
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """One horizontal bar."""
-
-    value: float
-    text: str
-    """written at its end"""
-    colour: str = COLOURS[0]
-    opacity: float = 1.0
-    hover: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BarGroup:
-    """Bars under one name."""
-
-    name: str
-    bars: Sequence[Bar]
-    bold: bool = False
-
-
-def series_bars(
-    rows: Sequence[tuple[str, Sequence[float | None]]], series: Sequence[str], *, label: str, text: Text
-) -> str:
-    """A group of bars per row with one bar per series, and a legend; a value of None has no bar."""
-    groups = [
-        BarGroup(
-            name=name,
-            bars=[
-                Bar(
-                    value=value,
-                    text=text(value),
-                    colour=COLOURS[place % len(COLOURS)],
-                    hover=f"{series[place]} {text(value)}",
-                )
-                for place, value in enumerate(values)
-                if value is not None
-            ],
-        )
-        for name, values in rows
-    ]
-    chart = bars(groups, label=label)
-    return chart + (legend(zip(COLOURS, series, strict=False)) if chart and len(series) > 1 else "")
-
-
-def bars(groups: Sequence[BarGroup], *, label: str, full: float = 0.0, limit: float | None = None) -> str:
-    """Horizontal bars from 0 on one scale, which ends at `full` or at the largest value; `limit` is a dashed line."""
-    full = full or max((bar.value for group in groups for bar in group.bars), default=0.0)
-    if not full:
-        return ""
-    frames = _bar_frame(groups, 960), _bar_frame(groups, 420)
-    return drawing(lambda frame: _bars(groups, frame, full, limit), label, frames)
-
-
-def bars_file(groups: Sequence[BarGroup], *, label: str, caption: str) -> str:
-    """The same bars, in one colour, as an SVG file of their own under a caption."""
-    full = max((bar.value for group in groups for bar in group.bars), default=0.0) or 1.0
-    frame = _bar_frame(groups, 760, top=34)
-    style = (
-        ":root{--one:#2f6fd0}text{font:13px system-ui,sans-serif;fill:#4b5563}"
-        "@media(prefers-color-scheme:dark){:root{--one:#6da0ee}text{fill:#c3c9d4}}"
-    )
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {frame.width} {frame.height}' role='img' "
-        f"aria-label='{escape(label)}'><style>{style}</style><text x='8' y='20'>{escape(caption)}</text>"
-        f"{_bars(groups, frame, full, None)}</svg>\n"
-    )
-
-
-def _bar_frame(groups: Sequence[BarGroup], width: int, top: int = 4) -> Frame:
-    """As high as its bars; names beside the bars where they fit."""
-    names = 10 + LETTER_WIDTH * max((len(group.name) for group in groups), default=0)
-    beside = names <= NAMES_BESIDE * width
-    texts = [len(bar.text) for group in groups for bar in group.bars]
-    height = top + 4 + len(texts) * (BAR_HEIGHT + BAR_GAP) + len(groups) * (GROUP_GAP + (0 if beside else NAME_HEIGHT))
-    right = max(VALUE_WIDTH, round(10 + 0.9 * LETTER_WIDTH * max(texts, default=0)))
-    return Frame(width=width, height=height, left=round(names) if beside else 0, right=right, top=top, bottom=4)
-
-
-def _bars(groups: Sequence[BarGroup], frame: Frame, full: float, limit: float | None) -> str:
-    parts, y = list[str](), float(frame.top)
-    if limit is not None:
-        parts.append(_mark(frame, frame.left + limit / full * frame.across))
-    for group in groups:
-        bold = " class='bold'" if group.bold else ""
-        if frame.left:
-            middle = y + len(group.bars) * (BAR_HEIGHT + BAR_GAP) / 2 + 3
-            place = f"x='{frame.left - 10}' y='{middle:.1f}' text-anchor='end'"
-        else:
-            y += NAME_HEIGHT
-            place = f"x='0' y='{y - 5:.1f}'"
-        parts.append(f"<text {place}{bold}>{escape(group.name)}</text>")
-        for bar in group.bars:
-            parts.append(_bar(bar, frame.left, y, max(1.0, min(1.0, bar.value / full) * frame.across)))
-            y += BAR_HEIGHT + BAR_GAP
-        y += GROUP_GAP
-    return "".join(parts)
-
-
-def _bar(bar: Bar, x: float, y: float, width: float) -> str:
-    opacity = f" opacity='{bar.opacity}'" if bar.opacity < 1 else ""
-    return (
-        f"<rect x='{x}' y='{y:.1f}' width='{width:.1f}' height='{BAR_HEIGHT}' rx='3' fill='{bar.colour}'{opacity}>"
-        f"<title>{escape(bar.hover or bar.text)}</title></rect>"
-        f"<text x='{x + width + 8:.1f}' y='{y + BAR_HEIGHT - 3:.1f}'>{escape(bar.text)}</text>"
-    )
-
-
-def shares(parts: Sequence[tuple[str, float, str, str, str]]) -> str:
-    """One stacked bar and its legend; of each part: name, share, colour, text beside the share, text on hovering."""
-    bar, entries = "", ""
-    for name, share, colour, text, hover in parts:
-        name, text, hover = escape(name), escape(text), escape(hover)
-        bar += f"<span style='width:{share:.3%};background:{colour}' title='{name} {share:.1%}: {hover}'></span>"
-        entries += (
-            f"<span title='{hover}'><i style='background:{colour}'></i>{name} <b>{share:.1%}</b> "
-            f"<span class='note'>{text}</span></span>"
-        )
-    return f"<div class='bar'>{bar}</div><div class='legend'>{entries}</div>" if parts else ""
 
 
 # --- lines
@@ -291,11 +158,11 @@ def lines(
     ys = list(y_ticks) or _ticks(max(y for _, points in series for _, y in points))
     while above and len(ys) > 2 and ys[1] <= above:
         ys = ys[1:]
-    colours = [COLOURS[i % len(COLOURS)] for i in range(len(series))]
+    colours = [SERIES_COLOURS[i % len(SERIES_COLOURS)] for i in range(len(series))]
 
     def draw(frame: Frame) -> str:
         axes = Axes(frame, xs, ys)
-        parts = [axes.grid(x_text, y_text, x_name), *(_mark(frame, axes.x(at), text) for at, text in marks)]
+        parts = [axes.grid(x_text, y_text, x_name), *(mark(frame, axes.x(at), text) for at, text in marks)]
         for colour, (name, points) in zip(colours, series, strict=True):
             path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in thinned(points))
             parts.append(
@@ -333,17 +200,17 @@ def _ticks(most: float) -> list[float]:
     return [step * i for i in range(ceil(most / step - 1e-9) + 1)]
 
 
-def thinned(points: Points, most: int = MAX_POINTS) -> list[tuple[float, float]]:
+def thinned(points: Points, most: int = MAX_LINE_POINTS) -> list[tuple[float, float]]:
     """At most about `most` points: the lowest and the highest of every run of neighbours, so that no peak is lost."""
     if len(points) <= most:
         return list(points)
     size = ceil(2 * len(points) / most)
-    kept = list[tuple[float, float]]()
+    extremes = list[tuple[float, float]]()
     for start in range(0, len(points), size):
         part = points[start : start + size]
         ends = {min(range(len(part)), key=lambda i: part[i][1]), max(range(len(part)), key=lambda i: part[i][1])}
-        kept += [part[i] for i in sorted(ends)]
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+        extremes += [part[i] for i in sorted(ends)]
+    return extremes if extremes[-1] == points[-1] else [*extremes, points[-1]]
 
 
 # --- scatter

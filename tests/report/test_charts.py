@@ -7,7 +7,8 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.report.charts import Frame, Point, bars_file, drawing, lines, scatter, series_bars, shares, thinned
+from armillary.report.bars import bars_file, series_bars, shares
+from armillary.report.charts import Frame, Point, drawing, lines, scatter, thinned
 from tests.profiling.report.test_profile_page import Tags
 
 VALUE = st.none() | st.floats(0, 1e9)

@@ -13,7 +13,8 @@ from armillary.diagnosis.outcome.prediction_errors import HEADS
 from armillary.diagnosis.report.demo_report import DemoReport
 from armillary.profiling.profile import Profile
 from armillary.profiling.report.profile_page import budget_bar, roofline_chart
-from armillary.report.charts import lines, series_bars
+from armillary.report.bars import series_bars
+from armillary.report.charts import lines
 from armillary.report.page import Below, document, heading, items, section, table
 from armillary.serving.load.run import LoadReport
 from armillary.units import seconds_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from armillary.report.charts import Bar, BarGroup, bars, bars_file
+from armillary.report.bars import Bar, BarGroup, bars, bars_file
 from armillary.report.page import document, heading, section, table
 from armillary.units import bandwidth_text, seconds_text
 

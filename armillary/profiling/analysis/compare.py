@@ -48,25 +48,22 @@ class Comparison:
 
 
 def compare(before: Profile, after: Profile) -> Comparison:
-    """The second profile against the first."""
-    parts = tuple(
-        Change(
-            name=part,
-            before_s=before.budget.get(part, 0.0) / before.steps,
-            after_s=after.budget.get(part, 0.0) / after.steps,
-        )
-        for part in BUDGET
-    )
-    on_device = bool(before.kernels and after.kernels)
     operators = _changes(before.operators, after.operators, before.steps, after.steps)
-    kernels = _changes(before.kernels, after.kernels, before.steps, after.steps) if on_device else operators
+    kernels = _changes(before.kernels, after.kernels, before.steps, after.steps)
     return Comparison(
         before=before.source,
         after=after.source,
         before_step_s=before.step_s,
         after_step_s=after.step_s,
-        budget=parts,
-        kernels=kernels,
+        budget=tuple(
+            Change(
+                name=part,
+                before_s=before.budget.get(part, 0.0) / before.steps,
+                after_s=after.budget.get(part, 0.0) / after.steps,
+            )
+            for part in BUDGET
+        ),
+        kernels=kernels if before.kernels and after.kernels else operators,
         operators=operators,
     )
 

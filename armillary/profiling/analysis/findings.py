@@ -23,8 +23,7 @@ _MEMORY_BOUND = 0.1
 """share of the memory roofline from which a chain is memory-bound, and fusing it helps"""
 _LARGE = 0.3
 """share of the time from which a kernel is named even near its roofline"""
-_MOST_KERNELS = 4
-"""kernels that are named one by one"""
+_MAX_KERNELS_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Finding:
 def findings(profile: Profile, attribution: Attribution, spent: Budget) -> Profile:
     """The profile with its findings, the largest gain first."""
     candidates = [
-        *_launches(profile, spent),
+        *_launches(profile),
         *_causes(profile, attribution, spent),
         *_kernels(profile),
         *_tiny(profile),
@@ -59,7 +58,7 @@ def _nothing(profile: Profile) -> str:
     return f"nothing stands out: {profile.fraction('useful'):.0%} of the time is work at the roofline"
 
 
-def _launches(profile: Profile, spent: Budget) -> Iterator[Finding]:
+def _launches(profile: Profile) -> Iterator[Finding]:
     share = profile.fraction("launch_gap")
     rows = profile.kernels or profile.operators
     calls = sum(row.calls for row in rows)
@@ -123,7 +122,7 @@ def _what(gap: Gap | None, cause: Cause) -> str:
 def _kernels(profile: Profile) -> Iterator[Finding]:
     """Kernels far from their roofline, and chains of small memory-bound ones that fusing would join."""
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
-    for row in rows[:_MOST_KERNELS]:
+    for row in rows[:_MAX_KERNELS_NAMED]:
         if row.seconds and row.work != "collective" and row.bound != "overhead":
             yield _kernel(row, profile.wall_s)
     chain = [row for row in rows if row.bound == "memory" and row.work in ("elementwise", "norm", "copy", "softmax")]

@@ -14,8 +14,7 @@ from armillary.profiling.trace.event_classes import MODULE
 from armillary.profiling.trace.intervals import clip
 from armillary.profiling.trace.trace import OP, Array
 
-_MOST_KERNELS = 3
-"""kernels named with an operator"""
+_MAX_KERNELS_NAMED = 3
 
 
 def rows(attribution: Attribution, budget: Budget) -> tuple[Row, ...]:
@@ -89,7 +88,7 @@ def _kernels_of(attribution: Attribution, work: Array, owner: Array, seconds: Ar
     by_operator: dict[int, list[str]] = {}
     for key in keys[np.argsort(-total, kind="stable")].tolist():
         by_operator.setdefault(key >> 32, []).append(trace.names[key & 0xFFFFFFFF])
-    return {name: kernels[:_MOST_KERNELS] for name, kernels in by_operator.items()}
+    return {name: kernels[:_MAX_KERNELS_NAMED] for name, kernels in by_operator.items()}
 
 
 def _groups(keys: Array, events: Array) -> list[tuple[int, Array]]:

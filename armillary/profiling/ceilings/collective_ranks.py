@@ -208,4 +208,3 @@ OPS: dict[str, Callable[[int, int, int, Any], Call]] = {
     "broadcast": _broadcast,
     "send": _send,
 }
-"""operation -> function that makes the call"""

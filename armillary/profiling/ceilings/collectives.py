@@ -116,22 +116,17 @@ class AlphaBeta:
     bytes_per_s: float
     error: float
 
-    def seconds(self, num_bytes: float) -> float:
-        return self.alpha_s + num_bytes / self.bytes_per_s
-
 
 def fit(num_bytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
     """Robust weighted least squares with alpha ≥ 0; needs two different sizes."""
     assert len(set(num_bytes)) >= 2, "a line needs two sizes"
     size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
     weight = np.ones_like(size)
-    alpha = slope = 0.0
     for _ in range(_ROUNDS):
         alpha, slope = _solve(size, time, weight)
         off = np.abs((alpha + slope * size - time) / time)
         scale = float(np.median(off)) / 0.6745 + 1e-12
         weight = 1 / np.maximum(1.0, off / scale / _HUBER)
-    off = np.abs((alpha + slope * size - time) / time)
     return AlphaBeta(alpha_s=alpha, bytes_per_s=1 / slope, error=float(np.median(off)))
 
 

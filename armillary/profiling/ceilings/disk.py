@@ -33,7 +33,16 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
     folder = settings.folder.resolve()
     path = str(next(path for path in (folder, *folder.parents) if path.is_mount()))
     plan = [("write", 1), ("read", 1), ("read", 4), ("random_read", 1), ("random_read", 16), ("random_write", 1)]
-    return [{"op": op, "threads": n, "bytes": size, "block_bytes": _block(op), "path": path} for op, n in plan]
+    return [
+        {
+            "op": op,
+            "threads": threads,
+            "bytes": size,
+            "block_bytes": _RANDOM if op.startswith("random") else _SEQUENTIAL,
+            "path": path,
+        }
+        for op, threads in plan
+    ]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -133,7 +142,3 @@ def _fill(file: Path, size: int) -> None:
         for number in range(size // len(block)):
             out.write(block[number % 251 :] + block[: number % 251])
         os.fsync(out.fileno())
-
-
-def _block(op: str) -> int:
-    return _RANDOM if op.startswith("random") else _SEQUENTIAL

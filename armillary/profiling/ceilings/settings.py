@@ -30,9 +30,7 @@ class Settings:
     folder: Path = Path(".")
     cache_bytes: int = _UNKNOWN_CACHE
     free_bytes: float = _UNKNOWN_FREE
-    """device memory that may be taken"""
     clocks: Clocks | None = None
-    """what samples the clocks meanwhile"""
 
     @property
     def on_cuda(self) -> bool:
@@ -63,7 +61,6 @@ def settings_for(device: torch.device, *, quick: bool = False, folder: Path = Pa
 
 
 def clocks_of(device: torch.device) -> Clocks:
-    """A sampler for this device."""
     if device.type == "cuda":
         return Clocks(gpu_clocks(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     return Clocks(cpu_clocks)

@@ -28,7 +28,6 @@ class Resolved:
 def resolve_training(
     layout: Layout, config: ModelConfig, job: TrainJob, cluster: Cluster, home: Home, *, device: str | None = None
 ) -> Resolved:
-    """The precision of a training run."""
     if layout.precision not in ("auto", *SIXTEEN_BIT):
         return Resolved(dtype=layout.precision)
     rows = layout.micro_batch * job.sequence // layout.cp

@@ -135,7 +135,6 @@ def _nearest(points: Iterable[Point], dtype: str, sizes: Mapping[str, int]) -> P
 
 
 def probe_rates(points: Iterable[Point]) -> DtypeRates | None:
-    """Rates from the points of a probe."""
     rows = {str(point["dtype"]): point for point in points}
     if WIDE not in rows:
         return None

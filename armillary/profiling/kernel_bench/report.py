@@ -3,7 +3,7 @@
 from html import escape
 
 from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured
-from armillary.report.charts import Bar, BarGroup, bars
+from armillary.report.bars import Bar, BarGroup, bars
 from armillary.report.page import document, heading, section
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
@@ -20,7 +20,6 @@ _COLOURS = {
 
 
 def bench_page(bench: KernelBench) -> str:
-    """A page that loads nothing."""
     ceilings = ", ".join(f"{name} {rate_text(name, ceiling)}" for name, ceiling in bench.ceilings.items())
     below = (
         f"{bench.date}. Bars: share of the ceiling measured in this run ({ceilings}), forward full, backward pale. "

@@ -11,7 +11,8 @@ _SAME = 1.01
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One version of one case; rates are bytes/s or FLOP/s, as the ceiling is, and shares those of the ceiling."""
+    """One version of one case; rates are bytes/s or FLOP/s, as the ceiling is, and shares those of the ceiling. A
+    version that was `refused` was not timed."""
 
     version: str
     forward_s: float | None = None
@@ -23,7 +24,6 @@ class Measured:
     error: float | None = None
     """relative, against the wide reference"""
     refused: str = ""
-    """why it was not timed"""
     method: str = ""
     rival: bool = False
     """timed beside, never chosen"""
@@ -37,14 +37,14 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
-    """One case of one operation; `name` says whose shape it is."""
+    """One case of one operation: the version that choose() takes, and all that were measured; `name` says whose
+    shape it is."""
 
     op: str
     name: str
     shape: str
     ceiling: str
     chosen: str
-    """version that choose() takes"""
     measured: tuple[Measured, ...]
     failed: str = ""
     """why there is nothing: the reference itself could not be run"""
@@ -100,17 +100,15 @@ def _longer(own: float | None, other: float | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBench:
-    """What a run of the bench found."""
+    """What a run of the bench found; ceilings are bytes/s or FLOP/s of this run, and for the cases that are left
+    there was no time."""
 
     device: str
     date: str
     ceilings: dict[str, float]
-    """bytes/s or FLOP/s, measured in this run"""
     rows: tuple[KernelRow, ...]
     skipped: int
-    """cases left when the time was over"""
     warm_s: float
     """seconds of compiling ahead"""
     seconds: float
     left: tuple[str, ...] = ()
-    """names of the cases that were left"""

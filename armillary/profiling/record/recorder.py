@@ -30,7 +30,10 @@ class TraceRecorder:
 
     def __init__(self, *, memory: bool = True, stacks: bool = True, hooks: bool = True) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read at the first start: no lines of the profiler's on stderr
-        self._profiler = torch.profiler.profile(activities=activities(), record_shapes=True, profile_memory=memory)
+        device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profiler = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *device], record_shapes=True, profile_memory=memory
+        )
         self._sampler = Sampler() if stacks else None
         self._hooks = hooks
         self._modules = ModuleScopes()
@@ -109,11 +112,6 @@ class TraceRecorder:
         lines = "".join(json.dumps(event) + ",\n" for event in added)
         about = f'"{OPTIMIZERS}": {json.dumps(self.optimizers.lists)},\n'
         path.write_text(f"{text[: mark.start()]}{about}{mark.group()}\n{lines}{text[mark.end() :]}")
-
-
-def activities() -> list[ProfilerActivity]:
-    cpu = [ProfilerActivity.CPU]
-    return [*cpu, ProfilerActivity.CUDA] if torch.cuda.is_available() else cpu
 
 
 def finish() -> None:

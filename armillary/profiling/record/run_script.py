@@ -150,7 +150,6 @@ def _show(error: BaseException) -> None:
 
 
 def write_recording(window: Any, request: dict[str, Any]) -> None:
-    """Write the trace and what was seen."""
     import torch
 
     recorder = window.close()

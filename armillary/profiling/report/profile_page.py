@@ -21,7 +21,8 @@ from armillary.profiling.report.profile_text import (
     top_rows,
 )
 from armillary.profiling.trace.event_classes import short_name
-from armillary.report.charts import Point, area, legend, scatter, shares
+from armillary.report.bars import shares
+from armillary.report.charts import Point, area, legend, scatter
 from armillary.report.page import Hover, document, heading, items, section, side_by_side, table
 from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled, seconds_text
 
@@ -29,8 +30,7 @@ _TOP = 25
 _SEEN = 5e-4
 """share of a step from which a part is shown"""
 _OTHERS = tuple(f"var(--{name})" for name in ("one", "three", "four", "two"))
-_MAX_POINTS = 400
-"""of the roofline"""
+_MAX_ROOFLINE_POINTS = 400
 _COLOURS = {
     "gemm": "#2f6fd0",
     "attention": "#7a4fc0",
@@ -52,7 +52,6 @@ def write_page(profile: Profile, path: Path, comparison: Comparison | None = Non
 
 
 def page(profile: Profile, comparison: Comparison | None = None) -> str:
-    """The document."""
     bar = budget_bar(((part, profile.fraction(part)) for part in BUDGET), profile.step_s)
     parts = [
         _head(profile),
@@ -124,7 +123,7 @@ def roofline_chart(profile: Profile, shown: Sequence[Row]) -> str:
         return ""
     roofline = profile.roofline
     chart = scatter(
-        points[:_MAX_POINTS],
+        points[:_MAX_ROOFLINE_POINTS],
         label="Roofline: FLOP/s over FLOPs per byte",
         x_name="FLOP per byte",
         y_text=lambda value: scaled(value, "FLOP/s", digits=1) if value >= 1 else f"{value:g}",

@@ -42,7 +42,6 @@ class ChromeTrace:
     gzipped: bool
     about: dict[str, Any] = field(default_factory=dict)
     count: int = 0
-    """events so far"""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:

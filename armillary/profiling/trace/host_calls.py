@@ -17,8 +17,7 @@ from armillary.profiling.trace.trace import ANNOTATION, HOST_KINDS, KINDS, OP, P
 STATES = ("annotation", "python", "op", "view", "code", "launch", "slow", "copy", "sync", "comm", "loader")
 QUIET = 2
 """states below this index are neither torch nor the driver: Python runs"""
-_INHERITED = ("sync", "comm", "loader")
-"""states that nested events inherit"""
+_INHERITED_STATES = ("sync", "comm", "loader")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,6 @@ def read_host(trace: Trace, has_work: Array) -> Host:
 
 
 def steps_of(trace: Trace) -> Array:
-    """The annotations of steps."""
     return np.flatnonzero((trace.kind == ANNOTATION) & trace.matching(lambda name: name.startswith(STEP)))
 
 
@@ -144,7 +142,7 @@ def _sweep(
     trace: Trace, events: Array, columns: dict[str, Array], state: Array, codes: Array, has_work: Array, modules: Array
 ) -> Segments:
     """One thread from left to right with a stack of what is open; a child that outlasts its parent is clipped there."""
-    inherited = {STATES.index(name) for name in _INHERITED}
+    inherited = {STATES.index(name) for name in _INHERITED_STATES}
     starts, ends = trace.start[events].tolist(), trace.end[events].tolist()
     kinds, own, works = trace.kind[events].tolist(), codes[events].tolist(), has_work[events].tolist()
     is_module = modules[events].tolist()

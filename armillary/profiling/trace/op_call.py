@@ -1,6 +1,7 @@
 """One operator call of a trace: its tensor arguments, their dtypes, and its scalar arguments as text."""
 
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from armillary.profiling.trace.trace import Signature
@@ -77,10 +78,8 @@ class Call:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, lists flattened."""
-        flat: list[Tensor] = []
-        for value in self.args:
-            flat.extend(value if isinstance(value, tuple) else () if value is None else (value,))
-        return tuple(flat)
+        lists = (arg if isinstance(arg, tuple) else (arg,) for arg in self.args if arg is not None)
+        return tuple(chain.from_iterable(lists))
 
     def lists(self) -> list[tuple[Tensor, ...]]:
         return [value for value in self.args if isinstance(value, tuple) and value]
@@ -96,7 +95,6 @@ class Call:
             raise NoModel from None
 
     def op(self, kind: OpKind, flops: float, read: float, written: float, dtype: str = "") -> Op:
-        """The work of this call."""
         return Op(
             name=self.name,
             kind=kind,

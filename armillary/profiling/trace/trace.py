@@ -35,7 +35,7 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Allocations and frees, in the order of time (seconds from the beginning of the trace)."""
+    """Allocations and frees, in the order of time (seconds from the beginning of the trace); device -1 is the host."""
 
     start: Array
     change: Array
@@ -44,7 +44,6 @@ class Memory:
     """bytes in use on that device afterwards, as the allocator counts them"""
     address: Array
     device: Array
-    """-1 is the host"""
     thread: Array
 
 
