@@ -18,7 +18,7 @@ from armillary.diagnosis.evidence.thresholds import (
     QUEUE_CLEARING_SHARE,
 )
 from armillary.diagnosis.readings.reading import Reading
-from armillary.planning.simulation.fitted_step_time import StepCost
+from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.plan import Plan
 from armillary.spec.tables.serve import Objective, Serve
 from armillary.store.gauges import Record

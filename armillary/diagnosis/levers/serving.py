@@ -27,7 +27,7 @@ from armillary.errors import ArmillaryError
 from armillary.planning.serving.deployment_options import serving_dtypes
 from armillary.planning.serving.forward_ops import Split
 from armillary.planning.serving.replica import Replica
-from armillary.planning.simulation.fitted_step_time import StepCost, extrapolate_batch, planned_step_cost
+from armillary.planning.simulation.step_cost import StepCost, extrapolate_batch, planned_step_cost
 from armillary.spec.arithmetic.params import parameters
 from armillary.store.home import Home
 from armillary.units import bytes_text

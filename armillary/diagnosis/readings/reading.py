@@ -9,7 +9,8 @@ from functools import cached_property
 from statistics import median
 from typing import Literal
 
-from armillary.planning.simulation.fitted_step_time import StepCost, fit_step_cost, least_queries
+from armillary.planning.simulation.fitted_step_time import fit_step_cost, least_queries
+from armillary.planning.simulation.step_cost import StepCost
 from armillary.profiling.profile import Profile
 from armillary.spec.plan import Plan
 from armillary.store.gauges import Record

@@ -18,17 +18,14 @@ noisier the steps are. With few steps, the planner's roofline takes the place of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from armillary.engine.scheduler.decision import StepTimeModel, StepWork
-from armillary.planning.simulation.step_noise import StepNoise, step_noise
+from armillary.engine.scheduler.decision import StepWork
+from armillary.planning.simulation.step_cost import StepCost, step_noise
 
 if TYPE_CHECKING:
-    from armillary.planning.serving.replica import Replica
     from armillary.spec.plan import Plan
 
 Array = Any
@@ -78,57 +75,6 @@ _WARM_UP = 2
 """first steps are left out where there are enough: kernels are chosen and memory is first touched in them"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCost:
-    """Seconds of an engine step: `base_s` in any, `prompt_s` with prefill, `mixed_s` with prefill and decodes; and
-    seconds per prompt token, per decode, per key that a decode reads, per (query, key) pair of prefill, per prefill
-    chunk (row) and per earlier token of its prompt (past)."""
-
-    base_s: float
-    prompt_s: float = 0.0
-    mixed_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    context_s: float = 0.0
-    pair_s: float = 0.0
-    row_s: float = 0.0
-    past_s: float = 0.0
-    least_queries: float = 0.0
-    """prefill tokens below which attention takes no less time: fewer thread blocks leave a device idle"""
-    waits: bool = False
-    """the host waits for a device; else it is busy all along"""
-    noise: StepNoise = field(default_factory=StepNoise, repr=False)
-    """measured over fitted seconds, by kind of step: percentiles of gaps depend on it"""
-    error: float = 0.0
-    """median of |fitted − measured| / measured over single steps"""
-    steps: int = 0
-    basis: str = "given"
-
-    def seconds(self, work: StepWork) -> float:
-        """Seconds of a step with that work."""
-        prefill, decode, context, pairs, rows, past = work
-        more = (self.prompt_s if prefill else 0.0) + (self.mixed_s if prefill and decode else 0.0)
-        pairs *= max(1.0, self.least_queries / prefill) if prefill else 0.0
-        return (
-            self.base_s
-            + more
-            + prefill * self.prefill_s
-            + decode * self.decode_s
-            + context * self.context_s
-            + pairs * self.pair_s
-            + rows * self.row_s
-            + past * self.past_s
-        )
-
-    def decode_seconds(self, rows: float, context: float) -> float:
-        """Seconds of a step that only decodes `rows` sequences of `context` tokens each."""
-        return self.seconds(StepWork(decode_tokens=rows, context_tokens=rows * context))
-
-    def of(self, step: Mapping[str, Any]) -> float:
-        """Seconds of a recorded step."""
-        return self.seconds(StepWork.of(step))
-
-
 def least_queries(plan: Plan | None) -> float:
     """Prefill tokens from which on every SM of a GPU has a tile of some head's queries; 0 on other chips."""
     chip = plan.cluster.chip if plan is not None else None
@@ -156,22 +102,23 @@ def fit_step_cost(
     coefficients = _line(parts, taken, waited if waits else None, tried)
     if (
         coefficients[PAST] > coefficients[TOKENS]
-    ):  # reading a key never costs more than computing it: due to a few delayed steps
+    ):  # by a few delayed steps: a key never takes longer to read than a token
         bare = None if tried is None else (_without_past(tried[0]), tried[1])
         coefficients = _line(_without_past(parts), taken, waited if waits else None, bare)
     error = float(np.median(np.abs(parts @ coefficients - taken) / taken))
     coefficients *= _mean_ratio(parts @ coefficients, taken)
     ratios = np.clip(taken / np.maximum(parts @ coefficients, 1e-12), 1 / _STALL, _STALL)
+    base_s, prompt_s, mixed_s, token_s, decode_s, context_s, pair_s, row_s, past_s = map(float, coefficients)
     return StepCost(
-        base_s=float(coefficients[0]),
-        prompt_s=float(coefficients[1]),
-        mixed_s=float(coefficients[2]),
-        prefill_s=float(coefficients[3]),
-        decode_s=float(coefficients[3] + coefficients[4]),
-        context_s=float(coefficients[5]),
-        pair_s=float(coefficients[6]),
-        row_s=float(coefficients[7]),
-        past_s=float(coefficients[8]),
+        base_s=base_s,
+        prompt_s=prompt_s,
+        mixed_s=mixed_s,
+        prefill_s=token_s,
+        decode_s=token_s + decode_s,
+        context_s=context_s,
+        pair_s=pair_s,
+        row_s=row_s,
+        past_s=past_s,
         least_queries=least,
         waits=waits,
         error=error,
@@ -205,12 +152,12 @@ def _mean_ratio(predicted: Array, taken: Array) -> float:
 def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
     """Columns of the fit: 1, prompts, mixed, tokens, decodes, context, pairs, rows, past."""
     columns = (np.array([float(step.get(name, 0.0)) for step in steps]) for name in StepWork._fields)
-    tokens, decodes, context, pairs, rows, past = columns
+    tokens, decodes, context, query_keys, rows, past = columns
     prompts = np.where(tokens > 0, 1.0, 0.0)
-    pairs = pairs * np.maximum(1.0, least / np.maximum(tokens, 1.0))
+    query_keys = query_keys * np.maximum(1.0, least / np.maximum(tokens, 1.0))
     mixed = np.where(decodes > 0, prompts, 0.0)
     return np.stack(
-        [np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, pairs, rows, past], axis=1
+        [np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, query_keys, rows, past], axis=1
     )
 
 
@@ -287,70 +234,3 @@ def _non_negative(rows: Array, wanted: Array) -> Array:
     scaled = rows / size
     ridge = np.diag(np.sqrt(_EVEN) * np.linalg.norm(scaled, axis=0))
     return nnls(np.vstack([scaled, ridge]), np.concatenate([wanted, np.zeros(len(size))]))[0] / size
-
-
-def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: float) -> StepCost:
-    """The fitted time of a GPU's step with `rows` decodes, extended to more decodes by the planner: a few decodes run
-    other kernels than many, so the fitted cost per decode is too high for large batches."""
-    many = 16 * rows
-    now = cost.decode_seconds(rows, context)
-    speed = now / planned.decode_seconds(rows, context)
-    then = speed * planned.decode_seconds(many, context)
-    each = max(0.0, then - now) / (many - rows)
-    if each >= cost.decode_s + context * cost.context_s:
-        return cost
-    key_s = min(each / max(context, 1.0), speed * planned.context_s)
-    return replace(
-        cost,
-        base_s=now - rows * each,
-        decode_s=each - context * key_s,
-        context_s=key_s,
-        basis=f"{cost.basis}, more rows by the planner",
-    )
-
-
-def _decode_s(roofline: StepTimeModel, rows: int, context: int) -> float:
-    return roofline.seconds(StepWork(decode_tokens=rows, context_tokens=rows * (context + 1)))
-
-
-def _prefill_s(roofline: StepTimeModel, tokens: int) -> float:
-    return roofline.seconds(StepWork(prefill_tokens=tokens, prefill_rows=1))
-
-
-def planned_step_cost(
-    replica: Replica, *, context: int = 512, prompt: int | None = None, steps: Sequence[Mapping[str, Any]] = ()
-) -> StepCost:
-    """The planner's roofline as a line through a few of its steps, scaled to measured steps where there are any. On a
-    CPU, where even short prompts are compute-bound, the line goes through a `prompt` of the usual length."""
-    few, many, chunk = 1, 64, 512
-    single_s, batch_s = _decode_s(replica, few, context), _decode_s(replica, many, context)
-    key_s = max(0.0, _decode_s(replica, many, 2 * context) - batch_s) / (many * context)
-    decode_s = max(0.0, (batch_s - single_s) / (many - few) - context * key_s)
-    base_s = max(0.0, single_s - decode_s - context * key_s)
-    if prompt is not None and replica.cluster.chip.kind == "cpu":
-        prefill_s = (_prefill_s(replica, prompt) - base_s) / prompt
-    else:
-        prefill_s = (_prefill_s(replica, 2 * chunk) - _prefill_s(replica, chunk)) / chunk
-    cost = StepCost(
-        base_s=base_s,
-        prefill_s=max(0.0, prefill_s),
-        decode_s=decode_s,
-        context_s=key_s,
-        waits=True,
-        basis="planner's roofline",
-    )
-    ratios = [
-        step["engine_step_s"] / cost.of(step) for step in steps if step.get("engine_step_s", 0) > 0 and cost.of(step)
-    ]
-    if not ratios:
-        return cost
-    times = median(ratios)
-    return StepCost(
-        base_s=cost.base_s * times,
-        prefill_s=cost.prefill_s * times,
-        decode_s=cost.decode_s * times,
-        context_s=cost.context_s * times,
-        waits=True,
-        steps=len(ratios),
-        basis=f"planner's roofline × {times:.2g}, after {len(ratios)} steps",
-    )

@@ -25,9 +25,9 @@ from armillary.engine.scheduler.settings import Settings, settings_for
 from armillary.engine.telemetry.gauges import state_gauges
 from armillary.errors import BadInput
 from armillary.planning.serving.queueing import Server
-from armillary.planning.simulation.fitted_step_time import StepCost, planned_step_cost
 from armillary.planning.simulation.replayed_requests import Arrival, Prompts, drawn
 from armillary.planning.simulation.request_stats import served_gauges
+from armillary.planning.simulation.step_cost import StepCost, planned_step_cost
 from armillary.spec.tables.serve import Traffic
 
 STOP = 0

@@ -13,8 +13,8 @@ from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.levers.serving import levers_for
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.serving import RULES
-from armillary.planning.simulation.fitted_step_time import StepCost
 from armillary.planning.simulation.replayed_requests import Arrival
+from armillary.planning.simulation.step_cost import StepCost
 from armillary.store.home import Home
 from tests.diagnosis.served import requests, served
 

@@ -11,7 +11,7 @@ from armillary.diagnosis.evidence.finding import Finding
 from armillary.diagnosis.evidence.serving_run import ServingRun
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.serving import RULES
-from armillary.planning.simulation.fitted_step_time import StepCost
+from armillary.planning.simulation.step_cost import StepCost
 from tests.diagnosis.served import COST, requests, served
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from armillary.planning.simulation.step_noise import ENOUGH, StepNoise, step_noise
+from armillary.planning.simulation.step_cost import ENOUGH, StepNoise, step_noise
 
 
 def test_a_step_gets_the_luck_of_steps_of_its_kind_and_size() -> None:
