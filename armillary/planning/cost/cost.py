@@ -150,9 +150,6 @@ class TrainingCost:
     run_s: float
     device_hour_usd: float
 
-    def predicted(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 def training_cost(
     *, step_s: float, batch_tokens: int, steps: int, num_devices: int, usd_per_device_hour: float, goodput: float = 1.0

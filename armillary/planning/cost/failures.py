@@ -73,8 +73,7 @@ def daly_s(failures: Failures) -> float:
 
 def best_interval_s(failures: Failures) -> float:
     """The interval with the highest goodput, exactly: τ = M·(1 + W₀(−e^(−1−δ/M)))."""
-    mtbf, cost = failures.mtbf_s, failures.checkpoint_s
-    return mtbf * _one_plus_lambert(cost / mtbf)
+    return failures.mtbf_s * _one_plus_lambert(failures.checkpoint_s / failures.mtbf_s)
 
 
 def _one_plus_lambert(share: float) -> float:
@@ -85,10 +84,7 @@ def _one_plus_lambert(share: float) -> float:
     low, high = 0.0, 1.0 - exp(-1 - share)  # at the upper end −log(1 − x) = 1 + share > share + x
     for _ in range(200):
         middle = (low + high) / 2
-        if _shortfall(middle) < share:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if _shortfall(middle) < share else (low, middle)
     return (low + high) / 2
 
 
@@ -131,9 +127,6 @@ class Goodput:
         writing = useful * self.failures.checkpoint_s / self.interval_s
         restarting = min(1 - useful - writing, self.failures.restart_s / mtbf)
         return {"checkpoints": writing, "restarts": restarting, "repeated": 1 - useful - writing - restarting}
-
-    def predicted(self) -> dict[str, float]:
-        return {"goodput_fraction": self.goodput_fraction, "checkpoint_stall_s": self.failures.checkpoint_s}
 
 
 def expected_goodput(failures: Failures, interval_s: float | None = None) -> Goodput:

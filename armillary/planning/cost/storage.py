@@ -20,6 +20,8 @@ from armillary.spec.model import ModelConfig
 
 MASTER, MOMENTS = 4, 8
 """bytes per parameter of fp32 master weights and of AdamW's two moments"""
+CHECKPOINTS = 3
+"""retained at a time"""
 AHEAD = 2.0
 """how many times as fast as devices consume a loader must read, to recover from hiccups"""
 GAUGE_BYTES, GAUGES_PER_STEP = 24, 60
@@ -58,11 +60,9 @@ class Fit:
     @property
     def short(self) -> float:
         """Needed over available bandwidth; at most 1 where it is fast enough."""
-        pairs = (
-            (self.need.read_bytes_per_s, self.read_bytes_per_s),
-            (self.need.write_bytes_per_s, self.write_bytes_per_s),
+        return max(
+            self.need.read_bytes_per_s / self.read_bytes_per_s, self.need.write_bytes_per_s / self.write_bytes_per_s
         )
-        return max(needed / available for needed, available in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,6 @@ class RunStorage:
     @property
     def needs(self) -> tuple[Need, Need, Need]:
         return self.dataset, self.checkpoint, self.logs
-
-    def predicted(self) -> dict[str, float]:
-        return {"checkpoint_bytes": self.checkpoint.size_bytes}
 
 
 def checkpoint_bytes(config: ModelConfig, *, weight_bytes: float = 2.0, optimizer: bool = True) -> float:
@@ -95,11 +92,8 @@ def run_storage(
     interval_s: float,
     stall_s: float | None = None,
     restart_s: float = 300.0,
-    token_bytes: float | None = None,
-    keep: int = 3,
     steps: int = 0,
     copies: int = 1,
-    weight_bytes: float = 2.0,
 ) -> RunStorage:
     """Sizes and bandwidths of a run that consumes `tokens_per_s`: a checkpoint every `interval_s`, written within
     `stall_s` (None: before the next one, asynchronously) and read by `copies` of the model within `restart_s`."""
@@ -109,14 +103,12 @@ def run_storage(
         "interval_s": interval_s,
         "stall_s": stall_s,
         "restart_s": restart_s,
-        "keep": keep,
         "copies": copies,
     }
     for name, value in given.items():
         if value is not None and not (isfinite(value) and value > 0):
             raise BadInput(f"{name}={value} must be above 0; a run reads, writes and restarts in time")
-    each = token_bytes or (2.0 if config.vocab <= 65_536 else 4.0)
-    size = checkpoint_bytes(config, weight_bytes=weight_bytes)
+    each, size = 2.0 if config.vocab <= 65_536 else 4.0, checkpoint_bytes(config)
     dataset = Need(
         name="dataset",
         size_bytes=total_tokens * each,
@@ -127,7 +119,7 @@ def run_storage(
     checkpoint = Need(
         name="checkpoint",
         size_bytes=size,
-        kept_bytes=keep * size,
+        kept_bytes=CHECKPOINTS * size,
         read_bytes_per_s=size * copies / restart_s,
         write_bytes_per_s=size / (stall_s or interval_s),
     )

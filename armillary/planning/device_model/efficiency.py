@@ -82,7 +82,7 @@ class Curves:
     """'catalogue', or the device and day of the measurement"""
     peaks: Mapping[str, float]
     """precision -> dense peak, FLOP/s"""
-    reached: Mapping[str, float]
+    achieved: Mapping[str, float]
     """precision -> FLOP/s of the largest GEMMs"""
     power_limited: Mapping[str, float]
     """precision -> FLOP/s that a long sequence of GEMMs does not exceed, because of the power limit; where measured
@@ -120,22 +120,22 @@ class Curves:
 
     def sustained(self, precision: str) -> float:
         """FLOP/s of the largest GEMMs in a long sequence."""
-        return min(self.reached[precision], self.power_limited.get(precision, np.inf))
+        return min(self.achieved[precision], self.power_limited.get(precision, np.inf))
 
     def gemm_flops(self, precision: Ints, m: Array, n: Array, k: Array, groups: Array | float = 1.0) -> Array:
-        """reached · k/(k + k½·speed) · w/(w + w½), with w = groups·⌈m·n⌉ tiles over the multiprocessors; at most the
+        """achieved · k/(k + k½·speed) · w/(w + w½), with w = groups·⌈m·n⌉ tiles over the multiprocessors; at most the
         power-limited rate, which a GEMM with idle units comes nearer to, since the clock rises meanwhile."""
-        reached = np.array([self.reached[name] for name in PRECISIONS])[precision]
+        achieved = np.array([self.achieved[name] for name in PRECISIONS])[precision]
         power_limited = np.array([self.power_limited.get(name, np.inf) for name in PRECISIONS])[precision]
         speed = np.array([max(1.0, self.peaks[name] / self.usual_peak) for name in PRECISIONS])[precision]
         waves = np.maximum(groups * m * n / (TILE * self.num_sms), 1e-9)
-        shaped = reached * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
+        shaped = achieved * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
         return np.minimum(shaped, power_limited)
 
     def attention_flops(
         self, keys: Array | float, head_dim: float, *, backward: bool, precision: Ints | None = None
     ) -> Array:
-        """reached · s/(s + s½) · the head dim's factor against 128; interpolated where lengths were measured.
+        """achieved · s/(s + s½) · the head dim's factor against 128; interpolated where lengths were measured.
         `precision` has a code per layout; None: 16 bits."""
         keys = np.asarray(keys, dtype=float)
         narrow = self._attention_flops("bf16", keys, head_dim, backward=backward)
@@ -172,12 +172,16 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
     generation, table = _generation(chip)
     by_precision = {name: _peak_of(peaks, dtype) for name, (dtype, _) in FORMATS.items()}
     shares: Mapping[str, float] = table["gemm"]
-    reached = {name: by_precision[name] * _share(shares, name, dtype) for name, (dtype, _) in FORMATS.items()}
+    achieved = {
+        name: by_precision[name] * (shares.get(name) or shares.get(dtype) or shares["bf16"])
+        for name, (dtype, _) in FORMATS.items()
+    }
+    bandwidth = (chip.memory_bytes_per_s or 0.0) * table["memory"]
     catalogue_curves = Curves(
         generation=generation,
         source="catalogue",
         peaks=by_precision,
-        reached=reached,
+        achieved=achieved,
         power_limited={},
         gemm_k=table["gemm_k"],
         gemm_waves=table["gemm_waves"],
@@ -185,9 +189,9 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
         attention_forward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["forward"]),
         attention_backward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["backward"]),
         attention_at={},
-        bytes_per_s=(chip.memory_bytes_per_s or 0.0) * table["memory"],
-        eager_bytes_per_s=dict.fromkeys(ATTENTION, (chip.memory_bytes_per_s or 0.0) * table["memory"]),
-        row_bytes_per_s=dict.fromkeys(ATTENTION, (chip.memory_bytes_per_s or 0.0) * table["memory"]),
+        bytes_per_s=bandwidth,
+        eager_bytes_per_s=dict.fromkeys(ATTENTION, bandwidth),
+        row_bytes_per_s=dict.fromkeys(ATTENTION, bandwidth),
         kernel_s=table["kernel_s"],
         launch_s=table["launch_s"],
     )
@@ -197,11 +201,11 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
 def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves:
     """Ceilings of `armillary bench` in place of the catalogue's: GEMMs in a burst and, where known, sustained;
     attention, copies, launches, torch calls."""
-    reached, power_limited = dict(curves.reached), dict(curves.power_limited)
+    achieved, power_limited = dict(curves.achieved), dict(curves.power_limited)
     for name, (dtype, _) in FORMATS.items():
         best, sustained = measured.best_gemm(dtype), _sustained(measured, dtype)
         if best:
-            reached[name] = best * share
+            achieved[name] = best * share
         if sustained:
             power_limited[name] = sustained * share
     copied = (measured.best_copy() or 0.0) * share or curves.bytes_per_s
@@ -209,7 +213,7 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
     return replace(
         curves,
         source=f"{measured.device}, measured {measured.date}",
-        reached=reached,
+        achieved=achieved,
         power_limited=power_limited,
         attention_forward=_attention(curves, measured, share, backward=False),
         attention_backward=_attention(curves, measured, share, backward=True),
@@ -313,10 +317,6 @@ def _peak_of(peaks: Mapping[str, float], dtype: str) -> float:
     return peaks.get(dtype) or max(peaks.values())
 
 
-def _share(shares: Mapping[str, float], precision: str, dtype: str) -> float:
-    return shares.get(precision) or shares.get(dtype) or shares["bf16"]
-
-
 def width_of(precision: str) -> str:
     """Key of ATTENTION for a precision: fp32 where activations have 4 bytes, else bf16."""
     return "fp32" if precision in ("fp32", "tf32") else "bf16"
@@ -324,8 +324,7 @@ def width_of(precision: str) -> str:
 
 @cache
 def _table() -> dict[str, Any]:
-    with (Path(__file__).parent / "efficiency.toml").open("rb") as file:
-        return tomllib.load(file)
+    return tomllib.loads((Path(__file__).parent / "efficiency.toml").read_text(encoding="utf-8"))
 
 
 def _generation(chip: Chip) -> tuple[str, dict[str, Any]]:

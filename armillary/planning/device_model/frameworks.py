@@ -173,6 +173,5 @@ _SETTINGS = {field.name for field in fields(Software)} - {"name", *PARAMETERS}
 
 @cache
 def _table() -> dict[str, Any]:
-    with (Path(__file__).parent / "frameworks.toml").open("rb") as file:
-        sections = tomllib.load(file)
+    sections = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))
     return {name: section for name, section in sections.items() if isinstance(section, dict)}

@@ -109,14 +109,14 @@ _INTS = ("dp", "zero", "tp", "pp", "interleave", "cp", "ep", "micro_batch", "rec
 Table = TypeVar("Table")
 
 
-def map_arrays(function: Callable[..., Any], table: Table, *others: Any) -> Table:
+def map_arrays(function: Callable[..., Any], table: Table, *more: Any) -> Table:
     """`function` applied to every array of a dataclass of arrays (of such dataclasses, and of dicts of them)."""
     if isinstance(table, np.ndarray):
-        return function(table, *others)  # type: ignore[no-any-return]
+        return function(table, *more)  # type: ignore[no-any-return]
     if isinstance(table, dict):
-        return {key: map_arrays(function, part, *(other[key] for other in others)) for key, part in table.items()}  # type: ignore[return-value]
+        return {key: map_arrays(function, part, *(other[key] for other in more)) for key, part in table.items()}  # type: ignore[return-value]
     values = {
-        field.name: map_arrays(function, *(getattr(part, field.name) for part in (table, *others)))
+        field.name: map_arrays(function, *(getattr(part, field.name) for part in (table, *more)))
         for field in fields(table)  # type: ignore[arg-type]
     }
     return type(table)(**values)

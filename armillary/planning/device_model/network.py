@@ -100,7 +100,9 @@ def network(cluster: Cluster, measured: Peaks | None = None) -> Network:
     rings, reach = [], 1
     for tier in cluster.tiers:
         reach *= tier.count
-        rings.append(Ring(reach=reach, bytes_per_s=_rate(tier), latency_s=_latency(tier)))
+        speed, latency = link_speed(tier)
+        share = SCALE_OUT if tier.link.kind == "scale_out" else SCALE_UP
+        rings.append(Ring(reach=reach, bytes_per_s=speed * share, latency_s=latency))
     known = _measured_link(measured, cluster.fast_domain) if measured and rings else None
     if known:
         rings[0] = replace(rings[0], bytes_per_s=known[0], latency_s=known[1])
@@ -126,11 +128,8 @@ _RINGS: dict[str, Collective] = {
 }
 
 
-def _rate(tier: Tier) -> float:
-    speed = tier.bytes_per_s or UNKNOWN_BYTES_PER_S
-    return speed * (SCALE_OUT if tier.link.kind == "scale_out" else SCALE_UP)
-
-
-def _latency(tier: Tier) -> float:
-    latency = tier.link.latency_s
-    return UNKNOWN_LATENCY_S if latency is None else latency
+def link_speed(tier: Tier | None) -> tuple[float, float]:
+    """(bytes/s, latency) of a tier's link, or of an unknown one."""
+    speed = tier.bytes_per_s if tier is not None else None
+    latency = tier.link.latency_s if tier is not None else None
+    return speed or UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S if latency is None else latency

@@ -4,7 +4,7 @@ Bisection finds the highest rate: every latency grows with the rate. Devices fol
 replicas = ⌈rate / highest rate⌉, money from devices · price / tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, isfinite
 
 from armillary.errors import BadInput
@@ -16,8 +16,8 @@ from armillary.units import seconds_text
 _HEADROOM = 1 - 1e-4
 """bisection ends this close below the highest rate"""
 _BISECTIONS = 40
-LIMITS = {"ttft_p99_s": "ttft_p99_s", "itl_p99_s": "itl_p99_s", "tpot_p99_s": "tpot_p99_s", "e2e_p99_s": "e2e_p99_s"}
-"""field of Objective -> field of OperatingPoint"""
+LIMITS = ("ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
+"""fields of Objective and of OperatingPoint"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,8 @@ class Capacity:
     def predicted(self) -> dict[str, float]:
         """Gauge -> value of the deployment; latencies are per request."""
         traffic, now, memory = self.server.traffic, self.actual, self.memory
-        rate = traffic.requests_per_s
-        lengths = traffic.tokens_in + traffic.tokens_out
-        fits = concurrency(self.server.replica, memory, lengths, self.server.serve.block_tokens)
-        used = now.running / fits if fits else 0.0
+        rate, tokens = traffic.requests_per_s, traffic.tokens_in + traffic.tokens_out
+        fits = concurrency(self.server.replica, memory, tokens, self.server.serve.block_tokens)
         return {
             "ttft_p50_s": now.ttft_p50_s,
             "ttft_p99_s": now.ttft_p99_s,
@@ -55,7 +53,7 @@ class Capacity:
             "prefill_s": self.server.alone_s,
             "running": now.running,
             "concurrency": float(fits),
-            "kv_used_fraction": min(1.0, used),
+            "kv_used_fraction": min(1.0, now.running / fits) if fits else 0.0,
             "kv_capacity_tokens": float(kv_capacity_tokens(self.server.replica, memory)),
             "requests_per_s": rate,
             "tokens_in_per_s": rate * traffic.tokens_in,
@@ -111,8 +109,7 @@ def _above(server: Server) -> float:
 
 def _meets(point: OperatingPoint | None, objective: Objective) -> bool:
     return point is not None and all(
-        getattr(objective, name) is None or getattr(point, gauge) <= getattr(objective, name)
-        for name, gauge in LIMITS.items()
+        getattr(objective, name) is None or getattr(point, name) <= getattr(objective, name) for name in LIMITS
     )
 
 
@@ -127,16 +124,11 @@ def _refuse_impossible(server: Server, objective: Objective) -> None:
         )
     idle = operating_point(server, 1e-9)
     assert idle is not None, "an idle replica sustains a request"
-    for limit, gauge in LIMITS.items():
-        wanted, least = getattr(objective, limit), getattr(idle, gauge)
+    for limit in LIMITS:
+        wanted, least = getattr(objective, limit), getattr(idle, limit)
         if wanted is not None and least > wanted:
             raise BadInput(
                 f"{limit}={seconds_text(wanted)} cannot be met: {name} with {server.replica.split.text()} "
                 f"needs {seconds_text(least)} for a single request; raise layout.tp or "
                 f"--set objective.{limit}={least * 1.2:.2g}"
             )
-
-
-def at_rate(server: Server, requests_per_s: float) -> Server:
-    """The same server at another total rate."""
-    return replace(server, traffic=replace(server.traffic, requests_per_s=requests_per_s))

@@ -10,7 +10,7 @@ KV cache per request (DistServe, arXiv 2401.09670; Splitwise, arXiv 2311.18677):
 from dataclasses import dataclass, replace
 
 from armillary.errors import BadInput
-from armillary.planning.device_model.network import UNKNOWN_BYTES_PER_S
+from armillary.planning.device_model.network import link_speed
 from armillary.planning.serving.capacity import Capacity, capacity
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
@@ -75,7 +75,5 @@ def _for_prompts(objective: Objective, taken_s: float) -> Objective:
 
 def transfer_s(replica: Replica, tokens: int) -> float:
     """Moving the KV cache of a prompt between replicas: every device sends its part over its link outwards."""
-    tier = replica.cluster.tiers[-1] if replica.cluster.tiers else None
-    speed = tier.bytes_per_s if tier is not None else None
-    rate = (speed or UNKNOWN_BYTES_PER_S) * replica.rates.link
-    return sequence_bytes(replica, tokens) / rate
+    speed, _ = link_speed(replica.cluster.tiers[-1] if replica.cluster.tiers else None)
+    return sequence_bytes(replica, tokens) / (speed * replica.rates.link)

@@ -26,14 +26,14 @@ import numpy as np
 from armillary.engine.scheduler.decision import StepWork
 from armillary.planning.device_model.efficiency import Curves, curves, width_of
 from armillary.planning.device_model.layout_arrays import PRECISIONS
-from armillary.planning.device_model.network import UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S
+from armillary.planning.device_model.network import link_speed
 from armillary.planning.serving.engines import Rates, physics
 from armillary.planning.serving.forward_ops import EXPERT_GEMMS, Forward, Group, ServingDtypes, Split
 from armillary.spec.arithmetic.attention_ops import AttentionShape
 from armillary.spec.arithmetic.layer_ops import wire_factor
 from armillary.spec.arithmetic.ops import Op, size_of
 from armillary.spec.arithmetic.sublayers import attention_shape
-from armillary.spec.hardware import Cluster, Tier
+from armillary.spec.hardware import Cluster
 from armillary.spec.model import ModelConfig
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import
@@ -160,8 +160,7 @@ class Replica:
         if self._on_cpu:
             return replace(time, host_s=calls * self.curves.call_s + self.rates.step_s)
         launches = 0.0 if decoding or not self._kernel_s else kernels_s / self._kernel_s * self.rates.launch_s
-        waiting = max(0.0, launches - time.total_s) + self.rates.step_s
-        return replace(time, host_s=waiting)
+        return replace(time, host_s=max(0.0, launches - time.total_s) + self.rates.step_s)
 
     def calls(self, rows: int) -> float:
         """Torch calls per step with `rows` sequences, on a CPU."""
@@ -226,10 +225,10 @@ class Replica:
         return min(self.rates.overlap + self.rates.overlap_waves * waves, MOST_OVERLAP)
 
     def _attention_s(self, group: Group) -> float:
-        total = 0.0
-        for op, count in self.forward.attention(group):
-            total += count * (self._decode_attention_s(op) if group.queries == 1 else self._prompt_s(op, group))
-        return total
+        return sum(
+            count * (self._decode_attention_s(op) if group.queries == 1 else self._prompt_s(op, group))
+            for op, count in self.forward.attention(group)
+        )
 
     def _decode_attention_s(self, op: Op) -> float:
         """One sequence, one layer: every KV head is a thread block that must start; query heads beyond the first of a
@@ -275,8 +274,8 @@ class Replica:
         nodes = -(-ranks // inside)
         if nodes == 1:
             return within
-        reached = min(nodes * (1 - (1 - 1 / nodes) ** moe.top_k), moe.top_groups if moe.groups > 1 else nodes)
-        return max(within, self._wire_s(row * reached * (nodes - 1) / nodes, ranks, log2(nodes)))
+        targets = min(nodes * (1 - (1 - 1 / nodes) ** moe.top_k), moe.top_groups if moe.groups > 1 else nodes)
+        return max(within, self._wire_s(row * targets * (nodes - 1) / nodes, ranks, log2(nodes)))
 
     def allreduce_s(self, num_bytes: float) -> float:
         """All-reduce of `num_bytes` among the tp ranks."""
@@ -285,15 +284,8 @@ class Replica:
 
     def _wire_s(self, wire_bytes: float, span: int, hops: float) -> float:
         """Start-up, hops and bytes over the slowest link that `span` neighbours cross."""
-        speed, latency = _link(self.cluster.tier_spanning(span))
+        speed, latency = link_speed(self.cluster.tier_spanning(span))
         return self.rates.allreduce_s * self.rates.fixed_time + hops * latency + wire_bytes / (speed * self.rates.link)
-
-
-def _link(tier: Tier | None) -> tuple[float, float]:
-    if tier is None:
-        return UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S
-    latency = tier.link.latency_s
-    return tier.bytes_per_s or UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S if latency is None else latency
 
 
 def _precision(dtype: str) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from armillary.planning.serving.capacity import Capacity
+from armillary.planning.serving.capacity import LIMITS, Capacity
 from armillary.planning.serving.deployment_options import DeploymentOption, Request
 from armillary.planning.serving.disaggregation import Pools
 from armillary.planning.serving.replica import EngineStepTime
@@ -24,6 +24,8 @@ def plan_rows(request: Request, option: DeploymentOption, split: Pools | None = 
     """(label, text) of the plan, in reading order."""
     assert option.capacity is not None, "a refused choice has no plan"
     point, memory, traffic = option.capacity.actual, option.capacity.memory, request.traffic
+    available = request.cluster.num_devices
+    missing = f" ({available} are available: raise --on, or relax the objectives)" if option.devices > available else ""
     rows = [
         ("replica", f"{option.split.text()}, weights {option.dtypes.weights}, KV cache {option.dtypes.kv}"),
         (
@@ -39,7 +41,7 @@ def plan_rows(request: Request, option: DeploymentOption, split: Pools | None = 
         (
             "needed",
             f"{_many(option.capacity.replicas, 'replica')}, {_many(option.devices, 'device')} for "
-            f"{traffic.requests_per_s:g} requests/s" + _room_text(request, option),
+            f"{traffic.requests_per_s:g} requests/s{missing}",
         ),
         ("TTFT", f"p50 {seconds_text(point.ttft_p50_s)}  p99 {seconds_text(point.ttft_p99_s)}"),
         ("ITL", f"p50 {seconds_text(point.itl_p50_s)}  p99 {seconds_text(point.itl_p99_s)}"),
@@ -70,7 +72,7 @@ def _limit_text(request: Request, option: Capacity) -> str:
     high = option.highest
     shares = {
         name: getattr(high, name) / wanted
-        for name in ("ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
+        for name in LIMITS
         if (wanted := getattr(request.objective, name)) is not None
     }
     if shares and max(shares.values()) > 0.97:
@@ -79,11 +81,6 @@ def _limit_text(request: Request, option: Capacity) -> str:
         full = option.server.most_running < request.serve.max_running * option.server.replica.split.ep
         return ", limited by the KV cache" if full else ", limited by serve.max_running"
     return ", limited by prefill time"
-
-
-def _room_text(request: Request, option: DeploymentOption) -> str:
-    available = request.cluster.num_devices
-    return "" if option.devices <= available else f" ({available} are available: raise --on, or relax the objectives)"
 
 
 def _cost_rows(option: DeploymentOption) -> list[tuple[str, str]]:

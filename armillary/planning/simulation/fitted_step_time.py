@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from armillary.engine.scheduler.decision import StepWork
+from armillary.planning.device_model.layout_arrays import Array
 from armillary.planning.simulation.step_cost import StepCost, step_noise
 
 if TYPE_CHECKING:
     from armillary.spec.plan import Plan
 
-Array = Any
-"""numpy array"""
-Tried = tuple[Array, Array]
+Calibration = tuple[Array, Array]
 """calibration steps: their columns and seconds"""
 TOKENS, PAST = 3, 8
 """columns of the fit: tokens, and earlier tokens of prompts"""
@@ -65,11 +64,11 @@ _ALONE = Prior(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 6.0, 2.0, 2.0, 6.0]), 3)
 although in a run of similar steps it could seem so"""
 _CALIBRATION_WEIGHT = 0.1
 """weight of all calibration steps over that of the run's: enough for coefficients that the run does not determine"""
-_EVEN = 1e-12
+_TRACE_OF_RIDGE = 1e-12
 """relative ridge that makes the solution unique where columns are the same"""
 _STALL = 3.0
 """a step that took this many times the expected time was delayed by something else"""
-_FAR = 1.345
+_HUBER_LIMIT = 1.345
 """residuals beyond so many deviations count less: 95 % efficiency for normal errors (Huber)"""
 _WARM_UP = 2
 """first steps are left out where there are enough: kernels are chosen and memory is first touched in them"""
@@ -98,13 +97,12 @@ def fit_step_cost(
     parts, taken = _columns(known, least), np.array([float(step["engine_step_s"]) for step in known])
     waited = np.array([float(step.get("engine_wait_s", 0.0)) for step in known])
     waits = float(waited.sum()) > 0.5 * float(taken.sum())
-    tried = _tried(calibration, least)
-    coefficients = _line(parts, taken, waited if waits else None, tried)
-    if (
-        coefficients[PAST] > coefficients[TOKENS]
-    ):  # by a few delayed steps: a key never takes longer to read than a token
-        bare = None if tried is None else (_without_past(tried[0]), tried[1])
-        coefficients = _line(_without_past(parts), taken, waited if waits else None, bare)
+    calibrated = _calibration(calibration, least)
+    coefficients = _line(parts, taken, waited if waits else None, calibrated)
+    if coefficients[PAST] > coefficients[TOKENS]:  # a key takes no longer to read than to compute: some steps stalled
+        without_past = np.arange(len(coefficients)) != PAST
+        bare = None if calibrated is None else (calibrated[0] * without_past, calibrated[1])
+        coefficients = _line(parts * without_past, taken, waited if waits else None, bare)
     error = float(np.median(np.abs(parts @ coefficients - taken) / taken))
     coefficients *= _mean_ratio(parts @ coefficients, taken)
     ratios = np.clip(taken / np.maximum(parts @ coefficients, 1e-12), 1 / _STALL, _STALL)
@@ -124,22 +122,17 @@ def fit_step_cost(
         error=error,
         steps=len(known),
         noise=step_noise(zip(map(bool, parts[:, 1]), parts @ coefficients, ratios, strict=True)),
-        basis=f"fitted to {len(known)} steps, ± {error:.0%} each" + (f", {len(tried[1])} calibrated" if tried else ""),
+        basis=f"fitted to {len(known)} steps, ± {error:.0%} each"
+        + (f", {len(calibrated[1])} calibrated" if calibrated else ""),
     )
 
 
-def _line(parts: Array, taken: Array, waited: Array | None, tried: Tried | None) -> Array:
+def _line(parts: Array, taken: Array, waited: Array | None, calibrated: Calibration | None) -> Array:
     """Coefficients of the steps' seconds; the wait for a device is fitted separately, unless calibration steps tell
     both apart."""
-    if waited is None or tried is not None:
-        return _fitted(parts, taken, taken, _ALONE if waited is None else _DEVICE, tried)
+    if waited is None or calibrated is not None:
+        return _fitted(parts, taken, taken, _ALONE if waited is None else _DEVICE, calibrated)
     return _fitted(parts, waited, taken, _DEVICE) + _fitted(parts, taken - waited, taken, _HOST)
-
-
-def _without_past(parts: Array) -> Array:
-    left = parts.copy()
-    left[:, PAST] = 0.0
-    return left
 
 
 def _mean_ratio(predicted: Array, taken: Array) -> float:
@@ -161,34 +154,35 @@ def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
     )
 
 
-def _tried(calibration: Sequence[Mapping[str, Any]], least: float) -> Tried | None:
+def _calibration(calibration: Sequence[Mapping[str, Any]], least: float) -> Calibration | None:
     known = [step for step in calibration if step.get("calibration_step_s", 0.0) > 0]
     if len(known) < LEAST_CALIBRATION:
         return None
     return _columns(known, least), np.array([float(step["calibration_step_s"]) for step in known])
 
 
-def _fitted(parts: Array, wanted: Array, taken: Array, prior: Prior, tried: Tried | None = None) -> Array:
+def _fitted(parts: Array, wanted: Array, taken: Array, prior: Prior, calibrated: Calibration | None = None) -> Array:
     """Coefficients for `wanted`, all or part of the steps' seconds; the noisier they are, the more the prior counts."""
-    if tried is not None:
-        return _robust(parts, wanted, taken, prior, 0.0, _rescaled_to_run(parts, wanted, prior, tried))
+    if calibrated is not None:
+        return _robust(parts, wanted, taken, prior, 0.0, _rescaled_to_run(parts, wanted, prior, calibrated))
     freely = _robust(parts, wanted, taken, prior, 0.0)
     noise = float(np.median(np.abs(parts @ freely - wanted) / taken))
     return _robust(parts, wanted, taken, prior, _MOST_RIDGE * min(1.0, noise / _NOISY) ** prior.power)
 
 
-def _rescaled_to_run(parts: Array, wanted: Array, prior: Prior, tried: Tried) -> Tried:
+def _rescaled_to_run(parts: Array, wanted: Array, prior: Prior, calibrated: Calibration) -> Calibration:
     """Calibration steps with the seconds they would have in the run, where caches are colder and the host does more."""
-    columns, seconds = tried
-    alone = _robust(columns, seconds, seconds, prior, 0.0)
-    expected = parts @ alone
+    columns, seconds = calibrated
+    expected = parts @ _robust(columns, seconds, seconds, prior, 0.0)
     return columns, seconds * float(np.median(wanted / np.maximum(expected, 1e-12)))
 
 
-def _robust(parts: Array, wanted: Array, taken: Array, prior: Prior, ridge: float, tried: Tried | None = None) -> Array:
+def _robust(
+    parts: Array, wanted: Array, taken: Array, prior: Prior, ridge: float, calibrated: Calibration | None = None
+) -> Array:
     """Non-negative least squares of relative errors, reweighted in rounds so that outliers count less."""
     weights, usual = np.ones(len(taken)), float(np.median(taken))
-    more = _weighed(tried, usual, len(taken))
+    more = _weighed(calibrated, usual, len(taken))
     size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])
     size[7] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what only some steps have counts as if all had it
     believed = np.diag(prior.penalty * size / usual) * np.sqrt(ridge * len(taken))
@@ -202,17 +196,17 @@ def _robust(parts: Array, wanted: Array, taken: Array, prior: Prior, ridge: floa
             _non_negative(rows, np.concatenate([wanted * scale, np.zeros(len(believed)), more[1]])),
         )
         errors = np.abs(parts @ coefficients - wanted) / np.sqrt(taken * usual)
-        weights = np.minimum(1.0, _FAR * _spread(errors, kinds) / np.maximum(errors, 1e-15))
+        weights = np.minimum(1.0, _HUBER_LIMIT * _spread(errors, kinds) / np.maximum(errors, 1e-15))
         if np.allclose(before, coefficients, rtol=1e-6, atol=0.0):
             break
     return coefficients
 
 
-def _weighed(tried: Tried | None, usual: float, count: int) -> Tried:
+def _weighed(calibrated: Calibration | None, usual: float, count: int) -> Calibration:
     """Weighted rows of the calibration steps, beside so many steps of the run."""
-    if tried is None:
+    if calibrated is None:
         return np.zeros((0, 9)), np.zeros(0)
-    columns, seconds = tried
+    columns, seconds = calibrated
     scale = np.sqrt(_CALIBRATION_WEIGHT * count / len(seconds)) / np.sqrt(np.maximum(seconds, 1e-12) * usual)
     return columns * scale[:, None], seconds * scale
 
@@ -232,5 +226,5 @@ def _non_negative(rows: Array, wanted: Array) -> Array:
 
     size = np.maximum(np.abs(rows).max(axis=0), 1e-30)
     scaled = rows / size
-    ridge = np.diag(np.sqrt(_EVEN) * np.linalg.norm(scaled, axis=0))
+    ridge = np.diag(np.sqrt(_TRACE_OF_RIDGE) * np.linalg.norm(scaled, axis=0))
     return nnls(np.vstack([scaled, ridge]), np.concatenate([wanted, np.zeros(len(size))]))[0] / size

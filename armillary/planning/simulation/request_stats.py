@@ -59,6 +59,8 @@ def _rates(requests: Records) -> dict[str, float]:
 def _totals(steps: Records) -> dict[str, float]:
     if not steps:
         return {}
-    last = steps[-1]
-    kept = [name for name in last if name.endswith("_total") or name in ("prefix_hit_fraction", "kv_capacity_tokens")]
-    return {name: float(last[name]) for name in kept}
+    return {
+        name: float(value)
+        for name, value in steps[-1].items()
+        if name.endswith("_total") or name in ("prefix_hit_fraction", "kv_capacity_tokens")
+    }

@@ -26,9 +26,9 @@ StepKind = tuple[bool, int]
 
 @dataclass(frozen=True, kw_only=True)
 class StepNoise:
-    """Ratios of measured to fitted seconds, by kind and size of the step. Percentiles of gaps depend on them: short steps
-    are noisier than long ones, and steps with prefill differ from those without, so a simulated step samples the noise
-    of similar steps."""
+    """Ratios of measured to fitted seconds, by kind and size of the step. Percentiles of gaps depend on them: short
+    steps are noisier than long ones, and steps with prefill differ from those without, so a simulated step samples the
+    noise of similar steps."""
 
     ratios: Mapping[StepKind, tuple[float, ...]] = field(default_factory=dict)
     _near: dict[StepKind, Sequence[float]] = field(default_factory=dict, repr=False, compare=False)

@@ -83,8 +83,8 @@ def _narrow(model: ModelConfig, layouts: Layouts) -> tuple[Array, Array]:
 
 def _factor(case: TrainCase, layouts: Layouts) -> Array:
     """Factor on what is counted in 16 bits: wider dtypes, unfused operations, 4-bit frozen weights."""
-    wide = np.where(WIDE[layouts.precision], 2.0, 1.0)
-    return wide * (1.0 if case.software.fused_layers else EAGER) * _quantised(case)
+    quantised = QUANTISED if case.lora is not None and case.lora.base_bytes < 2 else 1.0
+    return np.where(WIDE[layouts.precision], 2.0, 1.0) * (1.0 if case.software.fused_layers else EAGER) * quantised
 
 
 def _unread(case: TrainCase, layouts: Layouts, on: frozenset[str]) -> Array:
@@ -93,10 +93,6 @@ def _unread(case: TrainCase, layouts: Layouts, on: frozenset[str]) -> Array:
     hidden = 2.0 * model.hidden / layouts.stream_tp * (("qkv" not in on) + ("up" not in on) * dense)
     inner: Array = 2.0 * model.ffn / layouts.tp * ("down" not in on) * dense
     return hidden + inner
-
-
-def _quantised(case: TrainCase) -> float:
-    return QUANTISED if case.lora is not None and case.lora.base_bytes < 2 else 1.0
 
 
 def _norms(case: TrainCase, layouts: Layouts) -> Array:

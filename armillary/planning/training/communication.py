@@ -124,13 +124,13 @@ def data_parallel(
     third, share = layouts.zero == 3, 1 - 1 / np.maximum(params.layers, 1)  # the first and last layer have no window
     sent = np.where(layouts.zero > 0, share, 1 - 1 / _buckets(case, layouts, params))
     overlap = 1.0 if case.software.dp_overlap else 0.0
-    ahead = _exposed(gather, share, windows.forward * overlap)
-    late = np.maximum(0.0, gather - windows.backward * overlap)
+    in_forward = _exposed(gather, share, windows.forward * overlap)
+    in_backward = np.maximum(0.0, gather - windows.backward * overlap)
     left = np.where(third, np.maximum(windows.backward * overlap - gather, 0.0), windows.backward * overlap)
     grads = _exposed(scatter, sent, left)
     rounds = np.where(layouts.zero >= 2, micro_batches, 1.0)
     total = np.select([third, layouts.zero > 0], [2 * gather * micro_batches, gather], 0.0)
-    exposed = np.select([third, layouts.zero > 0], [(ahead + late) * micro_batches, ahead], 0.0)
+    exposed = np.select([third, layouts.zero > 0], [(in_forward + in_backward) * micro_batches, in_forward], 0.0)
     return CommCost(total=scatter * rounds, exposed=grads * rounds), CommCost(total=total, exposed=exposed)
 
 

@@ -171,7 +171,7 @@ def _matmul(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
 def gemm_s(
     case: TrainCase, precision: Ints, groups: Array, m: Array, n: Array, k: Array, *, grouped: bool = True
 ) -> Array:
-    """max(FLOPs / reached rate, bytes / bandwidth) + kernel overhead. Not `grouped`: one kernel per group, each with a
+    """max(FLOPs / achieved rate, bytes / bandwidth) + kernel overhead. Not `grouped`: one kernel per group, each with a
     last wave of its own."""
     curves = case.curves
     size = SIZES[precision]

@@ -114,14 +114,13 @@ def _gemms(prediction: Prediction) -> list[Term]:
 def _compute(prediction: Prediction) -> list[Term]:
     time, case = prediction.time, prediction.case
     m, mean = float(time.work.micro_batches[0]), float(time.work.stages.mean[0])
-    reached = case.curves.sustained(prediction.precision())
-    peak = case.curves.peaks[prediction.precision()]
+    sustained, peak = case.curves.sustained(prediction.precision()), case.curves.peaks[prediction.precision()]
     hidden, width = float((time.comm - time.exposed)[0]), width_of(prediction.precision())
     return [
         _seconds(
             "GEMMs",
             "micro-batches · layers · Σ (forward + dX + dW) + the ends",
-            f"{m:g} · {mean:g} · GEMMs at up to {flops_per_s_text(reached)} of {flops_per_s_text(peak)}",
+            f"{m:g} · {mean:g} · GEMMs at up to {flops_per_s_text(sustained)} of {flops_per_s_text(peak)}",
             float(time.gemm[0]),
         ),
         _seconds(
@@ -328,7 +327,7 @@ def _memory(prediction: Prediction) -> list[Term]:
         (
             "optimizer",
             "trained parameters · 8 (/ shards from ZeRO 1)",
-            f"{trained} · {float(states.moments[0]):g}{share[1]}",
+            f"{trained} · {float(states.optimizer[0]):g}{share[1]}",
         ),
         (
             "master",

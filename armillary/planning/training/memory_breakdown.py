@@ -118,7 +118,7 @@ def _stage(case: TrainCase, layouts: Layouts, params: DeviceParameters, in_fligh
     out, resident = optimizer_offloaded(layouts), resident_master_share(case, layouts, params)
     always = {
         "weights": weight_bytes(case, layouts, params, states),
-        "optimizer": np.where(out, 0.0, sharded_bytes(case, layouts, params, states.moments, 1)),
+        "optimizer": np.where(out, 0.0, sharded_bytes(case, layouts, params, states.optimizer, 1)),
         "master": np.where(out, resident, 1.0) * sharded_bytes(case, layouts, params, states.master, 1),
     }
     snapshots = Stage(

@@ -9,7 +9,7 @@ import numpy as np
 
 from armillary.planning.device_model.layout_arrays import OFFLOADS, PRECISIONS, Array, Bools, Layouts
 from armillary.planning.training.activations import stored_layer_bytes
-from armillary.planning.training.optimizer_states import shard_counts, sharded_bytes, trained_parameters
+from armillary.planning.training.optimizer_states import sharded_bytes, updated_parameters
 from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
@@ -110,9 +110,7 @@ def _overlaps(case: TrainCase, layouts: Layouts) -> Bools:
 
 def host_adamw_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
     """Bytes / bandwidth of host memory, link or disk, whichever is slowest."""
-    dense_shared, routed_shared = (np.where(layouts.zero > 0, n, 1) for n in shard_counts(layouts))
-    dense, routed = trained_parameters(case, layouts, params)
-    count = dense / dense_shared + routed / routed_shared
+    count = updated_parameters(case, layouts, params)
     if case.cluster.chip.kind == "cpu":
         seconds = count * CPU_BYTES / case.curves.bytes_per_s
     else:

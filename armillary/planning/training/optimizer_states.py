@@ -20,7 +20,7 @@ class StateBytes:
 
     weight: Array
     gradient: Array
-    moments: Array
+    optimizer: Array
     master: Array
 
 
@@ -29,10 +29,10 @@ def state_bytes(case: TrainCase, layouts: Layouts) -> StateBytes:
     wide = WIDE[layouts.precision]
     two_or_four = np.where(wide, 4.0, 2.0)
     if case.pure:
-        return StateBytes(weight=two_or_four, gradient=two_or_four, moments=2 * two_or_four, master=0.0 * two_or_four)
+        return StateBytes(weight=two_or_four, gradient=two_or_four, optimizer=2 * two_or_four, master=0.0 * two_or_four)
     gradient = np.where(wide, 4.0, np.where(_alone(case, layouts), 2.0, case.software.summed_bytes))
     master = np.where(wide, 0.0, 4.0)
-    return StateBytes(weight=two_or_four, gradient=gradient, moments=0 * gradient + 8.0, master=master)
+    return StateBytes(weight=two_or_four, gradient=gradient, optimizer=0 * gradient + 8.0, master=master)
 
 
 def _alone(case: TrainCase, layouts: Layouts) -> Bools:
@@ -74,6 +74,13 @@ def trained_parameters(case: TrainCase, layouts: Layouts, params: DeviceParamete
     if case.lora is None:
         return params.dense, params.routed
     return case.lora.per_device(layouts.tp) / layouts.pp, np.zeros(len(layouts))
+
+
+def updated_parameters(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
+    """Parameters whose optimizer states are on the device, which it updates."""
+    dense, routed = trained_parameters(case, layouts, params)
+    dense_shared, routed_shared = shard_counts(layouts)
+    return dense / dense_shared + routed / routed_shared
 
 
 def sharded_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, each: Array, stage: int) -> Array:

@@ -86,7 +86,7 @@ class Stage:
         none, layer = np.zeros(len(stored)), stored / np.maximum(self.params.layers * self.in_flight, 1)
         early, summed, buffers = self._early_gradients, self._gradients, self._buffers_per_snapshot()
         pending = stored * (1 - 1 / self.in_flight)  # of the other micro-batches in flight
-        head, late = np.maximum(early, np.minimum(self._head_gradient(), summed)), self._late_gradients()
+        head, final = np.maximum(early, np.minimum(self._head_gradient(), summed)), self._final_gradients()
         first = np.where(fsdp_full(self.case, self.layouts), early, head)  # there, the head's is freed with the root's
         on_device = (
             stored,
@@ -100,7 +100,7 @@ class Stage:
         is_offloaded = activations_offloaded(self.layouts)
         columns = zip(
             self._autocast_copies(),
-            (early, first, first, late, late, late),
+            (early, first, first, final, final, final),
             [np.where(is_offloaded, left, full) for left, full in zip(offloaded, on_device, strict=True)],
             (self._loss(), *[none] * 5),
             buffers,
@@ -184,7 +184,7 @@ class Stage:
         """Whether earlier micro-batches of the step have left gradients."""
         return self.micro_batches > self.in_flight
 
-    def _late_gradients(self) -> Array:
+    def _final_gradients(self) -> Array:
         """In the first layer's backward pass; fully_shard's root runs after it, so the root's gradients are those of
         earlier micro-batches, if any."""
         params, states, layouts = self.params, self.states, self.layouts

@@ -56,12 +56,11 @@ class Prediction:
 
     def hfu(self, i: int = 0) -> float:
         """FLOPs executed over the dense 16-bit peak, for one layout."""
-        code, every = int(self.layouts.recompute[i]), int(self.layouts.recompute_every[i])
         done = hardware_flops_per_token(
             self.case.model,
             self.case.sequence,
-            recompute=RECOMPUTES[code],  # type: ignore[arg-type]
-            recompute_every=every,
+            recompute=RECOMPUTES[int(self.layouts.recompute[i])],  # type: ignore[arg-type]
+            recompute_every=int(self.layouts.recompute_every[i]),
             flash=self.case.flash,
             **self._adapters(),
         )

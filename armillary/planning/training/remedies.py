@@ -43,8 +43,8 @@ class Remedy:
 def remedy(case: TrainCase, layout: Layout, precision: str | None = None) -> Remedy | None:
     """The smallest change with which `layout` fits its devices; None where no change of one or two settings does."""
     singles = list(_singles(case, layout))
-    pairs = [first | second for first, second in combinations(singles, 2) if not set(first) & set(second)]
-    return _best(case, layout, singles, precision) or _best(case, layout, pairs, precision)
+    doubles = [first | second for first, second in combinations(singles, 2) if not set(first) & set(second)]
+    return _best(case, layout, singles, precision) or _best(case, layout, doubles, precision)
 
 
 def _best(case: TrainCase, layout: Layout, changes: list[Change], precision: str | None) -> Remedy | None:
@@ -60,8 +60,8 @@ def _best(case: TrainCase, layout: Layout, changes: list[Change], precision: str
     valid = [(change, changed) for change, changed in tried if not any(layout_problems(changed, rules))]
     if not valid:
         return None
-    named = precision if precision in PRECISIONS[-2:] else None  # one that spec.Layout has no name for
-    priced = predict(case, as_arrays([changed for _, changed in valid], named))
+    unlisted = precision if precision in PRECISIONS[-2:] else None  # spec.Layout has no name for it
+    priced = predict(case, as_arrays([changed for _, changed in valid], unlisted))
     fitting = np.nonzero(priced.fits)[0]
     if not len(fitting):
         return None

@@ -110,35 +110,28 @@ def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks |
     if measured is None:
         chip = _catalogue_cpu(chip, cores)
         notes = ("this CPU was not measured: the catalogue's figures are used; armillary bench ceilings measures it",)
-    memory = (cluster.chip.memory_bytes or 0.0) * cores / max(processes, 1)
-    scaled = {dtype: flops / max(processes, 1) for dtype, flops in chip.flops.items()}
-    bandwidth = chip.memory_bytes_per_s / max(processes, 1) if chip.memory_bytes_per_s else None
+    ranks = max(processes, 1)
+    own, title = cores / ranks, cluster.chip.title  # less than a core where there are more processes than cores
     part = replace(
         chip,
-        memory_bytes=memory,
-        flops=scaled,
-        memory_bytes_per_s=bandwidth,
-        title=_share_title(cluster.chip.title, cores / max(processes, 1)),
+        memory_bytes=(cluster.chip.memory_bytes or 0.0) * cores / ranks,
+        flops={dtype: flops / ranks for dtype, flops in chip.flops.items()},
+        memory_bytes_per_s=chip.memory_bytes_per_s / ranks if chip.memory_bytes_per_s else None,
+        title=title if own == 1 else f"{own:.3g} × {title}",
     )
     link = cluster.tiers[0].link if cluster.tiers else catalogue.link("pcie4-x16")
     tiers = (Tier(link=link, count=processes),) if processes > 1 else ()
     return Cluster(name="here", chip=part, tiers=tiers), measured, share, notes
 
 
-def _share_title(core: str, cores: float) -> str:
-    """'2 × core of …': the cores of one process; half a core where there are more processes than cores."""
-    return core if cores == 1 else f"{cores:.3g} × {core}"
-
-
 def _catalogue_cpu(chip: Chip, cores: int) -> Chip:
     """The catalogue's server CPU with this number of cores."""
     known = catalogue.chip("cpu")
     share = cores / (known.num_sms or cores)
-    bandwidth = known.memory_bytes_per_s * min(1.0, share) if known.memory_bytes_per_s else None
     return replace(
         chip,
         flops={dtype: flops * share for dtype, flops in known.flops.items()},
-        memory_bytes_per_s=bandwidth,
+        memory_bytes_per_s=known.memory_bytes_per_s * min(1.0, share) if known.memory_bytes_per_s else None,
         num_sms=1,
     )
 

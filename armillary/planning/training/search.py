@@ -124,11 +124,11 @@ def why(result: SearchResult) -> list[str]:
     """Why the best wins: against each runner-up, the term that costs it most and the one that it saves."""
     best, lines = result.best, []
     for i in range(1, min(len(best.layouts), 4)):
-        behind = float(best.time.total[i] / best.time.total[0] - 1)
+        slower = float(best.time.total[i] / best.time.total[0] - 1)
         off = {term: float(getattr(best.time, term)[i] - getattr(best.time, term)[0]) for term in TERMS}
         worst, saved = max(off, key=lambda term: off[term]), min(off, key=lambda term: off[term])
         more = f"{seconds_text(max(off[worst], 0.0))} more {WORDS[worst]}"
-        text = f"{_name(best, i)} is {behind * 100:.1f} % slower: {more}"
+        text = f"{_name(best, i)} is {slower * 100:.1f} % slower: {more}"
         if off[saved] < -1e-3 * float(best.time.total[0]):
             text += f", {seconds_text(-off[saved])} less {WORDS[saved]}"
         lines.append(text)

@@ -6,6 +6,7 @@ from armillary.planning.device_model.layout_arrays import FULL, Array, Layouts
 from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import weights_s
 from armillary.planning.training.offload import optimizer_offloaded
+from armillary.planning.training.optimizer_states import updated_parameters
 from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.arithmetic.layer_ops import adamw
@@ -28,11 +29,7 @@ GRAPH_LAUNCH_S = 1.1e-6
 def optimizer_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
     """AdamW over the weights this rank updates, and one more read of the gradients for their norm: bytes / bandwidth;
     the norm alone where the states are offloaded (planning.training.offload). fp8 weights are cast once."""
-    replicas = np.maximum(layouts.dp * layouts.cp * layouts.tp // (layouts.ep * layouts.expert_tp), 1)
-    shared = np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1)
-    count = params.dense / shared + params.routed / np.where(layouts.zero > 0, np.minimum(replicas, shared), 1)
-    if case.lora is not None:
-        count = case.lora.per_device(layouts.tp) / layouts.pp / shared
+    count = updated_parameters(case, layouts, params)
     adamw_bytes = adamw("optimizer", 1, weight_dtype="bf16").bytes
     each = np.where(optimizer_offloaded(layouts), 0.0, adamw_bytes) + GRAD_NORM_BYTES
     seconds: Array = count * each / case.curves.bytes_per_s * case.software.memory

@@ -16,7 +16,7 @@ from armillary.planning.device_model.efficiency import Curves, curves
 from armillary.planning.device_model.frameworks import PHYSICS, Software
 from armillary.planning.device_model.network import Network, network
 from armillary.spec.hardware import Cluster
-from armillary.spec.lora import Target, targets
+from armillary.spec.lora import targets
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.train import TrainJob
 
@@ -128,15 +128,13 @@ def lora_of(model: ModelConfig, job: TrainJob) -> Lora | None:
         kernels = kernels + (FUSED_KERNELS if len(target.parts) > 1 else KERNELS)
     return Lora(
         parameters=sum(target.weights(job.lora_rank) for target in matrices.values()),
-        unsharded=sum(_unsharded(target, job.lora_rank) for target in matrices.values()),
+        unsharded=sum(  # A where outputs are sharded, B where inputs are
+            job.lora_rank * (target.num_a * target.inputs if target.column else target.periods * target.adapted)
+            for target in matrices.values()
+        ),
         on=frozenset(name.rpartition(".")[2] for name in matrices),
         forward=(float(unsharded[0]), float(sharded[0])),
         backward=(float(unsharded[1]), float(sharded[1])),
         kernels=(float(kernels[0]), float(kernels[1])),
         inner=float(sum(job.lora_rank * target.num_a for target in matrices.values())),
     )
-
-
-def _unsharded(target: Target, rank: int) -> int:
-    """Parameters that every tensor-parallel rank holds: A where outputs are sharded, B where inputs are."""
-    return rank * (target.num_a * target.inputs if target.column else target.periods * target.adapted)

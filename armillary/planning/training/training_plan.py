@@ -107,8 +107,7 @@ def training_plan(problem: TrainingProblem, prediction: Prediction) -> TrainingP
     stall = checkpoint_bytes(problem.model) / _write_rate(case.cluster)
     goodput = expected_goodput(of_cluster(case.cluster, stall))
     cost, source = _price(problem, prediction, goodput)
-    fits = bool(prediction.fits[0])
-    remedy = "" if fits else remedy_text(case, prediction.layout(), prediction.precision())
+    remedy = "" if prediction.fits[0] else remedy_text(case, prediction.layout(), prediction.precision())
     check_layout(
         prediction.layout(),
         problem.model,

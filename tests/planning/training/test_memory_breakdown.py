@@ -34,7 +34,7 @@ def states(found: Memory) -> float:
 @pytest.mark.parametrize(("parameters_", "bytes_"), [(7e9, 112e9), (13e9, 208e9), (1e12, 16e12)])
 def test_sixteen_bytes_a_parameter(parameters_: float, bytes_: float) -> None:
     each = state_bytes(case_of(small_model(), "h100"), as_arrays([Layout()]))
-    total = each.weight + each.gradient + each.moments + each.master
+    total = each.weight + each.gradient + each.optimizer + each.master
     assert float(total[0]) * parameters_ == bytes_
 
 

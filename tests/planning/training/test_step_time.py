@@ -185,7 +185,7 @@ def test_measured_ceilings_replace_the_catalogue() -> None:
     peaks = peaks.with_points("copy", [{"bytes": 2**30, "bytes_per_s": 1e12}])
     case = case_of("llama-3-8b", "h100")
     slow = replace(case, measured=peaks)
-    assert "measured" in slow.curves.source and slow.curves.reached["bf16"] == 3e14
+    assert "measured" in slow.curves.source and slow.curves.achieved["bf16"] == 3e14
     assert step_time(slow, one()).total[0] > 1.5 * step_time(case, one()).total[0]
 
 
