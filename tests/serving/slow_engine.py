@@ -43,7 +43,7 @@ def main() -> None:
     engine.loop.times.learn(work(1), 0.001)
     llm: Any = SimpleNamespace(engine=engine, tokenizer=None, structures=None)
     worker = engine_main._start(llm, outlet)
-    outlet.send(EngineReady(max_model_len=64, vocab=VOCAB, kv_tokens=160, kv_text="", phases=[("in all", 0.0)]))
+    outlet.send(EngineReady(max_model_len=64, kv_tokens=160, kv_text="", phases=[("in all", 0.0)]))
     intake = engine_main.RequestReceiver(llm, worker, outlet)
     for message in inbox:
         intake.take(message)

@@ -66,7 +66,6 @@ class EngineReady:
     its start, and notes for the user."""
 
     max_model_len: int
-    vocab: int
     kv_tokens: int
     kv_text: str
     phases: list[tuple[str, float]]

@@ -133,7 +133,6 @@ def _started(llm: LLM, phases: list[tuple[str, float]]) -> EngineReady:
     settings, cache = llm.engine.scheduler.settings, llm.engine.scheduler.cache
     return EngineReady(
         max_model_len=settings.max_model_len,
-        vocab=settings.vocab,
         phases=phases,
         kv_tokens=cache.num_blocks // len(cache.groups) * cache.block_tokens,
         kv_text=llm.plan.text((settings.max_model_len,)).splitlines()[0],

@@ -129,7 +129,7 @@ def acting(made: Api, act: Callable[[Submit], None]) -> Api:
     """An engine that is ready, and does what `act` does."""
     engine = made.served.engine
     engine._ranks = Acting(act)  # type: ignore[assignment]
-    engine.started = EngineReady(max_model_len=300, vocab=400, kv_tokens=1000, kv_text="", phases=[])
+    engine.started = EngineReady(max_model_len=300, kv_tokens=1000, kv_text="", phases=[])
     engine.state = "ready"
     return made
 

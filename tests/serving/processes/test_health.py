@@ -15,7 +15,7 @@ from armillary.serving.processes.engine_ipc import EngineConfig, EngineReady
 from armillary.serving.processes.worker_process import frame
 from tests.serving.openai.test_app import api, ask
 
-STARTED = EngineReady(max_model_len=300, vocab=400, kv_tokens=1000, kv_text="", phases=[("in all", 1.0)])
+STARTED = EngineReady(max_model_len=300, kv_tokens=1000, kv_text="", phases=[("in all", 1.0)])
 
 
 class Mortal:

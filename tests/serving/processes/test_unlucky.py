@@ -25,7 +25,7 @@ from armillary.serving.processes.worker_process import frame
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 
-STARTED = EngineReady(max_model_len=8, vocab=8, kv_tokens=8, kv_text="", phases=[("in all", 0.1)])
+STARTED = EngineReady(max_model_len=8, kv_tokens=8, kv_text="", phases=[("in all", 0.1)])
 
 
 class FewProcesses:
