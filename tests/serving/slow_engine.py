@@ -14,7 +14,7 @@ from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.serving.processes import engine_main
 from armillary.serving.processes.engine_ipc import EngineReady, SendQueue
 from armillary.serving.processes.worker_process import messages
-from tests.engine.fake import VOCAB, FakeExecutor
+from tests.engine.fake import FakeExecutor
 from tests.engine.test_engine import make_engine
 
 SLOW, STUCK, QUICK = 5, 6, 7

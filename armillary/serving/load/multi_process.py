@@ -69,19 +69,5 @@ def split_job(job: SendJob, count: int) -> list[SendJob]:
     return [part for part in jobs if part.rows or part.clients]
 
 
-def main() -> None:
-    sender: Sender | None = None
-
-    def reply(message: SendJob | float) -> SendResult | bool:
-        nonlocal sender
-        if isinstance(message, SendJob):
-            sender = Sender(message)
-            return True
-        assert sender is not None, "the job comes before its start time"
-        return sender.send(message)
-
-    serve_messages(reply)
-
-
 if __name__ == "__main__":
-    main()
+    serve_messages(prepare=lambda job: Sender(job).send)

@@ -8,13 +8,11 @@ import os
 import resource
 import select
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.constraint import Constraint, Structure
@@ -56,20 +54,11 @@ class GrammarSandbox:
 # --- in the sandbox process
 
 
-def main() -> None:
-    compiler: Structures | None = None
-
-    def prepare(inbox: Iterator[Any]) -> None:
-        nonlocal compiler
-        compiler = next(inbox, None) or sys.exit(0)
-        with suppress(ArmillaryError):  # reported to the first request
-            compiler.maker(Structure(kind="regex", source="a"))()  # builds once what all structures share
-
-    def attempt(message: tuple[Structure, float]) -> tuple[str, str]:
-        assert compiler is not None
-        return _attempt(compiler, *message)
-
-    serve_messages(attempt, prepare)
+def _prepare(compiler: Structures) -> Callable[[tuple[Structure, float]], tuple[str, str]]:
+    """The function that attempts a compilation."""
+    with suppress(ArmillaryError):  # reported to the first request
+        compiler.maker(Structure(kind="regex", source="a"))()  # builds once what all structures share
+    return lambda message: _attempt(compiler, *message)
 
 
 def _attempt(compiler: Structures, structure: Structure, cpu_s: float) -> tuple[str, str]:
@@ -146,4 +135,4 @@ def _slowest(constraint: Constraint) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    serve_messages(prepare=_prepare)

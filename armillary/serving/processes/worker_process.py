@@ -12,10 +12,11 @@ import struct
 import subprocess
 import sys
 from asyncio import IncompleteReadError, StreamReader
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+Reply = Callable[[Any], Any]
 _HEAD = struct.Struct("<I")
 
 
@@ -73,7 +74,7 @@ class WorkerProcess:
     death."""
 
     def __init__(self, module: str, *first: Any) -> None:
-        """`first` are messages that every new process gets first, and does not answer."""
+        """`first`: the messages that every new process gets before others."""
         self._module = module
         self._first = first
         self._process: subprocess.Popen[bytes] | None = None
@@ -117,15 +118,18 @@ class WorkerProcess:
         self._replies = messages(self._sock)
         for message in self._first:
             self._sock.sendall(frame(message))
+            next(self._replies, None)
 
 
-def serve_messages(reply: Callable[[Any], Any], prepare: Callable[[Iterator[Any]], None] | None = None) -> None:
-    """In the child: `prepare` reads the first messages, `reply` is called for each of the others."""
+def serve_messages(reply: Reply | None = None, prepare: Callable[[Any], Reply] | None = None) -> None:
+    """In the child: answer each message by `reply`, or by the function that `prepare` makes of the first message."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the child ends when its socket is closed
     sock = socket.socket(fileno=int(sys.argv[1]))
     inbox = messages(sock)
-    if prepare is not None:
-        prepare(inbox)
+    if prepare is not None and (first := next(inbox, None)) is not None:
+        reply = prepare(first)
+        sock.sendall(frame(True))
     for message in inbox:
+        assert reply is not None, "the child has a function that answers messages"
         sock.sendall(frame(reply(message)))
