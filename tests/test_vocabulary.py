@@ -115,6 +115,17 @@ GONE = frozenset(
         "starting_point",
         "start_model",
         "Judged",
+        "judge",
+        "looks",
+        "aside",
+        "together",
+        "tell",
+        "far",
+        "exchange",
+        "lane",
+        "stands",
+        "orders",
+        "trials",
     ]
 )
 """names that meant something only here; what to say instead is in docs/glossary.md or the field's own word"""

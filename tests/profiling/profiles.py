@@ -91,7 +91,7 @@ def made_profile(**changes: Any) -> Profile:
             by_module={"blocks.0.mlp": 1.2e9, "blocks.1.mlp": 0.8e9},
         ),
         "roofline": roofline,
-        "findings": ("loader starves the device 23 ms a step at train.py:88", "item() at train.py:131 blocks 6 ms"),
+        "findings": ("loader starves the device 23 ms per step at train.py:88", "item() at train.py:131 blocks 6 ms"),
         "notes": ("a step takes 97 ms without the profiler, 100 ms with it",),
     }
     return Profile(**(values | changes))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from armillary.cli.bench.loader import TrainingBatches
-    from armillary.profiling.ceilings.data_loader import Fed
+    from armillary.profiling.ceilings.data_loader import LoaderSpeed
 
 ENGINE_S = 30.0
 """how long a small engine may take to start and to answer"""
@@ -155,13 +155,13 @@ def loader(
     counts = workers or ((0, 1) if quick else (0, 1, 2))
     with out.progress("measuring", unit="way") as bar:
         paths = _paths_fed(reading, counts, on_bar(bar), device=target, budget_s=0.5 if quick else 2.0)
-    points = [_loader_point(path, fed, sequence * batch) for path, rates in paths.items() for fed in rates]
+    points = [_loader_point(path, speed, sequence * batch) for path, rates in paths.items() for speed in rates]
     peaks = new_peaks(name_of(target), about(target)).with_points("loader", points)
     save_peaks(home, peaks)
-    best = max(paths["loader"], key=lambda fed: fed.tokens_per_s)
+    best = max(paths["loader"], key=lambda speed: speed.tokens_per_s)
     show_peaks(out, peaks)
     out.say(
-        f"\nbest: {best.way.text()}, {scaled(best.tokens_per_s)} tok/s; a trainer that is faster will wait for data"
+        f"\nbest: {best.settings.text()}, {scaled(best.tokens_per_s)} tok/s; a trainer that is faster will wait for data"
     )
     out.result(_as_json(peaks), quiet=f"{best.tokens_per_s:.0f}")
 
@@ -238,36 +238,38 @@ def _prepared(out: Output, home: Home) -> Path:
 
 def _paths_fed(
     reading: TrainingBatches, workers: Sequence[int], watch: Any, *, device: torch.device, budget_s: float
-) -> dict[str, list[Fed]]:
+) -> dict[str, list[LoaderSpeed]]:
     """Rates of plain reads of the files, and of batches from this process, torch's workers and training's loader."""
     from armillary.cli.bench.loader import PlainReads, through_loader
-    from armillary.profiling.ceilings.data_loader import Way, measure_loader
+    from armillary.profiling.ceilings.data_loader import LoaderSettings, measure_loader
 
     there = device.type == "cuda"
     measured: dict[str, Any] = {"device": device, "budget_s": budget_s}
-    ways = [Way(workers=count, pinned=there, to_device=there) for count in workers]
+    configurations = [LoaderSettings(workers=count, pinned=there, to_device=there) for count in workers]
     plain = PlainReads(folder=reading.folder, sequence=reading.sequence, batch=reading.batch)
     return {
-        "plain mmap": measure_loader(plain, [Way()], **measured),
-        "batches": measure_loader(reading, [Way()], **measured),
-        "torch DataLoader": measure_loader(reading, [way for way in ways if way.workers], **measured),
-        "loader": measure_loader(reading, ways, **measured, watch=watch, feed=through_loader),
+        "plain mmap": measure_loader(plain, [LoaderSettings()], **measured),
+        "batches": measure_loader(reading, [LoaderSettings()], **measured),
+        "torch DataLoader": measure_loader(
+            reading, [settings for settings in configurations if settings.workers], **measured
+        ),
+        "loader": measure_loader(reading, configurations, **measured, watch=watch, feed=through_loader),
     }
 
 
-def _loader_point(path: str, fed: Fed, tokens: int) -> dict[str, Any]:
+def _loader_point(path: str, speed: LoaderSpeed, tokens: int) -> dict[str, Any]:
     return {
         "path": path,
         "tokens": tokens,
-        "workers": fed.way.workers,
-        "prefetch": fed.way.prefetch,
-        "pinned": fed.way.pinned,
-        "to_device": fed.way.to_device,
-        "seconds": fed.seconds,
+        "workers": speed.settings.workers,
+        "prefetch": speed.settings.prefetch,
+        "pinned": speed.settings.pinned,
+        "to_device": speed.settings.to_device,
+        "seconds": speed.seconds,
         "beside": {
-            "tokens_per_s": fed.tokens_per_s,
-            "bytes_per_s": fed.bytes_per_s,
-            "batches": fed.batches,
+            "tokens_per_s": speed.tokens_per_s,
+            "bytes_per_s": speed.bytes_per_s,
+            "batches": speed.batches,
             "date": time.strftime("%Y-%m-%d"),
         },
     }

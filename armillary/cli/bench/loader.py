@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from armillary.profiling.ceilings.data_loader import Way
+    from armillary.profiling.ceilings.data_loader import LoaderSettings
     from armillary.training.data.batches import Batches
 
 
@@ -38,14 +38,16 @@ class TrainingBatches:
         return Batches(shards=TokenShards.open(self.folder), sequence=self.sequence, batch=self.batch)
 
 
-def through_loader(reading: TrainingBatches, way: Way, device: torch.device) -> Iterator[Mapping[str, torch.Tensor]]:
+def through_loader(
+    reading: TrainingBatches, settings: LoaderSettings, device: torch.device
+) -> Iterator[Mapping[str, torch.Tensor]]:
     """The batches as training's own loader hands them over."""
     import torch
 
     from armillary.training.data.batch import LAYOUT
     from armillary.training.data.loader import Loader
 
-    shape: dict[str, Any] = {"rank": 0, "world": 1, "workers": way.workers, "start": 0, "stop": 2**62}
+    shape: dict[str, Any] = {"rank": 0, "world": 1, "workers": settings.workers, "start": 0, "stop": 2**62}
     with Loader(reading.open(), device=device, **shape) as loader:
         for step in count():
             batch = loader.at(step)

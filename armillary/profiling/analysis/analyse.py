@@ -86,7 +86,7 @@ def _notes(attribution: Attribution, spent: Budget, plain_s: float | None) -> tu
             "one's own): it is not judged"
         )
     if attribution.roofline.source == "catalogue":
-        notes.append("held against the catalogue's peaks, which no kernel quite reaches: measure with armillary bench")
+        notes.append("compared with the catalogue's peaks, which no kernel quite reaches: measure with armillary bench")
     if attribution.links.graph.any():
         count = int(attribution.links.graph.sum())
         notes.append(f"{count:,} kernels ran in CUDA graphs, which hide operators and shapes: known by name only")
@@ -96,7 +96,7 @@ def _notes(attribution: Attribution, spent: Budget, plain_s: float | None) -> tu
             "what follows is the host's side alone"
         )
     if spent.device < 0 and trace.memory is not None:
-        notes.append("memory on a CPU is counted from the beginning of the recording, without what was held before")
+        notes.append("memory on a CPU is counted from the beginning of the recording, not with what was there before")
     if spent.device < 0 and (said := _items(attribution, spent)):
         notes.append(said)
     if not len(trace.signatures):

@@ -67,19 +67,19 @@ def _launches(profile: Profile) -> Iterator[Finding]:
     lengths: Array = np.repeat([row.seconds / row.calls for row in rows], [row.calls for row in rows])
     what = "kernels" if profile.kernels else "operators"
     median = float(np.median(lengths))
-    many = f"{calls / profile.steps:,.0f} {what} a step, {seconds_text(median)} median"
+    many = f"{calls / profile.steps:,.0f} {what} per step, {seconds_text(median)} median"
     bound = "launch-bound" if median < _SHORT_S else "launched too late though long"
     yield Finding(share, f"{many}, {bound}; torch.compile or CUDA graphs join them")
 
 
 _SAY: dict[Cause, str] = {
-    "loader": "the loader starves the device {time} a step{where}; more workers, prefetching or pinned memory",
-    "sync": "{what}{where} blocks {time} a step; read the value later or less often",
-    "copy": "copies between host and device take {time} a step alone{where}; {copying}",
-    "collective": "communication stands alone {time} a step{where}; overlap it with computation or send less",
-    "gil": "Python threads fight for the interpreter lock {time} a step{where}; move the busy thread to a process",
-    "unrecorded": "the device is held {time} a step by work that the trace does not hold; record all of it",
-    "host": "Python holds the device up {time} a step{where} ({what}); move that work off the critical path",
+    "loader": "the loader starves the device {time} per step{where}; more workers, prefetching or pinned memory",
+    "sync": "{what}{where} blocks {time} per step; read the value later or less often",
+    "copy": "copies between host and device take {time} per step alone{where}; {copying}",
+    "collective": "communication stands alone {time} per step{where}; overlap it with computation or send less",
+    "gil": "Python threads fight for the interpreter lock {time} per step{where}; move the busy thread to a process",
+    "unrecorded": "the device is busy {time} per step with work that the trace does not have; record all of it",
+    "host": "Python holds the device up {time} per step{where} ({what}); move that work off the critical path",
 }
 
 

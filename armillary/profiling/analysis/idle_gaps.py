@@ -135,7 +135,7 @@ class _IdleCauses:
         stretch.add("copy", copies, launch)
         stretch.add("unrecorded", rest - copies)
         if rest - copies > _BETWEEN_KERNELS_S:
-            stretch.note = "queued behind work that the trace does not hold"
+            stretch.note = "queued behind work that the trace does not have"
 
     @cached_property
     def _copies(self) -> tuple[Array, Array]:

@@ -22,12 +22,12 @@ from armillary.errors import BadData
 Factory = Callable[[int, int], Iterable[Any]]
 """(worker, workers) -> batches: mappings or dataclasses of arrays, or arrays; must pickle where workers are used"""
 Watch = Callable[[int, int, str], None]
-Feed = Callable[[Any, "Way", torch.device], Iterator[Mapping[str, torch.Tensor]]]
-"""(factory, way, device) -> batches as they arrive, without end"""
+Feed = Callable[[Any, "LoaderSettings", torch.device], Iterator[Mapping[str, torch.Tensor]]]
+"""(factory, settings, device) -> batches as they arrive, without end"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class LoaderSettings:
     """One configuration of the loader: reading processes (0: the training process itself), batches that each
     prefetches, pinned memory, and the copy to the device."""
 
@@ -43,10 +43,10 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fed:
+class LoaderSpeed:
     """Speed of one configuration: the median of one batch, and rates over the whole time."""
 
-    way: Way
+    settings: LoaderSettings
     batches: int
     seconds: float
     tokens_per_s: float
@@ -55,23 +55,23 @@ class Fed:
 
 def measure_loader(
     factory: Factory,
-    ways: Sequence[Way],
+    configurations: Sequence[LoaderSettings],
     *,
     device: torch.device,
     budget_s: float = 2.0,
     watch: Watch = lambda done, total, what: None,
     feed: Feed | None = None,
-) -> list[Fed]:
+) -> list[LoaderSpeed]:
     """Time each configuration for about `budget_s`, with torch's DataLoader or another `feed`."""
     points = []
-    for number, way in enumerate(ways):
-        watch(number, len(ways), way.text())
-        points.append(_timed((feed or _batches)(factory, way, device), way, budget_s))
-    watch(len(ways), len(ways), "done")
+    for number, settings in enumerate(configurations):
+        watch(number, len(configurations), settings.text())
+        points.append(_timed((feed or _batches)(factory, settings, device), settings, budget_s))
+    watch(len(configurations), len(configurations), "done")
     return points
 
 
-def _timed(batches: Iterator[Mapping[str, torch.Tensor]], way: Way, budget_s: float) -> Fed:
+def _timed(batches: Iterator[Mapping[str, torch.Tensor]], settings: LoaderSettings, budget_s: float) -> LoaderSpeed:
     if next(batches, None) is None:
         raise BadData("the data path gave no batch; prepare more text or use shorter sequences")
     ends, tokens, num_bytes = [time.perf_counter()], 0, 0
@@ -84,8 +84,8 @@ def _timed(batches: Iterator[Mapping[str, torch.Tensor]], way: Way, budget_s: fl
         raise BadData("the data path gave one batch only; prepare more text or use shorter sequences")
     took = ends[-1] - ends[0]
     each = [end - begin for begin, end in pairwise(ends)]
-    return Fed(
-        way=way,
+    return LoaderSpeed(
+        settings=settings,
         batches=len(each),
         seconds=median(each),
         tokens_per_s=tokens / took,
@@ -93,14 +93,20 @@ def _timed(batches: Iterator[Mapping[str, torch.Tensor]], way: Way, budget_s: fl
     )
 
 
-def _batches(factory: Factory, way: Way, device: torch.device) -> Iterator[Mapping[str, torch.Tensor]]:
+def _batches(factory: Factory, settings: LoaderSettings, device: torch.device) -> Iterator[Mapping[str, torch.Tensor]]:
     ahead: dict[str, Any] = {}
-    if way.workers:
-        ahead = {"prefetch_factor": way.prefetch, "multiprocessing_context": "spawn", "worker_init_fn": _end_at_once}
-    loader = DataLoader(_Reading(factory), batch_size=None, num_workers=way.workers, pin_memory=way.pinned, **ahead)
+    if settings.workers:
+        ahead = {
+            "prefetch_factor": settings.prefetch,
+            "multiprocessing_context": "spawn",
+            "worker_init_fn": _end_at_once,
+        }
+    loader = DataLoader(
+        _Reading(factory), batch_size=None, num_workers=settings.workers, pin_memory=settings.pinned, **ahead
+    )
     for batch in loader:
-        if way.to_device:
-            batch = {name: array.to(device, non_blocking=way.pinned) for name, array in batch.items()}
+        if settings.to_device:
+            batch = {name: array.to(device, non_blocking=settings.pinned) for name, array in batch.items()}
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         yield batch

@@ -93,7 +93,7 @@ def _cases(op: Op, device: torch.device, quick: bool) -> Iterator[tuple[str, Cas
 
 
 def measure_some(settings: Settings, wanted: set[Any]) -> dict[str, float]:
-    """The ceilings that these kernels are held against."""
+    """The ceilings that these kernels are compared with."""
     kind = settings.device.type
     peaks = {}
     for op in sorted(wanted & {"copy", "read"}):

@@ -70,8 +70,8 @@ def page(profile: Profile, comparison: Comparison | None = None) -> str:
 def _head(profile: Profile) -> str:
     steps = f"{profile.steps:,} step{'s' if profile.steps > 1 else ''} of {seconds_text(profile.step_s)}"
     roofline = {
-        "measured": "held against ceilings measured on it",
-        "catalogue": "held against the catalogue's ceilings",
+        "measured": "compared with ceilings measured on it",
+        "catalogue": "compared with the catalogue's ceilings",
         "unknown": "its ceilings are not known",
     }[profile.roofline.source]
     return heading(profile.source, f"{steps} on {profile.device} · {roofline}")
@@ -164,8 +164,8 @@ def _table(profile: Profile) -> str:
     """Kernels, where a device ran them, and operators with the kernels that did their work."""
     kernels = [_row(row, profile.steps) for row in top_rows(profile, _TOP)] if profile.kernels else []
     operators = [_row(row, profile.steps) for row in top_operators(profile, _TOP)]
-    parts = [section("Kernels, a step", table(ROW_HEADS, kernels)) if kernels else ""]
-    parts.append(section("Operators, a step", table(ROW_HEADS, operators)) if operators else "")
+    parts = [section("Kernels, per step", table(ROW_HEADS, kernels)) if kernels else ""]
+    parts.append(section("Operators, per step", table(ROW_HEADS, operators)) if operators else "")
     return "\n".join(filter(None, parts))
 
 

@@ -70,7 +70,7 @@ def test_five_thousand_tiny_kernels_are_launch_bound(profiled) -> None:
         made.kernel("vectorized_elementwise", launched=i * 10 + 3, at=i * 10 + 8, takes=1)
     profile = profiled(made)
     assert profile.fraction("launch_gap") > 0.85
-    assert "5,000 kernels a step" in profile.findings[0] and "launch-bound" in profile.findings[0]
+    assert "5,000 kernels per step" in profile.findings[0] and "launch-bound" in profile.findings[0]
     assert {gap.cause for gap in profile.gaps} == {"launch"}
 
 
@@ -174,7 +174,7 @@ def test_a_queue_that_does_not_move_is_held_by_work_the_trace_lacks(profiled) ->
     made = HandMade().step(1_000).kernel("elementwise", launched=0, at=10, takes=90)
     profile = profiled(made.kernel("elementwise", launched=5, at=600, takes=400))
     assert us(profile, "unjudged") == pytest.approx(500 + 490)
-    assert profile.gaps[0].cause == "unrecorded" and "does not hold" in profile.gaps[0].what
+    assert profile.gaps[0].cause == "unrecorded" and "does not have" in profile.gaps[0].what
 
 
 def test_a_step_ends_with_what_it_launched(profiled) -> None:

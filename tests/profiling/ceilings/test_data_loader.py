@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from armillary.errors import BadData
-from armillary.profiling.ceilings.data_loader import Way, as_tensors, measure_loader
+from armillary.profiling.ceilings.data_loader import LoaderSettings, as_tensors, measure_loader
 
 CPU = torch.device("cpu")
 
@@ -34,24 +34,24 @@ def two(worker: int, workers: int) -> Iterator[Any]:
 
 
 def test_tokens_and_bytes_are_those_of_the_arrays() -> None:
-    (fed,) = measure_loader(batches, [Way()], device=CPU, budget_s=0.01)
-    assert fed.batches > 1 and fed.seconds > 0
-    assert fed.bytes_per_s == pytest.approx(fed.tokens_per_s * 16), "two int64 arrays, tokens counted once"
+    (speed,) = measure_loader(batches, [LoaderSettings()], device=CPU, budget_s=0.01)
+    assert speed.batches > 1 and speed.seconds > 0
+    assert speed.bytes_per_s == pytest.approx(speed.tokens_per_s * 16), "two int64 arrays, tokens counted once"
 
 
 def test_a_worker_reads_its_share() -> None:
     told: list[tuple[int, int, str]] = []
-    way = Way(workers=1, prefetch=4)
-    (fed,) = measure_loader(batches, [way], device=CPU, budget_s=0.01, watch=lambda *state: told.append(state))
-    assert fed.way == way and fed.tokens_per_s > 0
+    settings = LoaderSettings(workers=1, prefetch=4)
+    (speed,) = measure_loader(batches, [settings], device=CPU, budget_s=0.01, watch=lambda *state: told.append(state))
+    assert speed.settings == settings and speed.tokens_per_s > 0
     assert told == [(0, 1, "1 workers, 4 ahead"), (1, 1, "done")]
 
 
 def test_a_path_that_ends_at_once_is_refused() -> None:
     with pytest.raises(BadData, match="one batch only"):
-        measure_loader(two, [Way()], device=CPU, budget_s=0.01)
+        measure_loader(two, [LoaderSettings()], device=CPU, budget_s=0.01)
     with pytest.raises(BadData, match="no batch"):
-        measure_loader(lambda worker, workers: [], [Way()], device=CPU, budget_s=0.01)
+        measure_loader(lambda worker, workers: [], [LoaderSettings()], device=CPU, budget_s=0.01)
 
 
 def test_batches_of_any_make_become_named_tensors() -> None:
