@@ -161,7 +161,8 @@ def loader(
     best = max(paths["loader"], key=lambda speed: speed.tokens_per_s)
     show_peaks(out, peaks)
     out.say(
-        f"\nbest: {best.settings.text()}, {scaled(best.tokens_per_s)} tok/s; a trainer that is faster will wait for data"
+        f"\nbest: {best.settings.text()}, {scaled(best.tokens_per_s)} tok/s; "
+        "a trainer that is faster will wait for data"
     )
     out.result(_as_json(peaks), quiet=f"{best.tokens_per_s:.0f}")
 
