@@ -182,10 +182,9 @@ def key_kernel(
     key = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = rows(k_ptr + batch_row * k_b + kv_head * k_n, k_s, block * BLOCK_N, S, D, BLOCK_D, BLOCK_N, True)
     v = rows(v_ptr + batch_row * v_b + kv_head * v_n, v_s, block * BLOCK_N, S, D, BLOCK_D, BLOCK_N, True)
-    if DOCS:
-        doc_ptr += batch_row * S
     key_doc = key
     if DOCS:
+        doc_ptr += batch_row * S
         key_doc = tl.load(doc_ptr + key, mask=key < S, other=-1)
     first_key, last_key = block * BLOCK_N, tl.minimum(block * BLOCK_N + BLOCK_N, S) - 1
     begin, full_begin, end, part = 0, 0, T, T
@@ -535,10 +534,9 @@ def query_kernel(
     if not TMA:
         k_src += batch_row * k_b + kv_head * k_n
         v_src += batch_row * v_b + kv_head * v_n
-    if DOCS:
-        doc_ptr += batch_row * S
     query_doc = query
     if DOCS:
+        doc_ptr += batch_row * S
         query_doc = tl.load(doc_ptr + query, mask=query < T, other=-2)
     slope = 0.0
     if SLOPES:

@@ -270,8 +270,6 @@ def forward_kernel(
     if not TMA:
         k_src += batch.to(tl.int64) * k_b + kv_head * k_n
         v_src += batch.to(tl.int64) * v_b + kv_head * v_n
-    if DOCS:
-        doc_ptr += batch.to(tl.int64) * S
     q = rows(q_ptr + batch.to(tl.int64) * q_b + head * q_n, q_t, block * BLOCK_M, T, D, BLOCK_D, BLOCK_M, True)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -281,6 +279,7 @@ def forward_kernel(
         slope = tl.load(slope_ptr + head).to(tl.float32) * 1.4426950408889634
     query_doc = query
     if DOCS:
+        doc_ptr += batch.to(tl.int64) * S
         query_doc = tl.load(doc_ptr + query, mask=query < T, other=-2)
     if LISTED > 0:
         many: tl.constexpr = LISTED * BLOCK_N // BLOCK_M

@@ -111,16 +111,11 @@ def refuses_fp64(case: Case) -> str | None:
 class Version:
     """One implementation of an op, with the reference's signature."""
 
-    name: str
-    """'triton', 'compile', 'cudnn', 'liger' …; 'eager' is the reference"""
-    run: Callable[..., Any]
-    """the function, or a LazyFunction; correct for any number of rows or tokens, not only the case's"""
-    refuses: Callable[[Any], str | None] = takes_all
-    """why it cannot do a case, or None"""
-    needs: tuple[str, ...] = ()
-    """requirements, see requirements.py: 'triton', 'compile', 'cuda', 'liger' …"""
-    deterministic: bool = True
-    """whether the same inputs give the same bits every time"""
+    name: str  # 'triton', 'compile', 'cudnn', 'liger' …; 'eager' is the reference
+    run: Callable[..., Any]  # or a LazyFunction; correct for any number of rows or tokens, not only the case's
+    refuses: Callable[[Any], str | None] = takes_all  # why it cannot do a case, or None
+    needs: tuple[str, ...] = ()  # see requirements.py: 'triton', 'compile', 'cuda', 'liger' …
+    deterministic: bool = True  # whether the same inputs give the same bits every time
 
     def load(self) -> Callable[..., Any]:
         """The function itself, imported or compiled."""
@@ -192,26 +187,16 @@ class Op:
     """An operation."""
 
     name: str
-    reference: Callable[..., Any]
-    """plain torch, any dtype up to fp64, sums at least in fp32; returns a tensor or a tuple of tensors"""
-    versions: tuple[Version, ...]
-    """the fast ones, in order of preference where nothing may be timed; 'eager' is appended automatically"""
-    inputs: Callable[[Any, torch.Generator], tuple[Any, ...]]
-    """random arguments of the reference for a case, on the case's device (the generator is on it too)"""
+    reference: Callable[..., Any]  # plain torch, any dtype up to fp64, sums at least in fp32; one tensor or a tuple
+    versions: tuple[Version, ...]  # the fast ones, preferred first where nothing may be timed; 'eager' is appended
+    inputs: Callable[[Any, torch.Generator], tuple[Any, ...]]  # random arguments for a case, on the generator's device
     work: Callable[[Any], OpWork]
-    """FLOPs and bytes of a case"""
-    grads: tuple[int, ...] = ()
-    """which arguments get gradients (those that are None in a case are skipped); () for inference only"""
-    rivals: tuple[Version, ...] = ()
-    """timed in the bench but never chosen, because they do not do quite the same"""
-    writes: tuple[int, ...] = ()
-    """arguments that are changed in place; such an op returns them, and each run that is compared gets copies"""
-    tolerance: Mapping[str, float] = field(default_factory=dict)
-    """dtype -> relative error, where it differs from agreement.py's"""
-    cases: Mapping[str, Case] = field(default_factory=dict)
-    """named shapes of real models, for the bench"""
-    small: Callable[[Any], Any] = lambda case: case
-    """the case, or one with fewer rows where the wide reference would not fit: see rows_to_check"""
+    grads: tuple[int, ...] = ()  # arguments that get gradients (None in a case: skipped); () for inference only
+    rivals: tuple[Version, ...] = ()  # timed in the bench but never chosen: they do not do quite the same
+    writes: tuple[int, ...] = ()  # arguments changed in place: the op returns them, and compared runs get copies
+    tolerance: Mapping[str, float] = field(default_factory=dict)  # dtype -> relative error, if not agreement.py's
+    cases: Mapping[str, Case] = field(default_factory=dict)  # named shapes of real models, for the bench
+    small: Callable[[Any], Any] = lambda case: case  # with fewer rows where the wide reference would not fit memory
 
     @property
     def all_versions(self) -> tuple[Version, ...]:

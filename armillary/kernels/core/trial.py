@@ -98,8 +98,7 @@ def run_once(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...]) -> None:
     leaves = with_grad(inputs, op.grads)
     with torch.set_grad_enabled(bool(op.grads)):
         outputs = as_tuple(run(*leaves))
-        if op.grads:
-            gradients(leaves, outputs, _grad_outputs(outputs), op.grads)
+        gradients(leaves, outputs, _grad_outputs(outputs), op.grads)
 
 
 def _one_call(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], device: Any) -> Times:
@@ -115,10 +114,9 @@ def _one_call(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], device: 
         mark()
         outputs = as_tuple(run(*inputs))
         mark()
-        grads = _grad_outputs(outputs) if op.grads else []
+        grads = _grad_outputs(outputs)
         mark()
-        if op.grads:
-            gradients(inputs, outputs, grads, op.grads)
+        gradients(inputs, outputs, grads, op.grads)
         mark()
     backward_s = marks[3] - marks[2] if op.grads else None
     return Times(forward_s=marks[1] - marks[0], backward_s=backward_s, method=ONE_CALL)

@@ -64,8 +64,8 @@ def _untouched_zeros(num_bytes: int) -> Tensor:
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:
     """out [T, N, D]: each query sees the keys of its sequence up to its own. Tokens after the last sequence give
     zeros."""
-    fresh = replace(batch)  # rows may have changed in place since they were last read
-    return _by_sequence(q_TND, cache, fresh, options, _explicit)
+    # a new batch: rows may have changed in place since they were last read
+    return _by_sequence(q_TND, cache, replace(batch), options, _explicit)
 
 
 def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:
