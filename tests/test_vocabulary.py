@@ -119,6 +119,7 @@ GONE = frozenset(
         "looks",
         "aside",
         "together",
+        "behind",
         "tell",
         "far",
         "exchange",
