@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.model.buildable import unbuildable
-from armillary.model.layers.attention_forms import ContiguousCache
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_layout import FAMILIES
 from armillary.model.weights.hf_weights import save_model
@@ -26,6 +25,7 @@ from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import kv_bytes_per_token, parameters
 from armillary.spec.arithmetic.workload import forward_ops, make_batch
 from armillary.spec.model import ModelConfig
+from tests.model.contiguous_cache import ContiguousCache
 
 DEFAULT = ("armillary-25m", "gpt2", "llama-3-8b", "qwen3-8b", "gemma-2-9b", "phi-4", "olmo-2-7b", "llama-3.1-405b")
 SEQUENCE = 2048

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from armillary.model.layers.attention_forms import ContiguousCache, plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer, build
 from armillary.profiling.ceilings.ceilings import measure_ceilings
 from armillary.profiling.profile import BUDGET, Profile
@@ -29,6 +29,7 @@ from armillary.profiling.report.profile_text import budget_line, top_rows
 from armillary.spec import catalogue
 from armillary.store.home import Home
 from armillary.store.peaks import save_peaks
+from tests.model.contiguous_cache import ContiguousCache
 
 Step = Callable[[], object]
 Made = tuple[Step, dict[str, Any]]

@@ -65,15 +65,15 @@ def make_engine(
     `group` the model is sharded over its ranks; the first rank's engine leads, the others follow. Without `warm`, for
     few requests, a CUDA graph is captured when its shape first comes instead of at the start. An engine that
     `owns_model` frees weights that it keeps in another form. `eos_ids` count where there is no tokenizer."""
-    on_phase = phase or (lambda name, seconds: None)
+    on_phase, device_type = phase or (lambda name, seconds: None), next(model.parameters()).device.type
     begin = time.monotonic()
     fit_threads()
-    if serve.threads is not None and _device_type(model) == "cpu":
+    if serve.threads is not None and device_type == "cpu":
         torch.set_num_threads(max(1, serve.threads // (group.size if group is not None else 1)))
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, settings, serve, seed, group)
-    if _device_type(model) == "cpu":
+    if device_type == "cpu":
         _fit_cpu(executor, serve, let_go=owns_model)
     if run_fp8 is not None:
         to_fp8(executor.forward, run_fp8, let_go=owns_model)
@@ -86,11 +86,11 @@ def make_engine(
     begin = time.monotonic()
     if warm and (graphs := executor.warm()):
         on_phase(f"{graphs} CUDA graphs", time.monotonic() - begin)
-    ahead = serve.decides_ahead(_device_type(model))
-    loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=ahead)
+    leader = executor if group is None else Leader(executor)
+    loop = Loop(scheduler, leader, overlap=serve.decides_ahead(device_type))
     if record is not None and warm and group is None:
         begin = time.monotonic()
-        for gauges in calibrate_steps(executor, scheduler.cache, settings, _CALIBRATION_S[_device_type(model)]):
+        for gauges in calibrate_steps(executor, scheduler.cache, settings, _CALIBRATION_S[device_type]):
             record(gauges)
             loop.times.learn(StepWork.of(gauges), gauges["calibration_step_s"])
         on_phase("calibration", time.monotonic() - begin)
@@ -129,13 +129,8 @@ def make_executor(
     return executor
 
 
-def _device_type(model: Transformer) -> str:
-    """Kind of device that the model is on."""
-    return next(model.parameters()).device.type
-
-
 def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
-    """Products in the form a CPU is quickest with: 8 bits where asked for, else bf16 rearranged once."""
+    """GEMMs in the form a CPU is fastest with: int8 where asked for, else bf16 packed once."""
     forward = executor.forward
     can_pack = packs(next(forward.model.parameters()))
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
@@ -148,8 +143,7 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
 
 def _scale(executor: FastExecutor) -> None:
     """Scales of 1 for the fp8 KV cache: the range suffices without calibration (vLLM's default too)."""
-    heads = executor.rows.blocks.shape[3]
-    ones_2K = torch.ones(2, heads, device=executor.device)
+    ones_2K = torch.ones(2, executor.rows.blocks.shape[3], device=executor.device)
     for layer in executor.forward.layers:
         layer.heads = replace(layer.heads, scales_2K=ones_2K)
         layer.options = replace(layer.options, scales_2K=ones_2K)

@@ -32,17 +32,12 @@ class LoraLinear(nn.Linear):
         dropped = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
         inner = F.linear(dropped, self.lora_a.to(x.dtype))
         b_OA = expand_b(self.lora_b, self.target) * self.scale
-        return _added(F.linear(x, self.weight, self.bias), inner, b_OA)
+        base = F.linear(x, self.weight, self.bias)
+        # one GEMM: the output of B is never held beside the base and their sum, the memory peak of a recomputed layer
+        return torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b_OA.to(base.dtype).t()).view(base.shape)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, on={self.target.chosen}"
-
-
-def _added(base: Tensor, inner: Tensor, b_OA: Tensor) -> Tensor:
-    """base + inner·Bᵀ as one GEMM: the output of B is never held beside the base and their sum, which would be the
-    memory peak of a recomputed layer."""
-    total = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b_OA.to(base.dtype).t())
-    return total.view(base.shape)
 
 
 def expand_b(b_Pr: Tensor, target: Target) -> Tensor:

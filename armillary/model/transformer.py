@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         for done, (name, parameter) in enumerate(parameters, start=1):
             if progress:
                 progress(done, len(parameters))
-            if _is_norm(name):
+            if name.rsplit(".", 2)[-2].endswith("norm"):
                 continue
             if name.endswith(("bias", "bias_E2F", "bias_EH", "sinks_N")):
                 parameter.zero_()
@@ -196,10 +196,6 @@ def _mlp(config: ModelConfig, kind: LayerKind) -> nn.Module:
 
 def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _is_norm(name: str) -> bool:
-    return name.rsplit(".", 2)[-2].endswith("norm")
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

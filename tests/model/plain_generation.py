@@ -15,10 +15,10 @@ from torch import Tensor
 from armillary.engine.generate import check_prompts, check_tokenizer
 from armillary.engine.request.sampling_params import Sampling
 from armillary.errors import BadModel
-from armillary.model.layers.attention_forms import ContiguousCache
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_weights import load_model
+from tests.model.contiguous_cache import ContiguousCache
 
 # B prompts, T tokens, V vocabulary
 OnToken = Callable[[int, int], None]

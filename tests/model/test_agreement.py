@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from armillary.model.layers.attention_forms import ContiguousCache, plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_weights import load_model, save_model
+from tests.model.contiguous_cache import ContiguousCache
 from tests.model.families import FAMILIES, random_model, transformers
 
 CASES = [pytest.param(family, seed, marks=[pytest.mark.slow] * (seed > 3)) for family in FAMILIES for seed in range(6)]

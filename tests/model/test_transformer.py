@@ -129,7 +129,8 @@ def test_every_part_counts_exactly_and_is_causal(name: str) -> None:
 COMPILED = """
 import torch
 from torch._dynamo.utils import counters
-from armillary.model.layers.attention_forms import ContiguousCache, plain
+from armillary.model.layers.attention_forms import plain
+from tests.model.contiguous_cache import ContiguousCache
 from armillary.model.transformer import build
 from tests.model.layers.test_attention_forms import small
 

@@ -15,8 +15,6 @@ from armillary.errors import BadInput
 from armillary.model.transformer import Transformer
 from armillary.stats import percentile
 
-_NAP_S = 0.001
-
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
@@ -102,7 +100,7 @@ class Watch:
         if scheduler.request_table.running or scheduler.under_way or scheduler.totals.tokens_out > before:
             self.decided.append(self.engine.loop.schedule_s)
         else:
-            time.sleep(_NAP_S)  # a dynamic batch waits for its window
+            time.sleep(0.001)  # a dynamic batch waits for its window
         for piece in pieces:
             self._add(piece)
         return pieces

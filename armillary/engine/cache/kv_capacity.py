@@ -79,9 +79,9 @@ class KVPlan:
         shown = [f"{self.sequences_of(length):,} sequences of {length:,}" for length in lengths]
         usable = f"{self.num_blocks - 1:,} blocks of {self.block_tokens} tokens ({bytes_text(self.block_bytes)} each)"
         lines = [
-            f"KV cache {bytes_text(self.budget_bytes)} = {usable} = " + " = ".join([f"{self.tokens:,} tokens", *shown])
+            f"KV cache {bytes_text(self.budget_bytes)} = {usable} = " + " = ".join([f"{self.tokens:,} tokens", *shown]),
+            f"  a block: {self.layers_per_group} layers × {self.block_tokens} tokens × {per_layer}",
         ]
-        lines.append(f"  a block: {self.layers_per_group} layers × {self.block_tokens} tokens × {per_layer}")
         if len(self.groups) > 1 or self.groups[0].sees != "all":
             lines += [f"  table {i}: {group.text()}" for i, group in enumerate(self.groups)]
         if self.padding_fraction > 0:

@@ -148,8 +148,10 @@ class Answers:
         stream.num_out += 1
         gap_s, ends = stream.gap(now), seq.finish == "stop" and token in seq.stops
         text = "" if ends else stream.push(token)
-        if stream.stop.stopped:
-            self._stop(seq, stream.num_tokens, now)
+        if stream.stop.stopped:  # the sequence ends here, whatever is in flight
+            if seq.finish is None:
+                self._scheduler.finish(seq, "stop", now, num_output=stream.num_tokens)
+            seq.finish = "stop"
         if seq.finish is not None:
             text += self._rest(seq)
         return Piece(
@@ -161,12 +163,6 @@ class Answers:
             error=seq.error,
             logprobs=tuple(seq.logprobs[stream.num_out - 1 : stream.num_out]),
         )
-
-    def _stop(self, seq: Sequence, num_tokens: int, now: float) -> None:
-        """A stop string came: the sequence ends here, whatever is in flight."""
-        if seq.finish is None:
-            self._scheduler.finish(seq, "stop", now, num_output=num_tokens)
-        seq.finish = "stop"
 
     def _rest(self, seq: Sequence) -> str:
         stream = self._streams.pop(seq, None)

@@ -30,14 +30,7 @@ FINISHES: dict[FinishReason, str] = {
 BROKEN = -1  # in place of a token where the logits were not finite
 
 
-class _Everything:
-    """Contains every token."""
-
-    def __contains__(self, token: object) -> bool:
-        return True
-
-
-EVERY_TOKEN = _Everything()
+EVERY_TOKEN = range(BROKEN, 1 << 31)
 
 
 class State(Enum):

@@ -27,8 +27,14 @@ def check(request: Request, settings: Settings, cache: KVCache, constraint: Make
         raise BadInput(f"timeout_s={request.timeout_s} is over before it begins; give a time above 0")
     if params.structure is not None and constraint is None:
         raise BadInput(f"this engine cannot constrain the output to a {params.structure.kind}; leave structure out")
-    _check_room(length + wanted, cache)
-    return length + wanted
+    tokens, longest = length + wanted, cache.longest(length + wanted)
+    if longest < tokens:
+        raise BadInput(
+            f"prompt and output of {tokens:,} tokens need {cache.blocks_at(tokens):,} KV blocks and the "
+            f"cache has {cache.num_blocks:,}; ask for at most {longest:,} together or raise "
+            "serve.kv_bytes"
+        )
+    return tokens
 
 
 def completion_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
@@ -57,16 +63,6 @@ def _check_prompt(request: Request, settings: Settings) -> None:
     if min(prompt) < 0 or max(prompt) >= settings.vocab:
         wrong = next(token for token in prompt if not 0 <= token < settings.vocab)
         raise BadInput(f"the prompt has token {wrong} outside the vocabulary of {settings.vocab:,}; use its tokenizer")
-
-
-def _check_room(tokens: int, cache: KVCache) -> None:
-    longest = cache.longest(tokens)
-    if longest < tokens:
-        raise BadInput(
-            f"prompt and output of {tokens:,} tokens need {cache.blocks_at(tokens):,} KV blocks and the "
-            f"cache has {cache.num_blocks:,}; ask for at most {longest:,} together or raise "
-            "serve.kv_bytes"
-        )
 
 
 def make_sequences(

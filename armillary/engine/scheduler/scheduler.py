@@ -321,7 +321,11 @@ class Scheduler:
         if BROKEN in sampled:
             sequences, sampled = without_broken(sequences, sampled)
         self.totals.tokens_out += len(sampled)
-        return Outcome(sequences, sampled, self._finished(over, now))
+        for seq, _ in over:
+            self.admission.ended(seq)
+        self._end(over, now)
+        self._check()
+        return Outcome(sequences, sampled, [seq for seq, _ in over])
 
     def _endings(
         self, decision: Decision, sequences: list[Sequence], tokens: list[int]
@@ -333,13 +337,6 @@ class Scheduler:
             ended = {id(seq) for seq, _ in over}
             over += [(seq, Ending("length")) for seq in decision.last if seq.finish is None and id(seq) not in ended]
         return over
-
-    def _finished(self, over: list[tuple[Sequence, Ending]], now: float) -> list[Sequence]:
-        for seq, _ in over:
-            self.admission.ended(seq)
-        self._end(over, now)
-        self._check()
-        return [seq for seq, _ in over]
 
     def fail(self, now: float, error: str) -> list[Sequence]:
         """The executor could not do a step: the sequences in flight end with an error. The KV cache is invalid from

@@ -81,7 +81,6 @@ _PER_SECOND = 50
 _ALL = 200  # first steps, which are all recorded: a short run is recorded completely
 _MOST_BYTES = 24_000_000  # size of the file beyond which the older half is cut off
 _MOST_WAITING = 10_000  # records that wait to be written; where the disk is slower, later ones are dropped
-_END = None
 
 
 class GaugeLog:
@@ -125,12 +124,12 @@ class GaugeLog:
 
     def close(self) -> None:
         """Write what waits, and close the file."""
-        self._queue.put(_END)
+        self._queue.put(None)
         self._thread.join()
         self._writer.close()
 
     def _run(self) -> None:
-        while (entry := self._queue.get()) is not _END:
+        while (entry := self._queue.get()) is not None:
             gauges, step, request, now = entry
             if step is None and request is None:
                 self._lasting.append(gauges)

@@ -99,21 +99,8 @@ class QkvFunction(torch.autograd.Function):
             normed = ops.norm(x, None, norm_weight, norm_bias, eps, rms, plus_one, fused.norm_pairs)[0]
         dqkv = fused.gradient(ctx.qkv, dpacked, normed.flatten(0, 1))
         del dpacked, normed
-        has_bias = norm_bias is not None
-        dx, dweight, dbias = ops.norm_backward(
-            dnormed, dx, x, norm_weight, mean, rstd, plus_one, has_bias, fused.norm_pairs
-        )
-        return (
-            dx,
-            grad_or_none(dweight, norm_weight),
-            grad_or_none(dbias, norm_bias),
-            dqkv,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        grads = norm_gradients(fused, dnormed, dx, x, norm_weight, norm_bias, mean, rstd, plus_one)
+        return *grads, dqkv, None, None, None, None, None
 
 
 class OutMlpFunction(torch.autograd.Function):
@@ -163,12 +150,9 @@ class OutMlpFunction(torch.autograd.Function):
         dnormed = fused.gemms.back(dinner, up_weight).view_as(x)
         dup = fused.gradient(up, dinner, normed.flatten(0, 1))
         del dinner, normed
-        dx, dweight, dbias = ops.norm_backward(
-            dnormed, dy, x, norm_weight, mean, rstd, plus_one, norm_bias is not None, fused.norm_pairs
-        )
+        dx, dweight, dbias = norm_gradients(fused, dnormed, dy, x, norm_weight, norm_bias, mean, rstd, plus_one)
         dmixed = fused.gemms.back(dx, out_weight)
         dout = fused.gradient(out, dx.flatten(0, 1), mixed.flatten(0, 1))
-        dweight, dbias = grad_or_none(dweight, norm_weight), grad_or_none(dbias, norm_bias)
         return dmixed, dx, dout, dweight, dbias, dup, ddown, None, None, None
 
 
@@ -192,5 +176,21 @@ def _sum_and_norm(
     return summed, normed, mean, rstd
 
 
-def grad_or_none(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
-    return gradient if parameter is not None and parameter.requires_grad else None
+def norm_gradients(
+    fused: FusedOptions,
+    dnormed: Tensor,
+    dresidual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    plus_one: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of a norm's input, with that of the residual added, weight and bias; None where one is not trained."""
+    dx, *grads = torch.ops.armillary.norm_backward(
+        dnormed, dresidual, x, weight, mean, rstd, plus_one, bias is not None, fused.norm_pairs
+    )
+    trained = [parameter is not None and parameter.requires_grad for parameter in (weight, bias)]
+    dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, trained, strict=True))
+    return dx, dweight, dbias

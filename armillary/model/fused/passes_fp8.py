@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from armillary.kernels.fp8.linear import E4M3, E5M2
 from armillary.kernels.fp8.operands import Operand, ScaledTensor, Source, norm_source
-from armillary.model.fused.passes import FusedOptions, grad_or_none
+from armillary.model.fused.passes import FusedOptions, norm_gradients
 from armillary.model.low_precision.fp8 import present
 
 # M tokens (batch and time flattened), H hidden
@@ -59,11 +59,8 @@ class Fp8QkvFunction(torch.autograd.Function):
         norm = x, norm_weight, norm_bias, mean, rstd, eps, rms, plus_one
         dqkv = fp8.gradient(ctx.qkv, dpacked, _normed(fused, norm, saved), x, accumulate=accumulate)
         del dpacked
-        dx, dweight, dbias = ops.norm_backward(
-            dnormed, dx, x, norm_weight, mean, rstd, plus_one, norm_bias is not None, fused.norm_pairs
-        )
-        grads = grad_or_none(dweight, norm_weight), grad_or_none(dbias, norm_bias)
-        return dx, *grads, dqkv, None, None, None, None, None
+        grads = norm_gradients(fused, dnormed, dx, x, norm_weight, norm_bias, mean, rstd, plus_one)
+        return *grads, dqkv, None, None, None, None, None
 
 
 class Fp8OutMlpFunction(torch.autograd.Function):
@@ -114,13 +111,10 @@ class Fp8OutMlpFunction(torch.autograd.Function):
         norm = x, norm_weight, norm_bias, mean, rstd, eps, rms, plus_one
         dup = fp8.gradient(up, grad, _normed(fused, norm, saved[2:4]), x, accumulate=accumulate)
         del grad
-        dx, dweight, dbias = torch.ops.armillary.norm_backward(
-            dnormed, dy, x, norm_weight, mean, rstd, plus_one, norm_bias is not None, fused.norm_pairs
-        )
+        dx, dweight, dbias = norm_gradients(fused, dnormed, dy, x, norm_weight, norm_bias, mean, rstd, plus_one)
         grad = fp8.quantise(dx, E5M2)
         dmixed = fp8.back(grad, out, x)
         dout = fp8.gradient(out, grad, ScaledTensor(*saved[:2]), x, accumulate=accumulate)
-        dweight, dbias = grad_or_none(dweight, norm_weight), grad_or_none(dbias, norm_bias)
         return dmixed, dx, dout, dweight, dbias, dup, ddown, None, None, None
 
 

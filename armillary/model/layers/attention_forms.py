@@ -1,4 +1,4 @@
-"""The attention functions that are passed to the model: plain causal, packed documents, and a contiguous cache.
+"""The attention functions that are passed to the model: plain causal, and packed documents.
 
 `attend(layer, q, k, v, options)` alone owns caches and masks, so one model trains, prefills and decodes. These are the
 reference functions in plain torch; faster ones have the same signature.
@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.errors import BadInput
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.dtype import widen
-from armillary.spec.model import ModelConfig
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
@@ -75,38 +73,6 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
         return run(q_BTND, k_BTKD, v_BTKD, with_documents)
 
     return attend
-
-
-class ContiguousCache:
-    """Keys and values of `batch` sequences of up to `length` tokens, one tensor for all layers.
-
-    Rows may be at different positions: a key is visible from its own position on, so keys beyond a row's position
-    (padding of a shorter prompt) are never seen before they are overwritten.
-    """
-
-    def __init__(
-        self, config: ModelConfig, *, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        shape = (config.num_layers, batch, length, config.kv_heads, config.head_dim)
-        self.length = length
-        self.keys_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
-        self.values_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
-
-    def at(self, positions_BT: Tensor, upto: int) -> Attend:
-        """The `attend` of one step: `positions_BT` of its tokens, all below `upto`."""
-        if upto > self.length:
-            raise BadInput(f"{upto} tokens do not fit a cache of {self.length}; ask for fewer tokens")
-        rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
-        index_1S = torch.arange(upto, device=positions_BT.device)[None]
-
-        def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
-            keys, values = self.keys_LBSKD[layer], self.values_LBSKD[layer]
-            keys[rows_B1, positions_BT] = k_BTKD.to(keys.dtype)
-            values[rows_B1, positions_BT] = v_BTKD.to(values.dtype)
-            seen_keys, seen_values = keys[:, :upto].to(q_BTND.dtype), values[:, :upto].to(q_BTND.dtype)
-            return masked(q_BTND, seen_keys, seen_values, options, positions_BT, index_1S, None)
-
-        return attend
 
 
 def masked(

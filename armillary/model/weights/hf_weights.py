@@ -160,15 +160,17 @@ def _check_complete(model: Transformer, all_rules: list[Rule], stored: TensorFol
     wanted = {hf_name for rule in all_rules for hf_name in rule.hf_names}
     missing = sorted(wanted - set(stored.names()))
     if missing:
-        first = f"{len(missing)} tensors are missing, the first {missing[0]}"
-        raise BadModel(f"{name}: {first}; config.json and weights are not of one model")
+        raise BadModel(
+            f"{name}: {len(missing)} tensors are missing, the first {missing[0]}; config.json and weights are not of "
+            "one model"
+        )
     ignored = ("lm_head.weight", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
     extra = sorted(each for each in set(stored.names()) - wanted if not each.endswith(ignored))
     if extra:
-        first = (
-            f"{len(extra)} tensors are not part of a {model.config.family} model of this shape, the first {extra[0]}"
+        raise BadModel(
+            f"{name}: {len(extra)} tensors are not part of a {model.config.family} model of this shape, the first "
+            f"{extra[0]}; config.json and weights are not of one model"
         )
-        raise BadModel(f"{name}: {first}; config.json and weights are not of one model")
 
 
 # --- saving

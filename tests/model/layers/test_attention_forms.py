@@ -7,10 +7,11 @@ import torch
 
 from armillary.errors import BadInput
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.model.layers.attention_forms import ContiguousCache, alibi_slopes, packed, plain
+from armillary.model.layers.attention_forms import alibi_slopes, packed, plain
 from armillary.model.transformer import build
 from armillary.spec.catalogue import config_from_fields
 from armillary.spec.model import ModelConfig
+from tests.model.contiguous_cache import ContiguousCache
 
 
 def small(**fields: object) -> ModelConfig:
