@@ -39,9 +39,9 @@ def train(
     whose end ends the run."""
     with join_world(device) as world:
         try:
-            with run.renewing_lease() if world.is_main else nullcontext() as held:
-                run = replace(run, owner=held.owner) if held is not None else run
-                return _train(plan, run, world, held, until=until, watch=watch, say=say, home=home, parent=parent)
+            with run.renewing_lease() if world.is_main else nullcontext() as lease:
+                run = replace(run, owner=lease.owner) if lease is not None else run
+                return _train(plan, run, world, lease, until=until, watch=watch, say=say, home=home, parent=parent)
         except LeaseLost:
             raise  # what is noted in the folder is another process's
         except torch.OutOfMemoryError as error:
@@ -58,7 +58,7 @@ def _train(
     plan: Plan,
     run: Run,
     world: World,
-    held: HeldLease | None,
+    lease: HeldLease | None,
     *,
     until: Until | None,
     watch: Watch | None,
@@ -70,7 +70,7 @@ def _train(
     assert job is not None, "a plan for training"
     ranks = make_consensus(world)
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(parent, (lambda: held.lost) if held is not None else None))
+        stop = stack.enter_context(StopRequest(parent, (lambda: lease.lost) if lease is not None else None))
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
         saved = checkpoint.newest(run, ranks, say)
         kernels = ranks.run_on_all(lambda: checkpoint.kernels_of(run, saved))
@@ -78,7 +78,7 @@ def _train(
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
-        lifecycle = RunLifecycle(run, trainer, until, allowed=held.check if held is not None else None)
+        lifecycle = RunLifecycle(run, trainer, until, allowed=lease.check if lease is not None else None)
         first = lifecycle.resume(saved)
         stack.push(lifecycle.note)
         lifecycle.probe(first)

@@ -19,7 +19,7 @@ from armillary.training.data.batch import BatchSource
 from armillary.training.data.batches import Batches, Blend, HeldOut, SourceOrder, Validation
 from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import find_corpus
-from armillary.training.data.index import NAME, Split
+from armillary.training.data.index import NAME, SPLITS
 from armillary.training.data.inspect_shards import document_lengths
 from armillary.training.data.remote import Remote, is_url
 from armillary.training.data.row_packing import Packing
@@ -36,18 +36,13 @@ _SILENT: Progress = lambda done, total, what: None  # noqa: E731
 
 @dataclass(frozen=True, kw_only=True)
 class OpenData:
-    """What a trainer reads."""
+    """What a trainer reads; token ids are below `vocab`, and `notes` are for the user, a sentence each."""
 
     train: BatchSource
-    """batches of the training split"""
     validation: Validation
-    """the held-out split"""
     tokenizer_folder: Path
-    """on this machine"""
     vocab: int
-    """ids are below this"""
     notes: tuple[str, ...] = ()
-    """what a person should know about it, a sentence each"""
 
 
 # --- planning: where everything is or will be
@@ -112,9 +107,9 @@ def may_hold_out(data: Data) -> bool:
 
 
 def prepare_data(asked: Data, planned: Data, progress: Progress = _SILENT) -> tuple[Prepared, ...]:
-    """The text of each source as shards, made now or earlier. A folder that the store named is rebuilt when the text
-    has changed; one that a person named is left alone."""
-    named = bool(asked.path or asked.paths)
+    """The text of each source as shards, made now or earlier. A folder of the store is rebuilt when the text has
+    changed; one that the user chose is left alone."""
+    by_user = bool(asked.path or asked.paths)
     folders = planned.paths or (planned.path,)
     todo = [(source, folder) for source, folder in zip(_sources(planned), folders, strict=True) if source != folder]
     if asked.path and asked.source == Data.source and is_prepared(asked.path):
@@ -125,7 +120,9 @@ def prepare_data(asked: Data, planned: Data, progress: Progress = _SILENT) -> tu
     if todo and planned.tokenizer and not Path(planned.tokenizer).exists():
         _train_shared(planned, progress)
     settings = _settings(planned) | {"cache": _cache(planned)}
-    return tuple(prepare(source, folder, **settings, overwrite=not named, progress=progress) for source, folder in todo)
+    return tuple(
+        prepare(source, folder, **settings, overwrite=not by_user, progress=progress) for source, folder in todo
+    )
 
 
 def _train_shared(data: Data, progress: Progress) -> None:
@@ -147,10 +144,15 @@ def _train_shared(data: Data, progress: Progress) -> None:
 
 def open_data(data: Data, job: TrainJob) -> OpenData:
     """The planned table opened for reading; missing and damaged files are named."""
-    opened = [_opened(folder, "train", data) for folder in data.paths or (data.path,)]
-    held_out = [_opened(folder, "validation", data) for folder in data.paths or (data.path,)]
+    opened, held_out = (
+        [
+            TokenShards.open(folder, split, cache=_cache(data), verify=data.verify)
+            for folder in data.paths or (data.path,)
+        ]
+        for split in SPLITS
+    )
     _check_tokenizers(opened)
-    _check_room([shards for shards in (*opened, *held_out) if isinstance(shards.folder, Remote)], data)
+    _check_cache_size([shards for shards in (*opened, *held_out) if isinstance(shards.folder, Remote)], data)
     counts = tuple(count for _, count in shares(data.blend)) if data.blend else (1,)
     rows = job.batch_tokens // job.sequence
     parts = tuple(
@@ -164,12 +166,12 @@ def open_data(data: Data, job: TrainJob) -> OpenData:
         )
         for number, shards in enumerate(opened)
     )
-    kept = [(shards, count) for shards, count in zip(held_out, counts, strict=True) if shards.num_tokens > 1]
+    with_text = [(shards, count) for shards, count in zip(held_out, counts, strict=True) if shards.num_tokens > 1]
     return OpenData(
         train=parts[0] if len(parts) == 1 else Blend(parts=parts, order=SourceOrder(counts=counts), batch=rows),
         validation=Validation(
-            parts=tuple(HeldOut(shards=s, sequence=job.sequence, packing=_packing(s, data)) for s, _ in kept),
-            counts=tuple(count for _, count in kept),
+            parts=tuple(HeldOut(shards=s, sequence=job.sequence, packing=_packing(s, data)) for s, _ in with_text),
+            counts=tuple(count for _, count in with_text),
         ),
         tokenizer_folder=opened[0].tokenizer_folder,
         vocab=opened[0].index.vocab,
@@ -177,23 +179,19 @@ def open_data(data: Data, job: TrainJob) -> OpenData:
     )
 
 
-def _opened(folder: str, split: Split, data: Data) -> TokenShards:
-    return TokenShards.open(folder, split, cache=_cache(data), verify=data.verify)
-
-
-def _check_room(stores: list[TokenShards], data: Data) -> None:
+def _check_cache_size(stores: list[TokenShards], data: Data) -> None:
     """Stores that the cache cannot hold are read group by group; two groups of each must fit, one in use and one on
     its way, or the same shards would be fetched over and over."""
-    need = sum(_room(shards, data.mix_shards) for shards in stores)
+    need = sum(_need(shards, data.mix_shards) for shards in stores)
     if need <= data.cache_bytes:
         return
-    fits = next((mix for mix in (64, 16, 8, 4, 2, 1) if sum(_room(s, mix) for s in stores) <= data.cache_bytes), None)
+    fits = next((mix for mix in (64, 16, 8, 4, 2, 1) if sum(_need(s, mix) for s in stores) <= data.cache_bytes), None)
     hint = f"data.mix_shards={fits}, or a larger data.cache_bytes" if fits else f"data.cache_bytes={2 * need}"
-    room = f"{bytes_text(need)} of {stores[0].folder}" + (" and other stores" if len(stores) > 2 else "")
-    raise BadInput(f"{room} do not fit into the cache of {bytes_text(data.cache_bytes)}; try --set {hint}")
+    shards = f"{bytes_text(need)} of {stores[0].folder}" + (" and other stores" if len(stores) > 2 else "")
+    raise BadInput(f"{shards} do not fit into the cache of {bytes_text(data.cache_bytes)}; try --set {hint}")
 
 
-def _room(shards: TokenShards, mix: int) -> int:
+def _need(shards: TokenShards, mix: int) -> int:
     sizes = sorted((shards.files.num_bytes(number) for number in range(shards.num_shards)), reverse=True)
     return sum(sizes[: 2 * mix] if mix else sizes)
 

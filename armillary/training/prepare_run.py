@@ -45,14 +45,12 @@ from armillary.training.telemetry.trackers import check_trackers
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
-    """A checked recipe, its plan, and where its data goes."""
+    """A checked recipe (as it was given, overrides applied), the plan that every rank reads, and where runs and data
+    go."""
 
     recipe: Recipe
-    """as it was given, overrides applied"""
     plan: Plan
-    """what every rank reads"""
     home: Home
-    """where runs and data are kept"""
 
     def prepare(self, progress: Progress = lambda done, total, what: None) -> tuple[Prepared, ...]:
         """The recipe's text as shards, made now or earlier; nothing where it is shards already."""
@@ -238,8 +236,13 @@ def train_recipe(
 
     def find() -> ResolvedRun:
         resolved = resolve_run(ready, home, model_source(ready, home), cpu_ranks=world.size, until=until, device=device)
+        layout = resolved.plan.layout
+        if world.size == 1 < layout.num_devices:
+            raise BadLayout(
+                f"{layout.text()} needs {layout.num_devices} processes and this is one; use armillary train, which "
+                "starts them, or torchrun"
+            )
         if world.size == 1:
-            _refuse_many(resolved.plan)
             refuse_elsewhere(resolved.plan)
         return resolved
 
@@ -273,15 +276,6 @@ def train_on_ranks(
     plan = Plan.from_json(run.plan.read_text(), str(run.plan))  # as the main rank resolved it
     with view(plan, run) as watch:
         return train(plan, run, device=device, until=until, watch=watch, say=say, home=home)
-
-
-def _refuse_many(plan: Plan) -> None:
-    count = plan.layout.num_devices
-    if count > 1:
-        raise BadLayout(
-            f"{plan.layout.text()} needs {count} processes and this is one; use armillary train, which "
-            "starts them, or torchrun"
-        )
 
 
 def notes_of(config: ModelConfig, layout: Layout, job: TrainJob) -> Iterator[str]:

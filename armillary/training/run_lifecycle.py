@@ -32,20 +32,17 @@ from armillary.training.trainer import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """How a run ended."""
+    """How a run ended: `finished` is False when it was stopped before its last step. `export` is the Hugging Face
+    folder of a finished run, `saved` the step of its last checkpoint, if there is one."""
 
     run: Run
     steps: int
     finished: bool
-    """False when it was stopped before its last step"""
     loss: float
     val_loss: float | None
     export: Path | None
-    """the Hugging Face folder of a finished run"""
     resumed_at: int = 0
-    """step it resumed from"""
     saved: int | None = None
-    """step of its last checkpoint; none where it did not come to one"""
 
 
 class RunLifecycle:
@@ -62,7 +59,7 @@ class RunLifecycle:
         self._began: float | None = None
         self._stepped = 0.0
         self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"))
-        trainer.batches.save_due = self.clock.due
+        trainer.batches.save_due = self.clock.is_due
 
     def resume(self, step: int) -> int:
         """Restore everything from the checkpoint of `step`; 0: there is none."""
@@ -107,7 +104,7 @@ class RunLifecycle:
         if step == job.steps or (job.eval_every and step % job.eval_every == 0):
             value = trainer.validate()
             more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
-        done = step == job.steps or (self.until is not None and self.until.reached(report.gauges | more))
+        done = step == job.steps or (self.until is not None and self.until.is_met(report.gauges | more))
         if done or report.save:
             more |= self.save(step)
         more["goodput_fraction"] = self._goodput(report.gauges["step_s"], before)
@@ -127,12 +124,10 @@ class RunLifecycle:
 
     def save(self, step: int) -> dict[str, float]:
         begin = time.perf_counter()
-        saved = checkpoint.save(
-            self.run, step, self._tensors(), self._facts(), self.trainer.ranks, allowed=self.allowed
-        )
+        ranks = self.trainer.ranks
+        saved = checkpoint.save(self.run, step, self._tensors(), self._facts(), ranks, allowed=self.allowed)
         self.saved = step
-        ranks, keep = self.trainer.ranks, self.job.keep
-        ranks.run_on_all(lambda: checkpoint.prune(self.run, step, keep) if ranks.is_main else [])
+        ranks.run_on_all(lambda: checkpoint.prune(self.run, step, self.job.keep) if ranks.is_main else [])
         seconds = time.perf_counter() - begin
         self.clock.saved(seconds)
         self.trainer.telemetry.exclude(seconds)
@@ -147,8 +142,8 @@ class RunLifecycle:
         if finished:
             trainer.close()
             widen(trainer.model, trainer.optimizer)
-            like = trainer.text.tokenizer_folder
-            folder = export(trainer.sharded, self.job, self.run.export(step), ranks, like=like)
+            tokenizer = trainer.text.tokenizer_folder
+            folder = export(trainer.sharded, self.job, self.run.export(step), ranks, tokenizer=tokenizer)
             if self.job.lora_rank:
                 base = trainer.plan.weights or trainer.plan.model.name
                 export_adapter(trainer.sharded, self.job, self.run.folder / "adapter" / str(step), ranks, base=base)

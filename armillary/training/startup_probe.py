@@ -52,13 +52,12 @@ def startup_costs(trainer: Trainer, step: int) -> dict[str, float]:
         fraction = probe.fraction(rows) if probe is not None and rows is not None else None
         if time.perf_counter() - begin > BUDGET_S:
             break
-    return {"torch_call_s": median(call_s)} | (
-        {"micro_batch_overhead_fraction": fraction} if fraction is not None else {}
-    )
+    overhead = {"micro_batch_overhead_fraction": fraction} if fraction is not None else {}
+    return {"torch_call_s": median(call_s)} | overhead
 
 
 def _micro_batch_probe(trainer: Trainer) -> MicroBatchProbe | None:
-    if trainer.world.size > 1 or not can_join(trainer.plan, trainer.sharded):
+    if trainer.world.size > 1 or not joinable(trainer.plan, trainer.sharded):
         return None
 
     def run(batch: DeviceBatch) -> None:
@@ -100,7 +99,7 @@ class CallCostProbe:
 # --- the fixed cost of a micro-batch
 
 
-def can_join(plan: Plan, sharded: Sharded) -> bool:
+def joinable(plan: Plan, sharded: Sharded) -> bool:
     """Whether a step has several micro-batches and one rank can run some of them alone: the model is not sharded,
     offloads nothing, and is not compiled for one number of rows."""
     job, layout = plan.train, plan.layout

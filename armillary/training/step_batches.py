@@ -23,22 +23,19 @@ Stop = Callable[[], bool]
 
 
 class StepBatch(NamedTuple):
-    """A batch that all ranks are ready for."""
+    """A batch that all ranks are ready for: the number of targets is that of all ranks, `stop` whether any was asked
+    to stop before this step, `wait_s` how long the step waited for its rows, `save` whether the main rank wants a
+    checkpoint after it. `consensus_s` is how long this rank waited for the others in the all-reduce, `work_s` each
+    rank's time for its last step without waits for others (0: not known)."""
 
     step: int
     rows: DeviceBatch
     num_targets: float
-    """of all ranks"""
     stop: bool
-    """whether any rank was asked to stop before this step"""
     wait_s: float
-    """how long the step had to wait for its rows"""
     save: bool
-    """whether the main rank wants a checkpoint after this step"""
     consensus_s: float = 0.0
-    """how long this rank waited for the others in the all-reduce"""
     work_s: tuple[float, ...] = ()
-    """each rank's time for its last step without waits for others; 0: not known"""
 
 
 class StepBatches:

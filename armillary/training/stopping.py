@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from armillary.errors import BadInput
@@ -37,7 +37,7 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -52,12 +52,10 @@ GAUGES = ("val_loss", "loss")
 
 @dataclass(frozen=True, kw_only=True)
 class Until:
-    """A goal."""
+    """A goal: val_loss or loss at or below a value."""
 
     gauge: str
-    """val_loss or loss"""
     value: float
-    """reached at or below"""
 
     @classmethod
     def of(cls, job: TrainJob) -> Until | None:
@@ -88,5 +86,5 @@ class Until:
                 f"there is no validation; try --set train.eval_every={max(1, job.steps // 20)}"
             )
 
-    def reached(self, gauges: Mapping[str, float]) -> bool:
+    def is_met(self, gauges: Mapping[str, float]) -> bool:
         return gauges.get(self.gauge, float("inf")) <= self.value

@@ -34,14 +34,6 @@ from armillary.training.telemetry.step_telemetry import NullTelemetry, StepRepor
 Meanwhile = Callable[[], None]
 
 
-def _never() -> bool:
-    return False
-
-
-def _nothing() -> None:
-    pass
-
-
 class Trainer:
     """`step(n)` runs step n. A context manager: the loader has worker processes."""
 
@@ -82,7 +74,7 @@ class Trainer:
 
     # --- one step
 
-    def step(self, step: int, *, stop: Stop = _never, meanwhile: Meanwhile = _nothing) -> StepReport | None:
+    def step(self, step: int, *, stop: Stop = lambda: False, meanwhile: Meanwhile = lambda: None) -> StepReport | None:
         """Run one step; None where the ranks agreed to stop before it, because `stop()` was true on one of them.
         `meanwhile()` is called while the device works."""
         self.telemetry.start_step()
@@ -180,10 +172,9 @@ class Trainer:
         return batch.tokens(context.shard), context.attend(documents_BT)
 
     def _counters(self) -> dict[str, float]:
-        counters = {"tokens_total": float(self.tokens)}
-        if self.scaler.is_enabled() or self.job.on_nonfinite == "skip":
-            counters["skipped_steps_total"] = float(self.nonfinite.skipped)
-        return counters
+        skips = self.scaler.is_enabled() or self.job.on_nonfinite == "skip"
+        skipped = {"skipped_steps_total": float(self.nonfinite.skipped)} if skips else {}
+        return {"tokens_total": float(self.tokens)} | skipped
 
     def close(self) -> None:
         """Close the loader, and wait for an offloaded optimizer step."""

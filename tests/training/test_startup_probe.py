@@ -23,7 +23,7 @@ from armillary.training.startup_probe import (
     MAX_MICRO_BATCHES,
     CallCostProbe,
     MicroBatchProbe,
-    can_join,
+    joinable,
     startup_costs,
 )
 from armillary.training.telemetry.profiled_step import profiled
@@ -80,10 +80,10 @@ def test_the_first_step_reports_the_costs_and_no_other_does(recipe: Make, home: 
 def test_only_micro_batches_that_a_rank_can_pass_by_itself_are_joined(recipe: Make, home: Home) -> None:
     with trainer_of(recipe("layout.micro_batch=2"), home) as trainer:
         plan, sharded = trainer.plan, trainer.sharded
-    assert can_join(plan, sharded) and plan.train is not None
-    assert not can_join(replace(plan, train=replace(plan.train, compile=True)), sharded)
+    assert joinable(plan, sharded) and plan.train is not None
+    assert not joinable(replace(plan, train=replace(plan.train, compile=True)), sharded)
     for other in ({"micro_batch": 8}, {"offload": "activations"}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}):
-        assert not can_join(replace(plan, layout=replace(plan.layout, **other)), sharded), other
+        assert not joinable(replace(plan, layout=replace(plan.layout, **other)), sharded), other
 
 
 # --- the probes

@@ -21,12 +21,10 @@ _STANDS_IN = ("\ufdd2A", "\ufdd3B")
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Ids to read, and which of them are answers."""
+    """Token ids up to the last answer, and for each of them whether it belongs to an answer."""
 
     ids: list[int]
-    """up to the last answer"""
     answers: list[bool]
-    """one an id"""
 
 
 def samples(tokenizer: Tokenizer, talk: Conversation) -> list[Sample]:

@@ -29,16 +29,14 @@ _ROLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages in order, and the other inputs of the chat template."""
+    """Messages in order (role and content at least; weight 0 on an assistant's message keeps it out of the loss) and
+    the other inputs of the chat template: functions the assistant may call, and further variables. `origin` is file
+    and line."""
 
     messages: tuple[dict[str, Any], ...]
-    """role and content at least; weight 0 on an assistant's message keeps it out of the loss"""
     tools: tuple[Any, ...] | None = None
-    """functions the assistant may call"""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """further variables of the template"""
     origin: str = ""
-    """file and line"""
 
     @property
     def identity(self) -> str:

@@ -42,14 +42,11 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint that was committed."""
+    """A checkpoint that was committed, and the size of all its files."""
 
     step: int
-    """steps done"""
     folder: Path
-    """where it is"""
     bytes: int
-    """size of all files"""
 
 
 def save(
@@ -158,15 +155,15 @@ def saved_steps(run: Run) -> list[int]:
     return [step for step in run.checkpoint_steps() if not size_faults(run.checkpoint(step))]
 
 
-def prune(run: Run, step: int, keep: int) -> list[int]:
-    """Delete checkpoints before the one of `step`, which was just written, so that `keep` complete ones are left,
-    it included (0: all are kept); returns the deleted steps. Nothing is deleted unless that one has its manifest and
-    every file of it in full length; later ones, which a run resumed from further back will overwrite, are left."""
-    if not keep or size_faults(run.checkpoint(step)):
+def prune(run: Run, step: int, retain: int) -> list[int]:
+    """Delete checkpoints before the one of `step`, which was just written, so that `retain` complete ones are left,
+    it included (0: all); returns the deleted steps. Nothing is deleted unless that one has its manifest and every file
+    of it in full length; later ones, which a run resumed from further back will overwrite, are left."""
+    if not retain or size_faults(run.checkpoint(step)):
         return []
     before = [number for number in run.checkpoint_steps() if number < step]
     complete = [number for number in before if not size_faults(run.checkpoint(number))]
-    stay = complete[len(complete) - (keep - 1) :] if len(complete) >= keep else complete
+    stay = complete[-(retain - 1) :] if retain > 1 else []
     gone = [number for number in before if number not in stay]
     for number in gone:
         remove_folder(run.checkpoint(number))

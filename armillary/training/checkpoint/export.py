@@ -16,11 +16,11 @@ from armillary.spec.tables.train import TrainJob
 from armillary.training.step.lora import save_adapter
 
 
-def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consensus, *, like: Path) -> Path:
+def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consensus, *, tokenizer: Path) -> Path:
     """Every rank calls this; the main rank writes, and all raise its error where it cannot."""
-    reader, error = Whole(sharded, job), None
+    reader, error = MergedWeights(sharded, job), None
     if ranks.is_main:
-        _, error = attempt(lambda: save_model(sharded.model, folder, template=like, overwrite=True, read=reader))
+        _, error = attempt(lambda: save_model(sharded.model, folder, template=tokenizer, overwrite=True, read=reader))
     reader.rest()
     ranks.agree(error)
     return folder
@@ -37,15 +37,15 @@ def export_adapter(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consens
     return folder
 
 
-class Whole:
-    """A parameter of all ranks by its name. Gathering needs every rank, so all ask for the same ones in one order."""
+class MergedWeights:
+    """A parameter of all ranks by its name, with its adapter merged in: sums are taken in fp32 at least and have the
+    weight's own dtype. Gathering needs every rank, so all ask for the same ones in one order."""
 
     def __init__(self, sharded: Sharded, job: TrainJob) -> None:
         config, self._gathered = sharded.model.config, sharded.full_tensor
         self._adapted = targets(config, job.lora_on) if job.lora_rank else {}
-        self._scale = job.lora_scale
+        self._scale, self._next = job.lora_scale, 0
         self._names = [rule.name for rule in rules(config)]
-        self._next = 0
 
     def __call__(self, name: str) -> Tensor:
         assert name == self._names[self._next], "asked in the order of the rules"

@@ -18,7 +18,7 @@ MEASURED_STEPS = 10
 
 
 class SaveClock:
-    """`due(step)` before each step, `saved(seconds)` after each save."""
+    """`is_due(step)` before each step, `saved(seconds)` after each save."""
 
     def __init__(
         self, job: TrainJob, predicted_step_s: float | None, *, now: Callable[[], float] = time.monotonic
@@ -26,7 +26,7 @@ class SaveClock:
         self._every, self._predicted_s, self._now = job.save_every, predicted_step_s or 0.0, now
         self._since, self._steps, self._taken, self._cost_s = now(), 0, 0, 0.0
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a checkpoint follows step number `step`. A recipe's own interval counts steps from the beginning of
         the run; 0 means only at the end. Asked once a step: the answer yes starts a new interval."""
         if self._every is not None:

@@ -21,16 +21,14 @@ _NEW = "or start a new run with --new"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the person asked for: which run, and how."""
+    """What the user asked for: a run to resume or to create by `name` (empty: the newest of the recipe), a `new` run
+    even if there is an unfinished one, or to `take_over` a run that another process is running, which then stops.
+    `file` is the recipe's, by which runs of one recipe are matched."""
 
     name: str = ""
-    """a run to resume, or to create; empty: the newest of the recipe"""
     new: bool = False
-    """create a new run even if there is an unfinished one"""
     take_over: bool = False
-    """resume a run that another process is running, which then stops"""
     file: str = ""
-    """the recipe's file, by which runs of one recipe know each other"""
 
 
 def run_to_resume(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say = lambda text: None) -> Run | None:

@@ -12,14 +12,13 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """Rows made of pieces: those from rows[r] to rows[r + 1] - 1 stand in row r, in this order."""
+    """Rows made of pieces: those from rows[r] to rows[r + 1] - 1 stand in row r, in this order. `starts` are their
+    places in the row of ids; `lengths` are positions, one less than ids, as the last one is only predicted. All
+    int64."""
 
     starts: np.ndarray
-    """where each piece begins in the row of ids, int64"""
     lengths: np.ndarray
-    """positions each piece takes: one less than its ids, as its last one is only predicted, int64"""
     rows: np.ndarray
-    """number of the first piece of each row, and of all pieces, int64"""
 
     @property
     def num_rows(self) -> int:
@@ -32,14 +31,14 @@ def pack_documents(offsets: np.ndarray, sequence: int) -> Packed:
 
 
 def pack_answers(offsets: np.ndarray, answers: np.ndarray, sequence: int) -> Packed:
-    """Conversations: only the beginning of a long one is kept, because an answer without its question teaches little,
+    """Conversations: only the beginning of a long one is packed, because an answer without its question teaches little,
     and none in which nothing is to be learnt."""
     starts: np.ndarray = offsets[:-1].astype(np.int64)
     lengths = np.minimum(np.diff(offsets.astype(np.int64)) - 1, sequence)
     learnt = np.flatnonzero(answers)
     # targets of the positions start … start + length - 1 are the ids after them
-    kept = np.searchsorted(learnt, starts + 1) < np.searchsorted(learnt, starts + 1 + np.maximum(lengths, 0))
-    return pack_pieces(starts[kept], lengths[kept], sequence)
+    learns = np.searchsorted(learnt, starts + 1) < np.searchsorted(learnt, starts + 1 + np.maximum(lengths, 0))
+    return pack_pieces(starts[learns], lengths[learns], sequence)
 
 
 def pack_pieces(starts: np.ndarray, lengths: np.ndarray, sequence: int) -> Packed:
@@ -72,13 +71,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     for size, first, count in zip((-sizes).tolist(), firsts.tolist(), counts.tolist(), strict=True):
         items = order[first : first + count]
         while len(items):
-            room, bin_number = space.take(size, len(items))
+            free, bin_number = space.take(size, len(items))
             if not len(bin_number):
-                room, bin_number = capacity, np.arange(used, used + -(-len(items) // (capacity // size)))
+                free, bin_number = capacity, np.arange(used, used + -(-len(items) // (capacity // size)))
                 used += len(bin_number)
             bins[items[: len(bin_number)]] = bin_number
             items = items[len(bin_number) :]
-            space.put(room - size, bin_number)
+            space.put(free - size, bin_number)
     return bins
 
 
@@ -89,19 +88,17 @@ class _Space:
         self._bins: list[list[np.ndarray]] = [[] for _ in range(capacity)]
         self._any: np.ndarray = np.zeros(capacity, bool)
 
-    def put(self, room: int, bins: np.ndarray) -> None:
-        self._bins[room].append(bins)
-        self._any[room] = True
+    def put(self, free: int, bins: np.ndarray) -> None:
+        self._bins[free].append(bins)
+        self._any[free] = True
 
     def take(self, size: int, count: int) -> tuple[int, np.ndarray]:
-        """At most `count` bins with the same room, the least that takes `size`; none where no bin does."""
-        rooms = self._any[size:]
-        room = size + int(rooms.argmax()) if rooms.any() else 0
-        if not room:
+        """At most `count` bins with the same free space, the least that takes `size`; none where no bin does."""
+        if not self._any[size:].any():
             return 0, np.empty(0, np.int64)
-        bin_number = self._bins[room].pop()
+        free = size + int(self._any[size:].argmax())
+        bin_number = self._bins[free].pop()
         if len(bin_number) > count:
-            self._bins[room].append(bin_number[count:])
-            bin_number = bin_number[:count]
-        self._any[room] = bool(self._bins[room])
-        return room, bin_number
+            self._bins[free].append(bin_number[count:])
+        self._any[free] = bool(self._bins[free])
+        return free, bin_number[:count]

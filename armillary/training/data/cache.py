@@ -28,12 +28,10 @@ _ABANDONED_S = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Fetched files."""
+    """Fetched files in one folder of at most `limit_bytes`, partial files included."""
 
     folder: Path
-    """all of them, one beside another"""
     limit_bytes: int
-    """size at most, files on their way included"""
 
     def get(self, remote: Remote, name: str, *, size: int | None = None, sha256: str | None = None) -> Path:
         """The file on this machine, fetched now or earlier. With a checksum it is compared once, when it arrives."""
@@ -50,7 +48,7 @@ class Cache:
         partial = path.with_name(f".{path.name}.partial")  # of no other process: the lock is held
         for number in range(1, _TRIES + 1):
             try:
-                with self._room(remote.address(name), partial, size or 0) as file:
+                with self._reserved(remote.address(name), partial, size or 0) as file:
                     _copy(remote, name, file, size, sha256)
                 return os.replace(partial, path)
             except ArmillaryError as error:
@@ -60,8 +58,8 @@ class Cache:
                 time.sleep(_PAUSE_S * number)
 
     @contextmanager
-    def _room(self, address: str, partial: Path, size: int) -> Iterator[IO[bytes]]:
-        """The partial file, at its full size from the beginning, so that others see the room is taken."""
+    def _reserved(self, address: str, partial: Path, size: int) -> Iterator[IO[bytes]]:
+        """The partial file, at its full size from the beginning, so that others see the space is taken."""
         try:
             with partial.open("wb") as file:
                 with locked(self.folder / ".lock-room"):
@@ -74,8 +72,8 @@ class Cache:
 
     def _evict(self, address: str, need: int) -> None:
         if need > self.limit_bytes:
-            room = f"{bytes_text(need)}, more than the cache of {bytes_text(self.limit_bytes)}"
-            raise BadInput(f"{address} has {room}; try --set data.cache_bytes={2 * need}")
+            both = f"{bytes_text(need)}, more than the cache of {bytes_text(self.limit_bytes)}"
+            raise BadInput(f"{address} has {both}; try --set data.cache_bytes={2 * need}")
         files = sorted(_files(self.folder))
         total = sum(size for _, size, _ in files)
         for used, size, path in files:

@@ -27,20 +27,16 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Files that hold documents."""
+    """Files that hold documents: `names` in reading order, relative to `root`; `source` is what the user called it.
+    `key` is the JSONL key, Parquet column or suffix of WebDataset samples that holds the text; `skipped` files have a
+    suffix that no reader takes. Files of a store are fetched into `cache`."""
 
     source: str
-    """what the user called it"""
     root: Path | Remote
-    """the folder they are in"""
     names: tuple[str, ...]
-    """of the files, relative to it, in reading order"""
     key: str = "text"
-    """JSONL key, Parquet column or suffix of WebDataset samples that holds the text"""
     skipped: tuple[Skipped, ...] = ()
-    """files left out because no reader takes their suffix"""
     cache: Cache | None = None
-    """where files of a store are kept while they are read"""
 
     def documents(self) -> Iterator[Document | Skipped]:
         """Every document, and a note of every file that was left out; the same ones at each call."""
@@ -102,8 +98,10 @@ def find_corpus(source: str | Path, *, key: str = "text", cache: Cache | None = 
         return _in_store(text, key, cache)
     if path.is_dir():
         return _of_files(text, path, _below(path), key)
+    if path.is_file() and reader_of(path) is None:
+        raise BadData(f"cannot read {path}: '{path.suffix}' is unknown; rename it to .txt, .jsonl, .parquet or .tar")
     if path.is_file():
-        return _of_file(text, path, key)
+        return Corpus(source=text, root=path.parent, names=(path.name,), key=key)
     names = numbered(text)
     if glob.has_magic(text) or len(names) > 1:
         matches = [Path(each) for name in names for each in sorted(glob.glob(name, recursive=True))]
@@ -153,12 +151,6 @@ def _store_files(source: str) -> tuple[Remote, list[str]]:
     return folder, folder.matching("**")
 
 
-def _of_file(source: str, path: Path, key: str) -> Corpus:
-    if reader_of(path) is None:
-        raise BadData(f"cannot read {path}: '{path.suffix}' is unknown; rename it to .txt, .jsonl, .parquet or .tar")
-    return Corpus(source=source, root=path.parent, names=(path.name,), key=key)
-
-
 _TAKES = ".txt, .md, .jsonl, .parquet, .tar and source code"
 
 
@@ -179,19 +171,16 @@ def _suffixes(paths: list[Path]) -> str:
 
 def _below(folder: Path) -> Iterator[Path]:
     """Regular files below `folder`, without hidden ones and caches; linked folders are not followed."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        paths = (Path(parent, name) for name in names if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+    for path in folder.rglob("*"):
+        names = path.relative_to(folder).parts
+        if "__pycache__" not in names and not any(name.startswith(".") for name in names) and path.is_file():
+            yield path
 
 
 def _stdlib() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in _below(root) if path.suffix == ".py" and _NOT_LIBRARY.isdisjoint(_parts(path, root))]
+    sources = (path for path in _below(root) if path.suffix == ".py")
+    files = [path for path in sources if _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts)]
     if not files:
         raise NotFound(f"this Python has no library sources in {root}; give a file or folder of text instead")
     return _of_files(STDLIB, root, files, "text")
-
-
-def _parts(path: Path, root: Path) -> tuple[str, ...]:
-    return path.relative_to(root).parts

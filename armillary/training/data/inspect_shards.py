@@ -10,38 +10,28 @@ from armillary.training.data.shards import TokenShards
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """One split of a folder."""
+    """One split of a folder: ids (ends of text included), texts or conversations, tokens to be learnt where a mask
+    says which, and the lengths of documents in tokens."""
 
     split: str
-    """train or validation"""
     shards: int
-    """files of ids"""
     tokens: int
-    """ids, ends of text included"""
     documents: int
-    """texts or conversations"""
     answers: int | None
-    """tokens to be learnt, where a mask says which"""
     num_bytes: int
-    """size of its files"""
     median_length: int
-    """tokens of the document in the middle"""
     longest: int
-    """tokens of the longest document"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What one way of packing makes of a split."""
+    """What one way of packing makes of a split: rows of an epoch, the fraction of documents that are cut, and of
+    positions without a token."""
 
     packing: str
-    """stream or whole"""
     rows: int
-    """sequences of an epoch"""
     cut_fraction: float
-    """documents that are cut, of all"""
     padding_fraction: float
-    """positions without a token, of all"""
 
 
 def about(shards: TokenShards) -> About:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import Full, Queue
 from threading import Event, Thread
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -35,20 +34,15 @@ _GRACE_S = 15.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceBatch:
-    """One rank's rows of a step as tensors; what the host must know of them needs no wait for the device."""
+    """One rank's rows of a step as tensors (as in `Batch`), and for each row how many positions count in the loss and
+    how many documents it is made of: the host need not wait for the device to know."""
 
     tokens_BT: Tensor
-    """ids, int64"""
     targets_BT: Tensor
-    """the id that follows, int64, or IGNORED"""
     positions_BT: Tensor
-    """from 0 at each document start, int64"""
     documents_BT: Tensor
-    """0, 1, 2 … along a row, int32"""
     row_targets: tuple[int, ...]
-    """positions of each row that count in the loss"""
     row_documents: tuple[int, ...]
-    """documents each row is made of"""
 
     @property
     def num_targets(self) -> int:
@@ -111,7 +105,7 @@ class Loader:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closing.set()
         self._thread.join(_GRACE_S)  # it may be waiting for a store; then it ends with the process
 

@@ -22,10 +22,9 @@ def is_url(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A folder in a store."""
+    """A folder in a store; the URL has no slash at its end."""
 
     url: str
-    """without a slash at its end"""
 
     def __str__(self) -> str:
         return self.url
@@ -35,16 +34,13 @@ class Remote:
 
     def read(self, name: str) -> Iterator[bytes]:
         """A file of the folder, piece by piece."""
-        with self._said(name):
-            system, path = self._system(name)
-            with system.open(path, "rb") as file:
-                while piece := file.read(_PIECE):
-                    yield piece
+        with self._file_system(name) as (system, path), system.open(path, "rb") as file:
+            while piece := file.read(_PIECE):
+                yield piece
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where the store does not report it."""
-        with self._said(name):
-            system, path = self._system(name)
+        with self._file_system(name) as (system, path):
             size = system.info(path).get("size")
             return None if size is None else int(size)
 
@@ -58,8 +54,7 @@ class Remote:
         if self.url.startswith(("http://", "https://")):
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 return dict(zip(names, pool.map(self.size, names), strict=True))
-        with self._said("."):
-            system, root = self._system("")
+        with self._file_system("", shown=".") as (system, root):
             listed = system.find(root, detail=True).items()
             sizes = {path.removeprefix(root).lstrip("/"): about["size"] for path, about in listed}
         for name in names:
@@ -69,40 +64,36 @@ class Remote:
 
     def version(self, name: str) -> str:
         """A text that changes when the file does, as far as the store reports it."""
-        with self._said(name):
-            system, path = self._system(name)
+        with self._file_system(name) as (system, path):
             return str(system.ukey(path))
 
     def exists(self, name: str) -> bool:
-        with self._said(name):
-            system, path = self._system(name)
+        with self._file_system(name) as (system, path):
             return bool(system.exists(path))
 
     def matching(self, pattern: str) -> list[str]:
         """Names of files below the folder that match a pattern (`**` for all), sorted."""
-        with self._said(pattern):
-            system, root = self._system("")
+        with self._file_system("", shown=pattern) as (system, root):
             root = root.rstrip("/")
             paths = system.find(root) if pattern == "**" else system.glob(f"{root}/{pattern}")
             return sorted(path.removeprefix(root).lstrip("/") for path in map(str, paths))
 
-    def _system(self, name: str) -> tuple[Any, str]:
+    @contextmanager
+    def _file_system(self, name: str, shown: str = "") -> Iterator[tuple[Any, str]]:
+        """fsspec's file system and the path of a file in it (of the folder for no name); errors of a store become one
+        line with the name, or what is `shown` instead."""
         try:
             import fsspec
         except ImportError:
             raise missing("fsspec", f"reading {self.url}", "data") from None
-        return fsspec.core.url_to_fs(self.address(name) if name else self.url)
-
-    @contextmanager
-    def _said(self, name: str) -> Iterator[None]:
         try:
-            yield
+            yield fsspec.core.url_to_fs(self.address(name) if name else self.url)
         except ArmillaryError:
             raise
         except ImportError as error:  # fsspec knows the scheme, but its package is not there
             raise MissingPart(f"reading {self.url} needs another package ({one_line(error, 200)})") from None
         except Exception as error:  # every store has its own tree of errors
-            raise self._plain(error, name) from error
+            raise self._plain(error, shown or name) from error
 
     def _plain(self, error: BaseException, name: str) -> ArmillaryError:
         """In one line. fsspec says "not found" of a web server that cannot be reached, too; the cause tells."""

@@ -6,7 +6,6 @@ Both number their rows shard by shard. A document never attends to another, nor 
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from armillary.training.data.bin_packing import Packed, pack_answers, pack_docum
 from armillary.training.data.shards import TokenShards
 
 Packing = Literal["stream", "whole"]
+_ARRAYS = ("edges", "starts", "lengths", "rows")
 
 
 class Rows(Protocol):
@@ -32,13 +32,7 @@ class Rows(Protocol):
 
 
 def make_rows(shards: TokenShards, sequence: int, packing: Packing) -> Rows:
-    kind = StreamRows if packing == "stream" else WholeRows
-    return kind(shards=shards, sequence=sequence)
-
-
-def _stacked(rows: list[tuple[np.ndarray, ...]]) -> Batch:
-    tokens, targets, positions, documents = map(np.stack, zip(*rows, strict=True))
-    return Batch(tokens_BT=tokens, targets_BT=targets, positions_BT=positions, documents_BT=documents)
+    return (StreamRows if packing == "stream" else WholeRows)(shards=shards, sequence=sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +41,7 @@ class StreamRows:
     are split where a window ends; what is left at the end of the last shard is dropped, or padded on request."""
 
     shards: TokenShards
-    """what is read"""
     sequence: int
-    """positions of a row (T)"""
 
     @property
     def edges(self) -> np.ndarray:
@@ -93,9 +85,7 @@ class WholeRows:
     """Rows of complete documents by best fit, shard by shard; a row ends in padding where nothing fits."""
 
     shards: TokenShards
-    """what is read"""
     sequence: int
-    """positions of a row (T)"""
 
     @property
     def edges(self) -> np.ndarray:
@@ -106,7 +96,9 @@ class WholeRows:
         return _packed_once(self.shards, self.sequence)
 
     def make(self, numbers: np.ndarray) -> Batch:
-        return _stacked([self._row(int(number)) for number in numbers])
+        rows = [self._row(int(number)) for number in numbers]
+        tokens, targets, positions, documents = map(np.stack, zip(*rows, strict=True))
+        return Batch(tokens_BT=tokens, targets_BT=targets, positions_BT=positions, documents_BT=documents)
 
     def _row(self, number: int) -> tuple[np.ndarray, ...]:
         packed = self._table[1]
@@ -139,35 +131,27 @@ def _packed_once(shards: TokenShards, sequence: int) -> tuple[np.ndarray, Packed
     if not folder.is_dir():
         with locked(folder.parent / f".lock-{tag}"):
             if not folder.is_dir():
-                _save(folder, *_pack(shards, sequence))
+                edges, packed = _pack(shards, sequence)
+                arrays = (edges, packed.starts, packed.lengths, packed.rows)
+                with staged_folder(folder) as staged:
+                    for name, array in zip(_ARRAYS, arrays, strict=True):
+                        np.save(staged / f"{name}.npy", array)
     edges, starts, lengths, rows = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
     return np.asarray(edges), Packed(starts=starts, lengths=lengths, rows=rows)
 
 
-_ARRAYS = ("edges", "starts", "lengths", "rows")
-
-
-def _save(folder: Path, edges: np.ndarray, packed: Packed) -> None:
-    with staged_folder(folder) as staged:
-        for name, array in zip(_ARRAYS, (edges, packed.starts, packed.lengths, packed.rows), strict=True):
-            np.save(staged / f"{name}.npy", array)
-
-
-def _pack_shard(shards: TokenShards, shard: int, sequence: int) -> Packed:
-    offsets = shards.files.offsets(shard)
-    if shards.has_answers:
-        return pack_answers(offsets, shards.files.answers(shard), sequence)
-    return pack_documents(offsets, sequence)
-
-
 def _pack(shards: TokenShards, sequence: int) -> tuple[np.ndarray, Packed]:
     edges, pieces = [0], 0
-    none: np.ndarray = np.zeros(0, np.int64)
-    starts: list[np.ndarray] = [none]
-    lengths: list[np.ndarray] = [none]
+    starts: list[np.ndarray] = [np.zeros(0, np.int64)]
+    lengths: list[np.ndarray] = [np.zeros(0, np.int64)]
     rows: list[np.ndarray] = [np.zeros(1, np.int64)]
     for shard in range(shards.num_shards):
-        packed = _pack_shard(shards, shard, sequence)
+        offsets = shards.files.offsets(shard)
+        packed = (
+            pack_answers(offsets, shards.files.answers(shard), sequence)
+            if shards.has_answers
+            else pack_documents(offsets, sequence)
+        )
         starts.append(packed.starts + shards.starts[shard])
         lengths.append(packed.lengths)
         rows.append(packed.rows[1:] + pieces)

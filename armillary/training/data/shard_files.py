@@ -6,7 +6,6 @@ Sizes are checked when they are opened, offsets when they are first read, checks
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +69,8 @@ class ShardFiles:
         sizes = self._place.sizes([file.name for file in files])
         for file in files:
             if sizes[file.name] not in (None, file.size):
-                said = f"{self._address(file.name)} has {sizes[file.name]} bytes instead of {file.size}"
-                raise BadData(f"{said}; upload it again")
+                both = f"{sizes[file.name]} bytes instead of {file.size}"
+                raise BadData(f"{self._address(file.name)} has {both}; upload it again")
 
     def ids(self, number: int) -> np.ndarray:
         return self._mapped(self._shards[number][0])
@@ -144,7 +143,7 @@ class ShardFiles:
         if self._cache is None:
             check_sum(path, sha256)
         else:
-            Verified(folder=self._cache.folder / "verified").once(path, sha256, check_sum)
+            _check_sum_once(path, sha256, self._cache.folder / "verified")
 
     def _path(self, file: _File) -> Path:
         if isinstance(self._place, Path):
@@ -195,32 +194,20 @@ def fetched_tokenizer(remote: Remote, cache: Cache, sha256: str) -> Path:
 _LOCKS = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """Marks of shards that are what their index says."""
-
-    folder: Path
-    """where the marks are"""
-
-    def once(self, path: Path, sha256: str, check: Callable[[Path, str], None]) -> None:
-        """`check(path, sha256)`, unless it was done for this state of the file; others wait for who is at it."""
-        about = path.stat()
-        facts = f"{path.absolute()}\n{about.st_size} {about.st_mtime_ns} {sha256}"
-        tag = hashlib.sha256(facts.encode()).hexdigest()[:32]
-        mark = self.folder / tag
-        if mark.exists():
-            return
-        if not self._is_writable():
-            check(path, sha256)  # there is nowhere to remember it
-            return
-        with locked(self.folder / f".lock-{int(tag, 16) % _LOCKS:02d}"):
-            if not mark.exists():
-                check(path, sha256)
-                mark.touch()
-
-    def _is_writable(self) -> bool:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return False
-        return os.access(self.folder, os.W_OK)
+def _check_sum_once(path: Path, sha256: str, marks: Path) -> None:
+    """`check_sum`, unless a mark in the folder `marks` shows that it was done for this state of the file; other
+    processes wait for the one that checks."""
+    about = path.stat()
+    facts = f"{path.absolute()}\n{about.st_size} {about.st_mtime_ns} {sha256}"
+    tag = hashlib.sha256(facts.encode()).hexdigest()[:32]
+    mark = marks / tag
+    if mark.exists():
+        return
+    with suppress(OSError):
+        marks.mkdir(parents=True, exist_ok=True)
+    if not (marks.is_dir() and os.access(marks, os.W_OK)):
+        return check_sum(path, sha256)  # there is nowhere to remember it
+    with locked(marks / f".lock-{int(tag, 16) % _LOCKS:02d}"):
+        if not mark.exists():
+            check_sum(path, sha256)
+            mark.touch()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -54,7 +53,7 @@ class ShardWriter:
         if self._offsets[-1] >= self._limit:
             self._close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._files:
             self._close()
 
@@ -62,15 +61,16 @@ class ShardWriter:
         sums = {suffix: file.close() for suffix, file in self._files.items()}
         offsets = np.asarray(self._offsets, dtype=OFFSET).tobytes()
         self._path.with_suffix(".idx").write_bytes(offsets)
-        shard = Shard(
-            file=self._path.relative_to(self._folder).as_posix(),
-            tokens=self._offsets[-1],
-            documents=len(self._offsets) - 1,
-            sha256=sums[".bin"],
-            offsets_sha256=hashlib.sha256(offsets).hexdigest(),
-            answers_sha256=sums.get(".msk", ""),
+        self.shards.append(
+            Shard(
+                file=self._path.relative_to(self._folder).as_posix(),
+                tokens=self._offsets[-1],
+                documents=len(self._offsets) - 1,
+                sha256=sums[".bin"],
+                offsets_sha256=hashlib.sha256(offsets).hexdigest(),
+                answers_sha256=sums.get(".msk", ""),
+            )
         )
-        self.shards.append(shard)
         self._files, self._offsets = {}, [0]
 
     @property
@@ -96,24 +96,18 @@ class _Summed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenShards:
-    """The documents of one split as one long row of ids."""
+    """The documents of one split as one long row of ids. `starts` and `first_documents` have where each shard starts
+    in the row and the number of its first document, and the end of all. `verified`: each shard is compared with its
+    checksum when it is first read."""
 
     folder: Path | Remote
-    """where index.json is"""
     index: Index
-    """as it was read"""
     split: Split
-    """train or validation"""
     files: ShardFiles
-    """memory maps of the shards"""
     starts: np.ndarray
-    """where each shard starts in the row, and where the row ends"""
     first_documents: np.ndarray
-    """number of the first document of each shard, and of all documents"""
     cache: Cache | None
-    """where shards of a store are kept"""
     verified: bool
-    """whether each shard is compared with its checksum when it is first read"""
 
     @classmethod
     def open(
@@ -128,15 +122,14 @@ class TokenShards:
         """Map the files of a split, which a URL needs a cache for; sizes are checked now (not with a known `index`),
         contents by `verify` or, shard by shard, when they are first read."""
         place = Remote(url=str(folder).rstrip("/")) if is_url(str(folder)) else Path(folder)
-        known = index is not None
-        index = index or (Index.read(place) if isinstance(place, Path) else Index.fetch(place))
-        shards = index.splits[split]
-        files = ShardFiles(place, index, split, cache=cache, verify=verify)
-        if not known:
+        read = index or (Index.read(place) if isinstance(place, Path) else Index.fetch(place))
+        shards = read.splits[split]
+        files = ShardFiles(place, read, split, cache=cache, verify=verify)
+        if index is None:
             files.check_sizes()
         return cls(
             folder=place,
-            index=index,
+            index=read,
             split=split,
             files=files,
             starts=np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64),
@@ -147,7 +140,8 @@ class TokenShards:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reopened where it is unpickled: a memory map would be pickled as its bytes."""
-        return _reopen, (str(self.folder), self.split, self.cache, self.verified, self.index)
+        reopen = partial(TokenShards.open, cache=self.cache, verify=self.verified, index=self.index)
+        return reopen, (str(self.folder), self.split)
 
     @property
     def num_tokens(self) -> int:
@@ -195,11 +189,12 @@ class TokenShards:
         parts = [self._checked(shard, first, last) for shard, first, last in self._within(start, count)]
         return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
 
-    def _checked(self, shard: int, first: int, last: int) -> np.ndarray:
+    def _checked(self, shard: int, first: int = 0, last: int | None = None) -> np.ndarray:
         """Ids that the model has a row for: on a GPU, an id beyond would abort the process without naming it."""
         ids = self.files.ids(shard)[first:last]
         if int(ids.max()) >= self.index.vocab:
-            raise _beyond(self.files.name(shard), self.index.vocab)
+            beyond = f"{self.files.name(shard)} holds ids beyond its vocabulary of {self.index.vocab}"
+            raise BadData(f"{beyond}, so it is corrupt; prepare the data again")
         return ids
 
     def read_answers(self, start: int, count: int) -> np.ndarray:
@@ -232,14 +227,5 @@ class TokenShards:
         check_sum(self.tokenizer_folder / "tokenizer.json", self.index.tokenizer_sha256)
         for shard in range(self.num_shards):
             self.files.verify(shard)
-            if int(self.files.ids(shard).max()) >= self.index.vocab:
-                raise _beyond(self.files.name(shard), self.index.vocab)
+            self._checked(shard)
             progress(int(self.starts[shard + 1]), self.num_tokens)
-
-
-def _beyond(name: str, vocab: int) -> BadData:
-    return BadData(f"{name} holds ids beyond its vocabulary of {vocab}, so it is corrupt; prepare the data again")
-
-
-def _reopen(folder: str, split: Split, cache: Cache | None, verify: bool, index: Index) -> TokenShards:
-    return TokenShards.open(folder, split, cache=cache, verify=verify, index=index)

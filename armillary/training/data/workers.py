@@ -17,7 +17,6 @@ import tempfile
 import traceback
 from collections import deque
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 
 import numpy as np
 
@@ -35,14 +34,8 @@ class Slots:
     def __init__(self, descriptor: int, count: int, rows: int, sequence: int) -> None:
         self._size = sum(dtype.itemsize for dtype in LAYOUT.values()) * rows * sequence
         self._shape = (rows, sequence)
+        os.ftruncate(descriptor, max(1, count * self._size))
         self._map = mmap.mmap(descriptor, max(1, count * self._size))
-
-    @staticmethod
-    def create(count: int, rows: int, sequence: int) -> tuple[int, Slots]:
-        """The descriptor to hand on, and the slots."""
-        descriptor = _unnamed_file()
-        os.ftruncate(descriptor, max(1, count * sum(d.itemsize for d in LAYOUT.values()) * rows * sequence))
-        return descriptor, Slots(descriptor, count, rows, sequence)
 
     def write(self, slot: int, batch: Batch) -> None:
         for name, view in self._views(slot).items():
@@ -145,21 +138,26 @@ class Workers:
     def __enter__(self) -> Workers:
         shape = (2 * self._count, self._batches.batch // self._world, self._batches.sequence)
         pickled = pickle.dumps(self._batches)
-        descriptor, self._slots = Slots.create(*shape)
+        descriptor = _unnamed_file()
+        self._slots = Slots(descriptor, *shape)
         try:
             for number in range(self._count):
                 self._workers.append(Worker(number, pickled, descriptor, shape))
             for slot in range(shape[0]):
                 self._ask(slot)
         except BaseException:
-            self._close()
+            self.__exit__()
             raise
         finally:
             os.close(descriptor)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._close()
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers:
+            worker.hang_up()
+        for worker in self._workers:
+            worker.join()
+        self._workers.clear()
 
     def take(self, timeout_s: float) -> Batch | None:
         """The batch of the next step; None when it is not there in time."""
@@ -178,13 +176,6 @@ class Workers:
             worker.ask(self._next, self._rank, self._world, slot)
             self._asked.append((worker, slot))
             self._next += 1
-
-    def _close(self) -> None:
-        for worker in self._workers:
-            worker.hang_up()
-        for worker in self._workers:
-            worker.join()
-        self._workers.clear()
 
 
 # --- in the worker's process

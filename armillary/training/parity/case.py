@@ -56,7 +56,8 @@ def mixture(**changes: Any) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model on a layout for some steps."""
+    """A model on a layout for some steps. `capacity` is that of experts; with `meta` the model is built on the meta
+    device, and weights are drawn after sharding."""
 
     layout: Layout
     config: ModelConfig = field(default_factory=tiny)
@@ -68,10 +69,8 @@ class Case:
     clip: float = 1.0
     lora: int = 0
     capacity: float | None = None
-    """of experts"""
     lora_on: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
     meta: bool = False
-    """built on the meta device; weights are drawn after sharding"""
     compile: bool = False
 
     def alone(self) -> Case:
@@ -82,13 +81,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the steps gave."""
+    """What the steps gave; `gauges` are the routers'."""
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
     gauges: list[dict[str, float]] = field(default_factory=list)
-    """of the routers"""
 
 
 def batch(case: Case, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,9 +109,9 @@ def error(outcome: Outcome, wanted: Outcome) -> dict[str, float]:
     }
 
 
-def _relative(found: Tensor | float, wanted: Tensor | float) -> float:
-    """|found - wanted| / |wanted|, and infinite where either is not finite."""
-    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found, wanted))
+def _relative(measured: Tensor | float, wanted: Tensor | float) -> float:
+    """|measured - wanted| / |wanted|, and infinite where either is not finite."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (measured, wanted))
     assert a.shape == b.shape
     value = float((a - b).norm() / b.norm().clamp_min(1e-30))
     return value if math.isfinite(value) else math.inf

@@ -5,7 +5,7 @@ shows the matrix, each row from its last run: a part of the matrix can be run ag
 """
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -55,39 +55,37 @@ class Row:
 def cases_of(strategy: str, world: int, formats: Sequence[str] = FORMATS) -> list[Case]:
     """The variants of a strategy on so many ranks; none where it has no use for them."""
 
-    def layout(recompute: str, every: int) -> Layout | None:
-        return layout_of(strategy, world, recompute=recompute, recompute_every=every)
+    def layout(recompute: str, interval: int) -> Layout | None:
+        return layout_of(strategy, world, recompute=recompute, recompute_every=interval)
 
-    return list(_variants(layout, formats, experts=strategy in EXPERTS))
+    return _variants(layout, formats, experts=strategy in EXPERTS)
 
 
 def cases_of_layout(given: Layout, formats: Sequence[str] = FORMATS, *, experts: bool) -> list[Case]:
     """The variants of a user's layout, on a tiny model with experts or without."""
 
-    def layout(recompute: str, every: int) -> Layout:
+    def layout(recompute: str, interval: int) -> Layout:
         plain = replace(given, precision="fp32", micro_batch=1)
-        return replace(plain, recompute=recompute, recompute_every=every)  # type: ignore[arg-type]
+        return replace(plain, recompute=recompute, recompute_every=interval)  # type: ignore[arg-type]
 
-    return list(_variants(layout, formats, experts=experts))
+    return _variants(layout, formats, experts=experts)
 
 
-def _variants(
-    layout_for: Callable[[str, int], Layout | None], formats: Sequence[str], *, experts: bool
-) -> Iterator[Case]:
-    for dtype in formats:
-        for accumulate, kind, every in VARIANTS[dtype]:
-            layout = layout_for(kind, every)
-            if layout is None or (kind == "selective" and _refuses_selective(layout)):
-                continue
-            parts, chunk = max(accumulate, 2 * layout.pp if layout.pp > 1 else 1), 20 * (accumulate - 1)
-            yield Case(
-                layout=layout,
-                config=_config(layout, experts=experts),
-                dtype=dtype,
-                steps=STEPS,
-                accumulate=parts,
-                chunk=chunk,
-            )
+def _variants(layout_for: Callable[[str, int], Layout | None], formats: Sequence[str], *, experts: bool) -> list[Case]:
+    variants = [(dtype, *variant) for dtype in formats for variant in VARIANTS[dtype]]
+    layouts = [layout_for(recompute, interval) for _, _, recompute, interval in variants]
+    return [
+        Case(
+            layout=layout,
+            config=_config(layout, experts=experts),
+            dtype=dtype,
+            steps=STEPS,
+            accumulate=max(accumulate, 2 * layout.pp if layout.pp > 1 else 1),
+            chunk=20 * (accumulate - 1),
+        )
+        for (dtype, accumulate, recompute, _), layout in zip(variants, layouts, strict=True)
+        if layout is not None and not (recompute == "selective" and _refuses_selective(layout))
+    ]
 
 
 def _refuses_selective(layout: Layout) -> bool:
@@ -108,9 +106,9 @@ def measure(strategy: str, world: int, cases: Sequence[Case]) -> Row:
     for case in cases:
         outcome = steps(case)
         if dist.get_rank() == 0:
-            kept = worst.setdefault(case.dtype, {})
+            errors = worst.setdefault(case.dtype, {})
             for name, value in error(outcome, alone(case.alone())).items():
-                kept[name] = max(value, kept.get(name, 0.0))
+                errors[name] = max(value, errors.get(name, 0.0))
     return Row(strategy, world, len(cases), worst)
 
 
@@ -130,7 +128,7 @@ _COLUMNS = [(dtype, name) for dtype in FORMATS for name in FIGURES]
 def table(rows: Sequence[Row]) -> str:
     """Markdown; every row says that it ran on gloo, because nothing here runs elsewhere."""
     lines = [f"| {' | '.join([*columns(), 'ran on'])} |", "|---|--:|--:|" + "--:|" * len(_COLUMNS) + "---|---|"]
-    return "\n".join([*lines, *map(_line, rows)]) + "\n"
+    return "\n".join([*lines, *(f"| {' | '.join([*cells(row), _WHERE])} |" for row in rows)]) + "\n"
 
 
 def cells(row: Row, formats: Sequence[str] = FORMATS, figures: Sequence[str] = FIGURES) -> list[str]:
@@ -146,10 +144,6 @@ def cells(row: Row, formats: Sequence[str] = FORMATS, figures: Sequence[str] = F
 def columns(formats: Sequence[str] = FORMATS, figures: Sequence[str] = FIGURES) -> list[str]:
     shown = [f"{name} {dtype}" for dtype, name in _COLUMNS if dtype in formats and name in figures]
     return ["strategy", "ranks", "runs", *shown, "holds"]
-
-
-def _line(row: Row) -> str:
-    return f"| {' | '.join([*cells(row), _WHERE])} |"
 
 
 def rows_of(text: str) -> list[Row]:

@@ -80,7 +80,7 @@ WORDS = {"dense": [*STRATEGIES, *STAGED, *OFFLOADED], "experts": [*EXPERTS]}
 
 def chosen(words: Sequence[str]) -> list[str]:
     """The strategies that a person names: by name, by a part of names (`pp`, `ep × tp`), by group; all for none."""
-    found: set[str] = set()
+    selected: set[str] = set()
     for word in words:
         plain = _plain(word)
         exact = [name for name in ALL if _plain(name) == plain]
@@ -90,8 +90,8 @@ def chosen(words: Sequence[str]) -> list[str]:
             guess = nearest(plain, known)
             hint = f"did you mean '{known[guess]}'?" if guess else "--dry-run lists them"
             raise BadInput(f"no strategy '{word}'; {hint}")
-        found |= set(names)
-    return [name for name in ALL if not words or name in found]
+        selected |= set(names)
+    return [name for name in ALL if not words or name in selected]
 
 
 def _plain(name: str) -> str:

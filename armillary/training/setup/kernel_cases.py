@@ -18,14 +18,12 @@ _DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class Wanted:
-    """A function that layers need."""
+    """A function that layers need: its name in the choices of a run, the operation by its name in kernels.ops, and
+    the shape it will mostly be called with."""
 
     name: str
-    """what it is remembered by in a run"""
     op: str
-    """the operation, by its name in kernels.ops"""
     case: Case
-    """the shape it will mostly be called with"""
 
 
 def attention_name(window: int | None, *, documents: bool) -> str:

@@ -3,12 +3,12 @@
 On a CPU, and for what no kernel covers, layers keep their plain form. Nothing is chosen or timed inside a step.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from armillary.kernels.core.choose import choose, revision
 from armillary.kernels.core.op import find_op
@@ -38,6 +38,7 @@ from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choice, save_choice
 from armillary.training.setup.kernel_cases import Wanted, attention_name, wanted
 from armillary.training.step.loss import LossSum, loss_sum, through
+from armillary.training.step.offload import matrices
 
 _SLOW_TO_BUILD = ("compile", "flex")
 """versions that torch's compiler would have to build, for tens of seconds a run"""
@@ -47,16 +48,14 @@ BLOCK, FUSED = "block", "fused"
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a run computes with."""
+    """What a run computes with: `names` maps each function to the version selected for it, from which `use_kernels`
+    selects the same again; `attention` is by (window, whether rows hold several documents); `weights_16bit` are the
+    copies for GEMMs."""
 
     names: dict[str, str] = field(default_factory=dict)
-    """what -> the version selected for it; `use_kernels` selects the same from it"""
     attention: dict[tuple[int | None, bool], AttentionFunction] = field(default_factory=dict)
-    """(window, whether rows hold several documents) -> the function"""
     loss: LossSum = loss_sum
-    """head and cross-entropy, by `training.loss.loss_sum`'s signature"""
     weights_16bit: Weights16Bit | None = None
-    """16-bit copies of the weights, for GEMMs"""
 
     @property
     def copies(self) -> Mapping[Tensor, Tensor]:
@@ -97,27 +96,21 @@ def use_kernels(
     if taken[BLOCK] == FUSED:  # what was chosen earlier may say no, but not that a layout can what it cannot
         taken[BLOCK] = (names or {}).get(BLOCK, FUSED)
     _set_layers(model, functions)
-    weights_16bit = _weights_16bit(layout)
+    weights_16bit = Weights16Bit(torch.bfloat16) if layout.precision in ("bf16", "fp8") else None
     _sort_experts(model, job, functions.get("grouped_linear", grouped_linear), weights_16bit)
     if taken[BLOCK] == FUSED:
         used = any(fits(block) for block in model.blocks.values())  # not with adapters, for one
         how: dict[str, Any] = {"names": names, "home": home, "timed": timed and used and not job.deterministic}
-        products, called = choose_gemms(model.config, job, layout, device, **how)
-        _fuse(
-            model,
-            job,
-            layout,
-            weights_16bit=weights_16bit,
-            gemms=products,
-            norm_pairs=taken.get("norm") == "triton, pairs",
-        )
-        taken |= called
+        gemms, gemm_names = choose_gemms(model.config, job, layout, device, **how)
+        norm_pairs = taken.get("norm") == "triton, pairs"
+        _fuse(model, job, layout, weights_16bit=weights_16bit, gemms=gemms, norm_pairs=norm_pairs)
+        taken |= gemm_names
     if weights_16bit is not None:
         model.residual_dtype = weights_16bit.dtype
     _give_back(device)
     return Choices(
         names=taken,
-        attention=dict(_attention(model, functions)),
+        attention=_attention(model, functions),
         weights_16bit=weights_16bit,
         loss=through(functions["linear_cross_entropy"], weights_16bit)
         if "linear_cross_entropy" in functions
@@ -157,10 +150,6 @@ def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str], device:
     return FUSED if ours and fits_unit and not job.compiled and layout.precision != "fp16" else "layers"
 
 
-def _weights_16bit(layout: Layout) -> Weights16Bit | None:
-    return Weights16Bit(torch.bfloat16) if layout.precision in ("bf16", "fp8") else None
-
-
 def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]]) -> None:
     heads = {norm for layer in model.modules() if isinstance(layer, Attention) for norm in (layer.q_norm, layer.k_norm)}
     for layer in model.modules():
@@ -184,8 +173,8 @@ def _sort_experts(
 
 
 def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, weights_16bit: Weights16Bit | None, **how: Any) -> None:
-    """Blocks as two passes; on one device gradients are summed where they are made, or come in the products' format
-    where there is one micro-batch and so nothing to sum."""
+    """Blocks as two passes; on one device gradients are summed where they are made, or have the dtype of their GEMM,
+    which is exact, where there is one micro-batch and so nothing to sum."""
     alone = layout.num_devices == 1
     micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
     scaling = layout.fp8_scaling
@@ -195,28 +184,19 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, weights_16bit: W
         assert isinstance(block, Block)
         block.fused = fused
     if alone and micro_batches == 1 and weights_16bit is not None:
-        _narrow_gradients(model, weights_16bit.dtype)
-
-
-def _narrow_gradients(model: Transformer, dtype: torch.dtype) -> None:
-    """Gradients of matrices keep the dtype of their GEMM, which is exact: nothing is accumulated into them."""
-    for module in model.modules():
-        matrices = [module.weight] if isinstance(module, nn.Linear) else []
-        matrices += [module.up_E2FH, module.down_EHF] if isinstance(module, Experts) else []
-        for weight in matrices:
+        for weight in matrices(model):
             if weight.requires_grad and hasattr(weight, "grad_dtype"):
-                weight.grad_dtype = dtype
+                weight.grad_dtype = weights_16bit.dtype
 
 
 def _attention(
     model: Transformer, functions: Mapping[str, Callable[..., Any]]
-) -> Iterator[tuple[tuple[int | None, bool], AttentionFunction]]:
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            for documents in (False, True):
-                function = functions.get(attention_name(layer.window, documents=documents))
-                if function is not None:
-                    yield (layer.window, documents), function
+) -> dict[tuple[int | None, bool], AttentionFunction]:
+    windows = [layer.window for layer in model.modules() if isinstance(layer, Attention)]
+    names = {
+        (window, packed): attention_name(window, documents=packed) for window in windows for packed in (False, True)
+    }
+    return {key: functions[name] for key, name in names.items() if name in functions}
 
 
 _WORTH_S, _FLOPS_PER_S = 200.0, 5e14
@@ -237,11 +217,11 @@ def choose_gemms(
     `names` are earlier choices. Timing takes some seconds on a hot chip, so only long runs do it."""
     known = {key: name for key, name in (names or {}).items() if key.startswith("product ")}
     wanted = timed and not names and device.type == "cuda" and layout.precision == "bf16"
-    if wanted and _is_worth_it(config, job, layout):
+    flops = model_flops_per_token(config, job.sequence) * job.total_tokens / layout.num_devices
+    if wanted and flops / _FLOPS_PER_S > _WORTH_S:
         summed = job.batch_tokens > job.sequence * layout.micro_batch * layout.dp and layout.num_devices == 1
         known = _timed(layers(config), layout.micro_batch * job.sequence, device, home, summed=summed)
-    useful = any(name != TORCH for name in known.values())
-    return (TunedGemms(known) if useful else Gemms()), known
+    return (TunedGemms(known) if any(name != TORCH for name in known.values()) else Gemms()), known
 
 
 def layers(config: ModelConfig) -> list[LinearShape]:
@@ -253,11 +233,6 @@ def layers(config: ModelConfig) -> list[LinearShape]:
     if config.num_moe_layers == config.num_layers:
         return attention
     return [*attention, LinearShape(inner, config.hidden), LinearShape(config.hidden, config.ffn, added=True)]
-
-
-def _is_worth_it(config: ModelConfig, job: TrainJob, layout: Layout) -> bool:
-    flops = model_flops_per_token(config, job.sequence) * job.total_tokens / layout.num_devices
-    return flops / _FLOPS_PER_S > _WORTH_S
 
 
 def _timed(

@@ -42,8 +42,8 @@ class HostAdamW(torch.optim.AdamW):
     ) -> None:
         """Of the model's parameters that the groups name; kept in a file in `folder` where it is given."""
         super().__init__(groups, foreach=False, fused=False, **options)
-        named = {p for group in self.param_groups for p in group["params"]}
-        parameters = [p for p in model.parameters() if p in named]  # as the forward pass wants them
+        grouped = {p for group in self.param_groups for p in group["params"]}
+        parameters = [p for p in model.parameters() if p in grouped]  # as the forward pass wants them
         self.device, self.ahead, self.memory = device, ahead, HostMemory(device)
         self.timer: WaitTimer | None = None
         """hears how long the step stood still for this"""
@@ -58,8 +58,8 @@ class HostAdamW(torch.optim.AdamW):
         """and the number that says whether they are to be taken"""
         self._progress = Progress(done=len(self.slices))
         for p in parameters:
-            moments = {name: laid_out(self.states.of(p, name), p) for name in STATES}
-            self.state[p] = {"step": torch.zeros((), dtype=torch.float32)} | moments
+            averages = {name: laid_out(self.states.of(p, name), p) for name in STATES}
+            self.state[p] = {"step": torch.zeros((), dtype=torch.float32)} | averages
 
     @property
     def host_bytes(self) -> int:
@@ -169,19 +169,16 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One step over all slices."""
+    """One step over all slices. `gradients` are those that are not down yet, `stepped` the parameters that have one;
+    the step is taken where `check` is finite, and `ready` is when the gradients are computed."""
 
     optimizer: HostAdamW
     gradients: dict[Tensor, Tensor]
-    """those that are not down yet"""
     stepped: frozenset[Tensor]
-    """parameters that have one"""
     scale: Tensor | None
     check: Tensor | None
-    """the step is taken where it is finite"""
     rates: Mapping[Tensor, Mapping[str, Any]]
     ready: Event
-    """when the gradients are computed"""
     progress: Progress
 
     def run_and_wait(self) -> None:
@@ -266,13 +263,13 @@ class _Step:
                 groups.setdefault((float(rates["lr"]), rates["weight_decay"]), []).append(piece)
         for (rate, decay), pieces in groups.items():
             rates = self.rates[pieces[0].parameter]
-            weights, *moments = (
+            weights, *averages = (
                 [states.of(p.parameter, name)[p.begin : p.end] for p in pieces] for name in ("weight", *STATES)
             )
             torch._fused_adamw_(
                 weights,
                 [buffer[p.at : p.at + p.end - p.begin] for p in pieces],
-                *moments,
+                *averages,
                 [],
                 [state[p.parameter]["step"] for p in pieces],
                 lr=rate,

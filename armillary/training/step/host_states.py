@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 
 import torch
@@ -20,21 +20,20 @@ _ALIGNED = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Some numbers of one parameter."""
+class ParameterSpan:
+    """Some numbers of one parameter; they are at `at` in the slice's buffer."""
 
     parameter: nn.Parameter
     begin: int
     end: int
     at: int
-    """where they lie in the slice's buffer"""
 
 
 @dataclass(frozen=True)
 class Slice:
     """What is stepped together."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterSpan, ...]
 
     @property
     def size(self) -> int:
@@ -47,7 +46,7 @@ class Slice:
 
 def slices_of(parameters: Iterable[nn.Parameter], most: int = SLICE) -> list[Slice]:
     """This rank's numbers of all parameters, in order, `most` at a time."""
-    slices: list[list[Piece]] = [[]]
+    slices: list[list[ParameterSpan]] = [[]]
     used = 0
     for parameter in parameters:
         begin, count = 0, local_of(parameter).numel()
@@ -56,7 +55,7 @@ def slices_of(parameters: Iterable[nn.Parameter], most: int = SLICE) -> list[Sli
                 slices.append([])
                 used = 0
             end = min(count, begin + most - used)
-            slices[-1].append(Piece(parameter=parameter, begin=begin, end=end, at=used))
+            slices[-1].append(ParameterSpan(parameter=parameter, begin=begin, end=end, at=used))
             used, begin = used + end - begin, end
     return [Slice(tuple(pieces)) for pieces in slices if pieces]
 
@@ -70,23 +69,24 @@ class HostStates:
         self._places, size = _places(parameters, self._names)
         self._file = None if folder is None else MappedFile(folder, size)
         self._reader = None if folder is None else ThreadPoolExecutor(1, thread_name_prefix="read ahead")
-        self._found: dict[tuple[nn.Parameter, str], Tensor] = {}
+        self._tensors: dict[tuple[nn.Parameter, str], Tensor] = {}
         for (parameter, name), begin in self._places.items():
             count, dtype = local_of(parameter).numel(), widest([parameter])
-            if self._file is None:
-                self._found[parameter, name] = memory.lasting(count, dtype)
-            else:
-                self._found[parameter, name] = memory.adopt(self._file.tensor(begin, count, dtype))
+            self._tensors[parameter, name] = (
+                memory.lasting(count, dtype)
+                if self._file is None
+                else memory.adopt(self._file.tensor(begin, count, dtype))
+            )
         with torch.no_grad():
             for parameter in parameters:
-                self._found[parameter, "weight"].copy_(flat(parameter))
+                self._tensors[parameter, "weight"].copy_(flat(parameter))
 
     @property
     def file_bytes(self) -> int:
         return 0 if self._file is None else self._file.bytes
 
     def of(self, parameter: nn.Parameter, name: str) -> Tensor:
-        return self._found[parameter, name]
+        return self._tensors[parameter, name]
 
     def prefetch(self, slice_: Slice) -> None:
         """Begin to read what is stepped next."""
@@ -122,10 +122,7 @@ def _places(
 
 def widest(parameters: Iterable[Tensor]) -> torch.dtype:
     """What sums are taken in: fp32 at least."""
-    dtype = torch.float32
-    for parameter in parameters:
-        dtype = torch.promote_types(dtype, parameter.dtype)
-    return dtype
+    return reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
 
 
 def flat(parameter: Tensor) -> Tensor:

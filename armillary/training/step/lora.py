@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from armillary.model.lora import NAMES, adapters, attach, change, draw, expand_b
-from armillary.model.transformer import Transformer, build
+from armillary.model.lora import NAMES, attach, draw, expand_b
+from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_layout import Rule, rules
 from armillary.model.weights.hf_weights import write_tensors
 from armillary.spec.lora import Target, targets
@@ -41,37 +41,6 @@ def add_lora(model: Transformer, job: TrainJob, *, precision: str = "fp32") -> N
         draw(model, seed=job.seed)
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is trained under LoRA; the rest is the base model's."""
-    return name.endswith(NAMES)
-
-
-def merged_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: TrainJob) -> dict[str, Tensor]:
-    """Full tensors by our names, adapters added to the matrices they belong to. Sums are taken in fp32 at least and
-    kept in the matrix's own format."""
-    plain = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-    for module, target in _targets(config, job).items():
-        a, b = (tensors[f"{module}.{name}"] for name in NAMES)
-        base = plain[f"{module}.weight"]
-        added = change(a.to(base.device), b.to(base.device), target, scale=job.lora_scale)
-        plain[f"{module}.weight"] = (base.to(added.dtype) + added).to(base.dtype)
-    return plain
-
-
-def merged(model: Transformer, job: TrainJob) -> Transformer:
-    """A model without adapters that computes the same, for export; on a single device, without sharding."""
-    if not any(adapters(model)):
-        return model
-    first = next(model.parameters())
-    full_model = build(model.config, dtype=first.dtype, device=first.device)
-    full_model.load_state_dict(merged_tensors(model.state_dict(), model.config, job))
-    return full_model.train(model.training)
-
-
-def _targets(config: ModelConfig, job: TrainJob) -> dict[str, Target]:
-    return targets(config, job.lora_on) if job.lora_rank else {}
-
-
 # --- a peft folder
 
 
@@ -86,7 +55,7 @@ def save_adapter(
 ) -> Path:
     """Write `adapter_config.json` and `adapter_model.safetensors` with Hugging Face's names; `base` is the model they
     belong to."""
-    adapter = dict(peft_tensors(tensors, config, job))
+    adapter = peft_tensors(tensors, config, job)
     with staged_folder(folder, overwrite=overwrite) as staged:
         write_tensors(staged / "adapter_model.safetensors", adapter)
         text = json.dumps(peft_config(adapter, config, job, base=base), indent=2)
@@ -98,7 +67,7 @@ def peft_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: TrainJ
     """lora_A and lora_B of every projection that a Hugging Face model has."""
     by_name = {rule.name: rule for rule in rules(config)}
     renamed: dict[str, Tensor] = {}
-    for module, target in _targets(config, job).items():
+    for module, target in targets(config, job.lora_on).items():
         a, b = (tensors[f"{module}.{name}"].detach().to("cpu", torch.float32) for name in NAMES)
         for name, (own_a, own_b) in _unfused(by_name[f"{module}.weight"], target, a, b, job.lora_rank).items():
             prefix = f"base_model.model.{name.removesuffix('.weight')}"

@@ -80,18 +80,12 @@ def update(
     and it is the same on all of them."""
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
-    if isinstance(optimizer, adamw.AdamW):  # unsharded gradients: the kernel clips them
-        norm = sharded.norm_of_all(adamw.gradient_norm(sharded.model.parameters()))
+    fused = isinstance(optimizer, adamw.AdamW)
+    if fused or (isinstance(optimizer, HostAdamW) and not scaler.is_enabled()):  # they clip gradients on their way
+        norm = sharded.norm_of_all(adamw.gradient_norm(sharded.model.parameters())) if fused else sharded.clip(0.0)
         known(norm)
-        check = norm if loss is None else norm + loss
-        optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, check=check)
-        optimizer.zero_grad()
-        return norm
-    if isinstance(optimizer, HostAdamW) and not scaler.is_enabled():  # likewise, on their way to the host
-        norm = sharded.clip(0.0)
-        known(norm)
-        check = norm if loss is None else norm + loss
-        optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, check=check)
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None
+        optimizer.step(scale=scale, check=norm if loss is None else norm + loss)  # type: ignore[call-arg]
         optimizer.zero_grad()
         return norm
     norm = sharded.clip(limit)

@@ -23,7 +23,7 @@ class AsyncReadback:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._timer = DeviceTimer(device)
         self._last: tuple[Mark, Mark] | None = None
-        self._finished = self._started = self.tail_s = 0.0
+        self._finished = self._started = self.overrun_s = 0.0
         self.after_norm_s = 0.0
         """device time of the previous step from its gradient norm to its end; 0 on a CPU, which runs nothing later"""
 
@@ -58,12 +58,12 @@ class AsyncReadback:
 
     def finish(self, known: Mark, done: Mark) -> None:
         """The host has this step's values: `known` is when the device had computed the norm, `done` the end of the
-        step's work. `tail_s` is how long the device still ran the previous step between the host's two steps; that
+        step's work. `overrun_s` is how long the device still ran the previous step between the host's two steps; that
         time belongs to this step, which found the device busy."""
         previous, finished = self._last, self._finished
         self._last, self._finished = (known, done), time.perf_counter()
         self.after_norm_s = self._timer.seconds(*previous) if previous is not None and self._timer.on_gpu else 0.0
-        self.tail_s = min(self.after_norm_s, max(0.0, self._started - finished))
+        self.overrun_s = min(self.after_norm_s, max(0.0, self._started - finished))
 
 
 class StepValues(dict[str, float]):

@@ -8,6 +8,7 @@ sharded tensors count with their local part, and what operators use inside thems
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,7 +31,7 @@ def _nowhere(tensor: Tensor) -> bool:
     return False
 
 
-class NoMeter:
+class NullMeter:
     """For the steps that are not measured."""
 
     source = ""
@@ -44,7 +45,7 @@ class NoMeter:
     def mark_hidden(self, hidden: Tensor) -> None:
         """What the backward pass makes before it has the gradient of `hidden` is for the loss."""
 
-    def step(self) -> AbstractContextManager[NoMeter]:
+    def step(self) -> AbstractContextManager[NullMeter]:
         """Around one step; gives the meter."""
         return nullcontext(self)
 
@@ -52,7 +53,7 @@ class NoMeter:
         return {}
 
 
-class CpuMeter(NoMeter):
+class CpuMeter(NullMeter):
     """Every tensor that operators make, while they live."""
 
     source = "tracker"
@@ -64,12 +65,12 @@ class CpuMeter(NoMeter):
         self._watch = MemoryWatch(elsewhere)
 
     @contextmanager
-    def step(self) -> Iterator[NoMeter]:
+    def step(self) -> Iterator[NullMeter]:
         with self._watch as watch:
             trained, frozen = parted(self._model)
-            watch.hold(trained, "master" if self._half else "weights")
-            watch.hold(frozen, "weights")
-            watch.hold(states_of(self._optimizer), "optimizer")
+            watch.add(trained, "master" if self._half else "weights")
+            watch.add(frozen, "weights")
+            watch.add(states_of(self._optimizer), "optimizer")
             yield self
 
     def mark_hidden(self, hidden: Tensor) -> None:
@@ -86,23 +87,23 @@ class CpuMeter(NoMeter):
     def sizes(self) -> Sizes:
         """At the peak; what layers have in flight in the backward pass counts as activations, as in a plan."""
         peak = self._watch.peak()
-        peak["activations"] = peak.get("activations", 0) + peak.pop("backward", 0)
+        peak["activations"] += peak.pop("backward", 0)
         return {f"memory_{name}_bytes": float(size) for name, size in peak.items()}
 
 
-class GpuMeter(NoMeter):
+class GpuMeter(NullMeter):
     """The allocator's counters between phases, at the phase whose peak is the step's; nothing waits for the device."""
 
     source = "allocator"
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool, device: torch.device) -> None:
         self._model, self._optimizer, self._half, self._device = model, optimizer, half, device
-        self._held: Sizes = {}
+        self._resident: Sizes = {}
         self._base = self.peak = 0.0
-        self._then: Sizes = {}
+        self._at_peak: Sizes = {}
 
     @contextmanager
-    def step(self) -> Iterator[NoMeter]:
+    def step(self) -> Iterator[NullMeter]:
         self._base, self.peak = self._now(), 0.0
         trained, frozen = parted(self._model)
         wide = bytes_of(p for p in trained if p.dtype == torch.float32)
@@ -110,8 +111,8 @@ class GpuMeter(NoMeter):
         states = bytes_of(state for state in states_of(self._optimizer) if state.is_cuda)
         rest = bytes_of(frozen) + narrow
         copies = max(0.0, self._base - wide - rest - states)  # those that fp32 weights are multiplied as
-        held = {"master": wide, "weights": copies + rest} if self._half else {"weights": wide + rest}
-        self._held = held | {"optimizer": states}
+        weights = {"master": wide, "weights": copies + rest} if self._half else {"weights": wide + rest}
+        self._resident = weights | {"optimizer": states}
         yield self
 
     @contextmanager
@@ -124,7 +125,7 @@ class GpuMeter(NoMeter):
             self.peak = highest
             loss = highest - before if tag == "loss" else 0.0
             rest = max(0.0, highest - loss - gradients - self._base)
-            self._then = {"gradients": gradients, "loss": loss, "activations": rest}
+            self._at_peak = {"gradients": gradients, "loss": loss, "activations": rest}
 
     def _now(self) -> float:
         return float(torch.cuda.memory_allocated(self._device))
@@ -132,8 +133,7 @@ class GpuMeter(NoMeter):
     def sizes(self) -> Sizes:
         """At the peak; gradients are those that were there when its phase began, what the backward pass had in flight
         counts as activations."""
-        peak = self._held | self._then
-        return {f"memory_{name}_bytes": float(size) for name, size in peak.items()}
+        return {f"memory_{name}_bytes": size for name, size in (self._resident | self._at_peak).items()}
 
 
 def make_meter(
@@ -144,12 +144,12 @@ def make_meter(
     device: torch.device,
     compiled: bool,
     elsewhere: Elsewhere = _nowhere,
-) -> NoMeter:
+) -> NullMeter:
     """The meter of this device; compiled code on a CPU hides its tensors, so nothing is said of it. What is `elsewhere`
     waits on the host and is not the device's, though that is where a CPU keeps its own."""
     if device.type == "cuda":
         return GpuMeter(model, optimizer, half=half, device=device)
-    return NoMeter() if compiled else CpuMeter(model, optimizer, half=half, elsewhere=elsewhere)
+    return NullMeter() if compiled else CpuMeter(model, optimizer, half=half, elsewhere=elsewhere)
 
 
 def parted(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -181,15 +181,14 @@ class MemoryWatch(TorchDispatchMode):
         self._tag = "activations"
         self._alive: dict[int, tuple[str, int]] = {}
         self._refs: dict[int, Any] = {}
-        self._total = 0
-        self._most = 0
+        self._total = self._most = 0
         self._at_most: dict[int, tuple[str, int]] = {}
         self._gradients: set[int] = set()
         self._resize: Any = None
 
     # --- called by the meter
 
-    def hold(self, tensors: Iterable[Tensor], tag: str) -> None:
+    def add(self, tensors: Iterable[Tensor], tag: str) -> None:
         """Tensors that exist already: weights, optimizer states."""
         for tensor in tensors:
             self._see(local_of(tensor), tag)
@@ -215,12 +214,11 @@ class MemoryWatch(TorchDispatchMode):
         """From here to the end of the phase, what is made is for this."""
         self._tag = tag
 
-    def peak(self) -> dict[str, int]:
+    def peak(self) -> Counter[str]:
         """Tag -> bytes at the moment when most was alive."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for key, (tag, size) in self._at_most.items():
-            name = "gradients" if key in self._gradients and tag in ("activations", "backward", "loss") else tag
-            sizes[name] = sizes.get(name, 0) + size
+            sizes["gradients" if key in self._gradients and tag in ("activations", "backward", "loss") else tag] += size
         return sizes
 
     # --- called by torch
@@ -243,14 +241,14 @@ class MemoryWatch(TorchDispatchMode):
         if tensor.device.type != "cpu" or isinstance(tensor, DTensor) or self._elsewhere(tensor):
             return
         storage = tensor.untyped_storage()
+        self._size(storage, storage.size(), tag)
+
+    def _size(self, storage: UntypedStorage, size: int, tag: str) -> None:
+        """A storage has this size now; it is for `tag` where it is new."""
         key = id(storage)
         if key not in self._alive:
-            self._alive[key] = (tag, 0)
             self._refs[key] = weakref.ref(storage, partial(self._end, key))
-        self._size(key, storage.size())
-
-    def _size(self, key: int, size: int) -> None:
-        tag, before = self._alive[key]
+        tag, before = self._alive.get(key, (tag, 0))
         self._alive[key] = (tag, size)
         self._total += size - before
         if self._total > self._most:
@@ -266,12 +264,8 @@ class MemoryWatch(TorchDispatchMode):
 
         def resize(storage: UntypedStorage, size: int) -> UntypedStorage:
             changed = original(storage, size)
-            key = id(storage)
-            if key not in watch._alive and size:
-                watch._alive[key] = ("buffers", 0)
-                watch._refs[key] = weakref.ref(storage, partial(watch._end, key))
-            if key in watch._alive:
-                watch._size(key, size)
+            if size or id(storage) in watch._alive:
+                watch._size(storage, size, "buffers")
             return changed
 
         self._resize, UntypedStorage.resize_ = original, resize

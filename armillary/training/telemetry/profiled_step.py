@@ -16,7 +16,7 @@ import torch
 
 from armillary.machine.cores import compute_threads
 from armillary.machine.device_name import device_name
-from armillary.profiling.analysis.kernel_time import KERNEL_PARTS, LONG_STALL_S, call_s
+from armillary.profiling.analysis.kernel_time import KERNEL_PARTS, LONG_STALL_S, call_s, launch_bound_s
 from armillary.profiling.analysis.op_table import rows
 from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.analysis.roofline_attribution import Attribution, attribute_work
@@ -29,7 +29,7 @@ from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
 NO_ROOFLINE = Roofline(device="not asked")
-PASSES = ("elementwise", "norm", "copy")
+FUSIBLE = ("elementwise", "norm", "copy")
 """classes of memory-bound work that compilers fuse"""
 STANDING = ("host_fraction", "sync_fraction", "launch_gap_fraction")
 """shares in which a rank that waits for others may be seen: its main thread stands in Python or in a call"""
@@ -79,43 +79,30 @@ def shares(attribution: Attribution, spent: Budget) -> dict[str, float]:
     working = [row for row in table if row.device_s or spent.device >= 0]
     kernels = spent.kernels
     judged_s = kernels.useful_s + kernels.inefficient_s
-    reached = {"roofline_fraction": kernels.useful_s / judged_s} if judged_s > 0.5 * kernels.seconds > 0 else {}
-    return (
-        fractions
-        | reached
-        | {
-            "kernels": float(sum(row.calls for row in working)),
-            "launch_bound_fraction": _short_s(working, spent) / spent.wall_s,
-            "fusible_fraction": _passes_s(working, spent) / spent.wall_s,
-            "host_stall_fraction": _stalled_s(spent) / spent.wall_s,
-        }
-    )
+    if judged_s > 0.5 * kernels.seconds > 0:
+        fractions["roofline_fraction"] = kernels.useful_s / judged_s
+    return fractions | {
+        "kernels": float(sum(row.calls for row in working)),
+        "launch_bound_fraction": launch_bound_s(working) / spent.wall_s,
+        "fusible_fraction": _fusible_s(working, spent) / spent.wall_s,
+        "host_stall_fraction": _stalled_s(spent) / spent.wall_s,
+    }
 
 
-def _short_s(working: list[Row], spent: Budget) -> float:
-    """Time that follows the number of kernels rather than their work: on a GPU kernels too short for any roofline; on a
-    CPU the cost of a call, of every operator."""
-    if spent.device >= 0:
-        return sum(row.seconds for row in working if row.bound == "overhead")
-    each = call_s(working)
-    return sum(min(row.seconds, row.calls * each) for row in working)
-
-
-def _passes_s(working: list[Row], spent: Budget) -> float:
+def _fusible_s(working: list[Row], spent: Budget) -> float:
     """Time of passes over memory that could be one, beyond what their calls cost."""
     each = 0.0 if spent.device >= 0 else call_s(working)
-    fusible = [row for row in working if row.work in PASSES and row.bound != "overhead"]
+    fusible = [row for row in working if row.work in FUSIBLE and row.bound != "overhead"]
     return sum(max(0.0, row.seconds - row.calls * each) for row in fusible)
 
 
 def _stalled_s(spent: Budget) -> float:
     """Time in which the host held the device up for long at a stretch."""
-    held = [(stretch.end - stretch.start, stretch.causes) for stretch in spent.stretches]
     return sum(
         seconds
-        for length_s, causes in held
-        if length_s >= LONG_STALL_S
-        for (part, _), seconds in causes.items()
+        for stretch in spent.stretches
+        if stretch.end - stretch.start >= LONG_STALL_S
+        for (part, _), seconds in stretch.causes.items()
         if part in ("host", "sync")
     )
 
@@ -196,14 +183,14 @@ FIRST_S = 4.0
 class ProfileSchedule:
     """`is_due(step, …)`, then `with record(…)` around the step."""
 
-    def __init__(self, every: int, roofline: Roofline) -> None:
-        """Profile one of `every` steps; 0: none at all."""
-        self._every, self._roofline, self._spent_s = every, roofline, 0.0
+    def __init__(self, interval: int, roofline: Roofline) -> None:
+        """Profile one of `interval` steps; 0: none at all."""
+        self._interval, self._roofline, self._spent_s = interval, roofline, 0.0
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether step `step` is profiled; this process took `num_steps` steps before it."""
         early = num_steps in FIRST and self._spent_s < FIRST_S
-        return bool(self._every) and ((step + 1) % self._every == 0 or early)
+        return bool(self._interval) and ((step + 1) % self._interval == 0 or early)
 
     @contextmanager
     def record(self, unprofiled_s: float | None) -> Iterator[dict[str, float]]:

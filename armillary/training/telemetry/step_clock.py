@@ -53,9 +53,9 @@ class StepClock:
         """Median of the last undisturbed steps."""
         return median(self._seconds) if self._seconds else None
 
-    def gauges(self, tail_s: float = 0.0) -> dict[str, float]:
-        """`tail_s` is how long the device still ran the previous step, which hides as much of the loop's time."""
-        return {} if self._between is None else {"between_steps_s": max(0.0, self._between - tail_s)}
+    def gauges(self, overrun_s: float = 0.0) -> dict[str, float]:
+        """`overrun_s` is how long the device still ran the previous step, which hides as much of the loop's time."""
+        return {} if self._between is None else {"between_steps_s": max(0.0, self._between - overrun_s)}
 
 
 def queued_s() -> float:

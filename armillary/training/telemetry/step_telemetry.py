@@ -21,7 +21,7 @@ from armillary.training.step.numerics import HALF
 from armillary.training.step.offload import Offloaded
 from armillary.training.step_batches import StepBatch
 from armillary.training.telemetry.async_readback import AsyncReadback, StepValues
-from armillary.training.telemetry.memory_gauges import NoMeter, make_meter
+from armillary.training.telemetry.memory_gauges import NullMeter, make_meter
 from armillary.training.telemetry.process_stats import PROFILER, Throughput, memory_gauges
 from armillary.training.telemetry.profiled_step import (
     ProfileSchedule,
@@ -109,7 +109,7 @@ class StepTelemetry(NullTelemetry):
         self.throughput = Throughput(plan)
         self.recompute = RecomputeTimer(sharded.model, self.device, enabled=not job.compiled)
         self.profile = ProfileSchedule(job.profile_every if world.is_main else 0, device_roofline(self.device, home))
-        self.memory = NoMeter()
+        self.memory = NullMeter()
         self.num_steps = 0
         """steps that this process has taken"""
         self._optimizer_s = self._fetch_s = self._seconds = 0.0
@@ -153,7 +153,7 @@ class StepTelemetry(NullTelemetry):
             on_gpu = self.device.type == "cuda"
             values["optimizer_s"] = self.readback.after_norm_s if on_gpu else self._optimizer_s
             values["host_cpu_s"], values["host_queue_s"] = time.thread_time() - cpu_s, queued_s() - waiting_s
-            self._seconds = time.perf_counter() - begin + self.readback.tail_s
+            self._seconds = time.perf_counter() - begin + self.readback.overrun_s
 
     def report(self, batch: StepBatch, values: Mapping[str, float], counters: Mapping[str, float]) -> StepReport:
         """All gauges of the step; called once, when the device has run it."""
@@ -166,19 +166,19 @@ class StepTelemetry(NullTelemetry):
         step_s = self._fetch_s + self._seconds
         gauges = {**values, **counters, "comm_exposed_s": waited} | self._process_memory() | memory | idle | recompute
         gauges |= self.throughput.gauges(step_s, batch.wait_s) | self._offloaded.gauges() | rank_spread(batch.work_s)
-        gauges |= self.clock.gauges(self.readback.tail_s)
+        gauges |= self.clock.gauges(self.readback.overrun_s)
         sources = dict.fromkeys(memory, self.memory.source) | dict.fromkeys(parts, PROFILER)
         sources |= dict.fromkeys([*idle, *recompute, *([] if parts else ["comm_exposed_s"])], self.waits.source)
-        undisturbed = not self._profiled and self.memory.source == NoMeter.source
+        undisturbed = not self._profiled and self.memory.source == NullMeter.source
         self.work_s = step_s - waited - bubble_s if undisturbed else 0.0
         self.clock.stop(self._seconds, undisturbed=undisturbed)
-        self.memory = NoMeter()
+        self.memory = NullMeter()
         return StepReport(step=batch.step, gauges=gauges | parts, sources=sources, save=batch.save)
 
-    def _meter(self) -> NoMeter:
+    def _meter(self) -> NullMeter:
         """The memory of one step is measured by category; the other steps are left alone."""
         if self.num_steps != MEASURED_STEP or self._plan.train is None:
-            return NoMeter()
+            return NullMeter()
         return make_meter(
             self._sharded.model,
             self._optimizer,

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from armillary.errors import missing, one_line
@@ -23,12 +22,10 @@ _TITLES = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "Weights &
 
 @dataclass(frozen=True, kw_only=True)
 class Sink:
-    """An open tracker."""
+    """An open tracker: `send` takes a step and its gauges."""
 
     send: Callable[[int, Mapping[str, float]], None]
-    """takes a step and its gauges"""
     close: Callable[[], None]
-    """ends it in order"""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -61,7 +58,7 @@ class Trackers:
         for name, sink in list(self._open.items()):
             self._try(name, partial(sink.send, step, gauges))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, sink in list(self._open.items()):
             self._try(name, sink.close)
 
@@ -101,13 +98,13 @@ def _tensorboard(run: Run, recipe: Mapping[str, Any], start: int) -> Sink:
 
 
 def _mlflow(run: Run, recipe: Mapping[str, Any], start: int) -> Sink:
-    """MLflow's own server where MLFLOW_TRACKING_URI names one, else a SQLite file beside the runs."""
+    """MLflow's own server where MLFLOW_TRACKING_URI names one, else a SQLite file next to the runs."""
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
     from mlflow.utils.time import get_current_time_millis
 
-    beside = f"sqlite:///{(run.folder.parent / 'mlflow.db').absolute()}"
-    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or beside)
+    local_file = f"sqlite:///{(run.folder.parent / 'mlflow.db').absolute()}"
+    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or local_file)
     experiment = client.get_experiment_by_name(PROJECT)
     number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
     known = client.search_runs([number], f"tags.`armillary.run` = '{run.id}'", max_results=1) if start else []

@@ -38,7 +38,7 @@ def walk(job: TrainJob, predicted_s: float | None, *, step_s: float, steps: int,
     time, found = Clock(), []
     clock = SaveClock(job, predicted_s, now=time)
     for step in range(steps):
-        due = clock.due(step)
+        due = clock.is_due(step)
         time.now += step_s
         if due:
             time.now += save_s

@@ -49,12 +49,12 @@ def test_what_the_device_did_while_the_host_was_away_counts(
     monkeypatch.setattr("armillary.training.telemetry.async_readback.time.perf_counter", lambda: now[0])
     readback.start()
     readback.finish(Event(1.0), Event(1.008))
-    assert readback.tail_s == 0.0
+    assert readback.overrun_s == 0.0
     now[0] += away
     readback.start()
     now[0] += 0.4
     readback.finish(Event(1.4), Event(1.408))
-    assert readback.tail_s == pytest.approx(tail)
+    assert readback.overrun_s == pytest.approx(tail)
 
 
 class Asked(TorchDispatchMode):

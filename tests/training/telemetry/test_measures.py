@@ -32,7 +32,7 @@ from armillary.training.telemetry.step_clock import RecomputeTimer, StepClock, q
 def test_storages_are_counted_from_birth_to_end() -> None:
     weight = torch.zeros(1000)
     with MemoryWatch() as watch:
-        watch.hold([weight], "weights")
+        watch.add([weight], "weights")
         kept = torch.ones(500) * 2  # the ones are gone at once
         with watch.phase("loss"):
             large = torch.ones(3000)
@@ -82,7 +82,7 @@ def test_goals_that_are_none(text: str) -> None:
 
 def test_a_goal_is_reached_at_or_below() -> None:
     goal = Until.parse(" val_loss = 3.5 ")
-    assert goal.reached({"val_loss": 3.5}) and not goal.reached({"val_loss": 3.6}) and not goal.reached({"loss": 1.0})
+    assert goal.is_met({"val_loss": 3.5}) and not goal.is_met({"val_loss": 3.6}) and not goal.is_met({"loss": 1.0})
 
 
 def test_a_goal_that_nothing_could_reach_is_refused() -> None:
@@ -210,7 +210,7 @@ def test_what_the_loop_does_between_steps(monkeypatch: pytest.MonkeyPatch) -> No
     clock.exclude(0.2)
     clock.start()
     assert clock.gauges() == {"between_steps_s": pytest.approx(0.3)}, "validation has a gauge of its own"
-    assert clock.gauges(tail_s=0.4) == {"between_steps_s": 0.0}, "the device was still busy"
+    assert clock.gauges(overrun_s=0.4) == {"between_steps_s": 0.0}, "the device was still busy"
     clock.stop(9.0, undisturbed=False)
     assert clock.unprofiled_s == 1.0
 
