@@ -12,14 +12,13 @@ from typing import Any
 
 from armillary.errors import ArmillaryError
 from armillary.store.gauges import GaugeWriter
-from armillary.store.runs import Run
+from armillary.store.runs import Run, Say
 from armillary.training.telemetry.process_stats import source_of
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.telemetry.trackers import Trackers
 from armillary.training.trainer import Trainer
 
 Watch = Callable[[StepReport], None]
-Say = Callable[[str], None]
 _UNWRITABLE = (ArmillaryError, OSError)
 _UPDATE_S = 2.0
 """seconds between notes of how far a run is, each of which is synced to disk"""

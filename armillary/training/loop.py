@@ -14,9 +14,9 @@ from armillary.parallel.world import World, join_world, new_group
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
 from armillary.store.lease import HeldLease, LeaseLost
-from armillary.store.runs import Run
+from armillary.store.runs import Run, Say
 from armillary.training.checkpoint import checkpoint
-from armillary.training.gauge_log import Recorder, Say, Watch, note_failure
+from armillary.training.gauge_log import Recorder, Watch, note_failure
 from armillary.training.run_lifecycle import RunLifecycle, Trained
 from armillary.training.step.numerics import numerics, seed
 from armillary.training.stopping import StopRequest, Until

@@ -132,8 +132,7 @@ def _train_shared(data: Data, progress: Progress) -> None:
     for source, count in counts:
         corpus = find_corpus(source, key=data.key, cache=_cache(data))
         share = max(1, SAMPLE_BYTES * count // sum(count for _, count in counts))
-        surveyed = survey(corpus, held_out=data.held_out, seed=data.seed, sample_bytes=share, progress=progress)
-        texts += surveyed.sample
+        texts += survey(corpus, held_out=data.held_out, seed=data.seed, sample_bytes=share, progress=progress).sample
     assert data.vocab is not None
     with staged_folder(Path(data.tokenizer), overwrite=True) as folder:
         trained(texts, data.vocab, progress).save(folder)

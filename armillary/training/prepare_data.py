@@ -77,7 +77,9 @@ def prepare(
     begin = time.monotonic()
     _check(vocab, held_out, seed)
     corpus, out = find_corpus(source, key=key, cache=cache), Path(out)
-    given = _given(tokenizer) if tokenizer is not None else None
+    given = Tokenizer.load(tokenizer) if tokenizer is not None else None
+    if given is not None and given.eos_id is None:
+        raise BadModel(f"the tokenizer in {tokenizer} has no eos_token; name one in its tokenizer_config.json")
     wanted = {
         "source": corpus.source,
         "files": corpus.fingerprint(),
@@ -140,13 +142,6 @@ def _check(vocab: int, held_out: float, seed: int) -> None:
         raise BadInput(f"held_out={held_out} is not a fraction between 0 and 0.5; 0.01 holds out one document in 100")
     if not 0 <= seed < 2**63:
         raise BadInput(f"seed={seed} is not between 0 and 2^63; use a small whole number")
-
-
-def _given(folder: str | Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
-    if tokenizer.eos_id is None:
-        raise BadModel(f"the tokenizer in {folder} has no eos_token; name one in its tokenizer_config.json")
-    return tokenizer
 
 
 # --- a folder that is there already

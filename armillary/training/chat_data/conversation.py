@@ -80,9 +80,7 @@ def _messages(record: Mapping[str, Any], origin: str, key: str) -> list[dict[str
 
 def _side(value: Any, role: str, origin: str, name: str) -> list[dict[str, Any]]:
     """A prompt or response: text, or messages."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return _turns(value, origin, name)
+    return [{"role": role, "content": value}] if isinstance(value, str) else _turns(value, origin, name)
 
 
 def _turns(value: Any, origin: str, name: str) -> list[dict[str, Any]]:

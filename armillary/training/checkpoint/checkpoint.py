@@ -224,9 +224,8 @@ def _say(first: BaseException, folder: Path, error: BaseException) -> NoReturn:
     if not isinstance(first, OSError):
         raise RuntimeError(f"checkpoint {folder}: {first!r}") from error
     if first.errno in _FULL:
-        place = folder.parent
         raise ArmillaryError(
-            f"disk full while writing a checkpoint to {place}; free some space and train again: "
+            f"disk full while writing a checkpoint to {folder.parent}; free some space and train again: "
             "the run goes on from the last whole one"
         ) from error
     raise ArmillaryError(

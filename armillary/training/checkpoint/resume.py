@@ -47,13 +47,8 @@ def run_to_resume(home: Home, recipe: Recipe, weights: str, choice: Choice, say:
 def unfinished_run(home: Home, recipe: Recipe, weights: str) -> Run | None:
     """The newest run of this recipe, started from these weights, that is not running and not done; None where the
     newest one is done, or there is none."""
-    for run in _same(home, recipe, weights):
-        state = run.state.state
-        if state in _ENDED:
-            return run
-        if state == "finished":
-            return None
-    return None
+    states = ((run, run.state.state) for run in _same(home, recipe, weights))
+    return next((run if state in _ENDED else None for run, state in states if state in (*_ENDED, "finished")), None)
 
 
 def changes_since(run: Run, recipe: Recipe, weights: str) -> list[KeyChange]:

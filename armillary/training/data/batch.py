@@ -3,9 +3,7 @@
 Names end in shapes: B rows of T tokens.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,25 +21,19 @@ LAYOUT = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """What one step reads."""
+    """What one step reads: ids; the ids that follow as targets (IGNORED after a document's end, in padding and where
+    nothing is to be learnt); positions from 0 at each document start and at the start of the row; and document
+    numbers 0, 1, 2 … along a row, within which tokens attend (padding has the last one)."""
 
     tokens_BT: np.ndarray
-    """ids, int64"""
     targets_BT: np.ndarray
-    """the id that follows, int64; IGNORED after a document's end, in padding and where nothing is to be learnt"""
     positions_BT: np.ndarray
-    """from 0 at each document start (and at the start of the row), int64"""
     documents_BT: np.ndarray
-    """0, 1, 2 … along a row, int32: tokens attend within their own number; padding has the last one"""
 
     @property
     def num_targets(self) -> int:
         """Positions that count in the loss."""
         return int((self.targets_BT != IGNORED).sum())
-
-    def rows(self, start: int, stop: int) -> Batch:
-        """Some of the rows, as a micro-batch."""
-        return Batch(**{f.name: getattr(self, f.name)[start:stop] for f in fields(self)})
 
 
 class BatchSource(Protocol):

@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -113,10 +113,7 @@ def _copy(remote: Remote, name: str, file: IO[bytes], size: int | None, sha256: 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
     """When each was last used, its size and place; locks and folders (small, of tokenizers) are left out."""
     for path in folder.iterdir():
-        if path.name.startswith(".lock-") or path.is_dir():
-            continue
-        try:
-            about = path.stat()
-        except FileNotFoundError:
-            continue
-        yield about.st_mtime, about.st_size, path
+        if not (path.name.startswith(".lock-") or path.is_dir()):
+            with suppress(FileNotFoundError):
+                about = path.stat()
+                yield about.st_mtime, about.st_size, path

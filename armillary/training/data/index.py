@@ -24,20 +24,17 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Two files: token ids one after another, and where each document starts."""
+    """The ids of some documents one after another in `file` (relative to the folder), and in the same place, with
+    suffix .idx, where each starts: documents + 1 numbers (uint64), the last one being the number of tokens. With
+    suffix .msk, a byte per token: 1 where it is to be learnt; without a checksum of it there is none, and all are. No
+    document continues in another shard."""
 
     file: str
-    """ids, relative to the folder; the offsets are in the same place, with suffix .idx"""
     tokens: int
-    """ids in it"""
     documents: int
-    """documents in it; none continues in another shard"""
     sha256: str
-    """of the ids"""
     offsets_sha256: str
-    """of the offsets: documents + 1 numbers (uint64), the last one being the number of tokens"""
     answers_sha256: str = ""
-    """of the mask, with suffix .msk: a byte per token, 1 where it is to be learnt; empty: there is none, learn all"""
 
     @property
     def offsets_file(self) -> str:
@@ -50,26 +47,20 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Everything about a folder of shards but the ids."""
+    """Everything about a folder of shards but the ids: their dtype (little endian, the smaller one where the
+    vocabulary fits; ids are below `vocab`), the checksum of tokenizer/tokenizer.json, the shards of both splits, the
+    size of the text in UTF-8, files that could not be read as text (the first of them with the reason), and the
+    source and settings it was made from, by which it need not be prepared again."""
 
     version: int = VERSION
-    """of this format"""
     dtype: Literal["uint16", "uint32"]
-    """of an id, little endian: the smaller one where the vocabulary fits"""
     vocab: int
-    """ids are below this"""
     tokenizer_sha256: str
-    """of tokenizer/tokenizer.json"""
     splits: Mapping[str, tuple[Shard, ...]]
-    """train and validation"""
     text_bytes: int
-    """size of the text in UTF-8"""
     num_skipped: int
-    """files that could not be read as text"""
     skipped: tuple[str, ...] = ()
-    """the first of them, with the reason"""
     made_from: Mapping[str, Any]
-    """source and settings: the same ones need not be prepared again"""
 
     def num_tokens(self, split: Split) -> int:
         return sum(shard.tokens for shard in self.splits[split])

@@ -170,19 +170,12 @@ class TokenShards:
 
     def document(self, number: int) -> np.ndarray:
         """Ids of one document, its end of text included."""
-        return self._of_document(number, self.files.ids)
-
-    def document_answers(self, number: int) -> np.ndarray:
-        """Which tokens of a document are to be learnt, bool."""
-        return self._of_document(number, self.files.answers).astype(bool)
-
-    def _of_document(self, number: int, values: Callable[[int], np.ndarray]) -> np.ndarray:
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
         shard = int(np.searchsorted(self.first_documents, number, side="right")) - 1
         local = number - int(self.first_documents[shard])
         first, last = (int(offset) for offset in self.files.offsets(shard)[local : local + 2])
-        return values(shard)[first:last]
+        return self.files.ids(shard)[first:last]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` ids from position `start` of the row, across shards, int64; fewer at its end."""

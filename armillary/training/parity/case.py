@@ -35,6 +35,7 @@ from armillary.training.setup.kernel_selection import use_kernels
 from armillary.training.step.lora import add_lora
 from armillary.training.step.loss import loss_sum
 from armillary.training.step.offload import optimizer_of
+from armillary.training.step.optimizer import set_learning_rate
 from armillary.training.step.router_balance import Routers
 
 ROWS, SEQUENCE = 16, 16
@@ -146,8 +147,7 @@ def run(case: Case, world: World) -> Outcome:
     sharded = shard_model(case, job, world)
     routers = Routers(sharded, job)
     optimizer = optimizer_of(sharded, job, folder=Path(tempfile.gettempdir()))
-    for group in optimizer.param_groups:
-        group["lr"] = 3e-3  # at 1e-2 one process with four micro-batches differs from itself by 8e-6
+    set_learning_rate(optimizer, 3e-3)  # at 1e-2 one process with four micro-batches differs from itself by 8e-6
     losses, norms, gauges = [], [], []
     for step in range(case.steps):
         routers.start()

@@ -107,7 +107,7 @@ def use_kernels(
         taken |= gemm_names
     if weights_16bit is not None:
         model.residual_dtype = weights_16bit.dtype
-    _give_back(device)
+    _free_memory(device)
     return Choices(
         names=taken,
         attention=_attention(model, functions),
@@ -125,8 +125,8 @@ def _fp8(device: torch.device) -> Callable[..., Tensor]:
     return FP8_LINEAR.reference if lacking(version.needs, device.type) else version.load()
 
 
-def _give_back(device: torch.device) -> None:
-    """The memory of trials: it is no part of the run, nor of its peak."""
+def _free_memory(device: torch.device) -> None:
+    """The memory of timed candidates is no part of the run, nor of its peak."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

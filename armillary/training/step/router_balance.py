@@ -29,8 +29,10 @@ class Routers:
     def __init__(self, sharded: Sharded, job: TrainJob) -> None:
         self._sharded, self._rate = sharded, job.bias_rate
         config = sharded.model.config
+        has_experts = [kind.mlp == "moe" for kind in config.layers]
+        blocks = {int(name): block.mlp for name, block in sharded.model.blocks.items()}  # those that this rank has
         self._layers = {
-            index: mixture for index, mixture in _mixtures(sharded) if isinstance(mixture, MixtureOfExperts)
+            sum(has_experts[:number]): mlp for number, mlp in blocks.items() if isinstance(mlp, MixtureOfExperts)
         }
         self.has_experts = config.num_moe_layers > 0  # a pipeline stage without any takes part in the sums
         if config.moe is None or not self.has_experts:
@@ -124,10 +126,3 @@ def _over_rows(mesh: Mesh) -> Callable[[Rule, Tensor], Tensor] | None:
         return None
     context = Context.of(mesh.context)
     return lambda rule, x_BTk: context.shard(rule(context.unshard(x_BTk)))
-
-
-def _mixtures(sharded: Sharded) -> list[tuple[int, object]]:
-    """(number among the layers with experts, layer), of those that this rank has."""
-    model = sharded.model
-    kinds = [kind.mlp == "moe" for kind in model.config.layers]
-    return [(sum(kinds[: int(name)]), block.mlp) for name, block in model.blocks.items() if kinds[int(name)]]

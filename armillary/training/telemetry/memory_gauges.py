@@ -27,10 +27,6 @@ Sizes = dict[str, float]
 Elsewhere = Callable[[Tensor], bool]
 
 
-def _nowhere(tensor: Tensor) -> bool:
-    return False
-
-
 class NullMeter:
     """For the steps that are not measured."""
 
@@ -59,7 +55,12 @@ class CpuMeter(NullMeter):
     source = "tracker"
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool, elsewhere: Elsewhere = _nowhere
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        half: bool,
+        elsewhere: Elsewhere = lambda tensor: False,
     ) -> None:
         self._model, self._optimizer, self._half = model, optimizer, half
         self._watch = MemoryWatch(elsewhere)
@@ -143,7 +144,7 @@ def make_meter(
     half: bool,
     device: torch.device,
     compiled: bool,
-    elsewhere: Elsewhere = _nowhere,
+    elsewhere: Elsewhere = lambda tensor: False,
 ) -> NullMeter:
     """The meter of this device; compiled code on a CPU hides its tensors, so nothing is said of it. What is `elsewhere`
     waits on the host and is not the device's, though that is where a CPU keeps its own."""
@@ -174,7 +175,7 @@ _COPIES = (torch.ops.aten._to_copy.default,)
 class MemoryWatch(TorchDispatchMode):
     """`with MemoryWatch() as watch: … with watch.phase("loss"): …`, then `watch.peak()`."""
 
-    def __init__(self, elsewhere: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+    def __init__(self, elsewhere: Elsewhere = lambda tensor: False) -> None:
         """What is `elsewhere`, offloaded to the host, is not counted."""
         super().__init__()
         self._elsewhere = elsewhere

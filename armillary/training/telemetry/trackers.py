@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any, Self
 
 from armillary.errors import missing, one_line
-from armillary.store.runs import Run
+from armillary.store.runs import Run, Say
 
-Say = Callable[[str], None]
 PROJECT = "armillary"
 """what the runs are filed under: MLflow's experiment, the project of Weights & Biases"""
 _TITLES = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "Weights & Biases"}

@@ -92,7 +92,7 @@ def test_only_answers_are_learnt_where_a_mask_says_so(make_shards, packing) -> N
         shards=make_shards(DOCUMENTS, answers=masks, shard_tokens=6), sequence=4, batch=3, packing=packing
     )
     assert batches.shards.has_answers
-    assert batches.shards.document_answers(0).tolist() == [False, False, True]
+    assert batches.shards.read_answers(0, 3).tolist() == [False, False, True]
     count = batches.num_samples + (packing == "stream")  # and the window that is left at the end
     whole = batches.rows.make(np.arange(count))
     learnt = sorted(int(token) for token in whole.targets_BT.flat if token != IGNORED)
