@@ -13,12 +13,13 @@ from armillary.cli.output import Output, path_text
 from armillary.cli.progress import Bar
 from armillary.cli.verb import VerbGroup
 from armillary.errors import BadInput
+from armillary.spec.tables.train import Data
 from armillary.store.home import Home
+from armillary.training.data.cache import Cache
+from armillary.training.data.index import SPLITS, Index
 from armillary.units import bytes_text, count_text, parse_count, seconds_text
 
 if TYPE_CHECKING:
-    from armillary.training.data.cache import Cache
-    from armillary.training.data.index import Index
     from armillary.training.data.shards import TokenShards
     from armillary.training.prepare_data import Prepared
 
@@ -123,7 +124,6 @@ def inspect(out: Output, home: Home, folder: str, sequence: int, show: int) -> N
 
     FOLDER may be a URL.
     """
-    from armillary.training.data.index import SPLITS
     from armillary.training.data.inspect_shards import about, fits
     from armillary.training.data.shards import TokenShards
 
@@ -163,7 +163,6 @@ def _shown(value: object) -> str:
 
 
 def _show_documents(out: Output, shards: TokenShards, count: int) -> None:
-    """The first documents as text."""
     from armillary.model.text.tokenizer import Tokenizer
 
     if count > 0:
@@ -180,7 +179,6 @@ def verify(out: Output, home: Home, folder: str) -> None:
 
     FOLDER may be a URL: what is not in the cache yet is fetched.
     """
-    from armillary.training.data.index import SPLITS
     from armillary.training.data.shards import TokenShards
 
     tokens = 0
@@ -195,7 +193,4 @@ def verify(out: Output, home: Home, folder: str) -> None:
 
 def _cache(home: Home) -> Cache:
     """The cache of what verbs fetch: the folder and the size that training defaults to."""
-    from armillary.spec.tables.train import Data
-    from armillary.training.data.cache import Cache
-
     return Cache(folder=home.cache / "fetched", limit_bytes=Data.cache_bytes)

@@ -12,6 +12,8 @@ import click
 from armillary.cli import completion
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb import VerbGroup
+from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
+from armillary.diagnosis.outcome.track_record import TrackRecord, log_prediction, read_record
 from armillary.errors import BadInput
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.hf_folder import stored_dtype
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from armillary.diagnosis.evidence.finding import Lever
     from armillary.diagnosis.outcome.compare import Comparison
     from armillary.diagnosis.outcome.diagnosis import Diagnosis
-    from armillary.diagnosis.outcome.track_record import TrackRecord
     from armillary.diagnosis.readings.reading import Kind, Reading
 
 
@@ -110,8 +111,6 @@ def say_comparison(out: Output, home: Home, comparison: Comparison) -> None:
 
 def _record(out: Output, home: Home) -> TrackRecord:
     """The track record; broken lines are reported."""
-    from armillary.diagnosis.outcome.track_record import read_record
-
     record = read_record(home)
     for note in record.notes:
         out.warn(note)
@@ -158,8 +157,6 @@ def say(out: Output, diagnosis: Diagnosis, target: str, *, applies: bool = True)
 
 def first_worthwhile(diagnosis: Diagnosis) -> int | None:
     """Number of the first lever that changes the recipe and is predicted to gain enough."""
-    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
-
     levers = enumerate(diagnosis.levers, 1)
     return next((number for number, lever in levers if lever.change and lever.speedup > MIN_SPEEDUP), None)
 
@@ -178,7 +175,6 @@ def _evidence(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _others(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Further causes that cost something."""
     rest = diagnosis.findings[0 if diagnosis.is_healthy else 1 :]
     return [
         ("also", finding.says)
@@ -196,8 +192,6 @@ def _levers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def lever_text(lever: Lever, width: int = 0) -> str:
-    from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
-
     gain = f"predicted {lever.gain_text}" + (f" in {lever.of}" if lever.of != "step_s" else "")
     if lever.speedup <= MIN_SPEEDUP and lever.at_most is None:
         return f"{lever.title:<{width}}   {gain}   not worth it"
@@ -245,15 +239,15 @@ def write_lever(out: Output, home: Home, diagnosis: Diagnosis, run: Run, number:
     """The recipe with lever `number` applied, as a file; its prediction is logged in the track record."""
     from armillary.diagnosis.levers.apply import changed_recipe
     from armillary.diagnosis.outcome.compare import as_prediction, measured
-    from armillary.diagnosis.outcome.track_record import log_prediction
     from armillary.diagnosis.readings.run_folder import read_run
     from armillary.store.atomic import write_text
 
     lever = diagnosis.lever(number)
     path = (to or Path(f"{run.name}.lever{number}.toml")).absolute()
     write_text(path, changed_recipe(run, lever, diagnosis.kind))
-    value = measured(read_run(run, home), lever.of)
-    prediction = as_prediction(run, lever, at=time.time(), value=value, recipe=str(path))
+    prediction = as_prediction(
+        run, lever, at=time.time(), value=measured(read_run(run, home), lever.of), recipe=str(path)
+    )
     logged = log_prediction(home, prediction).predicted
     out.say(f"{lever.title}: predicted {lever.speedup:.2f} ×, written to {path_text(path)}")
     if f"{logged:.2f}" != f"{lever.speedup:.2f}":

@@ -44,7 +44,6 @@ def hardware(out: Output, home: Home, names: tuple[str, ...], nodes: bool, links
 
 
 def _show_some(out: Output, clusters: list[Cluster]) -> None:
-    """Columns side by side, then where each figure comes from."""
     figures = [[name, *(figure(cluster) for cluster in clusters)] for name, figure in _figures(clusters)]
     known = [row for row in figures if any(value not in (None, "", (), 0) for value in row[1:])]
     out.table("", ["", *(cluster.name for cluster in clusters)], known)
@@ -87,18 +86,11 @@ def _chip_row(chip: Chip) -> list[object]:
 
 def _show_nodes(out: Output) -> None:
     nodes = catalogue.nodes()
-    columns = ["name", "chips", "between chips", "to other nodes", "memory"]
-    rows: list[list[object]] = [
-        [
-            node.name,
-            f"{node.num_chips} × {node.chip}",
-            node.link,
-            node.network,
-            _known(bytes_text, node.memory_bytes),
-        ]
-        for node in nodes.values()
+    rows = [
+        [x.name, f"{x.num_chips} × {x.chip}", x.link, x.network, _known(bytes_text, x.memory_bytes)]
+        for x in nodes.values()
     ]
-    out.table("", columns, rows)
+    out.table("", ["name", "chips", "between chips", "to other nodes", "memory"], rows)
     out.result(list(nodes.values()), quiet=nodes)
 
 

@@ -53,8 +53,7 @@ class Output:
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Rows under headings; columns that hold only numbers are right-aligned. None is shown as –."""
         if self.mode == "human":
-            cells = [[cell_text(cell) for cell in row] for row in rows]
-            self._draw(_rich_table(title, columns, cells))
+            self._draw(_rich_table(title, columns, [[cell_text(cell) for cell in row] for row in rows]))
 
     def fields(self, title: str, rows: Iterable[tuple[str, object]]) -> None:
         """Names and values, one per line."""

@@ -88,8 +88,9 @@ class RichBar(Bar):
         self._live |= live
         self._progress.update(self._task, completed=done, total=total)
         total = self._progress.tasks[0].total
-        shown = "  ".join(live_texts(self._live))
-        self._progress.update(self._task, amount=amount_text(done, total, self._unit), live=shown)
+        self._progress.update(
+            self._task, amount=amount_text(done, total, self._unit), live="  ".join(live_texts(self._live))
+        )
 
     def print_above(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)

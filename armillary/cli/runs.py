@@ -29,14 +29,17 @@ def _show_all(out: Output, home: Home) -> None:
     runs = [(run, run.progress) for run in list_runs(home)]
     if runs:
         columns = ["run", "model", "state", "step", "loss", "started", "took"]
-        out.table("", columns, [_row(run, state) for run, state in runs])
+        out.table(
+            "",
+            columns,
+            [
+                [run.id, state.model, state.state, _step(state), state.loss, _ago(state.started), _took(state)]
+                for run, state in runs
+            ],
+        )
     else:
         out.say(f"no runs in {home.runs}; armillary train starts one")
     out.result([_facts(run, state) for run, state in runs], quiet=[run.id for run, _ in runs])
-
-
-def _row(run: Run, state: RunState) -> list[object]:
-    return [run.id, state.model, state.state, _step(state), state.loss, _ago(state.started), _took(state)]
 
 
 def _show_one(out: Output, run: Run) -> None:
@@ -85,5 +88,4 @@ def _ago(then: float) -> str | None:
 
 
 def _took(state: RunState) -> str | None:
-    """From start to the last sign of life."""
     return seconds_text(max(0.0, state.updated - state.started)) if state.started else None

@@ -112,8 +112,7 @@ def resolve_dtype(home: Home, source: ModelSource, asked: Recipe, device: str | 
     from armillary.profiling.dtypes.rates import cluster_rates
     from armillary.store.hf_folder import stored_dtype
 
-    shape = serving_shape(source.config, asked.serve)
-    rates = cluster_rates(home, here(device=device), shape, device=device)
+    rates = cluster_rates(home, here(device=device), serving_shape(source.config, asked.serve), device=device)
     return resolve_serving(asked.serve, rates, stored=stored_dtype(source.folder), traffic=asked.traffic)
 
 
@@ -128,8 +127,9 @@ def resolve_threads(
     cluster = here(device=device)
     if cluster.chip.kind != "cpu":
         return None
-    layout = replace(asked.layout, tp=tp, precision=dtype.dtype)
-    recipe = replace(asked, layout=layout, serve=with_dtype(asked.serve, dtype))
+    recipe = replace(
+        asked, layout=replace(asked.layout, tp=tp, precision=dtype.dtype), serve=with_dtype(asked.serve, dtype)
+    )
     longest, traffic = asked.serve.max_model_len or source.config.context, asked.traffic
     if traffic.tokens_in + traffic.tokens_out > longest:  # nobody said what is asked of so short a model
         recipe = replace(recipe, traffic=Traffic(tokens_in=max(1, longest // 2), tokens_out=max(1, longest // 4)))

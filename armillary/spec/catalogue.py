@@ -235,7 +235,6 @@ def _of_chips(text: str, chip: Chip, count: int) -> Cluster:
 
 
 def _unfilled(text: str, count: int, size: int, what: str) -> BadInput:
-    """The two nearest valid sizes, under the name the user wrote."""
     name, below = _split(text)[0], count - count % size
     return BadInput(f"'{text}': {count} do not fill {what}; try {name}x{below} or {name}x{below + size}")
 
@@ -244,7 +243,6 @@ def _unfilled(text: str, count: int, size: int, what: str) -> BadInput:
 
 
 def _no_such(kind: str, name: str, table: Mapping[str, Mapping[str, Any]], verb: str) -> NotFound:
-    """A NotFound with the nearest name or alias."""
     guess = nearest(name, [*table, *(alias for row in table.values() for alias in row.get("aliases", ()))])
     hint = f"did you mean {guess}? ({verb} lists {len(table)})" if guess else f"{verb} lists {len(table)}"
     return NotFound(f"no {kind} '{name}'; {hint}")

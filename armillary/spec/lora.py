@@ -82,8 +82,7 @@ def targets(config: ModelConfig, on: Sequence[str]) -> dict[str, Target]:
 
 
 def _layer(config: ModelConfig, kind: LayerKind, names: set[str]) -> dict[str, Target]:
-    dense = _mlp(config, names) if kind.mlp == "dense" else {}
-    return _attention(config, kind, names) | dense
+    return _attention(config, kind, names) | (_mlp(config, names) if kind.mlp == "dense" else {})
 
 
 def _attention(config: ModelConfig, kind: LayerKind, names: set[str]) -> dict[str, Target]:

@@ -219,7 +219,31 @@ class ModelConfig:
     """windows of the simplicial layers"""
 
     def __post_init__(self) -> None:
-        _check(self)
+        name = self.name
+        if not self.norm_eps > 0 or not self.rope.theta > 0:
+            raise BadModel(f"{name}: norm_eps={self.norm_eps} and rope.theta={self.rope.theta} must be above 0")
+        _check_rope(self)
+        sizes = {key: getattr(self, key) for key in ("hidden", "heads", "kv_heads", "head_dim", "vocab", "context")}
+        for key, value in sizes.items():
+            if not isinstance(value, int) or not 0 < value <= _LARGEST:
+                raise BadModel(f"{name}: {key}={value} must be an integer from 1 to {_LARGEST:,}")
+        if not self.layers:
+            raise BadModel(f"{name}: a model needs at least one layer; set num_layers")
+        if self.heads % self.kv_heads:
+            raise BadModel(
+                f"{name}: {self.kv_heads} KV heads do not divide {self.heads} heads; set kv_heads to a divisor"
+            )
+        kinds = {kind.attention for kind in self.layers}
+        if kinds & {"sliding", "chunked"} and not self.window:
+            raise BadModel(f"{name}: sliding or chunked layers need a window; set window")
+        if "simplicial" in kinds and self.simplicial is None:
+            raise BadModel(f"{name}: simplicial layers need [model.simplicial] window_1 and window_2")
+        if self.num_moe_layers and self.moe is None:
+            raise BadModel(f"{name}: moe layers need [model.moe]")
+        if self.moe and self.moe.top_k > self.moe.num_experts:
+            raise BadModel(f"{name}: top_k={self.moe.top_k} exceeds {self.moe.num_experts} experts; lower top_k")
+        if self.num_moe_layers < self.num_layers and not 0 < self.ffn <= _LARGEST:
+            raise BadModel(f"{name}: dense layers need ffn from 1 to {_LARGEST:,}")
 
     @property
     def num_layers(self) -> int:
@@ -274,34 +298,6 @@ def _repeat(layers: tuple[LayerKind, ...]) -> tuple[int, int]:
 _DEEPEST = 10_000
 _LARGEST = 2**40
 """above every size of a model; beyond it, arithmetic elsewhere overflows"""
-
-
-def _check(config: ModelConfig) -> None:
-    name = config.name
-    if not config.norm_eps > 0 or not config.rope.theta > 0:
-        raise BadModel(f"{name}: norm_eps={config.norm_eps} and rope.theta={config.rope.theta} must be above 0")
-    _check_rope(config)
-    sizes = {key: getattr(config, key) for key in ("hidden", "heads", "kv_heads", "head_dim", "vocab", "context")}
-    for key, value in sizes.items():
-        if not isinstance(value, int) or not 0 < value <= _LARGEST:
-            raise BadModel(f"{name}: {key}={value} must be an integer from 1 to {_LARGEST:,}")
-    if not config.layers:
-        raise BadModel(f"{name}: a model needs at least one layer; set num_layers")
-    if config.heads % config.kv_heads:
-        raise BadModel(
-            f"{name}: {config.kv_heads} KV heads do not divide {config.heads} heads; set kv_heads to a divisor"
-        )
-    kinds = {kind.attention for kind in config.layers}
-    if kinds & {"sliding", "chunked"} and not config.window:
-        raise BadModel(f"{name}: sliding or chunked layers need a window; set window")
-    if "simplicial" in kinds and config.simplicial is None:
-        raise BadModel(f"{name}: simplicial layers need [model.simplicial] window_1 and window_2")
-    if config.num_moe_layers and config.moe is None:
-        raise BadModel(f"{name}: moe layers need [model.moe]")
-    if config.moe and config.moe.top_k > config.moe.num_experts:
-        raise BadModel(f"{name}: top_k={config.moe.top_k} exceeds {config.moe.num_experts} experts; lower top_k")
-    if config.num_moe_layers < config.num_layers and not 0 < config.ffn <= _LARGEST:
-        raise BadModel(f"{name}: dense layers need ffn from 1 to {_LARGEST:,}")
 
 
 def _check_rope(config: ModelConfig) -> None:

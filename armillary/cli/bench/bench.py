@@ -149,8 +149,7 @@ def loader(
 
     if any(count < 0 for count in workers):
         raise BadInput("a loader cannot have fewer than no workers; use --workers 0 or more")
-    folder = data or _prepared(out, home)
-    reading = TrainingBatches(folder=folder.absolute(), sequence=sequence, batch=batch)
+    reading = TrainingBatches(folder=(data or _prepared(out, home)).absolute(), sequence=sequence, batch=batch)
     reading.open()  # refused now where too small
     counts = workers or ((0, 1) if quick else (0, 1, 2))
     with out.progress("measuring", unit="way") as bar:

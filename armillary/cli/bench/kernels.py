@@ -56,7 +56,7 @@ def show(out: Output, bench: KernelBench) -> None:
         rows, versions = [row for row in bench.rows if row.op == op], _others(bench, op)
         columns = ["case", "shape", "winner", "forward", "backward", "ours", "bar", *(f"× {name}" for name in versions)]
         out.say()
-        out.table(op, columns, [[*_cells(row), *_gains(row, versions)] for row in rows])
+        out.table(op, columns, [[*_cells(row), *_speedups(row, versions)] for row in rows])
 
 
 def _cells(row: KernelRow) -> list[Any]:
@@ -97,8 +97,7 @@ def _others(bench: KernelBench, op: str) -> list[str]:
     return [name for name in seen if not name.startswith("triton")]
 
 
-def _gains(row: KernelRow, names: list[str]) -> list[str | None]:
-    """How much faster the winner is than each."""
+def _speedups(row: KernelRow, names: list[str]) -> list[str | None]:
     won = row.of(row.chosen)
     return [
         f"{measured.seconds / won.seconds:.2f}" if measured and measured.seconds and won and won.seconds else None

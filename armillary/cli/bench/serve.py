@@ -98,7 +98,6 @@ def serve(
 
 
 def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
-    """All where none is asked for."""
     from armillary.engine.bench.bench import MODES
 
     unknown = [mode for mode in modes if mode not in MODES]
@@ -108,7 +107,6 @@ def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _asked(loaded: Transformer, mode: str, weights: str, *, max_running: int, longest: int) -> Recipe:
-    """What is run, as a recipe would say it."""
     from armillary.kernels.core.dtype import DTYPES
     from armillary.spec.recipe import recipe_from_dict
 

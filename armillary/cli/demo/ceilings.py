@@ -96,8 +96,10 @@ def _measure_section(state: DemoState, device: Any, section: str, threads: int |
     with state.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
         measured = measure_ceilings(device, quick=True, only=(section,), limit_s=max(0.1, limit_s), watch=on_bar(bar))
     known = load_peaks(state.home, measured.peaks.device)
-    today = known is not None and known.date == measured.peaks.date
-    save_peaks(state.home, known.better_of(measured.peaks) if known is not None and today else measured.peaks)
+    save_peaks(
+        state.home,
+        known.better_of(measured.peaks) if known is not None and known.date == measured.peaks.date else measured.peaks,
+    )
     return measured
 
 

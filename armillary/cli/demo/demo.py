@@ -66,7 +66,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
         signal.signal(signal.SIGTERM, before)
     _report(state, page)
     out.say(f"\ntraining run {run.name} · server {service.name} · what to do with them: docs/tour.md")
-    out.result(_answer(state.report, page) | {"run": run.id, "recipe": RECIPE.read_text()}, quiet=str(page))
+    out.result(_as_json(state.report, page) | {"run": run.id, "recipe": RECIPE.read_text()}, quiet=str(page))
 
 
 def _report(state: DemoState, path: Path) -> None:
@@ -84,12 +84,11 @@ def _report(state: DemoState, path: Path) -> None:
         state.out.say(f"{checked}; the report has all of them")
         say(checked)
     write_text(path.absolute(), page(state.report))
-    total = seconds_text(sum(stage.seconds for stage in state.report.stages))
-    state.out.say(f"demo finished in {total} · report: {path_text(path.absolute())}")
+    seconds = sum(stage.seconds for stage in state.report.stages)
+    state.out.say(f"demo finished in {seconds_text(seconds)} · report: {path_text(path.absolute())}")
 
 
-def _answer(report: DemoReport, path: Path) -> dict[str, Any]:
-    """For --json."""
+def _as_json(report: DemoReport, path: Path) -> dict[str, Any]:
     return {
         "report": str(path),
         "seconds": sum(stage.seconds for stage in report.stages),

@@ -1,20 +1,20 @@
 """Stages 6 and 7 of the demo: name what limits the training run and the server, apply a lever to each, measure
 again."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from armillary.cli.demo.plan_and_train import train_changed
 from armillary.cli.demo.serve_and_load import serve_changed
 from armillary.cli.demo.state import RECIPE, DemoState
+from armillary.cli.diagnose import first_worthwhile, say_comparison, write_lever
+from armillary.cli.diagnose import say as say_verdict
 from armillary.cli.output import Output
+from armillary.cli.profile.step import recipe_step
+from armillary.diagnosis.diagnose import diagnose as diagnose_reading
+from armillary.diagnosis.outcome.compare import Comparison, compare
+from armillary.diagnosis.outcome.diagnosis import Diagnosis, save
+from armillary.diagnosis.readings.run_folder import read_run
+from armillary.profiling.profile import Profile
+from armillary.profiling.report.profile_text import budget_line
 from armillary.store.runs import Run
-
-if TYPE_CHECKING:
-    from armillary.diagnosis.outcome.compare import Comparison
-    from armillary.diagnosis.outcome.diagnosis import Diagnosis
-    from armillary.profiling.profile import Profile
 
 PROFILED = 2
 """steps under the profiler"""
@@ -22,11 +22,6 @@ PROFILED = 2
 
 def diagnose(state: DemoState, trained: Run, service: Run) -> None:
     """Which loop limits each of them, and what each lever would gain; saved before any is applied."""
-    from armillary.cli.diagnose import say as say_verdict
-    from armillary.diagnosis.diagnose import diagnose as diagnose_reading
-    from armillary.diagnosis.outcome.diagnosis import save
-    from armillary.diagnosis.readings.run_folder import read_run
-
     with state.stage("diagnose", "which loop limits the training run, and which the server") as say:
         assert state.report.served is not None, "it was served before"
         training, serving = read_run(trained, state.home), state.report.served.reading
@@ -41,9 +36,7 @@ def diagnose(state: DemoState, trained: Run, service: Run) -> None:
 
 def _profile(state: DemoState) -> Profile:
     """A step of the recipe against the measured ceilings, as `armillary profile` takes it."""
-    from armillary.cli.profile.step import recipe_step
     from armillary.profiling.record.capture import profile
-    from armillary.profiling.report.profile_text import budget_line
 
     with recipe_step(Output("silent"), state.home, str(RECIPE), state.overrides, None) as step:
         profiled = profile(
@@ -67,9 +60,6 @@ def apply(state: DemoState, trained: Run, service: Run) -> None:
 
 
 def _apply(state: DemoState, trained: Run, run: Run, diagnosis: Diagnosis) -> Comparison | None:
-    from armillary.cli.diagnose import first_worthwhile, say_comparison, write_lever
-    from armillary.diagnosis.outcome.compare import compare
-
     number, job = first_worthwhile(diagnosis), state.recipe.train
     if number is None:
         state.out.say(f"{run.name}: what would help is no key of the recipe; no lever is applied")

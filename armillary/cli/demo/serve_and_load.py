@@ -188,7 +188,8 @@ def peak_memory(pid: int) -> float | None:
 def ask(url: str, prompt: str, tokens: int = 32) -> str:
     """One completion, as any client would ask for it."""
     asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.7, "top_p": 0.9, "seed": 1}
-    body = json.dumps(asked).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.load(answer)["choices"][0]["text"])

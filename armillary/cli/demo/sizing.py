@@ -4,20 +4,20 @@ The demo must end within five minutes on two slow cores as on a data-centre GPU,
 So the planner prices a few sizes with the measured ceilings; nothing here looks at the name of a device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
-from typing import TYPE_CHECKING
 
 from armillary.cli.demo.state import RECIPE, DemoState
 from armillary.errors import ArmillaryError
 from armillary.machine.machine import here
+from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.serving.deployment_options import server_of
+from armillary.planning.serving.queueing import Server
+from armillary.planning.serving.serving_plan import serving_request
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.resolve import resolve
 from armillary.spec.recipe import Recipe, load_recipe
-
-if TYPE_CHECKING:
-    from armillary.planning.serving.queueing import Server
 
 TRAIN_S = 85.0
 """intended training time: above a minute also where the plan is a quarter too slow"""
@@ -81,10 +81,6 @@ def choose(sizes: Sequence[Size], price: Callable[[Size], float]) -> tuple[Size,
 
 def step_s(state: DemoState, overrides: Sequence[str]) -> float:
     """Predicted seconds of a step; infinite where it does not fit or has no valid layout."""
-    from armillary.planning.device_model.layout_arrays import as_arrays
-    from armillary.planning.training.prediction import predict
-    from armillary.planning.training.resolve import resolve
-
     recipe = load_recipe(RECIPE, overrides)
     try:
         problem = resolve(recipe, recipe.model_config(), recipe.cluster(here()), state.home)
@@ -99,9 +95,6 @@ def step_s(state: DemoState, overrides: Sequence[str]) -> float:
 
 def traffic(state: DemoState) -> tuple[str, ...]:
     """Requests per second that keep the server BUSY, and objectives that the lever decides about."""
-    from armillary.planning.serving.deployment_options import server_of
-    from armillary.planning.serving.serving_plan import serving_request
-
     recipe: Recipe = state.recipe
     request = serving_request(recipe, recipe.model_config(), recipe.cluster(here()), state.home)
     server = server_of(request, recipe.layout)

@@ -23,8 +23,9 @@ class DemoState:
     def __init__(self, out: Output, home: Home, overrides: Sequence[str]) -> None:
         self.out, self.home, self.overrides = out, home, fitting(overrides, here().num_devices)
         self.recipe: Recipe = load_recipe(RECIPE, self.overrides)
-        now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        self.report = DemoReport(title=self.recipe.model.source, created=now)
+        self.report = DemoReport(
+            title=self.recipe.model.source, created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        )
 
     def resize(self, overrides: Sequence[str]) -> None:
         """Take these overrides in place of those so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,9 +69,12 @@ def read_recipe(
         raise BadInput(f"--model {model} needs --on, like --on h100x8, or --on here")
     tokens = parse_count(sequence) if sequence else 1  # no contradiction before the model is known
     batch = parse_count(batch_tokens) if batch_tokens else max(tokens, 65_536)
-    source = {"path" if Path(model or "").exists() else "name": model}
     return recipe_from_dict(
-        {"model": source, "train": {"sequence": tokens, "batch_tokens": batch}}, (*overrides, *flags)
+        {
+            "model": {"path" if Path(model or "").exists() else "name": model},
+            "train": {"sequence": tokens, "batch_tokens": batch},
+        },
+        (*overrides, *flags),
     )
 
 
@@ -109,8 +112,7 @@ def model_config(out: Output, home: Home, recipe: Recipe) -> ModelConfig:
             return recipe.model_config()
     from armillary.cli.open_model import find_model
 
-    source = find_model(out, home, recipe.model.source, need_weights=False)
-    return recipe.model_config(source.config)
+    return recipe.model_config(find_model(out, home, recipe.model.source, need_weights=False).config)
 
 
 def find_cluster(recipe: Recipe) -> Cluster:
@@ -137,18 +139,11 @@ def _with_usual(
     return replace(recipe, train=train), [*notes, *([note] if note else [])]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Changed:
-    """The changed recipe to plan: the run's tables, the lever as --set takes it (none where nothing is worth changing),
-    and what the run did, train or serve."""
-
-    recipe: Mapping[str, Any]
-    overrides: tuple[str, ...]
-    purpose: str
-
-
-def from_run(out: Output, home: Home, name: str) -> Changed:
-    """The recipe that a run's diagnosis asks for; says which lever that is."""
+def take_run(out: Output, home: Home, name: str, asked: dict[str, Any]) -> str:
+    """Ask about the recipe of a run with the lever of its diagnosis, and say which lever that is; gives what the run
+    did, train or serve."""
+    if asked["recipe"] or asked["model"]:
+        raise BadInput(f"--from {name} brings its own recipe; leave the other out, and change it with --set")
     from armillary.cli.diagnose import first_worthwhile
     from armillary.diagnosis.evidence.finding import overrides_of
     from armillary.diagnosis.outcome.diagnosis import read_diagnosis
@@ -157,13 +152,14 @@ def from_run(out: Output, home: Home, name: str) -> Changed:
     run = find_run(home, name)
     diagnosis = read_diagnosis(run.folder)
     number = None if diagnosis.is_healthy else first_worthwhile(diagnosis)
-    purpose = "serve" if diagnosis.kind == "serving" else "train"
+    asked["recipe"] = run.recipe
     if number is None:
         out.say(f"{run.name} as it is: {diagnosis.headline}")
-        return Changed(recipe=run.recipe, overrides=(), purpose=purpose)
-    lever = diagnosis.lever(number)
-    out.say(
-        f"{run.name} with lever {number} applied: {lever.title} ({lever.sets}), predicted {lever.speedup:.2f} × in "
-        f"{lever.of} on what was measured\napply:   armillary diagnose {run.name} --apply {number}"
-    )
-    return Changed(recipe=run.recipe, overrides=tuple(overrides_of(lever.change)), purpose=purpose)
+    else:
+        lever = diagnosis.lever(number)
+        asked["overrides"] = (*overrides_of(lever.change), *asked["overrides"])
+        out.say(
+            f"{run.name} with lever {number} applied: {lever.title} ({lever.sets}), predicted {lever.speedup:.2f} × in "
+            f"{lever.of} on what was measured\napply:   armillary diagnose {run.name} --apply {number}"
+        )
+    return "serve" if diagnosis.kind == "serving" else "train"

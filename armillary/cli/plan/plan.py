@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from armillary.cli.output import Output
-from armillary.cli.plan.options import ask, find_cluster, model_config, read_recipe, recipe_options
+from armillary.cli.plan.options import ask, find_cluster, model_config, read_recipe, recipe_options, take_run
 from armillary.cli.progress import on_bar
 from armillary.cli.verb import VerbGroup, refuse_verb
 from armillary.errors import BadInput, BadLayout, nearest
@@ -60,7 +60,7 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
     --from RUN plans what its diagnosis asks for: the run's recipe with the first lever applied.
     """
     if run is not None:
-        purpose = _take_run(out, home, run, asked)
+        purpose = take_run(out, home, run, asked)
     if _any_node(asked):
         return _search(out, home, asked, purpose, ANY_SHOWN)
     if purpose == "serve":
@@ -77,17 +77,6 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
         _say_next(out, asked)
     answer = {"for": "train", "fits": planned.fits, "remedy": planned.remedy or None, "plan": planned.plan()}
     out.result(answer, quiet=f"{float(prediction.time.total[0]):.6g}")
-
-
-def _take_run(out: Output, home: Home, run: str, asked: dict[str, Any]) -> str:
-    """Ask about the run's recipe; gives what it is for."""
-    from armillary.cli.plan.options import from_run
-
-    if asked["recipe"] or asked["model"]:
-        raise BadInput(f"--from {run} brings its own recipe; leave the other out, and change it with --set")
-    changed = from_run(out, home, run)
-    asked |= {"recipe": changed.recipe, "overrides": (*changed.overrides, *asked["overrides"])}
-    return changed.purpose
 
 
 def _say_next(out: Output, asked: dict[str, Any]) -> None:
@@ -166,7 +155,6 @@ def search(out: Output, home: Home, purpose: str, top: int, **asked: Any) -> Non
 
 
 def _any_node(asked: dict[str, Any]) -> re.Match[str] | None:
-    """Whether --on is any or anyxN."""
     return ANY.fullmatch((asked["on"] or "").strip().lower())
 
 
@@ -224,8 +212,10 @@ def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     out.table("", ["term", "formula", "numbers", "result"], [[t.name, t.formula, t.numbers, t.text] for t in terms])
     say_stages(out, prediction)
     say_money(out, planned)
-    quiet = [f"{term.name.strip()} {term.text}" for term in terms]
-    out.result({"terms": terms, "plan": planned.plan(), **money_plain(planned)}, quiet=quiet)
+    out.result(
+        {"terms": terms, "plan": planned.plan(), **money_plain(planned)},
+        quiet=[f"{term.name.strip()} {term.text}" for term in terms],
+    )
 
 
 def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
@@ -290,8 +280,7 @@ def amdahl(out: Output, home: Home, parts: tuple[str, ...], factor: float) -> No
 
     PART=SHARE is a class of work and its share of the time: gemm=0.8, or gemm=80%.
     """
-    shares = dict(_share(part) for part in parts)
-    rows = [(row, speedup(row.share, factor)) for row in amdahl_rows(shares)]
+    rows = [(row, speedup(row.share, factor)) for row in amdahl_rows(dict(map(_share, parts)))]
     cells = [[row.work, f"{row.share * 100:.4g} %", f"{buys:.2f} ×", f"{row.ceiling:.2f} ×"] for row, buys in rows]
     out.table("", ["part", "share", f"{factor:g} × faster gains", "at most"], cells)
     answer = [{"part": row.work, "share": row.share, "speedup": buys, "ceiling": row.ceiling} for row, buys in rows]

@@ -186,8 +186,9 @@ def throughput_text(prediction: Prediction, i: int = 0) -> str:
 
 def limit_text(prediction: Prediction, i: int = 0) -> str:
     """The two largest parts of the step and what doubling their speed would gain."""
-    rows = limits(prediction.time, i)[:2]
-    return ", then ".join(f"{row.work}: twice as fast buys " + glued(f"{row.doubled:.2f} ×") for row in rows)
+    return ", then ".join(
+        f"{row.work}: twice as fast buys " + glued(f"{row.doubled:.2f} ×") for row in limits(prediction.time, i)[:2]
+    )
 
 
 SHADES = "█▓▒░▚▞◆○"

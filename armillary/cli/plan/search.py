@@ -67,18 +67,21 @@ def say_search(out: Output, problem: TrainingProblem, result: SearchResult) -> N
         "front": [_answer(problem, result.front, i, price) for i in range(len(result.front.layouts))],
         "notes": list(problem.notes),
     }
-    out.result(answer, quiet=_sets(result.best))
+    out.result(answer, quiet=_as_set_flags(result.best))
 
 
 def _answer(problem: TrainingProblem, prediction: Prediction, i: int, price: float | None) -> dict[str, Any]:
-    dollars = _trillion(problem, prediction, i, price)
-    return {"layout": to_plain(prediction.layout(i)), "predicted": prediction.gauges(i), "trillion_tokens_usd": dollars}
+    return {
+        "layout": to_plain(prediction.layout(i)),
+        "predicted": prediction.gauges(i),
+        "trillion_tokens_usd": _trillion_tokens_usd(problem, prediction, i, price),
+    }
 
 
 def _cells(problem: TrainingProblem, prediction: Prediction, i: int, price: float | None) -> list[object]:
     layout = prediction.layout(i)
     each = float(prediction.tokens_per_s[i]) / layout.num_devices
-    dollars = _trillion(problem, prediction, i, price)
+    dollars = _trillion_tokens_usd(problem, prediction, i, price)
     return [
         i + 1,
         layout.tp,
@@ -106,8 +109,7 @@ def _price(problem: TrainingProblem) -> float | None:
         return None
 
 
-def _trillion(problem: TrainingProblem, prediction: Prediction, i: int, price: float | None) -> float | None:
-    """Dollars for a trillion tokens."""
+def _trillion_tokens_usd(problem: TrainingProblem, prediction: Prediction, i: int, price: float | None) -> float | None:
     if price is None:
         return None
     cost = training_cost(
@@ -120,8 +122,7 @@ def _trillion(problem: TrainingProblem, prediction: Prediction, i: int, price: f
     return cost.million_trained_tokens_usd * 1e6
 
 
-def _sets(prediction: Prediction) -> str:
-    """The best layout as --set flags."""
+def _as_set_flags(prediction: Prediction) -> str:
     layout = to_plain(prediction.layout())
     keys = ("dp", "zero", "tp", "pp", "interleave", "schedule", "cp", "ep", "micro_batch", "recompute", "precision")
     return " ".join(f"--set layout.{key}={layout[key]}" for key in keys)
@@ -145,11 +146,10 @@ def say_ranking(out: Output, ranked: list[Ranked]) -> None:
 
 def _node_cells(node: Ranked) -> list[object]:
     assert node.best is not None and node.cluster is not None
-    layout = node.best.layout()
     return [
         node.node.name,
         node.cluster.num_devices,
-        layout.text("tp", "pp", "cp", "ep", "dp").replace(" × ", " "),
+        node.best.layout().text("tp", "pp", "cp", "ep", "dp").replace(" × ", " "),
         bytes_text(float(node.best.memory.total[0])),
         seconds_text(float(node.best.time.total[0])),
         f"{node.best.mfu[0] * 100:.0f} %",

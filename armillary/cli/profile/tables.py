@@ -1,11 +1,10 @@
 """A profile on the terminal: the budget in a line, findings, then tables of what is behind them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from armillary.cli.output import Output
 from armillary.profiling.analysis.compare import Comparison, compare
+from armillary.profiling.profile import Profile, Row
 from armillary.profiling.report.profile_text import (
     PART_WORDS,
     ROW_HEADS,
@@ -19,11 +18,6 @@ from armillary.profiling.report.profile_text import (
 )
 from armillary.profiling.trace.event_classes import short_name
 from armillary.units import seconds_text
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from armillary.profiling.profile import Profile, Row
 
 _ROWS, _GAPS = 10, 5
 _NAME = 38

@@ -46,8 +46,7 @@ def parity(
         out.table("parity", ["strategy", "ranks"], [[name, task["world"]] for name in task["strategies"]])
         out.result(task, quiet=task["strategies"])
         return
-    rows = _launched(out, home, task)
-    _show(out, rows, page or (None if recipe else home.work / PAGE))
+    _show(out, _launched(out, home, task), page or (None if recipe else home.work / PAGE))
 
 
 def the_recipe(words: Sequence[str]) -> Path:
@@ -122,7 +121,6 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
 
 
 def _launched(out: Output, home: Home, task: dict[str, Any]) -> list[Row]:
-    """All strategies, a few in each launch."""
     names, world = task["strategies"], task["world"]
     out.say(
         f"{len(names)} strateg{'ies' if len(names) > 1 else 'y'} on {world} ranks against one process, "

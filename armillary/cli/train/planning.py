@@ -14,6 +14,7 @@ from armillary.store.home import Home
 from armillary.units import count_text, seconds_text
 
 if TYPE_CHECKING:
+    from armillary.planning.training.resolve import TrainingProblem
     from armillary.planning.training.training_plan import TrainingPlan
     from armillary.store.runs import Run
     from armillary.training.prepare_run import ResolvedRun
@@ -60,10 +61,13 @@ def planned(begun: ResolvedRun) -> tuple[ResolvedRun, TrainingPlan]:
     return replace(begun, plan=replace(begun.plan, predicted=plan.predicted, notes=notes)), predicted
 
 
-def _resolved(begun: ResolvedRun) -> Recipe:
-    """The recipe with every `auto` resolved by its plan."""
+def _problem(begun: ResolvedRun) -> TrainingProblem:
+    """The planner's problem, from the recipe with every `auto` resolved by its plan."""
+    from armillary.planning.training.resolve import resolve
+
     assert begun.plan.train is not None
-    return replace(begun.recipe, layout=begun.plan.layout, train=begun.plan.train)
+    recipe = replace(begun.recipe, layout=begun.plan.layout, train=begun.plan.train)
+    return resolve(recipe, begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
 
 
 def _with_compile(begun: ResolvedRun) -> ResolvedRun:
@@ -71,10 +75,8 @@ def _with_compile(begun: ResolvedRun) -> ResolvedRun:
     if begun.recipe.train.compile != "auto":
         return begun
     from armillary.planning.training.compile_choice import compile_choice
-    from armillary.planning.training.resolve import resolve
 
-    problem = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
-    reason = compile_choice(problem)
+    reason = compile_choice(_problem(begun))
     if not reason:
         return begun
     assert begun.plan.train is not None
@@ -88,10 +90,9 @@ def plan_of(begun: ResolvedRun) -> TrainingPlan:
     """The planner's prediction; a plan that does not fit is refused with a remedy."""
     from armillary.planning.device_model.layout_arrays import as_arrays
     from armillary.planning.training.prediction import predict
-    from armillary.planning.training.resolve import resolve
     from armillary.planning.training.training_plan import training_plan
 
-    problem = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
+    problem = _problem(begun)
     plan = training_plan(problem, predict(problem.case, as_arrays([problem.layout])))
     if not plan.fits:
         said = plan.shortage.replace("it ", f"{begun.plan.model.name} ", 1)
@@ -107,10 +108,9 @@ def say_start(out: Output, begun: ResolvedRun, predicted: TrainingPlan) -> None:
     origin = f"from the weights in {path_text(Path(plan.weights))}" if plan.weights else "from scratch"
     count = count_text(parameters(plan.model).total)
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
-    chosen = [(key.partition(".")[2], why) for key, why in plan.chosen.items()]
     rows = [
         ("layout", layout_text(predicted.prediction)),
-        *chosen,
+        *[(key.partition(".")[2], why) for key, why in plan.chosen.items()],
         ("memory / device", memory_text(predicted.prediction)),
         *offload_rows(predicted.prediction),
         ("step", step_text(predicted.prediction)),
@@ -121,7 +121,6 @@ def say_start(out: Output, begun: ResolvedRun, predicted: TrainingPlan) -> None:
 
 
 def _rate_text(begun: ResolvedRun) -> str:
-    """The peak learning rate, and its scaling by the batch."""
     from armillary.spec.arithmetic.params import parameters
 
     job = begun.recipe.train

@@ -59,8 +59,9 @@ def live(gauges: dict[str, float], planned: Any) -> dict[str, object]:
     fields: dict[str, object] = {"loss": f"{gauges['loss']:.3f}"}
     if "val_loss" in gauges:
         fields["val"] = f"{gauges['val_loss']:.3f}"
-    speed = gauges["tokens_per_s_per_device"]
-    fields["speed"] = f"{scaled(speed)} tok/s/dev" + _plan(planned, "tokens_per_s_per_device", scaled)
+    fields["speed"] = f"{scaled(gauges['tokens_per_s_per_device'])} tok/s/dev" + _plan(
+        planned, "tokens_per_s_per_device", scaled
+    )
     if "mfu" in gauges:
         fields["MFU"] = f"{gauges['mfu']:.0%}" + _plan(planned, "mfu", "{:.0%}".format)
     fields["memory"] = bytes_text(gauges["memory_peak_bytes"]) + _plan(planned, "memory_peak_bytes", bytes_text)

@@ -37,9 +37,7 @@ def attended_pairs(span: Span, shape: AttentionShape, *, half: bool = False) -> 
     """(query, key) pairs that the mask leaves, exactly; with `half`, the diagonal counts half: T²/2 for a causal
     sequence instead of T·(T+1)/2. That is the MFU convention (causal attention counted as half)."""
     queries, keys = span
-    if not shape.causal:
-        return queries * keys
-    return _seen(keys, shape, half) - _seen(keys - queries, shape, half)
+    return _seen(keys, shape, half) - _seen(keys - queries, shape, half) if shape.causal else queries * keys
 
 
 def _seen(n: int, shape: AttentionShape, half: bool) -> float:

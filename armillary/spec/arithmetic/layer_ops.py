@@ -59,8 +59,14 @@ def rope(name: str, tokens: int, heads: int, rotary_dim: int, *, dtype: str) -> 
     """Rotate pairs: 4 multiplies and 2 adds per pair, 3 FLOPs per element, over query and key heads together (Su et
     al., arXiv 2104.09864); cos and sin in fp32 are read once per token. The backward is the rotation by −θ."""
     n, b = tokens * heads * rotary_dim, size_of(dtype)
-    tables = tokens * rotary_dim * FP32_BYTES
-    return Op(name=name, kind="elementwise", flops=3 * n, bytes_read=n * b + tables, bytes_written=n * b, dtype=dtype)
+    return Op(
+        name=name,
+        kind="elementwise",
+        flops=3 * n,
+        bytes_read=n * b + tokens * rotary_dim * FP32_BYTES,
+        bytes_written=n * b,
+        dtype=dtype,
+    )
 
 
 def activation(
@@ -100,16 +106,23 @@ def activation_backward(
 def embedding(name: str, tokens: int, hidden: int, *, dtype: str) -> Op:
     """One gathered row per token: no arithmetic, which is why N in 6·N leaves the lookup out."""
     rows = tokens * hidden * size_of(dtype)
-    read = rows + tokens * INDEX_BYTES
-    return Op(name=name, kind="embedding", flops=0, bytes_read=read, bytes_written=rows, dtype=dtype)
+    return Op(
+        name=name, kind="embedding", flops=0, bytes_read=rows + tokens * INDEX_BYTES, bytes_written=rows, dtype=dtype
+    )
 
 
 def embedding_backward(name: str, tokens: int, hidden: int, vocab: int, *, dtype: str) -> Op:
     """Add each token's gradient to its row: the rows that occur are read and written (at most the vocabulary)."""
     b = size_of(dtype)
     touched = min(tokens, vocab) * hidden * b
-    read = tokens * (hidden * b + INDEX_BYTES) + touched
-    return Op(name=name, kind="embedding", flops=tokens * hidden, bytes_read=read, bytes_written=touched, dtype=dtype)
+    return Op(
+        name=name,
+        kind="embedding",
+        flops=tokens * hidden,
+        bytes_read=tokens * (hidden * b + INDEX_BYTES) + touched,
+        bytes_written=touched,
+        dtype=dtype,
+    )
 
 
 def cross_entropy(name: str, tokens: int, vocab: int, *, dtype: str) -> Op:

@@ -35,7 +35,6 @@ def _over_layers(config: ModelConfig, sequence: int, *, backward: bool) -> float
 
 
 def _attention(config: ModelConfig, kind: LayerKind, sequence: int, *, backward: bool) -> Op:
-    """Attention of a sequence in one layer, by flash attention."""
     shape, spans = attention_shape(config, kind), [(sequence, sequence)]
     if kind.attention != "simplicial":
         return (attention_backward if backward else attention)("", shape, spans, dtype="bf16", half=True)

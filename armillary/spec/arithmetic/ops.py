@@ -95,9 +95,10 @@ def matmul_backward(op: Op) -> tuple[Op, Op]:
     """The two GEMMs of the backward pass: dX = dY @ Wᵀ and dW = Xᵀ @ dY, each as many FLOPs as the forward
     (so training costs 3 × forward: Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
     batch, m, n, k = op.shape
-    dx = batched_matmul(f"{op.name}.dx", batch, m, k, n, dtype=op.dtype)
-    dw = batched_matmul(f"{op.name}.dw", batch, k, n, m, dtype=op.dtype)
-    return dx, dw
+    return (
+        batched_matmul(f"{op.name}.dx", batch, m, k, n, dtype=op.dtype),
+        batched_matmul(f"{op.name}.dw", batch, k, n, m, dtype=op.dtype),
+    )
 
 
 def grouped_matmul(name: str, rows: int, n: int, k: int, *, groups: int, dtype: str, weight_dtype: str = "") -> Op:
@@ -152,8 +153,7 @@ class Conv:
     @property
     def out(self) -> tuple[int, ...]:
         """floor((size + 2·padding − dilation·(kernel − 1) − 1) / stride) + 1, per dim."""
-        rank = len(self.size)
-        stride, padding, dilation = (_spread(x, rank) for x in (self.stride, self.padding, self.dilation))
+        stride, padding, dilation = (_spread(x, len(self.size)) for x in (self.stride, self.padding, self.dilation))
         return tuple(
             (s + 2 * p - d * (k - 1) - 1) // t + 1
             for s, k, t, p, d in zip(self.size, self.kernel, stride, padding, dilation, strict=True)

@@ -146,8 +146,7 @@ def _inner_norms(config: ModelConfig, kind: LayerKind) -> int:
 
 
 def _norm(config: ModelConfig) -> int:
-    has_bias = config.norm == "layer" and config.norm_bias
-    return config.hidden * (config.norm_weight + has_bias)
+    return config.hidden * (config.norm_weight + (config.norm == "layer" and config.norm_bias))
 
 
 def _is_latent(config: ModelConfig, kind: LayerKind) -> bool:

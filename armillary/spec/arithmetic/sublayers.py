@@ -214,5 +214,4 @@ def _shared(config: ModelConfig, moe: MoE, batch: Batch) -> list[Piece]:
     if not moe.shared_ffn:
         return []
     gate = [linear("shared.gate", batch, 1, config.hidden)] if moe.shared_gate else []
-    mlp = mlp_pieces(config, batch, moe.shared_ffn, "shared", gated=True)
-    return [*gate, *mlp, add("shared.add", config, batch)]
+    return [*gate, *mlp_pieces(config, batch, moe.shared_ffn, "shared", gated=True), add("shared.add", config, batch)]

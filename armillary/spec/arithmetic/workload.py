@@ -42,8 +42,14 @@ def make_batch(
     unless given (serving: one per sequence)."""
     past = cached if cached is not None else [0] * len(lengths)
     spans = tuple((length, before + length) for length, before in zip(lengths, past, strict=True))
-    rows = sum(lengths) if logits is None else logits
-    return Batch(spans=spans, logits=rows, dtype=dtype, weight_dtype=weight_dtype, kv_dtype=kv_dtype, flash=flash)
+    return Batch(
+        spans=spans,
+        logits=sum(lengths) if logits is None else logits,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+        flash=flash,
+    )
 
 
 def forward_ops(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[Op]:

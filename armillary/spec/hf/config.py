@@ -77,8 +77,9 @@ def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
         raise BadModel(f"{name}: model_type '{family}' in config.json is not known; {hint}")
     raw = _defaults().get(_SAME_AS.get(family, family), {}) | dict(raw)
     try:
-        values = _common(raw) | READERS[family](raw)
-        return build(ModelConfig, {"name": name, "family": family} | values, f"{name}/config.json")
+        return build(
+            ModelConfig, {"name": name, "family": family} | _common(raw) | READERS[family](raw), f"{name}/config.json"
+        )
     except KeyError as error:
         raise BadModel(f"{name}: config.json lacks {error.args[0]}; take the model's own config.json") from None
     except (TypeError, AttributeError, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
@@ -197,10 +198,6 @@ def _write_qwen(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return _write_qwen(config) | _write_bias(config)
-
-
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     moe = _experts(config)
     return {
@@ -280,7 +277,7 @@ WRITERS: dict[str, tuple[str, Callable[[ModelConfig], dict[str, Any]]]] = {
     "mistral": ("MistralForCausalLM", lambda config: {"sliding_window": config.window}),
     "mixtral": ("MixtralForCausalLM", _write_mixtral),
     "qwen2": ("Qwen2ForCausalLM", _write_qwen),
-    "qwen3": ("Qwen3ForCausalLM", _write_qwen3),
+    "qwen3": ("Qwen3ForCausalLM", lambda config: _write_qwen(config) | _write_bias(config)),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _write_qwen3_moe),
     "glm4_moe": ("Glm4MoeForCausalLM", _write_glm4_moe),
     "phi3": ("Phi3ForCausalLM", _write_phi3),

@@ -48,10 +48,9 @@ def gemma(raw: Raw) -> Fields:
 
 
 def gemma2(raw: Raw) -> Fields:
-    layers = kinds(raw, sliding=lambda i: i % 2 == 0)
     return (
         gemma(raw)
-        | with_window(layers, raw.get("sliding_window", 4096))
+        | with_window(kinds(raw, sliding=lambda i: i % 2 == 0), raw.get("sliding_window", 4096))
         | {
             "norm_at": "both",
             "attention_scale": raw.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -65,8 +64,7 @@ def gemma3(raw: Raw) -> Fields:
     period = raw.get("sliding_window_pattern", 6)
     layers = kinds(raw, sliding=lambda i: (i + 1) % period != 0)
     rope = read_rope({"rope_local_base_freq": 10_000.0} | dict(raw), theta=1e6)
-    fields = gemma2(raw) | with_window(layers, raw.get("sliding_window", 4096))
-    return fields | {"qk_norm": "head", "rope": rope}
+    return gemma2(raw) | with_window(layers, raw.get("sliding_window", 4096)) | {"qk_norm": "head", "rope": rope}
 
 
 def olmo(raw: Raw) -> Fields:
@@ -79,8 +77,7 @@ def olmo2(raw: Raw) -> Fields:
 
 
 def olmo3(raw: Raw) -> Fields:
-    layers = kinds(raw, sliding=lambda i: (i + 1) % 4 != 0)
-    return olmo2(raw) | with_window(layers, raw.get("sliding_window", 4096))
+    return olmo2(raw) | with_window(kinds(raw, sliding=lambda i: (i + 1) % 4 != 0), raw.get("sliding_window", 4096))
 
 
 def gpt2(raw: Raw) -> Fields:

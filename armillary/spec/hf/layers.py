@@ -40,8 +40,7 @@ def upper_sliding(raw: Raw, *, default_from: int = 28) -> Fields:
     """Qwen2-style: layers from `max_window_layers` on slide, when switched on."""
     on = raw.get("use_sliding_window", False) and raw.get("sliding_window")
     start = raw.get("max_window_layers", default_from)
-    layers = kinds(raw, sliding=lambda i: bool(on) and i >= start)
-    return with_window(layers, raw.get("sliding_window"))
+    return with_window(kinds(raw, sliding=lambda i: bool(on) and i >= start), raw.get("sliding_window"))
 
 
 def with_window(layers: list[Fields], window: int | None) -> Fields:

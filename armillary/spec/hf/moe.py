@@ -42,8 +42,11 @@ def qwen_moe_table(raw: Raw) -> Fields:
 
 def qwen3_moe(raw: Raw) -> Fields:
     window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
-    layers = kinds(raw, sliding=lambda i: bool(window), moe=sparse_layers(raw))
-    return with_window(layers, window) | llama(raw) | {"qk_norm": "head", "moe": qwen_moe_table(raw)}
+    return (
+        with_window(kinds(raw, sliding=lambda i: bool(window), moe=sparse_layers(raw)), window)
+        | llama(raw)
+        | {"qk_norm": "head", "moe": qwen_moe_table(raw)}
+    )
 
 
 def qwen2_moe(raw: Raw) -> Fields:
@@ -63,8 +66,13 @@ def olmoe(raw: Raw) -> Fields:
         "normalize": raw.get("norm_topk_prob", False),
         "aux_loss": raw.get("router_aux_loss_coef", 0.01),
     }
-    layers = kinds(raw, moe=lambda i: True)
-    return llama(raw) | {"qk_norm": "all", "moe": moe, "ffn": 0, "layers": layers, "qkv_clip": raw.get("clip_qkv")}
+    return llama(raw) | {
+        "qk_norm": "all",
+        "moe": moe,
+        "ffn": 0,
+        "layers": kinds(raw, moe=lambda i: True),
+        "qkv_clip": raw.get("clip_qkv"),
+    }
 
 
 def deepseek(raw: Raw) -> Fields:
@@ -161,14 +169,13 @@ def llama4(raw: Raw) -> Fields:
         "scale_input": True,
     }
     qk = {"qk_norm": "head", "qk_norm_kind": "plain"} if raw.get("use_qk_norm", True) else {}
-    rope = replace(read_rope(raw, theta=500_000.0), interleaved=True)
     return (
         with_window(layers, raw.get("attention_chunk_size", 8192))
         | qk
         | {
             "ffn": raw.get("intermediate_size_mlp", raw["intermediate_size"]),
             "moe": moe,
-            "rope": rope,
+            "rope": replace(read_rope(raw, theta=500_000.0), interleaved=True),
         }
     )
 

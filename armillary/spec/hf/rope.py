@@ -99,10 +99,6 @@ def _write_yarn(rope: Rope) -> dict[str, Any]:
     return table if rope.truncate else table | {"truncate": False}
 
 
-def _write_longrope(rope: Rope) -> dict[str, Any]:
-    return brief_longrope(rope) | {"original_max_position_embeddings": rope.original_context}
-
-
 def brief_longrope(rope: Rope) -> dict[str, Any]:
     """These three keys only, as Phi-3's own readers insist; the factor follows from the two contexts."""
     table: dict[str, Any] = {"type": "longrope"}
@@ -115,5 +111,5 @@ _WRITERS: dict[str, Any] = {
     "dynamic": lambda rope: {},
     "llama3": _write_llama3,
     "yarn": _write_yarn,
-    "longrope": _write_longrope,
+    "longrope": lambda rope: brief_longrope(rope) | {"original_max_position_embeddings": rope.original_context},
 }

@@ -54,8 +54,10 @@ def tokens_hold(layout: Layout, case: Case) -> bool:
 
 
 def tokens_say(layout: Layout, case: Case) -> str:
-    axes = layout.text("cp", "tp")
-    return f"{axes} does not divide a sequence of {case.sequence}; try --set layout.sequence_parallel=false"
+    return (
+        f"{layout.text('cp', 'tp')} does not divide a sequence of {case.sequence}; "
+        "try --set layout.sequence_parallel=false"
+    )
 
 
 def _unit(layout: Layout, case: Case) -> int:

@@ -52,15 +52,17 @@ def places(config: ModelConfig, sequence: int) -> tuple[Place, ...]:
         layer = layer_parameters(config, config.layers.index(kind))
         attention = 3 * attention_flops_per_token(replace(config, layers=(kind,)), sequence)
         kinds[kind] = Place(flops=6 * layer.multiplied + attention, weights=layer.total)
-    first = Place(flops=0.0, weights=table + parameters(config).positions)
-    return first, *(kinds[kind] for kind in config.layers), Place(flops=6 * table, weights=table)
+    return (
+        Place(flops=0.0, weights=table + parameters(config).positions),
+        *(kinds[kind] for kind in config.layers),
+        Place(flops=6 * table, weights=table),
+    )
 
 
 def split(config: ModelConfig, num_stages: int, interleave: int = 1, *, sequence: int) -> tuple[Span, ...]:
     """The chunks of a model, in order."""
     num_chunks = num_stages * interleave
-    cuts = _cuts(places(config, sequence), num_stages, interleave)
-    ends = [(0, *cuts)[i : i + 2] for i in range(num_chunks)]
+    ends = [(0, *_cuts(places(config, sequence), num_stages, interleave))[i : i + 2] for i in range(num_chunks)]
     return tuple(
         Span(
             index=i,
@@ -117,8 +119,10 @@ class _Row:
 
     def reach(self, start: int) -> int:
         """The latest end of a chunk that begins at `start`."""
-        by_time = bisect_right(self.flops, self.flops[start] + self.longest) - 1
-        return min(by_time, bisect_right(self.weights, self.weights[start] + self.heaviest) - 1)
+        return min(
+            bisect_right(self.flops, self.flops[start] + self.longest) - 1,
+            bisect_right(self.weights, self.weights[start] + self.heaviest) - 1,
+        )
 
     def fits(self, num_chunks: int) -> bool:
         """Whether the longest possible chunks suffice: fewer of them can always be split further."""

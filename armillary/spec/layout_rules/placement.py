@@ -47,8 +47,7 @@ def experts_apart(layout: Layout, cluster: Cluster) -> str:
     """A note where expert groups leave the fastest links although a smaller ep would stay on them; else ''."""
     if layout.ep == 1 or (layout.dp * layout.cp) % layout.ep:
         return ""
-    sizes = expert_axis_sizes(layout)
-    tier, near = crossed("ep", sizes, cluster)[0], cluster.tiers[0]
+    tier, near = crossed("ep", expert_axis_sizes(layout), cluster)[0], cluster.tiers[0]
     fitting = [
         ep
         for ep in range(layout.ep - 1, 1, -1)

@@ -90,16 +90,12 @@ def _first_clean(layout: Layout, case: Case, options: list[dict[str, Any]]) -> s
 # --- pp
 
 
-def _max_chunks(case: Case) -> int:
-    return case.model.num_layers + 2
-
-
 def _pp_holds(layout: Layout, case: Case) -> bool:
-    return layout.pp == 1 or layout.pp * layout.interleave <= _max_chunks(case)
+    return layout.pp == 1 or layout.pp * layout.interleave <= case.model.num_layers + 2
 
 
 def _pp_says(layout: Layout, case: Case) -> str:
-    most = _max_chunks(case)
+    most = case.model.num_layers + 2
     options: list[dict[str, Any]] = []
     options += [{"interleave": v} for v in range(min(layout.interleave - 1, most // layout.pp), 0, -1)]
     options += [{"pp": pp} for pp in range(min(layout.pp - 1, most // layout.interleave), 1, -1)]
@@ -113,9 +109,7 @@ def _pp_says(layout: Layout, case: Case) -> str:
 def _schedule_holds(layout: Layout, case: Case) -> bool:
     if layout.pp == 1:
         return layout.interleave == 1
-    if layout.schedule == "zero_bubble":
-        return True
-    return (layout.interleave > 1) == (layout.schedule == "interleaved")
+    return layout.schedule == "zero_bubble" or (layout.interleave > 1) == (layout.schedule == "interleaved")
 
 
 def _schedule_says(layout: Layout, case: Case) -> str:
@@ -182,8 +176,7 @@ def _shard_says(layout: Layout, case: Case) -> str:
     if layout.zero == 0:
         change = "zero=3" if layout.shard in fitting else "shard=none"
         return f"shard={layout.shard} but zero=0 shards nothing; try --set layout.{change}"
-    nearest = near(layout.shard, fitting)
-    return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={nearest}"
+    return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={near(layout.shard, fitting)}"
 
 
 # --- devices
@@ -238,8 +231,7 @@ def _divides(layout: Layout, case: Case) -> bool:
 
 
 def _selective_offload_holds(layout: Layout, case: Case) -> bool:
-    offloads = layout.offload in ("activations", "both")
-    return not (case.by_trainer and layout.recompute == "selective" and offloads)
+    return not (case.by_trainer and layout.recompute == "selective" and layout.offload in ("activations", "both"))
 
 
 def _selective_offload_says(layout: Layout, case: Case) -> str:
@@ -260,8 +252,7 @@ def _selective_split_says(layout: Layout, case: Case) -> str:
 
 def _zero3_split_holds(layout: Layout, case: Case) -> bool:
     """The weight-gradient pass reads weights that ZeRO-3 has freed by then."""
-    shards_weights = layout.zero == 3 and layout.dp * layout.cp > 1
-    return not (case.by_trainer and shards_weights and layout.splits_backward)
+    return not (case.by_trainer and layout.zero == 3 and layout.dp * layout.cp > 1 and layout.splits_backward)
 
 
 def _zero3_split_says(layout: Layout, case: Case) -> str:
@@ -282,7 +273,6 @@ def _compiled_split_says(layout: Layout, case: Case) -> str:
 
 
 def _unsplit_schedule(layout: Layout) -> str:
-    """The nearest schedule that does not split the backward pass."""
     return "interleaved" if layout.interleave > 1 else "1f1b"
 
 

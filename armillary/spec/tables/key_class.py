@@ -16,19 +16,11 @@ MEANING: dict[KeyClass, str] = {
 T = TypeVar("T")
 
 
-class _Marker:
-    """Key class inside Annotated."""
-
-    def __init__(self, of: KeyClass) -> None:
-        self.of = of
-
-
-_FREE, _NOTED, _DEFINING = _Marker("free"), _Marker("noted"), _Marker("defining")
-Free = Annotated[T, _FREE]
+Free = Annotated[T, "free"]
 """changes no number that training computes"""
-Noted = Annotated[T, _NOTED]
+Noted = Annotated[T, "noted"]
 """changes how training continues: rates, length, dtype, layout"""
-Defining = Annotated[T, _DEFINING]
+Defining = Annotated[T, "defining"]
 """identifies the training: model, data, seed, batch, sequence"""
 
 
@@ -39,4 +31,4 @@ def classes_of(cls: type[Any]) -> dict[str, KeyClass | None]:
 
 def _class(hint: Any) -> KeyClass | None:
     markers = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((marker.of for marker in markers if isinstance(marker, _Marker)), None)
+    return next((marker for marker in markers if marker in MEANING), None)

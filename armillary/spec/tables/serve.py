@@ -101,8 +101,8 @@ class Serve:
         return self.overlap and device != "cpu"
 
     def __post_init__(self) -> None:
-        at_least(self, "serve", 1, "max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running")
-        at_least(self, "serve", 1, "threads", "prefill_tokens", "max_answer", "max_body_bytes")
+        sizes = ("max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running", "prefill_tokens")
+        at_least(self, "serve", 1, *sizes, "threads", "max_answer", "max_body_bytes")
         at_least(self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every", "drain_s")
         above_zero(self, "serve", "max_wait_s", "timeout_s", "frozen_s", "hung_s")
         above_zero(self, "serve", "memory_fraction", most=1)

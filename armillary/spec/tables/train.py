@@ -179,17 +179,13 @@ class TrainJob:
     """further destinations of gauges: tensorboard, mlflow, wandb"""
 
     def __post_init__(self) -> None:
-        at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "eval_batches", "log_every")
-        at_least(self, "train", 0, "min_lr", "warmup_steps", "clip", "weight_decay", "seed", "eval_every")
-        at_least(self, "train", 0, "lora_rank", "lora_dropout")
-        above_zero(self, "train", "lora_alpha")
-        check_names(self.lora_on)
-        at_least(self, "train", 0, "save_every", "keep", "loss_chunk", "profile_every")
-        at_least(self, "train", 1, "lr_base_batch")
-        at_least(self, "train", 0, "balance_loss", "router_z_loss", "bias_rate")
-        above_zero(self, "train", "expert_capacity")
-        above_zero(self, "train", "lr", "eps")
+        at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "lr_base_batch", "eval_batches", "log_every")
+        intervals = ("warmup_steps", "eval_every", "save_every", "profile_every", "keep", "loss_chunk")
+        weights = ("weight_decay", "balance_loss", "router_z_loss", "bias_rate")
+        at_least(self, "train", 0, *intervals, *weights, "min_lr", "clip", "seed", "lora_rank", "lora_dropout")
+        above_zero(self, "train", "lr", "eps", "lora_alpha", "expert_capacity")
         above_zero(self, "train", "decay_fraction", most=1)
+        check_names(self.lora_on)
         if not self.lora_dropout < 1:
             raise refuse(self, "train", "lora_dropout", "below 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -26,7 +26,9 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         if key not in hints:
             raise unknown_key(key, hints, where)
     ready = {key: convert(hints[key], value, f"{where}.{key}") for key, value in values.items()}
-    lacking = [key for key in required(cls) if key not in ready]
+    missing, fields = dataclasses.MISSING, dataclasses.fields(cls)  # type: ignore[arg-type]
+    required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+    lacking = [key for key in required if key not in ready]
     if lacking:
         raise BadInput(f"{where} lacks {', '.join(lacking)}; add {lacking[0]} = …")
     return cls(**ready)
@@ -36,12 +38,6 @@ def unknown_key(key: str, options: Mapping[str, Any], where: str) -> BadInput:
     guess = nearest(key, options)
     hint = f"did you mean {guess}?" if guess else f"it takes {', '.join(options)}"
     return BadInput(f"unknown key '{key}' in {where}; {hint}")
-
-
-def required(cls: type[Any]) -> list[str]:
-    """Fields without a default."""
-    missing = dataclasses.MISSING
-    return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
@@ -94,8 +90,7 @@ def _convert_literal(options: tuple[Any, ...], value: Any, where: str) -> Any:
 def _convert_mapping(hint: Any, value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise BadInput(f"{where} wants a table, not {value!r}")
-    inner = get_args(hint)[1]
-    return {str(key): convert(inner, item, f"{where}.{key}") for key, item in value.items()}
+    return {str(key): convert(get_args(hint)[1], item, f"{where}.{key}") for key, item in value.items()}
 
 
 def _convert_table(hint: Any, value: Any, where: str) -> Any:
