@@ -127,6 +127,19 @@ GONE = frozenset(
         "stands",
         "orders",
         "trials",
+        "can_join",
+        "tail_s",
+        "due",
+        "named",
+        "reached",
+        "hold",
+        "products",
+        "moments",
+        "walk",
+        "found",
+        "others",
+        "NoMeter",
+        "PASSES",
     ]
 )
 """names that meant something only here; what to say instead is in docs/glossary.md or the field's own word"""

@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from armillary.errors import ArmillaryError
 from armillary.kernels.optimizer.adamw import AdamW
 from armillary.parallel.consensus import Consensus, attempt
-from armillary.parallel.ddp import local_of
 from armillary.spec.tables.train import TrainJob
 
 MOST_IN_A_ROW = 10
@@ -57,7 +57,7 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, list
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                local = local_of(parameter.grad)
+                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
                 by_dtype.setdefault(local.dtype, []).append(local)
     return by_dtype
 
