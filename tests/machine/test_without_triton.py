@@ -35,7 +35,7 @@ from armillary.kernels.gemm import gemm as products
 from armillary.kernels.core.requirements import has_triton, lacking
 from armillary.kernels.core.op import OPS, find_op
 from armillary.parallel.context import ring_attention_block as ring_block
-from armillary.engine.runner.engine_kernels import _lookups
+from armillary.engine.runner.engine_kernels import _decode_kernels
 
 device = pretend(pytest.MonkeyPatch(), "H200")
 assert torch.cuda.is_available() and not has_triton(device)
@@ -48,7 +48,7 @@ def on_gpu(**more):
 
 assert not adamw.takes([on_gpu()])
 assert not ring_block._has_kernel(on_gpu(), SimpleNamespace(window=0, slopes_N=None), SimpleNamespace(causal=True))
-assert _lookups(device) == {}
+assert _decode_kernels(device, fused=True) == {}
 for op in map(find_op, OPS):
     offered = [v.name for v in op.all_versions if not lacking(v.needs, "cuda")]
     assert "eager" in offered and not [name for name in offered if "triton" in name], (op.name, offered)
