@@ -44,7 +44,6 @@ class Completion:
     """of the prompt's tokens but the first, where requested"""
 
     def add(self, piece: Piece) -> None:
-        """Append a piece."""
         self.tokens += piece.tokens
         self.text += piece.text
         self.logprobs += piece.logprobs

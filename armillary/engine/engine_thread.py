@@ -77,7 +77,6 @@ class EngineThread:
             self._inbox.put(lambda: self._complete(request_id, index))
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
         self._thread.join()
 
     async def stream(self, request: Request, constraint: MakeConstraint | None = None) -> AsyncIterator[Piece]:

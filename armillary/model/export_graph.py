@@ -92,7 +92,6 @@ def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptio
 
 
 def of_transformer(model: Transformer) -> tuple[nn.Module, tuple[Input, ...]]:
-    """The module and its inputs."""
     config = model.config
     return Logits(model), (Input(sizes=(None,), dtype=torch.int64, longest=config.context, below=config.vocab),)
 

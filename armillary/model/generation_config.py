@@ -34,7 +34,6 @@ class SamplingDefaults:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that are given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:

@@ -65,7 +65,7 @@ def bench_serve(
     Requests come in bursts of three times the batch size, the first a moment ahead, as from a program that sends
     several requests and continues when all are complete. So the modes differ systematically: static batching runs the
     first request alone; dynamic batching waits and fills its batches; continuous batching admits requests as others
-    end, so no batch waits for its longest sequence. `keep` gets the records of each mode."""
+    end, so no batch waits for its longest sequence. `on_records` gets the records of each mode."""
     config, weight = model.config, next(model.parameters())
     longest = min(config.context, serve.max_model_len or tokens_in + tokens_out)
     serve = replace(serve, max_model_len=longest)

@@ -83,7 +83,6 @@ class Watch:
         self.clear()
 
     def clear(self) -> None:
-        """Reset the counts."""
         self.gaps: list[float] = []
         self.firsts: list[float] = []
         self.decided: list[float] = []
@@ -94,7 +93,6 @@ class Watch:
         self.engine.scheduler.submit(request, self.engine.loop.clock())
 
     def step(self) -> list[Piece]:
-        """One step of the engine."""
         scheduler, before = self.engine.scheduler, self.engine.scheduler.totals.tokens_out
         pieces = self.engine.step()
         if scheduler.request_table.running or scheduler.under_way or scheduler.totals.tokens_out > before:

@@ -58,7 +58,6 @@ class Chain:
             digests.append(name)
 
     def copy(self) -> Chain:
-        """A copy for a fork."""
         chain = Chain(self.root, self._block_tokens, self._digest)
         chain.chunks, chain.digests = self.chunks.copy(), self.digests.copy()
         return chain

@@ -62,6 +62,12 @@ class BlockPool:
                 previous[after] = before
                 self.num_free -= 1
 
+    def add_holder(self, blocks: list[int]) -> None:
+        """`share` for blocks that have holders: a fork takes those of a long prompt at once."""
+        refs = self.refs
+        for block in blocks:
+            refs[block] += 1
+
     def release(self, blocks: list[int]) -> None:
         """One holder fewer for each; without holders, a block is free."""
         refs, hashed, follow, previous = self.refs, self.hashed, self._next, self._previous

@@ -197,7 +197,7 @@ class KVCache:
         for g, first in enumerate(firsts):
             first, table = min(first, count), leader.tables[g][:count]
             table[:first] = [NULL] * first
-            self.pool.share(table[first:] if first else table)
+            self.pool.add_holder(table[first:] if first else table)
             seq.tables[g], seq.windows[g] = table, first
             seq.num_blocks += count - first
             if table:
@@ -274,7 +274,6 @@ class RoundRobin:
         self._period, self._next = period, 0
 
     def take(self, running: list[Sequence]) -> list[Sequence]:
-        """The sequences of this step."""
         begin = self._next if self._next < len(running) else 0
         self._next = begin + len(running) // self._period + 1
         return running[begin : self._next]
@@ -289,7 +288,6 @@ class CacheHousekeeping:
         self._growing, self._hashing = RoundRobin(cache.block_tokens), RoundRobin(_HASHED_AT_ONCE * cache.block_tokens)
 
     def step(self, running: list[Sequence]) -> None:
-        """The work of one step."""
         cache = self._cache
         for seq in self._hashing.take(running):
             cache.register_blocks(seq)

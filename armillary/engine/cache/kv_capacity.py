@@ -61,7 +61,6 @@ class KVPlan:
         return max(0, self.num_blocks - 1) // len(self.groups) * self.block_tokens
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks of one sequence."""
         return sum(group.blocks_at(tokens, self.block_tokens, self.step_tokens) for group in self.groups)
 
     def sequences_of(self, tokens: int) -> int:
@@ -89,7 +88,6 @@ class KVPlan:
         return "\n".join(lines)
 
     def make(self, *, prefix: bool = True) -> KVCache:
-        """The manager of this cache."""
         return KVCache(
             self.num_blocks, self.block_tokens, groups=self.groups, prefix=prefix, step_tokens=self.step_tokens
         )

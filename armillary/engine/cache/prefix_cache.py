@@ -107,7 +107,6 @@ class PrefixCache:
         self._pool.unhash(block)
 
     def clear(self) -> None:
-        """Remove every block."""
         for block, hashed in enumerate(self._pool.hashed):
             if hashed:
                 self.forget(block)

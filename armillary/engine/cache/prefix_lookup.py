@@ -134,7 +134,7 @@ def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int)
 
 
 def _take(cache: KVCache, seq: Sequence, num_found: int, num_usable: int) -> None:
-    """Free the blocks beyond `kept`, and share the windows before it."""
+    """Free the blocks beyond `num_usable`, and share the windows before it."""
     for g in cache.full_groups:
         cache.free_table(seq.tables[g][num_usable:])
         del seq.tables[g][num_usable:]

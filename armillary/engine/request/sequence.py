@@ -148,7 +148,6 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        """Output tokens so far."""
         return self.tokens[self.num_prompt :]
 
     @property

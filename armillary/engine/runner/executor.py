@@ -131,7 +131,7 @@ class FastExecutor:
         return self._contained(lambda: self.run(self.encoder.encode(decision), decision))
 
     def draw(self, launched: Launched) -> None:
-        """Sample a `late` step: its constraints know all earlier tokens now."""
+        """Sample an `unsampled` step: its constraints know all earlier tokens now."""
         self._contained(lambda: self._drawn(launched, self.masks(launched.step, launched.decision)))
 
     def _contained(self, work: Callable[[], Any]) -> Any:
@@ -255,7 +255,6 @@ def _to_host(tensor: Tensor | None) -> Tensor | None:
 
 
 def _store_logprobs(launched: Launched, tokens: list[int]) -> None:
-    """Store log-probabilities in their sequences."""
     if launched.logprobs is None:
         return
     wanted = [extra for extra in launched.step.extras if extra.num_top is not None]

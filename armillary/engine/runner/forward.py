@@ -166,7 +166,7 @@ class Forward:
         cos_sin: tuple[Tensor | None, Tensor | None],
         selected: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """(residual stream, what is still to be added to it); after attention only of the `kept` tokens."""
+        """(residual stream, what is still to be added to it); after attention only of the `selected` tokens."""
         norms = layer.norms
         normed, x = self._summed(norms["attention_norm"], x, added)
         mixed = self._attention(layer, layer.qkv(normed), batch, slots_T, cos_sin)

@@ -68,7 +68,6 @@ class Layer:
 
 
 def make_layer(block: Block, group: int, slot: int) -> Layer:
-    """The layer of a model's block."""
     attention, mlp = block.attention, block.mlp
     is_dense = isinstance(mlp, MLP)
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")

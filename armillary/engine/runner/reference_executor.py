@@ -73,7 +73,6 @@ class PlainExecutor:
         return tokens
 
     def tokens(self, launched: Tensor) -> list[int]:
-        """Wait for the device."""
         return launched.tolist()  # type: ignore[no-any-return]
 
     def _prepare(self, decision: Decision) -> None:

@@ -26,14 +26,14 @@ class Executor(Protocol):
         """Wait for a step; the token of each sequence of `decision.sampling`, -1 where its logits are not finite."""
 
 
-class LateExecutor(Executor, Protocol):
-    """An executor whose launched steps may be `late`: they are sampled once the tokens of the step before are known."""
+class DeferredExecutor(Executor, Protocol):
+    """An executor whose launched steps may be `unsampled` until the tokens of the step before are known."""
 
     def draw(self, launched: Any) -> None:
-        """Sample a late step."""
+        """Sample such a step."""
 
 
-def _is_late(launched: Any) -> bool:
+def _is_unsampled(launched: Any) -> bool:
     """Whether a launched step is still to be sampled."""
     return getattr(launched, "unsampled", False)
 
@@ -76,7 +76,7 @@ class Loop:
             decision = self._begin()
         waits = self.overlap and not decision.empty and len(self._launched) == 1
         outcome = Outcome([], [], []) if waits else self._collect()
-        if self._launched and _is_late(self._launched[-1][1]):
+        if self._launched and _is_unsampled(self._launched[-1][1]):
             self._draw(decision)
         return decision, outcome
 
@@ -88,8 +88,8 @@ class Loop:
         self.schedule_s = decided - begin
         try:
             launched = None if decision.empty else self.executor.launch(decision)
-            if _is_late(launched) and not (self.overlap and self._launched):
-                cast(LateExecutor, self.executor).draw(launched)
+            if _is_unsampled(launched) and not (self.overlap and self._launched):
+                cast(DeferredExecutor, self.executor).draw(launched)
         except StepTooLarge as error:
             self.scheduler.retreat(decision, begin, str(error))
             return None
@@ -100,7 +100,7 @@ class Loop:
     def _draw(self, decision: Decision) -> None:
         """Sample tokens that depend on those just taken. Where there is no memory for that, the step is rolled back."""
         try:
-            cast(LateExecutor, self.executor).draw(self._launched[-1][1])
+            cast(DeferredExecutor, self.executor).draw(self._launched[-1][1])
         except StepTooLarge as error:
             self._launched.pop()
             self.scheduler.retreat(decision, self.clock(), str(error))

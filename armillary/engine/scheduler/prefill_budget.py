@@ -166,7 +166,6 @@ class StepLimit:
         self._patience = min(_MOST_STEPS, 2 * self._patience)
 
     def went_well(self) -> None:
-        """A step succeeded."""
         self._good += 1
         if self._good >= self._patience:
             self.tokens, self._good = min(self.most, 2 * self.tokens), 0

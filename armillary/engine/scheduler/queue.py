@@ -37,7 +37,6 @@ class Waiting:
         return heap[0][1] if heap else None
 
     def pop(self) -> Sequence:
-        """Remove the next sequence."""
         seq = self.first()
         assert seq is not None, "the queue is empty"
         heappop(self._heap)

@@ -41,7 +41,6 @@ class StepTimes:
             self.learn(decision.work, seconds)
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """A step with that work took so many seconds."""
         at = _class(self._tokens(work))
         self._seconds[at] = max(seconds, _KEEP * self._seconds[at])
 

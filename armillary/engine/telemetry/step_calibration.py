@@ -38,7 +38,6 @@ class StepShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens computed."""
         return self.prompts * self.size + self.decodes
 
 

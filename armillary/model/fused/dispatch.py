@@ -36,7 +36,6 @@ def fits(block: Any) -> bool:
 
 
 def run(block: Any, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, fused: FusedOptions) -> Tensor:
-    """The block's forward pass."""
     attention, mlp = block.attention, block.mlp
     x = x.to(fused.residual_dtype or attention.qkv.weight.dtype)
     is_fp8 = type(attention.qkv) is Fp8Linear

@@ -32,7 +32,7 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(model: Any, *, scaling: str, exclude: Collection[str] = (), multiply: Multiply = reference) -> list[str]:
-    """Convert projections of attention and of dense MLPs to Fp8Linear, except those in `kept` and those of another
+    """Convert projections of attention and of dense MLPs to Fp8Linear, except those in `exclude` and those of another
     class (adapters); returns the names of converted layers within a block."""
     names: dict[str, None] = {}
     for block in model.blocks.values():
@@ -79,7 +79,6 @@ class Fp8Weights:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the operands."""
         scaled = (tensor for _, operand in self.operands.values() for tensor in (operand.rows, operand.transposed))
         return sum(tensor.values.nbytes + tensor.scale.nbytes for tensor in scaled if tensor is not None)
 
@@ -92,25 +91,25 @@ class Fp8Gemms:
     weights: Fp8Weights
     multiply: Fp8Gemm = field(default_factory=Fp8Gemm)
 
-    def forward(self, x: Operand, parameter: nn.Parameter, reference: Tensor, *, add: Tensor | None = None) -> Tensor:
-        """x·weightᵀ [B, T, ·] in the dtype of `like`, plus `add`."""
+    def forward(self, x: Operand, parameter: nn.Parameter, template: Tensor, *, add: Tensor | None = None) -> Tensor:
+        """x·weightᵀ [B, T, ·] in the dtype of `template`, plus `add`."""
         addend = None if add is None else add.contiguous().flatten(0, -2)
-        y = self.multiply(present(x.rows), self.weights.rows(parameter), reference.dtype, fast=True, add=addend)
-        return y.view(*reference.shape[:-1], -1)
+        y = self.multiply(present(x.rows), self.weights.rows(parameter), template.dtype, fast=True, add=addend)
+        return y.view(*template.shape[:-1], -1)
 
-    def back(self, dy: Operand, parameter: nn.Parameter, reference: Tensor) -> Tensor:
+    def back(self, dy: Operand, parameter: nn.Parameter, template: Tensor) -> Tensor:
         """dy·weight [B, T, ·]."""
-        dx = self.multiply(present(dy.rows), self.weights.transposed(parameter), reference.dtype, fast=False)
-        return dx.view(*reference.shape[:-1], -1)
+        dx = self.multiply(present(dy.rows), self.weights.transposed(parameter), template.dtype, fast=False)
+        return dx.view(*template.shape[:-1], -1)
 
     def gradient(
-        self, parameter: nn.Parameter, dy: Operand, x: ScaledTensor, reference: Tensor, *, accumulate: bool
+        self, parameter: nn.Parameter, dy: Operand, x: ScaledTensor, template: Tensor, *, accumulate: bool
     ) -> Tensor | None:
         """dyᵀ·x, returned, or accumulated into the parameter's .grad."""
         if not parameter.requires_grad:
             return None
         if not accumulate:
-            return self.multiply(present(dy.transposed), x, reference.dtype, fast=False)
+            return self.multiply(present(dy.transposed), x, template.dtype, fast=False)
         first = parameter.grad is None
         if first:
             parameter.grad = torch.empty_like(parameter)

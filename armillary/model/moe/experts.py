@@ -117,7 +117,6 @@ class Experts(nn.Module):
         return out_PH
 
     def single(self, x_MH: Tensor, expert: int) -> Tensor:
-        """One expert on its tokens."""
         up_bias = None if self.up_bias_E2F is None else self.up_bias_E2F[expert]
         down_bias = None if self.down_bias_EH is None else self.down_bias_EH[expert]
         inner = self.activate(F.linear(x_MH, self.up_E2FH[expert], up_bias))

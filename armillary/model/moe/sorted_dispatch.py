@@ -39,7 +39,6 @@ def sort_copies(weights_Mk: Tensor, experts_Mk: Tensor, num_experts: int) -> Sor
 
 
 def inverted(order_R: Tensor) -> Tensor:
-    """The inverse permutation."""
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
     return inverse_R

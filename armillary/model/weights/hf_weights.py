@@ -187,7 +187,7 @@ def save_model(
     progress: Progress | None = None,
     read: Read | None = None,
 ) -> Path:
-    """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `like`. `read` gives
+    """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `template`. `read` gives
     an unsharded parameter by name where the model holds only a part; it is called in the order of `hf_layout.rules`."""
     if shard_bytes < 1:
         raise BadInput(f"a weight file of at most {shard_bytes} bytes holds nothing; try --shard-size 5GB")
