@@ -31,7 +31,7 @@ class StepTimes:
         executor.encoder.encode = self._timed("encode", executor.encoder.encode)  # type: ignore[attr-defined]
         executor.run = self._timed("run", executor.run)  # type: ignore[attr-defined]
         executor.tokens = self._timed("wait", executor.tokens)  # type: ignore[method-assign]
-        engine.answers.take = self._timed("answers", engine.answers.take)  # type: ignore[method-assign]
+        engine.output_processor.take = self._timed("answers", engine.output_processor.take)  # type: ignore[method-assign]
 
     def clear(self) -> None:
         self.spent.clear()

@@ -115,14 +115,14 @@ def stream_completion(
     completion: Completion | None = None
     spent, begin = {} if phases is None else phases, time.monotonic()
     ids = tokenizer.encode(text, special=special)
-    for piece in answer(model, tokenizer, ids, sampling, lambda name, seconds: spent.update({name: seconds})):
+    for delta in answer(model, tokenizer, ids, sampling, lambda name, seconds: spent.update({name: seconds})):
         if completion is None:
-            completion = Completion(request=piece.sequence.request, prompt=text)
+            completion = Completion(request=delta.sequence.request, prompt=text)
             emit(before)
             spent["first token"] = time.monotonic() - begin - spent.get("kernels and KV cache", 0.0)
-        emit(piece.text)
-        completion.add(piece)
-    assert completion is not None, "an engine ends every request with a piece"
+        emit(delta.text)
+        completion.add(delta)
+    assert completion is not None, "an engine ends every request with a delta"
     return completion
 
 
@@ -134,6 +134,6 @@ def generate_ids(out: Output, model: Transformer, name: str, text: str, sampling
         ids = [int(word) for word in text.split()]
     except ValueError:
         raise BadInput(f'{name} has no tokenizer; give the prompt as token ids, like "1 15 7"') from None
-    tokens = [token for piece in answer(model, None, ids, sampling) for token in piece.tokens]
+    tokens = [token for delta in answer(model, None, ids, sampling) for token in delta.tokens]
     out.say(" ".join(map(str, tokens)))
     out.result({"tokens": tokens}, quiet=" ".join(map(str, tokens)))

@@ -12,7 +12,7 @@ import torch
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.engine import Engine, Record
-from armillary.engine.output.output_text import Answers, NoText
+from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.linear_formats import (
@@ -94,7 +94,7 @@ def make_engine(
             record(gauges)
             loop.times.learn(StepWork.of(gauges), gauges["calibration_step_s"])
         on_phase("calibration", time.monotonic() - begin)
-    texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
+    texts = OutputProcessor(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
     return Engine(loop, texts, record=record, roofline=roofline), plan
 

@@ -1,4 +1,4 @@
-"""The engine: requests in, pieces of output out, a record of every step and request.
+"""The engine: requests in, deltas of their output out, a record of every step and request.
 
 `generate` serves a list of requests and returns; an `EngineThread` serves requests in a thread of its own until it is
 stopped.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from armillary.engine.output.output_text import Answers, Piece
+from armillary.engine.output.output_text import OutputDelta, OutputProcessor
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import FinishReason, Logprob, Sequence
 from armillary.engine.scheduler.decision import Decision, StepTimeModel
@@ -43,23 +43,28 @@ class Completion:
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     """of the prompt's tokens but the first, where requested"""
 
-    def add(self, piece: Piece) -> None:
-        self.tokens += piece.tokens
-        self.text += piece.text
-        self.logprobs += piece.logprobs
-        self.finish, self.error = piece.finish, piece.error
-        self.prompt_logprobs = (piece.sequence.leader or piece.sequence).prompt_logprobs
+    def add(self, delta: OutputDelta) -> None:
+        self.tokens += delta.tokens
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.finish, self.error = delta.finish, delta.error
+        self.prompt_logprobs = (delta.sequence.leader or delta.sequence).prompt_logprobs
 
 
 class Engine:
     """Runs steps, and turns their tokens into output and records."""
 
     def __init__(
-        self, loop: Loop, answers: Answers, *, record: Record | None = None, roofline: StepTimeModel | None = None
+        self,
+        loop: Loop,
+        output_processor: OutputProcessor,
+        *,
+        record: Record | None = None,
+        roofline: StepTimeModel | None = None,
     ) -> None:
         self.loop = loop
         self.scheduler = loop.scheduler
-        self.answers = answers
+        self.output_processor = output_processor
         self._record = record
         self._roofline = roofline
         self._open: dict[int, dict[str, float]] = {}  # records of the steps in flight
@@ -80,7 +85,7 @@ class Engine:
         tokens = sum(decision.num_tokens for decision in decisions)
         return tokens, None if None in expected else sum(seconds or 0.0 for seconds in expected)
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputDelta]:
         """One step; a step that fails ends the sequences in it and no others."""
         begin = self.loop.clock() if self._ended_at is None else self._ended_at
         try:
@@ -89,11 +94,11 @@ class Engine:
             self._open.clear()
             return self.end(self.loop.fail(str(error)))
         now = self.loop.clock()
-        pieces = self.answers.take(decision, outcome, now)
+        deltas = self.output_processor.take(decision, outcome, now)
         if self._record is not None:
             self._record_step(decision, now - begin, len(outcome.finished), self._record)
         self._ended_at = now if self.scheduler.request_table.running else None
-        return self._recorded(pieces)
+        return self._recorded(deltas)
 
     def _record_step(self, decision: Decision, seconds: float, left: int, record: Record) -> None:
         """With overlap, an iteration decides and launches one step and waits for another: the time is split between
@@ -118,21 +123,21 @@ class Engine:
                 gauges["engine_roofline_fraction"] /= max(gauges["engine_step_s"], 1e-9)
             record(gauges, step=number)
 
-    def abort(self, request_id: str) -> list[Piece]:
+    def abort(self, request_id: str) -> list[OutputDelta]:
         """Abort a request; an unknown or finished one is ignored."""
         return self.end(self.scheduler.abort(request_id, self.loop.clock()))
 
-    def end(self, ended: Iterable[Sequence]) -> list[Piece]:
-        """Last pieces of sequences that ended between steps."""
-        return self._recorded(self.answers.end(ended))
+    def end(self, ended: Iterable[Sequence]) -> list[OutputDelta]:
+        """Last deltas of sequences that ended between steps."""
+        return self._recorded(self.output_processor.end(ended))
 
-    def _recorded(self, pieces: list[Piece]) -> list[Piece]:
+    def _recorded(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
         record = self._record
         if record is not None:
-            for piece in pieces:
-                if piece.finish is not None:
-                    record(request_gauges(piece.sequence), request=piece.sequence.id)
-        return pieces
+            for delta in deltas:
+                if delta.finish is not None:
+                    record(request_gauges(delta.sequence), request=delta.sequence.id)
+        return deltas
 
     def generate(
         self, requests: Iterable[Request], constraints: Mapping[str, MakeConstraint] | None = None
@@ -150,10 +155,10 @@ class Engine:
             completions += (by_sequence[seq] for seq in entered)
         with gc_frozen():
             while self.busy:
-                pieces = self.step()
-                for piece in pieces:
-                    by_sequence[piece.sequence].add(piece)
-                if not pieces and not self.scheduler.under_way and not self.scheduler.request_table.running:
+                deltas = self.step()
+                for delta in deltas:
+                    by_sequence[delta.sequence].add(delta)
+                if not deltas and not self.scheduler.under_way and not self.scheduler.request_table.running:
                     time.sleep(_NAP_S)
         return completions
 

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own: any thread or event loop submits and aborts requests and gets pieces as they come.
+"""An engine in a thread of its own: any thread or event loop submits and aborts requests and gets deltas as they come.
 
 Requests are checked and hashed in the caller's thread; the engine's thread only reads an inbox between steps.
 """
@@ -15,31 +15,31 @@ from types import FrameType
 from typing import Protocol
 
 from armillary.engine.engine import Engine, gc_frozen
-from armillary.engine.output.output_text import Piece
+from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import BadInput
 
-Deliver = Callable[[Piece], None]
+Deliver = Callable[[OutputDelta], None]
 _IDLE_S = 0.5  # longest sleep of an idle engine between two signs of life
 
 
 class Outbox(Protocol):
-    """Receives the pieces of all requests together. Called in the engine's thread."""
+    """Receives the deltas of all requests together. Called in the engine's thread."""
 
-    def take(self, pieces: list[Piece]) -> None:
-        """Pieces of a step, or of sequences that ended between steps."""
+    def take(self, deltas: list[OutputDelta]) -> None:
+        """Deltas of a step, or of sequences that ended between steps."""
 
     def flush(self) -> None:
-        """An iteration of the loop is over, also one without pieces."""
+        """An iteration of the loop is over, also one without deltas."""
 
 
 class EngineThread:
-    """The thread, its inbox, and the receivers of pieces."""
+    """The thread, its inbox, and the receivers of deltas."""
 
     def __init__(self, engine: Engine, outbox: Outbox | None = None) -> None:
-        """With an `outbox`, all pieces go there and none to a receiver of its own."""
+        """With an `outbox`, all deltas go there and none to a receiver of its own."""
         self.engine = engine
         self._outbox = outbox
         self.failure: BaseException | None = None  # the exception that ended the thread
@@ -61,8 +61,8 @@ class EngineThread:
     def submit(
         self, request: Request, deliver: Deliver | None = None, constraint: MakeConstraint | None = None
     ) -> None:
-        """Queue a request; `deliver` gets its pieces, in the engine's thread. BadInput where it cannot be served; a
-        full queue or a duplicate id gives a piece with finish = error."""
+        """Queue a request; `deliver` gets its deltas, in the engine's thread. BadInput where it cannot be served; a
+        full queue or a duplicate id gives a delta with finish = error."""
         sequences = self.engine.scheduler.request_table.prepare(request, constraint)
         with self._lock:
             if self._stopping or self._closed:
@@ -70,7 +70,7 @@ class EngineThread:
             self._inbox.put(lambda: self._enter(sequences, deliver))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Abort a request: its last pieces say so. With an `index`, only end that completion."""
+        """Abort a request: its last deltas say so. With an `index`, only end that completion."""
         if index is None:
             self._inbox.put(lambda: self._send(self.engine.abort(request_id)))
         else:
@@ -79,16 +79,16 @@ class EngineThread:
     def join(self) -> None:
         self._thread.join()
 
-    async def stream(self, request: Request, constraint: MakeConstraint | None = None) -> AsyncIterator[Piece]:
-        """Pieces of a request as they come. Leaving the loop early aborts it."""
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
-        self.submit(request, lambda piece: _hand_over(loop, pieces, piece), constraint)
+    async def stream(self, request: Request, constraint: MakeConstraint | None = None) -> AsyncIterator[OutputDelta]:
+        """Deltas of a request as they come. Leaving the loop early aborts it."""
+        loop, deltas = asyncio.get_running_loop(), asyncio.Queue[OutputDelta]()
+        self.submit(request, lambda delta: _hand_over(loop, deltas, delta), constraint)
         left = request.params.n
         try:
             while left:
-                piece = await pieces.get()
-                left -= piece.finish is not None
-                yield piece
+                delta = await deltas.get()
+                left -= delta.finish is not None
+                yield delta
         finally:
             if left:
                 self.abort(request.id)
@@ -155,12 +155,14 @@ class EngineThread:
         try:
             self.engine.scheduler.request_table.enter(sequences, self._clock())
         except BadInput as error:
-            pieces = [Piece(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in sequences]
+            deltas = [
+                OutputDelta(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in sequences
+            ]
             if self._outbox is not None:
-                self._outbox.take(pieces)
+                self._outbox.take(deltas)
             elif deliver is not None:
-                for piece in pieces:
-                    deliver(piece)
+                for delta in deltas:
+                    deliver(delta)
             return
         if deliver is not None:
             self._deliver[sequences[0].request.id] = deliver
@@ -172,12 +174,12 @@ class EngineThread:
                 self.engine.scheduler.finish(seq, "stop", self._clock())
                 return self._send(self.engine.end([seq]))
 
-    def _send(self, pieces: list[Piece]) -> None:
+    def _send(self, deltas: list[OutputDelta]) -> None:
         if self._outbox is not None:
-            return self._outbox.take(pieces)
-        for piece in pieces:
-            self._deliver[piece.sequence.request.id](piece)
-        for name in {piece.sequence.request.id for piece in pieces if piece.finish is not None}:
+            return self._outbox.take(deltas)
+        for delta in deltas:
+            self._deliver[delta.sequence.request.id](delta)
+        for name in {delta.sequence.request.id for delta in deltas if delta.finish is not None}:
             if name not in self.engine.scheduler.request_table.requests:
                 del self._deliver[name]
 
@@ -188,9 +190,9 @@ class EngineThread:
     def _fail_all(self, error: str) -> None:
         for name, sequences in self.engine.scheduler.request_table.requests.items():
             for seq in (seq for seq in sequences if seq.finish is None and name in self._deliver):
-                self._deliver[name](Piece(sequence=seq, tokens=(), text="", finish="error", error=error))
+                self._deliver[name](OutputDelta(sequence=seq, tokens=(), text="", finish="error", error=error))
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
+def _hand_over(loop: asyncio.AbstractEventLoop, deltas: asyncio.Queue[OutputDelta], delta: OutputDelta) -> None:
     with suppress(RuntimeError):  # the client is gone and its event loop closed
-        loop.call_soon_threadsafe(pieces.put_nowait, piece)
+        loop.call_soon_threadsafe(deltas.put_nowait, delta)

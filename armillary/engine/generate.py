@@ -8,7 +8,7 @@ from pathlib import Path
 from armillary.engine.build import Phase, make_engine
 from armillary.engine.engine import Completion, Engine
 from armillary.engine.llm import dtype_to_load
-from armillary.engine.output.output_text import Piece
+from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import Sampling, default_sampling
 from armillary.errors import BadInput, BadModel
@@ -58,16 +58,16 @@ def answer(
     prompt: Items[int],
     sampling: Sampling,
     phase: Phase | None = None,
-) -> Iterator[Piece]:
-    """Pieces as they come. The KV cache is sized for this prompt; `phase` gets the seconds of each part of the
+) -> Iterator[OutputDelta]:
+    """Deltas as they come. The KV cache is sized for this prompt; `phase` gets the seconds of each part of the
     start."""
     engine = _engine(model, tokenizer, [prompt], sampling, phase)
     engine.scheduler.submit(_request(0, prompt, sampling), engine.loop.clock())
     while engine.busy:
-        for piece in engine.step():
-            if piece.finish == "error":
+        for delta in engine.step():
+            if delta.finish == "error":
                 raise BadModel(_BROKEN)
-            yield piece
+            yield delta
 
 
 def _engine(

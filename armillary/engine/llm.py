@@ -1,6 +1,6 @@
 """A model as a Python object: `LLM("folder").generate(["Once upon"], SamplingParams(max_tokens=20))`.
 
-`stream` yields the output piece by piece in an event loop; a server runs the engine in an `EngineThread` of its own.
+`stream` yields the output as it comes in an event loop; a server runs the engine in an `EngineThread` of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from armillary.engine.build import Phase, make_engine
 from armillary.engine.engine import Completion, Record
 from armillary.engine.engine_thread import EngineThread
-from armillary.engine.output.output_text import Piece
+from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
@@ -148,14 +148,14 @@ class LLM:
                 unreadable[requests[-1].id] = str(error)
         return requests, unreadable
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
-        """Pieces of the output as they come; many streams may run at once. Leaving the loop early aborts the
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[OutputDelta]:
+        """Deltas of the output as they come; many streams may run at once. Leaving the loop early aborts the
         request."""
         if self._thread is None:
             self._thread = EngineThread(self.engine).start()
         request = self._request(prompt, params or self.default_params)
-        async for piece in self._thread.stream(request, self._constraint(request.params)):
-            yield piece
+        async for delta in self._thread.stream(request, self._constraint(request.params)):
+            yield delta
 
     def follow(self) -> int:
         """On the other ranks: run the steps that the first rank sends until it is closed; returns their number."""

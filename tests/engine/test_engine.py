@@ -12,7 +12,7 @@ import pytest
 
 from armillary.engine.engine import Completion, Engine
 from armillary.engine.engine_thread import EngineThread
-from armillary.engine.output.output_text import Answers, Piece
+from armillary.engine.output.output_text import OutputDelta, OutputProcessor
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.loop import Loop, StepFailed
@@ -42,7 +42,7 @@ class Fragile(FakeExecutor):
 def make_engine(record: Any = None, overlap: bool = True, **settings: Any) -> Engine:
     scheduler = make_scheduler(num_blocks=40, **settings)
     loop = Loop(scheduler, Fragile(scheduler.cache, scheduler.settings.max_running), overlap=overlap)
-    return Engine(loop, Answers(scheduler, Letters), record=record)
+    return Engine(loop, OutputProcessor(scheduler, Letters), record=record)
 
 
 @pytest.fixture
@@ -54,22 +54,22 @@ def worker() -> Iterator[EngineThread]:
 
 
 class Inbox:
-    """Collects one request's pieces."""
+    """Collects one request's deltas."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.deltas: list[OutputDelta] = []
         self.over = threading.Event()
 
-    def __call__(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        if piece.finish is not None:
+    def __call__(self, delta: OutputDelta) -> None:
+        self.deltas.append(delta)
+        if delta.finish is not None:
             self.over.set()
 
     def completion(self) -> Completion:
         assert self.over.wait(WAIT_S)
-        made = Completion(request=self.pieces[0].sequence.request)
-        for piece in self.pieces:
-            made.add(piece)
+        made = Completion(request=self.deltas[0].sequence.request)
+        for delta in self.deltas:
+            made.add(delta)
         return made
 
 
@@ -132,7 +132,7 @@ def test_many_threads_get_their_own_answers(worker: EngineThread) -> None:
 
 def test_streams(worker: EngineThread) -> None:
     async def tokens(name: str) -> list[int]:
-        return [token async for piece in worker.stream(ask(name, [3, ord(name) - 90], 6)) for token in piece.tokens]
+        return [token async for delta in worker.stream(ask(name, [3, ord(name) - 90], 6)) for token in delta.tokens]
 
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(tokens(name) for name in "abc"))

@@ -83,7 +83,7 @@ def test_streaming_gives_the_same_text(folder: Path) -> None:
 
     async def text(name: str, prompt: str) -> str:
         request = Request(id=name, prompt=llm.tokenizer.encode(prompt), params=GREEDY)
-        return "".join([piece.text async for piece in worker.stream(request)])
+        return "".join([delta.text async for delta in worker.stream(request)])
 
     async def texts() -> list[str]:
         return await asyncio.gather(*(text(str(i), prompt) for i, prompt in enumerate(TEXTS)))
@@ -104,7 +104,7 @@ def test_many_streams_at_once_by_the_object_itself(folder: Path) -> None:
         whole = [made.text for made in llm.generate(TEXTS, GREEDY)]
 
         async def text(prompt: str) -> str:
-            return "".join([piece.text async for piece in llm.stream(prompt, GREEDY)])
+            return "".join([delta.text async for delta in llm.stream(prompt, GREEDY)])
 
         async def texts() -> list[str]:
             return await asyncio.gather(*map(text, TEXTS))
@@ -140,7 +140,7 @@ def test_what_is_wrong_with_a_prompt_is_said_to_it_alone(folder: Path, streamed:
 
         async def one(prompt: Any) -> tuple[list[int], str]:
             try:
-                return [token async for piece in llm.stream(prompt, GREEDY) for token in piece.tokens], ""
+                return [token async for delta in llm.stream(prompt, GREEDY) for token in delta.tokens], ""
             except BadInput as error:
                 return [], str(error)
 

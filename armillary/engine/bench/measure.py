@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from armillary.engine.engine import Engine
-from armillary.engine.output.output_text import Piece
+from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
@@ -92,29 +92,29 @@ class Watch:
     def submit(self, request: Request) -> None:
         self.engine.scheduler.submit(request, self.engine.loop.clock())
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputDelta]:
         scheduler, before = self.engine.scheduler, self.engine.scheduler.totals.tokens_out
-        pieces = self.engine.step()
+        deltas = self.engine.step()
         if scheduler.request_table.running or scheduler.under_way or scheduler.totals.tokens_out > before:
             self.decided.append(self.engine.loop.schedule_s)
         else:
             time.sleep(0.001)  # a dynamic batch waits for its window
-        for piece in pieces:
-            self._add(piece)
-        return pieces
+        for delta in deltas:
+            self._add(delta)
+        return deltas
 
-    def _add(self, piece: Piece) -> None:
-        if piece.error:
-            raise BadInput(f"{piece.sequence.id}: {piece.error}")
-        seq = piece.sequence
-        self.tokens_out += len(piece.tokens)
-        if piece.gap_s is not None:
-            self.gaps.append(piece.gap_s)
-        elif piece.tokens:
+    def _add(self, delta: OutputDelta) -> None:
+        if delta.error:
+            raise BadInput(f"{delta.sequence.id}: {delta.error}")
+        seq = delta.sequence
+        self.tokens_out += len(delta.tokens)
+        if delta.gap_s is not None:
+            self.gaps.append(delta.gap_s)
+        elif delta.tokens:
             assert seq.first_token_at is not None
             self.firsts.append(seq.first_token_at - seq.arrived_at)
             self.tokens_in += seq.num_prompt
-        self.finished += piece.finish in ("stop", "length")
+        self.finished += delta.finish in ("stop", "length")
 
     def served(self, name: str, seconds: float) -> Served:
         return Served(

@@ -74,7 +74,7 @@ class NoText:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class OutputDelta:
     """New output of one sequence."""
 
     sequence: Sequence
@@ -84,7 +84,7 @@ class Piece:
     gap_s: float | None = None
     """time since the sequence's last token (ITL); none for its first"""
     finish: FinishReason | None = None
-    """in its last piece: why it ended"""
+    """in its last delta: why it ended"""
     error: str = ""
     logprobs: tuple[Logprob, ...] = ()
     """of the new tokens, where requested"""
@@ -118,7 +118,7 @@ class _Stream:
         return text if self.num_tokens < self._unstoppable else self.stop.push(text)
 
 
-class Answers:
+class OutputProcessor:
     """Output of all running sequences."""
 
     def __init__(self, scheduler: Scheduler, detokenizer: Callable[[], Detokenizer]) -> None:
@@ -126,22 +126,23 @@ class Answers:
         self._detokenizer = detokenizer
         self._streams: dict[Sequence, _Stream] = {}
 
-    def take(self, decision: Decision, outcome: Outcome, now: float) -> list[Piece]:
-        """Pieces of a step: one per token, and one per sequence that ended without a token."""
-        pieces = list(map(self._piece, outcome.sequences, outcome.tokens, repeat(now)))
+    def take(self, decision: Decision, outcome: Outcome, now: float) -> list[OutputDelta]:
+        """Deltas of a step: one per token, and one per sequence that ended without a token."""
+        deltas = list(map(self._delta, outcome.sequences, outcome.tokens, repeat(now)))
         ended = [*decision.ended, *outcome.finished]
         if ended:
             with_token = set(outcome.sequences)
             ended = [seq for seq in ended if seq not in with_token]
-        return pieces + self.end(ended)
+        return deltas + self.end(ended)
 
-    def end(self, ended: Iterable[Sequence]) -> list[Piece]:
-        """Last pieces of sequences that ended without a token: aborted, expired, failed."""
+    def end(self, ended: Iterable[Sequence]) -> list[OutputDelta]:
+        """Last deltas of sequences that ended without a token: aborted, expired, failed."""
         return [
-            Piece(sequence=seq, tokens=(), text=self._rest(seq), finish=seq.finish, error=seq.error) for seq in ended
+            OutputDelta(sequence=seq, tokens=(), text=self._rest(seq), finish=seq.finish, error=seq.error)
+            for seq in ended
         ]
 
-    def _piece(self, seq: Sequence, token: int, now: float) -> Piece:
+    def _delta(self, seq: Sequence, token: int, now: float) -> OutputDelta:
         stream = self._streams.get(seq)
         if stream is None:
             stream = self._streams[seq] = _Stream(seq, self._detokenizer())
@@ -154,7 +155,7 @@ class Answers:
             seq.finish = "stop"
         if seq.finish is not None:
             text += self._rest(seq)
-        return Piece(
+        return OutputDelta(
             sequence=seq,
             tokens=(token,),
             text=text,

@@ -187,8 +187,9 @@ def save_model(
     progress: Progress | None = None,
     read: Read | None = None,
 ) -> Path:
-    """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `template`. `read` gives
-    an unsharded parameter by name where the model holds only a part; it is called in the order of `hf_layout.rules`."""
+    """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of the folder
+    `template`. `read` gives an unsharded parameter by name where the model holds only a part; it is called in the order
+    of `hf_layout.rules`."""
     if shard_bytes < 1:
         raise BadInput(f"a weight file of at most {shard_bytes} bytes holds nothing; try --shard-size 5GB")
     raw = to_hf(model.config) | _token_ids(template)

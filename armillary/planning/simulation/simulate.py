@@ -14,7 +14,7 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.engine import Engine
-from armillary.engine.output.output_text import Answers, NoText
+from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence as Answer
@@ -135,7 +135,7 @@ class _Run:
         self._device = _Device(cost)
         self.scheduler = system.scheduler()
         loop = Loop(self.scheduler, self._device, overlap=system.overlap, clock=self._device.clock)
-        self._engine = Engine(loop, Answers(self.scheduler, NoText), record=self._record)
+        self._engine = Engine(loop, OutputProcessor(self.scheduler, NoText), record=self._record)
 
     def _record(self, gauges: Mapping[str, float], *, step: int | None = None, request: str | None = None) -> None:
         (self.requests if step is None else self.steps).append(gauges)

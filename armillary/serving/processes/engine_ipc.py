@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from armillary.engine.output.output_text import Piece
+from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.telemetry.gauges import request_gauges, state_gauges
@@ -173,21 +173,21 @@ class OutputSender:
         self._output = StepOutput()
         self._state_at = 0.0
 
-    def take(self, pieces: list[Piece]) -> None:
+    def take(self, deltas: list[OutputDelta]) -> None:
         """In the engine's thread: add the output of a step or an abort."""
         output = self._output
-        for piece in pieces:
-            seq = piece.sequence
+        for delta in deltas:
+            seq = delta.sequence
             key = int(seq.request.id) << INDEX_BITS | seq.index
-            if piece.logprobs:
-                output.logprobs[len(output.tokens)] = tuple(piece.logprobs[0])
+            if delta.logprobs:
+                output.logprobs[len(output.tokens)] = tuple(delta.logprobs[0])
             if seq.prompt_logprobs and seq.index == 0 and seq.num_output <= 1:
                 output.prompts[int(seq.request.id)] = list(map(tuple, seq.prompt_logprobs))
-            if piece.tokens:
+            if delta.tokens:
                 output.keys.append(key)
-                output.tokens.append(piece.tokens[0])
-            if piece.finish is not None:
-                output.ends.append((key, piece.finish, piece.error, request_gauges(seq)))
+                output.tokens.append(delta.tokens[0])
+            if delta.finish is not None:
+                output.ends.append((key, delta.finish, delta.error, request_gauges(seq)))
 
     def flush(self) -> None:
         """At the end of a step: send its output, even where it is empty."""

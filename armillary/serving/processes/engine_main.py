@@ -17,7 +17,7 @@ from typing import Any
 
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.llm import LLM
-from armillary.engine.output.output_text import Answers, NoText
+from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.scheduler.request_checks import MakeConstraint
@@ -115,7 +115,7 @@ def _follow(llm: LLM) -> None:
 
 def _start(llm: LLM, send_queue: SendQueue) -> EngineThread:
     """Start the engine's thread; it sends token ids, which the server detokenizes."""
-    llm.engine.answers = Answers(llm.engine.scheduler, NoText)
+    llm.engine.output_processor = OutputProcessor(llm.engine.scheduler, NoText)
     worker = EngineThread(llm.engine, OutputSender(llm.engine.scheduler, send_queue.send))
     worker.start()
     Heartbeat(worker, send_queue.send).start()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.engine.output.output_text import Answers, StopText
+from armillary.engine.output.output_text import OutputProcessor, StopText
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.loop import Loop
@@ -75,18 +75,18 @@ def answer(stop: tuple[str, ...], *, overlap: bool, **more: object) -> tuple[str
     """Text of one request served beside another."""
     scheduler = make_scheduler(num_blocks=40)
     loop = Loop(scheduler, FakeExecutor(scheduler.cache, 4), overlap=overlap, clock=lambda: 0.0)
-    answers = Answers(scheduler, Letters)
+    answers = OutputProcessor(scheduler, Letters)
     (seq,) = scheduler.submit(ask("a", [2, 3, 4, 5], 20, stop=stop, **more), 0.0)
     scheduler.submit(ask("b", [7, 3, 4], 20), 0.0)
     texts = {"a": "", "b": ""}
     last = {}
     while scheduler.has_work or scheduler.under_way:
         decision, outcome = loop.step()
-        for piece in answers.take(decision, outcome, 0.0):
-            assert piece.sequence.id not in last, "nothing comes after the last piece"
-            texts[piece.sequence.id] += piece.text
-            if piece.finish:
-                last[piece.sequence.id] = piece.finish
+        for delta in answers.take(decision, outcome, 0.0):
+            assert delta.sequence.id not in last, "nothing comes after the last delta"
+            texts[delta.sequence.id] += delta.text
+            if delta.finish:
+                last[delta.sequence.id] = delta.finish
     check_idle(scheduler)
     assert texts["b"] == letters([token for token in expected(ask("b", [7, 3, 4], 20)) if token != EOS])
     assert last == {"a": seq.finish, "b": "length" if len(texts["b"]) == 20 else "stop"}
@@ -116,14 +116,14 @@ def test_stop_texts_do_not_count_before_min_tokens(overlap: bool) -> None:
 def test_an_answer_that_is_given_up_says_so() -> None:
     scheduler = make_scheduler(num_blocks=40)
     loop = Loop(scheduler, FakeExecutor(scheduler.cache, 4), clock=lambda: float(now))
-    answers = Answers(scheduler, Letters)
+    answers = OutputProcessor(scheduler, Letters)
     (seq,) = scheduler.submit(ask("a", [2, 3, 4, 5], 20, timeout_s=3.0), 0.0)
-    pieces = []
+    deltas = []
     for now in range(6):
-        pieces += answers.take(*loop.step(), float(now))
-    assert [piece.finish for piece in pieces][-1] == "deadline" and sum(p.finish is not None for p in pieces) == 1
-    assert seq.num_output == len(pieces) - 1
-    assert [piece.gap_s for piece in pieces] == [None, 1.0, None]
+        deltas += answers.take(*loop.step(), float(now))
+    assert [delta.finish for delta in deltas][-1] == "deadline" and sum(p.finish is not None for p in deltas) == 1
+    assert seq.num_output == len(deltas) - 1
+    assert [delta.gap_s for delta in deltas] == [None, 1.0, None]
     other = scheduler.submit(ask("b", [2, 3], 20), 9.0)
-    (piece,) = answers.end(scheduler.abort("b", 9.0))
-    assert piece.sequence is other[0] and piece.finish == "abort" and piece.text == ""
+    (delta,) = answers.end(scheduler.abort("b", 9.0))
+    assert delta.sequence is other[0] and delta.finish == "abort" and delta.text == ""

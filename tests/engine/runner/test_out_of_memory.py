@@ -15,7 +15,7 @@ import torch
 from armillary.engine.cache.kv_cache import Copy
 from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.engine import Engine
-from armillary.engine.output.output_text import Answers
+from armillary.engine.output.output_text import OutputProcessor
 from armillary.engine.runner.cuda_graphs import is_out_of_memory
 from armillary.engine.scheduler.decision import Decision, as_one
 from armillary.engine.scheduler.invariants import check_idle
@@ -43,7 +43,7 @@ def tight_engine(overlap: bool, room: int, **settings: Any) -> Engine:
     scheduler = make_scheduler(**{"num_blocks": 40} | settings)
     executor = Tight(scheduler.cache, scheduler.settings.max_running)
     executor.room = room
-    return Engine(Loop(scheduler, executor, overlap=overlap), Answers(scheduler, Letters))
+    return Engine(Loop(scheduler, executor, overlap=overlap), OutputProcessor(scheduler, Letters))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

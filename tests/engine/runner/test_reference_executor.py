@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.engine.engine import Completion, Engine
-from armillary.engine.output.output_text import Answers
+from armillary.engine.output.output_text import OutputProcessor
 from armillary.engine.request.constraint import Structure
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import Sampling
@@ -60,7 +60,7 @@ def serve(
     plan = replace(plan, budget_bytes=plan.block_bytes * (blocks * len(plan.groups) + 1))
     scheduler = Scheduler(settings_for(config, table), plan.make(prefix=table.prefix_cache))
     runs = executor(weights, scheduler.cache, max_running=table.max_running, max_model_len=config.context)
-    engine = Engine(Loop(scheduler, runs, overlap=overlap), Answers(scheduler, Letters))
+    engine = Engine(Loop(scheduler, runs, overlap=overlap), OutputProcessor(scheduler, Letters))
     made = engine.generate(requests, constraints)
     check_idle(scheduler)
     return made

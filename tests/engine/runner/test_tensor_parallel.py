@@ -13,7 +13,7 @@ import torch.distributed as dist
 from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.engine.engine import Engine
 from armillary.engine.llm import LLM
-from armillary.engine.output.output_text import Answers
+from armillary.engine.output.output_text import OutputProcessor
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.tensor_parallel import Leader, check_shardable, follow, local_kv_heads, shard
 from armillary.engine.scheduler.loop import Loop
@@ -77,7 +77,7 @@ def served(weights: Transformer, wanted: list[Any], size: int, rank: int) -> lis
 
 
 def run(scheduler: Scheduler, executor: Any, wanted: list[Any]) -> list[list[int]]:
-    engine = Engine(Loop(scheduler, executor), Answers(scheduler, Letters))
+    engine = Engine(Loop(scheduler, executor), OutputProcessor(scheduler, Letters))
     return [made.tokens for made in engine.generate(wanted)]
 
 

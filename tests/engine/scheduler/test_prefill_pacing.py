@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.engine.engine import Engine
 from armillary.engine.engine_thread import EngineThread
-from armillary.engine.output.output_text import Answers
+from armillary.engine.output.output_text import OutputProcessor
 from armillary.engine.scheduler.decision import Decision, PrefillChunk
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.prefill_budget import Budget
@@ -254,7 +254,7 @@ def test_the_default_gives_way_where_more_wait_than_decode(waiting: int, paced: 
 
 def test_a_worker_streams_and_generate_does_not() -> None:
     scheduler = make_scheduler()
-    engine = Engine(Loop(scheduler, FakeExecutor(scheduler.cache, 4)), Answers(scheduler, Letters))
+    engine = Engine(Loop(scheduler, FakeExecutor(scheduler.cache, 4)), OutputProcessor(scheduler, Letters))
     engine.generate([ask("a", [2, 3], 4)])
     assert scheduler.prefill.controller is None
     worker = EngineThread(engine).start()
