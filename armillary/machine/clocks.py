@@ -1,6 +1,6 @@
 """Clocks, power and temperature, sampled during a measurement.
 
-A ceiling is comparable only with its clock beside it: chips slow down when they are hot or draw too much power. GPUs
+A ceiling is comparable only together with its clock: chips slow down when they are hot or draw too much power. GPUs
 are read through NVML where the extra `nvidia` is installed and else through nvidia-smi, which every driver brings.
 """
 

@@ -91,7 +91,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTimeline:
-    """Memory in use over the window, and what held it at the peak."""
+    """Memory in use over the window, and by what at the peak."""
 
     times_s: tuple[float, ...]
     bytes: tuple[float, ...]

@@ -124,7 +124,7 @@ def _bar(bar: Bar, x: float, y: float, width: float) -> str:
 
 
 def shares(parts: Sequence[tuple[str, float, str, str, str]]) -> str:
-    """One stacked bar and its legend; of each part: name, share, colour, text beside the share, text on hovering."""
+    """One stacked bar and its legend; of each part: name, share, colour, text after the share, text on hovering."""
     bar, entries = "", ""
     for name, share, colour, text, hover in parts:
         name, text, hover = escape(name), escape(text), escape(hover)

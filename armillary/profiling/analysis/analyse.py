@@ -96,9 +96,9 @@ def _notes(attribution: Attribution, spent: Budget, plain_s: float | None) -> tu
             "what follows is the host's side alone"
         )
     if spent.device < 0 and trace.memory is not None:
-        notes.append("memory on a CPU is counted from the beginning of the recording, not with what was there before")
-    if spent.device < 0 and (said := _items(attribution, spent)):
-        notes.append(said)
+        notes.append("memory on a CPU is counted from the beginning of the recording, without earlier allocations")
+    if spent.device < 0 and (note := _item_calls_note(attribution, spent)):
+        notes.append(note)
     if not len(trace.signatures):
         notes.append("no shapes in the trace: record with record_shapes=True for FLOPs and bytes")
     if len(set(trace.device[trace.on_device].tolist())) > 1:
@@ -108,7 +108,7 @@ def _notes(attribution: Attribution, spent: Budget, plain_s: float | None) -> tu
     return (*notes, *filter(None, [overhead_note(spent, plain_s)]))
 
 
-def _items(attribution: Attribution, spent: Budget) -> str:
+def _item_calls_note(attribution: Attribution, spent: Budget) -> str:
     """A warning that `.item()` in a loop, free on a CPU, is expensive on a GPU."""
     trace, window = attribution.trace, spent.window
     inside = (trace.start >= window.low) & (trace.start < window.high)

@@ -118,7 +118,7 @@ class _IdleCauses:
 
     def _queued(self, stretch: Stretch, since: float, launch: int, returned: float, *, fresh: bool = False) -> None:
         """From the launch to the start: the call itself (beyond _SLOW_LAUNCH_S it loads code), the launch latency, and
-        then a wait for a copy of some thread. A queue that still does not move is held by work that the trace does not
+        then a wait for a copy of some thread. A queue that still does not move waits for work that the trace does not
         have: of before the recording, of another device or rank, or left out of the file."""
         call_s = max(0.0, min(returned, stretch.end) - since)
         copying = STATES[self.host.state[launch]] == "copy"
@@ -206,7 +206,7 @@ def _as_gap(stretch: Stretch, host: Host, origin: float, gil: bool) -> Gap:
     if cause == "host" and gil and SWITCH_S[0] <= stretch.end - stretch.start <= 3 * SWITCH_S[1]:
         cause = "gil"
     event = stretch.event_of("host" if cause == "gil" else cause)
-    what = stretch.note or (_telling(host, event) if event >= 0 else "Python")
+    what = stretch.note or (_host_call(host, event) if event >= 0 else "Python")
     return Gap(
         start_s=stretch.start - origin,
         seconds=stretch.end - stretch.start,
@@ -216,7 +216,7 @@ def _as_gap(stretch: Stretch, host: Host, origin: float, gil: bool) -> Gap:
     )
 
 
-def _telling(host: Host, event: int) -> str:
+def _host_call(host: Host, event: int) -> str:
     """The operator around a driver's call, or the call itself."""
     op = int(host.op[event])
     for around in host.ancestors(op):

@@ -14,7 +14,7 @@ from armillary.profiling.trace.trace import Array
 _POINTS = 2000
 """of the curve: more than a page can show"""
 BEFORE = "before"
-"""category of what was held when the window began: weights, optimiser states, caches"""
+"""category of what was allocated before the window began: weights, optimiser states, caches"""
 
 
 def memory_timeline(attribution: Attribution, window: Window, device: int) -> MemoryTimeline | None:
@@ -78,7 +78,7 @@ def _category(attribution: Attribution, event: int) -> str:
 
 
 def _thin(total: Array) -> Array:
-    """At most _POINTS points, the highest of each bin kept so that peaks survive."""
+    """At most _POINTS points, the highest of each bin, so that peaks survive."""
     if len(total) <= _POINTS:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), _POINTS + 1).astype(int)[:-1]

@@ -38,7 +38,7 @@ class Attribution:
     links: Links
     roofline: Roofline
     work: Array
-    """class of work, an index into works; -1 for what is none"""
+    """class of work, an index into works; -1 for events that are no work"""
     works: tuple[str, ...]
     flops: Array
     bytes: Array

@@ -58,7 +58,7 @@ class Ceilings:
     skipped: int
     seconds: float
     other_cores: float | None
-    """cores that other work kept busy meanwhile; None: not known"""
+    """cores that other processes kept busy meanwhile; None: not known"""
 
 
 def measure_ceilings(
@@ -92,7 +92,7 @@ def measure_ceilings(
 
 
 def name_of(device: torch.device) -> str:
-    """The name under which its peaks are kept: on a CPU it includes the number of torch's threads."""
+    """The name under which its peaks are stored: on a CPU it includes the number of torch's threads."""
     return device_name(device, threads=torch.get_num_threads())
 
 

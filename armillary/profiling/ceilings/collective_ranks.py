@@ -85,10 +85,10 @@ def _received(pipe: connection.Connection, plan: Plan, sentinels: list[int]) -> 
             raise RanksFailed(f"{plan.world} ranks said nothing for {_SILENCE_S:.0f} s; try fewer with --world")
         if not pipe.poll():  # ranks end by themselves only after the last sample
             raise RanksFailed(f"one of {plan.world} ranks died; try fewer with --world")
-        said = pipe.recv()
-        if isinstance(said, str):
-            raise RanksFailed(f"a rank failed: {said}; armillary doctor looks at the machine")
-        yield said
+        reply = pipe.recv()
+        if isinstance(reply, str):
+            raise RanksFailed(f"a rank failed: {reply}; armillary doctor looks at the machine")
+        yield reply
 
 
 # --- inside a rank

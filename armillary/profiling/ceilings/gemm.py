@@ -121,7 +121,7 @@ def _once_s(dtype: str, settings: Settings) -> float:
 
 def _sustained(calls: list[Call], case: dict[str, Any], settings: Settings) -> Timing | None:
     """The same without pauses, once per dtype: matrix units at full load run into the power limit of many GPUs. A quick
-    look takes it for one, which plans cannot do without."""
+    measurement takes it for the dtype that plans need."""
     wanted = settings.on_cuda and {case["m"], case["n"], case["k"]} == {_SUSTAINED}
     skipped = settings.quick and case["dtype"] != _PLANNED
     return settings.time(*calls, budget_s=_SUSTAINED_S) if wanted and not skipped else None

@@ -1,6 +1,6 @@
 """Settings of a measurement: the device, the time per point, and what is stored with a result.
 
-The sections of `bench ceilings` take one of these and give points in the form `store.peaks` keeps.
+The sections of `bench ceilings` take one of these and give points in the form of `store.peaks`.
 """
 
 import time

@@ -39,7 +39,7 @@ def resolve_training(
 
 
 def resumed_precision(precision: Precision, now: str) -> Resolved:
-    """The precision that a resumed run keeps; `now` is what auto comes to by now, and why."""
+    """The precision that a resumed run keeps; `now` is what auto would choose today, and why."""
     return Resolved(
         dtype=precision,
         reason=f"{precision}: as this run was started",

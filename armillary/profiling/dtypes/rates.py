@@ -1,7 +1,7 @@
 """What a device reaches in each dtype, for the rule that resolves `"auto"`: ceilings measured on it, or a short probe.
 
 Stored ceilings of this very device come first. Without them a CPU or an unknown GPU is probed once (a fraction of a
-second; the result is kept beside the ceilings), a chip of the catalogue is taken at its published peaks, and without
+second; the result is stored with the ceilings), a chip of the catalogue is taken at its published peaks, and without
 torch a CPU is judged by its feature flags alone.
 """
 
@@ -80,7 +80,7 @@ def _measured(home: Home, name: str, shape: RunShape) -> DtypeRates | None:
 
 
 def _probed(home: Home, device: str, shape: RunShape) -> DtypeRates | None:
-    """A probe now, kept for the next time; None without torch."""
+    """A probe now, stored for the next time; None without torch."""
     if find_spec("torch") is None:
         return None
     from armillary.profiling.dtypes.probe import probe

@@ -21,7 +21,7 @@ from armillary.profiling.ceilings import bandwidth, gemm
 from armillary.profiling.ceilings.ceilings import Watch, name_of
 from armillary.profiling.ceilings.settings import Settings, settings_for
 from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured
-from armillary.profiling.kernel_bench.targets import bar_of
+from armillary.profiling.kernel_bench.targets import target_of
 from armillary.profiling.kernel_bench.warm_caches import warm
 from armillary.store.home import Home
 
@@ -120,7 +120,7 @@ def _timed_row(
         ceiling=op.work(case).ceiling,
         chosen="",
         measured=(),
-        bar=bar_of(op.name, case),
+        bar=target_of(op.name, case),
     )
     try:
         row = _row(row, op, case, ceilings, home, budget_s)
@@ -145,7 +145,7 @@ def _row(
 
 
 def _with_memory(row: KernelRow, op: Op, case: Case) -> KernelRow:
-    """The chosen version and ours with the memory they take, where there is a bar for it."""
+    """The chosen version and ours with the memory they take, where there is a target for it."""
     if row.bar is None or row.bar.extra_bytes is None:
         return row
     names = {row.chosen, row.ours.version if row.ours else row.chosen}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from armillary.profiling.kernel_bench.targets import Bar
+from armillary.profiling.kernel_bench.targets import Target
 
 _OURS = "triton"
 _SAME = 1.01
@@ -26,9 +26,9 @@ class Measured:
     refused: str = ""
     method: str = ""
     rival: bool = False
-    """timed beside, never chosen"""
+    """timed for comparison, never chosen"""
     extra_bytes: float | None = None
-    """memory beyond the gradients, where there is a bar for it"""
+    """memory beyond the gradients, where there is a target for it"""
 
     @property
     def seconds(self) -> float | None:
@@ -48,8 +48,8 @@ class KernelRow:
     measured: tuple[Measured, ...]
     failed: str = ""
     """why there is nothing: the reference itself could not be run"""
-    bar: Bar | None = None
-    """what is to be reached here, where something is"""
+    bar: Target | None = None
+    """the target of this case, where there is one"""
     seconds: float = 0.0
     held_bytes: float = 0.0
     """GPU memory that the bench still has after the case"""
@@ -66,7 +66,7 @@ class KernelRow:
         )
 
     def misses(self, measured: Measured | None) -> list[str]:
-        """What of the bar this version does not hold; nothing where there is no bar."""
+        """What of the target this version misses; nothing where there is no target."""
         if self.bar is None:
             return []
         if measured is None or measured.seconds is None:

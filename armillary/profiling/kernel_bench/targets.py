@@ -1,6 +1,6 @@
-"""What each kernel is to reach on an H200, as shares of the ceilings measured in the same run.
+"""Targets of each kernel on an H200, as shares of the ceilings measured in the same run.
 
-A bar belongs to some cases of an operation; the bench says whether each holds, for what choose() takes and for our
+A target belongs to some cases of an operation; the bench says whether each is met, by what choose() takes and by our
 own kernel.
 """
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 _WIDE = 4096
-"""hidden size from which memory-bound kernels are held to their bar"""
+"""hidden size from which memory-bound kernels have a target"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
-    """The least that is asked: shares of the ceiling, versions that may not be faster (by how their names begin),
+class Target:
+    """The least that is required: shares of the ceiling, versions that may not be faster (by how their names begin),
     and memory beyond the gradients and one sum in fp32."""
 
     forward: float | None = None
@@ -32,47 +32,47 @@ class Bar:
         return ", ".join(parts)
 
 
-_MEMORY = Bar(forward=0.90, backward=0.85, never_behind=("compile", "liger"))
-_LOSS = Bar(forward=0.75, extra_bytes=1.5e9)
+_MEMORY = Target(forward=0.90, backward=0.85, never_behind=("compile", "liger"))
+_LOSS = Target(forward=0.75, extra_bytes=1.5e9)
 
 
-def bar_of(op: str, case: Any) -> Bar | None:
-    """The bar for a case of an operation, where there is one."""
+def target_of(op: str, case: Any) -> Target | None:
+    """The target for a case of an operation, where there is one."""
     rule = _RULES.get(op)
     return rule(case) if rule is not None and case.device == "cuda" else None
 
 
-def _wide(columns: Callable[[Any], int]) -> Callable[[Any], Bar | None]:
+def _wide(columns: Callable[[Any], int]) -> Callable[[Any], Target | None]:
     return lambda case: _MEMORY if columns(case) >= _WIDE else None
 
 
-def _linear_loss(case: Any) -> Bar | None:
+def _linear_loss(case: Any) -> Target | None:
     return _LOSS if (case.hidden, case.vocab) == (4096, 131072) and 8192 <= case.tokens <= 32768 else None
 
 
-def _paged(case: Any) -> Bar | None:
-    if case.queries != 1 or case.cache:  # a cache in fp8 moves half the bytes, and has no bar
+def _paged(case: Any) -> Target | None:
+    if case.queries != 1 or case.cache:  # a cache in fp8 moves half the bytes, and has no target
         return None
     if case.batch == 256 and 1024 <= case.context <= 8192 and 2 <= case.heads // case.kv_heads <= 8:
-        return Bar(forward=0.88)
-    return Bar(forward=0.70) if (case.batch, case.context) == (1, 32768) else None
+        return Target(forward=0.88)
+    return Target(forward=0.70) if (case.batch, case.context) == (1, 32768) else None
 
 
-def _attention(case: Any) -> Bar | None:
+def _attention(case: Any) -> Target | None:
     plain = not (case.documents or case.window or case.sparse or case.softcap or case.sinks)
-    return Bar(never_behind=("cudnn",)) if plain and case.head_dim == 128 and case.length == 8192 else None
+    return Target(never_behind=("cudnn",)) if plain and case.head_dim == 128 and case.length == 8192 else None
 
 
-def _small_linear(case: Any) -> Bar | None:
+def _small_linear(case: Any) -> Target | None:
     fits = {case.outputs, case.inputs} == {4096, 14336} and case.tokens in (1, 8, 32)
-    return Bar(forward=0.85) if fits and not (case.norm or case.gated or case.residual) else None
+    return Target(forward=0.85) if fits and not (case.norm or case.gated or case.residual) else None
 
 
-def _fp8(case: Any) -> Bar | None:
-    return Bar(forward=0.85) if (case.tokens, case.outputs, case.inputs) == (8192, 8192, 8192) else None
+def _fp8(case: Any) -> Target | None:
+    return Target(forward=0.85) if (case.tokens, case.outputs, case.inputs) == (8192, 8192, 8192) else None
 
 
-_RULES: dict[str, Callable[[Any], Bar | None]] = {
+_RULES: dict[str, Callable[[Any], Target | None]] = {
     "norm": _wide(lambda case: case.columns),
     "add_norm": _wide(lambda case: case.columns),
     "rope": _wide(lambda case: case.heads * case.head_dim),

@@ -34,9 +34,9 @@ def profile(
 ) -> Profile:
     """Where the time of `steps` calls of `step` goes, after `warmup` calls that do not count.
 
-    `memory` records allocations, `stacks` Python stacks; the Chrome trace is kept at `trace_path`. The roofline
-    is the one measured on this device and kept in `home`, or the catalogue's. A step that replays a CUDA graph hides
-    its operators and shapes: `twin` does the same work without the graph, is called once beside the steps, and lends
+    `memory` records allocations, `stacks` Python stacks; the Chrome trace is stored at `trace_path`. The roofline
+    is the one measured on this device and stored in `home`, or the catalogue's. A step that replays a CUDA graph hides
+    its operators and shapes: `twin` does the same work without the graph, is called once before the steps, and lends
     its kernels' FLOPs and bytes to those of the graph.
     """
     if steps < 1 or warmup < 0:

@@ -25,7 +25,7 @@ from armillary.profiling.trace.event_classes import OPTIMIZERS, STEP
 class TraceRecorder:
     """`start()`, then `begin_step()` before each step, `stop()`, and `save(path)`; all from one thread.
 
-    Without `hooks` modules have no names, and optimisers are told of by `optimizers.see`.
+    Without `hooks` modules have no names, and `optimizers.see` has to be called for each optimiser.
     """
 
     def __init__(self, *, memory: bool = True, stacks: bool = True, hooks: bool = True) -> None:

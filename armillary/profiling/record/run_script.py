@@ -2,7 +2,7 @@
 
     python -c '…; main()' REQUEST SCRIPT ARGUMENTS…      or: REQUEST -m MODULE ARGUMENTS…
 
-REQUEST is a JSON file that says how many steps to record and where the trace goes; beside it a second file is left
+REQUEST is a JSON file that says how many steps to record and where the trace goes; next to it a second file is left
 that says what was seen. Of a job that torchrun starts, the first rank of this machine is recorded, the others run
 unchanged. Only torch and the standard library are used, as the script may have an environment of its own.
 """

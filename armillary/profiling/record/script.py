@@ -25,7 +25,7 @@ _STEP_KINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class ScriptProfile:
     """A script's profile and its own exit code."""
 
     profile: Profile
@@ -53,7 +53,7 @@ def profile_script(
     stop: bool = False,
     trace_path: Path | None = None,
     stdout: Any = None,
-) -> Ran:
+) -> ScriptProfile:
     """Run `python script.py …` and profile `steps` of its steps; `stop` ends it when they are recorded.
 
     The script's output is passed through, or goes to `stdout`.
@@ -69,7 +69,7 @@ def profile_script(
         code = _run(command, request, stdout)
         if not seen.exists():
             raise _nothing_recorded(command, code)
-        return Ran(profile=_read(command, trace, json.loads(seen.read_text()), home), code=code)
+        return ScriptProfile(profile=_read(command, trace, json.loads(seen.read_text()), home), code=code)
 
 
 def parse(words: Sequence[str]) -> Command:

@@ -48,13 +48,13 @@ class UserProfiler:
         finally:
             self._ours = False
 
-    def _following(self, name: str, told: Callable[[], None]) -> Callable[..., Any]:
+    def _following(self, name: str, report: Callable[[], None]) -> Callable[..., Any]:
         plain = self._plain[name]
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._ours:
-                told()
+                report()
             return plain(*args, **kwargs)
 
         return call

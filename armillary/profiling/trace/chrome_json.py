@@ -1,7 +1,7 @@
 """Chrome trace JSON read as a stream: one event at a time, for files of any size.
 
-Only a window of the text is held. A truncated file, or one that is no trace, is refused with how far it could be read,
-because the budget of half a step would look like a result.
+Only a window of the text is in memory. A truncated file, or one that is no trace, is refused with how far it could be
+read, because the budget of half a step would look like a result.
 """
 
 from __future__ import annotations

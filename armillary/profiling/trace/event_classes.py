@@ -11,7 +11,7 @@ STEP = "ProfilerStep#"
 MODULE = "nn.Module: "
 """what the Python event of a module's forward begins with, as in torch's own stacks"""
 OPTIMIZERS = "armillaryOptimizers"
-"""key of the list of {"weights", "dtype"} that our recordings have beside the events"""
+"""key of the list of {"weights", "dtype"} that our recordings have next to traceEvents"""
 _KERNELS: tuple[tuple[str, str], ...] = (
     (
         "collective",
@@ -134,7 +134,7 @@ def is_host_copy(name: str) -> bool:
     return "HtoD" in name or "DtoH" in name or "Host" in name
 
 
-_TELLING = (
+_FUNCTORS = (
     re.compile(r"\b(?!Binary|Unary|BUnary|AUnary|OpMath)\w+Functor\b|\b\w+_functor\b"),
     re.compile(r"\w+_kernel_cuda\b|\w+_cuda_out\b"),
     re.compile(r"\w+(?:gemm|Gemm|conv|fprop|dgrad|wgrad)\w*"),
@@ -151,6 +151,6 @@ def short_name(name: str, longest: int = 70) -> str:
         text = plain
     else:
         base = base.partition("(")[0].rsplit("::", 1)[-1]
-        told = next((match.group() for pattern in _TELLING if (match := pattern.search(inside))), "")
-        text = f"{base} ({told})" if told else base
+        functor = next((match.group() for pattern in _FUNCTORS if (match := pattern.search(inside))), "")
+        text = f"{base} ({functor})" if functor else base
     return text if len(text) <= longest else f"{text[: longest - 1]}…"

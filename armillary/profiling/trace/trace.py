@@ -1,6 +1,6 @@
 """A trace as columns: what ran when, on which thread or stream, whichever program recorded it.
 
-Millions of events fit in memory because a column holds one number per event and every text is kept once.
+Millions of events fit in memory because a column holds one number per event and every text is stored once.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ class Memory:
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """Events in columns, sorted by start (seconds from the beginning of the trace); an index of -1 is none. Every
-    name, thread, signature and detail is kept once."""
+    name, thread, signature and detail is stored once."""
 
     source: str
     kind: Array
@@ -127,7 +127,7 @@ _PACK, _PACK_MEMORY = (Struct("=" + "".join(codes.values())).pack for codes in (
 
 @dataclass
 class TraceBuilder:
-    """Takes events one by one and keeps them as columns."""
+    """Takes events one by one and packs them into columns."""
 
     source: str
     rows: bytearray = field(default_factory=bytearray)

@@ -1,6 +1,6 @@
 """Rules for our own kernels (armillary::…), whose arguments are those of armillary.kernels.
 
-Attention over packed documents or cache pages has none: the part that the mask keeps is not in a trace.
+Attention over packed documents or cache pages has none: which keys the mask leaves is not in a trace.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rules for attention: which arguments are queries, keys and values, and where the mask is told, kernel by kernel."""
+"""Rules for attention: which arguments of each kernel are queries, keys and values, and which describe the mask."""
 
 from collections.abc import Callable
 

@@ -16,7 +16,7 @@ from armillary.machine.device_name import device_name
 from armillary.profiling.kernel_bench.bench import _in_turn, bench_kernels
 from armillary.profiling.kernel_bench.report import bench_page
 from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured
-from armillary.profiling.kernel_bench.targets import bar_of
+from armillary.profiling.kernel_bench.targets import target_of
 from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choices
 
@@ -118,7 +118,7 @@ def test_ops_take_turns_so_that_none_goes_without() -> None:
 
 
 def test_a_bar_is_held_or_what_is_missed_is_said(bench: KernelBench) -> None:
-    bar = bar_of("norm", NormCase(rows=8192, columns=4096))
+    bar = target_of("norm", NormCase(rows=8192, columns=4096))
     assert bar is not None and bar.text == "≥ 90/85%, never behind compile, liger"
     row = replace(bench.rows[0], bar=bar)
     assert row.misses(row.ours) == []
@@ -131,7 +131,7 @@ def test_a_bar_is_held_or_what_is_missed_is_said(bench: KernelBench) -> None:
 
 
 def test_memory_has_a_bar(bench: KernelBench) -> None:
-    bar = bar_of("linear_cross_entropy", LinearCrossEntropyCase(tokens=8192, hidden=4096, vocab=131072))
+    bar = target_of("linear_cross_entropy", LinearCrossEntropyCase(tokens=8192, hidden=4096, vocab=131072))
     assert bar is not None and bar.extra_bytes == 1.5e9
     row = replace(bench.rows[0], bar=bar)
     assert row.misses(replace(row.measured[0], extra_bytes=1.2e9)) == []
@@ -139,7 +139,7 @@ def test_memory_has_a_bar(bench: KernelBench) -> None:
 
 
 def test_every_bar_has_a_case_in_the_bench() -> None:
-    barred = {op.name for op in map(find_op, OPS) if any(bar_of(op.name, case) for case in op.cases.values())}
+    barred = {op.name for op in map(find_op, OPS) if any(target_of(op.name, case) for case in op.cases.values())}
     assert barred == {
         "norm",
         "add_norm",
@@ -151,12 +151,12 @@ def test_every_bar_has_a_case_in_the_bench() -> None:
         "small_linear",
         "fp8_matmul",
     }
-    tokens = {case.tokens for case in find_op("small_linear").cases.values() if bar_of("small_linear", case)}
+    tokens = {case.tokens for case in find_op("small_linear").cases.values() if target_of("small_linear", case)}
     assert tokens == {1, 8, 32}
     contexts = {
         (case.batch, case.context)
         for case in find_op("paged_attention").cases.values()
-        if bar_of("paged_attention", case)
+        if target_of("paged_attention", case)
     }
     assert {(256, 1024), (256, 8192), (1, 32768)} <= contexts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import ArmillaryError, BadInput, NotFound
-from armillary.profiling.record.script import Ran, parse, profile_script
+from armillary.profiling.record.script import ScriptProfile, parse, profile_script
 from armillary.store.home import Home
 
 pytestmark = pytest.mark.slow  # real runs, whose shares depend on what else the machine does
@@ -198,7 +198,7 @@ def test_a_script_that_kills_itself(write: Write, home: Home) -> None:
         profile_script(["python", "script.py"], home=home)
 
 
-def noted(ran: Ran, text: str) -> bool:
+def noted(ran: ScriptProfile, text: str) -> bool:
     return any(text in note for note in ran.profile.notes)
 
 
