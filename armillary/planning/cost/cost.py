@@ -54,9 +54,8 @@ def device_hour(cost: Cost, cluster: Cluster, num_devices: int | None = None) ->
     devices = num_devices or cluster.num_devices
     if cost.owned:
         return _owned_offer(cost, cluster, devices)
-    if cost.usd_per_device_hour is not None:
-        return _rented(cost, cluster, devices)
-    return _spot(cost, cluster, devices) if cost.spot else _on_demand(cost, cluster.chip)
+    rented = cost.usd_per_device_hour is not None or not cost.spot
+    return _rented(cost, cluster, devices) if rented else _spot(cost, cluster, devices)
 
 
 def offers(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> list[Offer]:
@@ -83,11 +82,7 @@ def offers(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> list
 def _rented(cost: Cost, cluster: Cluster, devices: int) -> Offer:
     if cost.usd_per_device_hour is not None:
         return Offer(name="rented", usd_per_hour=cost.usd_per_device_hour, source="cost.usd_per_device_hour")
-    return _on_demand(cost, cluster.chip)
-
-
-def _on_demand(cost: Cost, chip: Chip) -> Offer:
-    rows = _prices(chip, cost.provider)
+    rows = _prices(cluster.chip, cost.provider)
     return Offer(name="on demand", usd_per_hour=median(row.usd_per_hour for row in rows), source=_source(rows))
 
 

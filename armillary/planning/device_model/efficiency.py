@@ -141,8 +141,7 @@ class Curves:
         narrow = self._attention_flops("bf16", keys, head_dim, backward=backward)
         if precision is None:
             return narrow
-        wide = self._attention_flops("fp32", keys, head_dim, backward=backward)
-        return np.where(WIDE[precision], wide, narrow)
+        return np.where(WIDE[precision], self._attention_flops("fp32", keys, head_dim, backward=backward), narrow)
 
     def _attention_flops(self, dtype: str, keys: Array, head_dim: float, *, backward: bool) -> Array:
         known = self.attention_at.get((dtype, backward))

@@ -52,12 +52,10 @@ class Network:
         for ring in self.rings:
             within = np.clip(ring.reach // np.maximum(stride, 1), 1, members)
             units = np.maximum(members / inside, 1.0) if ring is self.rings[-1] else np.maximum(within / inside, 1.0)
-            share = size * (units - 1) / units / (inside * ring.bytes_per_s)
-            worst = np.maximum(worst, share)
+            worst = np.maximum(worst, size * (units - 1) / units / (inside * ring.bytes_per_s))
             steps = steps + (units - 1) * ring.latency_s
             inside = np.maximum(within, 1)
-        rounds = 2.0 if kind == "all_reduce" else 1.0
-        return np.where(members > 1, rounds * (worst + steps), 0.0)
+        return np.where(members > 1, (2.0 if kind == "all_reduce" else 1.0) * (worst + steps), 0.0)
 
     def gather_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
         """All-gather or reduce-scatter of an array of `num_bytes`."""

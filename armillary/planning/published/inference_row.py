@@ -153,8 +153,7 @@ def _cluster(row: Row, devices: int, cores: int) -> Cluster:
 
 def _dtypes(text: str, chip: Chip) -> ServingDtypes:
     """'FP8 weights+KV', 'NVFP4', 'int4 g32' … as dtypes that the chip computes in."""
-    lower = text.lower()
-    weights = next((name for part, name in _FORMATS if part in lower), None)
+    weights = next((name for part, name in _FORMATS if part in text.lower()), None)
     if weights is None:
         raise BadInput(f"precision '{text}' is not known" if text else "no precision")
     return serving_dtypes(weights, chip)

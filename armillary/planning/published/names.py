@@ -28,11 +28,9 @@ def find_model(text: str, params_b: float | None = None) -> ModelConfig | None:
         exact = _catalogued(candidate)
         if exact is not None and _near(exact, params_b):
             return exact
-    alike = [config for config in map(_catalogued, _all_names()) if config and _alike(config.name, name)]
-    alike = [config for config in alike if _near(config, params_b)]
-    if not alike:
-        return None
-    return min(alike, key=lambda config: _distance(config, params_b))
+    known = [config for config in map(_catalogued, _all_names()) if config and _near(config, params_b)]
+    alike = [config for config in known if _alike(config.name, name)]
+    return min(alike, key=lambda config: _distance(config, params_b), default=None)
 
 
 def find_chip(text: str) -> Chip | None:

@@ -88,8 +88,7 @@ def _in_catalogue(name: str, *, loose: bool) -> ModelConfig | None:
 
 @cache
 def _names() -> dict[str, str]:
-    entries = catalogue.models()
-    return {_plain(alias): name for name, entry in entries.items() for alias in (name, *entry.aliases)}
+    return {_plain(alias): name for name, entry in catalogue.models().items() for alias in (name, *entry.aliases)}
 
 
 def _plain(name: str) -> str:

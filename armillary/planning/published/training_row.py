@@ -152,12 +152,13 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
         raise BadInput(f"tp={sizes['tp']} × pp={sizes['pp']} exceed {model.heads} heads or {model.num_layers} layers")
     assumed += [f"{name} taken as {value}" for name, value in (("micro_batch", 1), ("vpp", 1)) if not number(row, name)]
     recompute, note = _recompute(row, model)
-    inside = "hsdp" in (row.get("zero_or_fsdp") or "").lower() and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
+    sharding = (row.get("zero_or_fsdp") or "").lower()
+    inside = "hsdp" in sharding and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
     interleave = (integer(row, "vpp") or 1) if sizes["pp"] > 1 else 1
     layout = Layout(
         **sizes,
         dp=dp,
-        zero=_zero(row.get("zero_or_fsdp") or ""),  # type: ignore[arg-type]
+        zero=next((stage for part, stage in _ZERO if part in sharding), 0),  # type: ignore[misc]
         shard=HSDP_GROUP if inside else None,
         interleave=interleave,
         schedule="interleaved" if interleave > 1 else "1f1b",
@@ -193,16 +194,10 @@ def _recompute(row: Row, model: ModelConfig) -> tuple[Recompute, tuple[str, ...]
 
 
 def _precision(text: str) -> str:
-    lower = text.lower()
-    precision = next((name for part, name in _PRECISIONS if part in lower), None)
+    precision = next((name for part, name in _PRECISIONS if part in text.lower()), None)
     if precision is None:
         raise BadInput(f"precision '{text}' is not known")
     return precision
-
-
-def _zero(text: str) -> int:
-    lower = text.lower()
-    return next((stage for part, stage in _ZERO if part in lower), 0)
 
 
 # --- measurements

@@ -35,12 +35,13 @@ def static_batch(replica: Replica, batch: int, tokens_in: int, tokens_out: int) 
 
 def steady_state(replica: Replica, batch: int, tokens_in: int, tokens_out: int, chunk: int = 8192) -> Generation:
     """A full batch: a finished request is replaced at once, prompts are computed between decode steps."""
-    prefill = prefill_share_s(replica, tokens_in, chunk)
     gap = mean_decode_s(replica, batch, tokens_in, tokens_out)
-    cycle = batch * prefill + tokens_out * gap
-    itl = cycle / tokens_out
+    cycle = batch * prefill_share_s(replica, tokens_in, chunk) + tokens_out * gap
     return Generation(
-        ttft_s=replica.prefill(tokens_in).total_s, itl_s=itl, total_s=cycle, tokens_out_per_s=batch * tokens_out / cycle
+        ttft_s=replica.prefill(tokens_in).total_s,
+        itl_s=cycle / tokens_out,
+        total_s=cycle,
+        tokens_out_per_s=batch * tokens_out / cycle,
     )
 
 

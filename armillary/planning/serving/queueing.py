@@ -138,9 +138,7 @@ def operating_point(server: Server, requests_per_s: float) -> OperatingPoint | N
     if busy >= 1 or server.most_running < 1:
         return None
     running = _running(server, requests_per_s, busy)
-    if running is None:
-        return None
-    return _times(server, requests_per_s, running, busy)
+    return None if running is None else _times(server, requests_per_s, running, busy)
 
 
 def _running(server: Server, rate: float, busy: float) -> float | None:

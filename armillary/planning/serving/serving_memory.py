@@ -92,20 +92,18 @@ def _process_bytes(replica: Replica) -> float:
 
 def sequence_bytes(replica: Replica, tokens: int, block_tokens: int = 16) -> float:
     """KV cache of one sequence of `tokens` on the device with the most of it."""
-    blocks = ceil(tokens / block_tokens) * block_tokens
-    stored = size_of(replica.dtypes.kv)
-    return kv_bytes(replica.forward.local_config, blocks, 1) * stored / replica.split.pp
+    stored = ceil(tokens / block_tokens) * block_tokens
+    return kv_bytes(replica.forward.local_config, stored, 1) * size_of(replica.dtypes.kv) / replica.split.pp
 
 
 def kv_capacity_tokens(replica: Replica, memory: ServingMemory) -> int:
     """Tokens that the replica's cache holds, all ep ranks together, at the cost of a first token."""
-    return int(max(0.0, memory.kv_bytes) // sequence_bytes(replica, 1, 1)) * replica.split.ep
+    return concurrency(replica, memory, 1, 1)
 
 
 def concurrency(replica: Replica, memory: ServingMemory, tokens: int, block_tokens: int = 16) -> int:
     """Sequences of `tokens` each that the cache holds at once."""
-    each = sequence_bytes(replica, tokens, block_tokens)
-    return int(max(0.0, memory.kv_bytes) // each) * replica.split.ep
+    return int(max(0.0, memory.kv_bytes) // sequence_bytes(replica, tokens, block_tokens)) * replica.split.ep
 
 
 def refuse_too_big(replica: Replica, memory: ServingMemory) -> None:

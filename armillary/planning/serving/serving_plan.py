@@ -46,9 +46,8 @@ class ServingPlan:
 
     def plan(self) -> Plan:
         """The record that engines and other verbs read."""
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return Plan(
-            created=created,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             recipe=to_dict(self.recipe),
             model=self.request.config,
             cluster=self.request.cluster,
@@ -222,21 +221,16 @@ def _dtype(problem: TrainingProblem, cluster: Cluster, home: Home) -> Any:
 
 def _is_set(layout: Layout) -> bool:
     """Whether a layout says how to serve, rather than having only defaults."""
-    default = Layout()
-    return any(getattr(layout, name) != getattr(default, name) for name in ("tp", "pp", "ep", "precision"))
+    return any(getattr(layout, name) != getattr(Layout(), name) for name in ("tp", "pp", "ep", "precision"))
 
 
 def _refuse_too_long(request: Request) -> None:
     tokens = request.traffic.tokens_in + request.traffic.tokens_out
-    if tokens > _longest(request):
+    limit = request.serve.max_model_len or request.config.context
+    if tokens > limit:
         raise BadInput(
-            f"requests of {tokens:,} tokens exceed the {_longest(request):,} of {request.config.name}; "
-            "shorten traffic.tokens_in"
+            f"requests of {tokens:,} tokens exceed the {limit:,} of {request.config.name}; shorten traffic.tokens_in"
         )
-
-
-def _longest(request: Request) -> int:
-    return request.serve.max_model_len or request.config.context
 
 
 def _pools(request: Request, chosen: DeploymentOption) -> Pools | None:

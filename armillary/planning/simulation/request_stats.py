@@ -57,10 +57,9 @@ def _rates(requests: Records) -> dict[str, float]:
 
 
 def _totals(steps: Records) -> dict[str, float]:
-    if not steps:
-        return {}
+    last = steps[-1] if steps else {}
     return {
         name: float(value)
-        for name, value in steps[-1].items()
+        for name, value in last.items()
         if name.endswith("_total") or name in ("prefix_hit_fraction", "kv_capacity_tokens")
     }

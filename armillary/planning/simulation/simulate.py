@@ -17,7 +17,6 @@ from armillary.engine.engine import Engine
 from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.request.sequence import Sequence as Answer
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
@@ -28,7 +27,6 @@ from armillary.planning.serving.queueing import Server
 from armillary.planning.simulation.replayed_requests import Arrival, Prompts, drawn
 from armillary.planning.simulation.request_stats import served_gauges
 from armillary.planning.simulation.step_cost import StepCost, planned_step_cost
-from armillary.spec.tables.serve import Traffic
 
 STOP = 0
 """the end token; other tokens are request numbers"""
@@ -117,10 +115,7 @@ class _Device:
     def tokens(self, launched: tuple[Decision, float]) -> list[int]:
         decision, done_at = launched
         self.now = max(self.now, done_at)
-        return [self._token(seq) for seq in decision.sampling]
-
-    def _token(self, seq: Answer) -> int:
-        return STOP if seq.num_output + 1 >= self.lengths[seq.request.id] else seq.number
+        return [STOP if seq.num_output + 1 >= self.lengths[seq.request.id] else seq.number for seq in decision.sampling]
 
 
 class _Run:
@@ -183,22 +178,17 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     context = max(1, traffic.tokens_in + traffic.tokens_out // 2)
     cost = planned_step_cost(server.replica, context=context, prompt=traffic.tokens_in)
     sizes = plan_kv(config, server.serve, 1 << 62, dtype="bf16")
-    ahead = server.serve.decides_ahead(server.replica.cluster.chip.kind)
     system = System(
         settings=settings_for(config, server.serve),
         block_tokens=sizes.block_tokens,
         groups=sizes.groups,
         num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
         prefix=server.serve.prefix_cache,
-        overlap=ahead,
+        overlap=server.serve.decides_ahead(server.replica.cluster.chip.kind),
         streamed=True,
     )
-    gauges = simulate(_requests(traffic), system, cost).gauges
+    most = min(MOST_REQUESTS, max(1, MAX_TOKENS // traffic.tokens_out))
+    requests = min(most, max(1, round(traffic.requests_per_s * traffic.duration_s)))  # as a load test sends
+    gauges = simulate(drawn(traffic, requests), system, cost).gauges
     wanted = [f"{part}_p{percent}_s" for part in _PARTS for percent in (50, 99)]
     return {name: gauges[name] for name in (*wanted, "tokens_out_per_s", "requests_per_s") if name in gauges}
-
-
-def _requests(traffic: Traffic) -> tuple[Arrival, ...]:
-    """As many requests as a load test of the traffic sends, within the limits."""
-    most = min(MOST_REQUESTS, max(1, MAX_TOKENS // traffic.tokens_out))
-    return drawn(traffic, min(most, max(1, round(traffic.requests_per_s * traffic.duration_s))))

@@ -51,8 +51,7 @@ def _fused_or_eager(case: TrainCase, layouts: Layouts) -> ActivationBytes:
         share = count / model.num_layers
         attention, attention_less = _attention(case, layouts)
         mlp, mlp_less = _mlp(case, kind, layouts)
-        norms = _norms(case, layouts)
-        total = attention + mlp + norms
+        total = attention + mlp + _norms(case, layouts)
         full = full + share * total
         selective = selective + share * (total - attention_less - (mlp_less if case.flash else 0.0))
         if case.software.fused_layers and case.software.fully_shard and not case.software.fused_blocks:

@@ -82,8 +82,7 @@ def _context(case: TrainCase, layouts: Layouts, work: Work) -> CommCost:
     model = case.model
     width = model.mla.kv_rank + model.mla.rope_dim if model.mla else 2 * model.kv_heads * model.head_dim / layouts.tp
     size = layouts.micro_batch * case.sequence * width * WIRE
-    ring = case.network.ring_s("all_gather", size, layouts.cp, layouts.tp) * case.software.communication
-    total = 3 * ring
+    total = 3 * (case.network.ring_s("all_gather", size, layouts.cp, layouts.tp) * case.software.communication)
     window = work.attention_forward + work.attention_backward
     exposed = np.maximum(total / np.maximum(layouts.cp, 1), total - window)
     return CommCost(total=total, exposed=exposed * (layouts.cp > 1))
@@ -180,8 +179,7 @@ def _grad_s(case: TrainCase, layouts: Layouts, params: DeviceParameters, which: 
     members, stride, count = _replicas(layouts, params, which)
     size = count * case.software.grad_bytes
     reduce = case.network.ring_s("all_reduce", size, members, stride)
-    flat = case.software.flat_gathers
-    scatter = (case.network.flat_s if flat else case.network.gather_s)(size, members, stride)
+    scatter = (case.network.flat_s if case.software.flat_gathers else case.network.gather_s)(size, members, stride)
     inside = _shard_counts(layouts, members)
     hybrid = (layouts.zero > 0) & (inside < members)  # reduce-scattered in a shard group, all-reduced across groups
     scattered = np.where(
@@ -205,8 +203,7 @@ def pipeline_sends(case: TrainCase, layouts: Layouts, micro_batches: Array, chun
     """Hidden states to the next stage and gradients back: 2 sends per chunk and micro-batch, beside the next chunk
     where the schedule interleaves; the first and last pp − 1 have no window."""
     size = _tokens(case, layouts) / layouts.stream_tp * case.model.hidden * WIRE
-    stride = layouts.tp * layouts.cp * layouts.dp
-    send = case.network.send_s(size, stride) * case.software.communication
+    send = case.network.send_s(size, layouts.tp * layouts.cp * layouts.dp) * case.software.communication
     times = 2 * layouts.interleave * micro_batches
     total = np.where(layouts.pp > 1, send * times, 0.0)
     overlaps = (layouts.interleave > 1) & case.software.pp_overlap

@@ -5,11 +5,11 @@ import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
-from armillary.errors import ArmillaryError
 from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.resolve import TrainingProblem
-from armillary.spec.layout_rules.rules import check_layout
+from armillary.spec.layout_rules.case import Case
+from armillary.spec.layout_rules.rules import layout_problems
 from armillary.units import seconds_text
 
 COMPILE_S = 90.0
@@ -43,15 +43,7 @@ def has_compiler() -> bool:
 
 def _is_allowed(problem: TrainingProblem) -> bool:
     job = problem.recipe.train
-    try:
-        check_layout(
-            problem.layout,
-            problem.model,
-            sequence=job.sequence,
-            batch_tokens=job.batch_tokens,
-            by_trainer=True,
-            compiled=True,
-        )
-    except ArmillaryError:
-        return False
-    return True
+    rules = Case(
+        model=problem.model, sequence=job.sequence, batch_tokens=job.batch_tokens, by_trainer=True, compiled=True
+    )
+    return not any(layout_problems(problem.layout, rules))

@@ -107,8 +107,7 @@ def _with_recompute(head: Work, chunked: Bools) -> Work:
 def _by_batch(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -> Work:  # type: ignore[no-untyped-def]
     """Pieces are built once per micro-batch size and activation width, and sharded for all layouts that share them."""
     total = no_work(len(layouts))
-    wide = WIDE[layouts.precision]
-    keys = layouts.micro_batch * 2 + wide
+    keys = layouts.micro_batch * 2 + WIDE[layouts.precision]
     for key in keys[distinct(keys)[0]]:
         index = np.nonzero(keys == key)[0]
         dtype = "fp32" if key % 2 else "bf16"

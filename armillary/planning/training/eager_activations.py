@@ -48,8 +48,7 @@ def eager_activation_bytes(case: TrainCase, layouts: Layouts) -> ActivationBytes
         full = full + share * (parts.norms(hidden) + parts.attention + parts.mlp)
         selective = selective + share * (stream * hidden + parts.gemm_outputs)
         gradients = gradients + share * parts.gradients
-    norm = _norm_bytes(model, frozen=frozen)
-    after = hidden * ((norm if model.final_norm else 0.0) + WIDE_BYTES)
+    after = hidden * ((_norm_bytes(model, frozen=frozen) if model.final_norm else 0.0) + WIDE_BYTES)
     after = after + np.where(h < WIDE_BYTES, h, 0.0) * model.hidden
     after = after + np.where(layouts.stream_tp > 1, h * model.hidden, 0.0)
     layer_input = stream * hidden

@@ -39,8 +39,14 @@ class Term:
 
 def explain(prediction: Prediction) -> list[Term]:
     """Every term of the first layout of a prediction: work, time, memory."""
-    parts = (_work, _gemms, _compute, _communication, _rest, _memory)
-    return [term for part in parts for term in part(prediction)]
+    return [
+        *_work(prediction),
+        *_gemms(prediction),
+        *_compute(prediction),
+        *_communication(prediction),
+        *_rest(prediction),
+        *_memory(prediction),
+    ]
 
 
 def _seconds(name: str, formula: str, numbers: str, value: float) -> Term:

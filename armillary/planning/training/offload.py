@@ -62,8 +62,7 @@ def resident_master_share(case: TrainCase, layouts: Layouts, params: DeviceParam
 
 def host_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, in_flight: Array) -> Array:
     """Bytes in host memory or on disk per device."""
-    each = np.full(len(layouts), HOST_STATE_BYTES)
-    states = sharded_bytes(case, layouts, params, each, 1)
+    states = sharded_bytes(case, layouts, params, np.full(len(layouts), HOST_STATE_BYTES), 1)
     staging = np.minimum(STAGING, 2 * states / HOST_STATE_BYTES * 4.0)
     moved = in_flight * _moved(case, layouts, params.layers)
     return np.where(optimizer_offloaded(layouts), states + staging, 0.0) + moved
@@ -116,8 +115,7 @@ def host_adamw_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) ->
     else:
         seconds = np.maximum(count * HOST_BYTES / host_rate(case), count * 4.0 / link_rate(case))
     rate = np.where(_is_cached(case, count), MAPPED_BYTES_PER_S, min(MAPPED_BYTES_PER_S, _disk_rate(case)))
-    disk = count * DISK_BYTES / rate
-    return np.where(layouts.offload == _NVME, np.maximum(seconds, disk), seconds)
+    return np.where(layouts.offload == _NVME, np.maximum(seconds, count * DISK_BYTES / rate), seconds)
 
 
 def link_rate(case: TrainCase) -> float:

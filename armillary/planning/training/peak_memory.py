@@ -191,8 +191,7 @@ class Stage:
         shared = np.where((layouts.zero > 1) | (self.micro_batches <= 1), shard_counts(layouts)[0], 1.0)
         root = params.ends * states.gradient / shared
         earlier = self.micro_batches >= np.where(layouts.zero == 3, 2, 3)
-        without = fsdp_full(self.case, layouts) & ~earlier
-        return self._gradients - np.where(without, root, 0.0)
+        return self._gradients - np.where(fsdp_full(self.case, layouts) & ~earlier, root, 0.0)
 
     def _head_gradient(self) -> Array:
         """The output projection's: the first to be computed."""

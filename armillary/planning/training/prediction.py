@@ -41,8 +41,7 @@ class Prediction:
 
     @property
     def mfu(self) -> Array:
-        rate = self.tokens_per_s * self.model_flops / self.layouts.num_devices
-        return rate / self.case.curves.usual_peak
+        return self.tokens_per_s * self.model_flops / self.layouts.num_devices / self.case.curves.usual_peak
 
     @property
     def model_flops(self) -> float:

@@ -147,8 +147,7 @@ def dividing_batch(wanted: int | None, sequence: int, devices: int) -> tuple[int
     """(tokens per step, note): `wanted`, or a number of sequences near it that divides well over axes of powers of two;
     by default near the usual batch and a multiple of all devices."""
     if wanted is None:
-        times = 2 ** max(0, round(log2(max(USUAL_BATCH / sequence / devices, 1.0))))
-        batch = sequence * devices * times
+        batch = sequence * devices * 2 ** max(0, round(log2(max(USUAL_BATCH / sequence / devices, 1.0))))
         return batch, f"a batch of {batch:,} tokens was assumed; --batch-tokens sets another"
     if wanted < sequence:
         raise BadInput(

@@ -113,8 +113,7 @@ def _front(seconds: Array, bytes_: Array) -> Ints:
     """Positions of the Pareto front: by time, each that needs less memory than all before it."""
     order = np.lexsort((bytes_, seconds))
     lowest = np.minimum.accumulate(bytes_[order])
-    first = np.concatenate([[True], lowest[1:] < lowest[:-1]])
-    return order[first]
+    return order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
 
 
 # --- why

@@ -16,7 +16,6 @@ from armillary.planning.device_model.layout_arrays import (
     CODES,
     FULL,
     NONE,
-    OFFLOADS,
     PRECISIONS,
     SCHEDULES,
     SELECTIVE,
@@ -24,6 +23,7 @@ from armillary.planning.device_model.layout_arrays import (
     Layouts,
     grid,
 )
+from armillary.planning.training.offload import activations_offloaded
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.hardware import Chip
 from armillary.spec.layout import Layout
@@ -48,15 +48,13 @@ def space(case: TrainCase, precisions: Sequence[str] | None = None) -> Layouts:
             f"no layout divides {case.model.name}, {case.cluster.num_devices} devices and a batch of "
             f"{case.batch_tokens} tokens; try a batch that is a multiple of sequence × devices"
         )
-    names = list(precisions) if precisions else tried_dtypes(case)
-    codes = [PRECISIONS.index(name) for name in names]
+    codes = [PRECISIONS.index(name) for name in precisions or tried_dtypes(case)]
     free = np.array(list(product([0, 1, 2, 3], [NONE, SELECTIVE, FULL], codes)), dtype=np.int64)
     columns: dict[str, Ints] = {name: np.repeat(axes[:, i], len(free)) for i, name in enumerate(_AXES)}
     columns |= {name: np.tile(free[:, i], len(axes)) for i, name in enumerate(("zero", "recompute", "precision"))}
     interleaved = columns["interleave"] > 1
     layouts = grid(schedule=np.where(interleaved, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")), **columns)
-    useful = (layouts.zero == 0) | (layouts.dp * layouts.cp > 1)
-    return layouts.take(np.nonzero(useful)[0])
+    return layouts.take(np.nonzero((layouts.zero == 0) | (layouts.dp * layouts.cp > 1))[0])
 
 
 def constrained(layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
@@ -86,10 +84,10 @@ def runnable(case: TrainCase, layouts: Layouts, fixed: Mapping[str, Any]) -> Lay
     for problem in layout_problems(Layout(**requested), rules):
         if problem.rule in ("selective_offload", "selective_split", "zero3_split"):
             raise BadLayout(problem.text)
-    offloaded = np.isin(layouts.offload, [OFFLOADS.index(name) for name in ("activations", "both")])
     halves = (layouts.pp > 1) & (layouts.schedule == SCHEDULES.index("zero_bubble"))
     gathered = (layouts.zero == 3) & (layouts.dp * layouts.cp > 1) & halves
-    return layouts.take(np.nonzero(((layouts.recompute != SELECTIVE) | ~(offloaded | halves)) & ~gathered)[0])
+    combines = (layouts.recompute != SELECTIVE) | ~(activations_offloaded(layouts) | halves)
+    return layouts.take(np.nonzero(combines & ~gathered)[0])
 
 
 def hybrid(case: TrainCase, layouts: Layouts) -> Layouts:
@@ -114,8 +112,7 @@ def supported(chip: Chip) -> list[str]:
     base = "bf16" if chip.peak("bf16") or not chip.peak("fp16") else "fp16"
     if not (chip.peak("bf16") or chip.peak("fp16")):
         return ["fp32"]
-    faster = (chip.peak("fp8") or 0) > 1.5 * (chip.peak(base) or 0)
-    return [base, "fp8"] if faster else [base]
+    return [base, "fp8"] if (chip.peak("fp8") or 0) > 1.5 * (chip.peak(base) or 0) else [base]
 
 
 # --- axes that must divide
@@ -156,8 +153,7 @@ def _context_sizes(case: TrainCase, tp: int) -> list[int]:
 def _expert_sizes(case: TrainCase, ranks: int) -> list[int]:
     if case.model.moe is None or not case.model.num_moe_layers:
         return [1]
-    experts = case.model.moe.num_experts
-    return [ep for ep in _divisors(experts) if ranks % ep == 0]
+    return [ep for ep in _divisors(case.model.moe.num_experts) if ranks % ep == 0]
 
 
 def _interleaves(case: TrainCase, pp: int, micro_batches: int) -> list[int]:
@@ -165,9 +161,8 @@ def _interleaves(case: TrainCase, pp: int, micro_batches: int) -> list[int]:
     if pp == 1 or micro_batches % pp:
         return [1]
     layers = case.model.num_layers
-    most = (layers + 2) // pp
-    even = [v for v in range(2, most + 1) if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
-    return [1, *even]
+    chunks = range(2, (layers + 2) // pp + 1)
+    return [1, *(v for v in chunks if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0)]
 
 
 def _divisors(number: int, most: int | None = None) -> list[int]:

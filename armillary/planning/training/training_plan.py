@@ -84,8 +84,8 @@ class TrainingPlan:
     @property
     def run_s(self) -> float:
         """Wall time of all steps, time lost to failures included."""
-        steps = self.problem.recipe.train.steps
-        return float(self.prediction.time.total[0]) * steps / self.goodput.goodput_fraction
+        useful_s = float(self.prediction.time.total[0]) * self.problem.recipe.train.steps
+        return useful_s / self.goodput.goodput_fraction
 
     def notes(self) -> tuple[str, ...]:
         notes = list(self.problem.notes)
