@@ -49,8 +49,8 @@ class OpenData:
 
 
 def plan_data(data: Data, home: Home, *, vocab: int, tokenizer: Path | None) -> Data:
-    """The table with folders, tokenizer and vocabulary settled, so that all ranks find the same. Text that is not there
-    is said now."""
+    """The table with folders, tokenizer and vocabulary resolved, so that all ranks find the same. Text that is missing
+    is an error now."""
     data = replace(data, cache=data.cache or str(home.cache / "fetched"), vocab=vocab)
     if data.blend and tokenizer is None:
         tokenizer = _tokenizer_of_blend(data, home)  # sources must share one

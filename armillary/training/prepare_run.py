@@ -279,7 +279,7 @@ def train_on_ranks(
 
 
 def notes_of(config: ModelConfig, layout: Layout, job: TrainJob) -> Iterator[str]:
-    """What was settled by a rule, and what a recipe asks for that does not stop training but is not done."""
+    """What was resolved by a rule, and what a recipe asks for that does not stop training but is not done."""
     if layout.precision == "fp8":
         yield fp8_rule(config, layout, job)
     if job.lora_rank and (layers := frozen_experts(config, job.lora_on)):

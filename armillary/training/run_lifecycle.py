@@ -72,7 +72,7 @@ class RunLifecycle:
         trainer.ranks.run_on_all(lambda: self._check_text(about))
         checkpoint.load(folder, self._tensors(), trainer.ranks)
         if isinstance(trainer.optimizer, HostAdamW):
-            trainer.optimizer.preempt()
+            trainer.optimizer.upload_weights()
         if about["ranks"] != trainer.ranks.size:
             seed(self.job.seed, trainer.ranks.rank, step)
         trainer.tokens, trainer.nonfinite.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])

@@ -60,8 +60,8 @@ class StepBatches:
         return ready if ready is not None and ready.step == step else self._fetch(step, stop)
 
     def prefetch(self, step: int, stop: Stop) -> None:
-        """While the device works: a wait that ends before the device does costs nothing. A CPU has no device to wait
-        beside, so its wait belongs to the step that reads the rows."""
+        """While the device works: a wait that ends before the device does costs nothing. On a CPU nothing
+        overlaps the wait, so it belongs to the step that reads the rows."""
         if step >= self._steps or self._device.type != "cuda":
             return
         launched = torch.cuda.Event()

@@ -28,7 +28,7 @@ class SaveClock:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint follows step number `step`. A recipe's own interval counts steps from the beginning of
-        the run; 0 means only at the end. Asked once a step: the answer yes starts a new interval."""
+        the run; 0 means only at the end. Called once per step: True starts a new interval."""
         if self._every is not None:
             return bool(self._every) and (step + 1) % self._every == 0
         self._steps, self._taken = self._steps + 1, self._taken + 1

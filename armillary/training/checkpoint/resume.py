@@ -67,7 +67,7 @@ def changes_since(run: Run, recipe: Recipe, weights: str) -> list[KeyChange]:
 
 
 def texts(changes: Sequence[KeyChange], kind: str) -> list[str]:
-    """The changes of one class, for people."""
+    """The changes of one class as text."""
     return [change.text for change in changes if change.kind == kind]
 
 

@@ -64,7 +64,7 @@ class StreamRows:
         )
 
     def _read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, the place at each document's start, and what may be learnt, each for T + 1 positions a row."""
+        """Ids, the place at each document's start, and what may be learnt, each for T + 1 positions per row."""
         shape = (len(numbers), self.sequence + 1)
         ids: np.ndarray = np.zeros(shape, np.int64)
         first: np.ndarray = np.zeros(shape, np.int64)

@@ -83,7 +83,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def _keys(seed: int, epoch: int) -> list[int]:
-    """One 64-bit key a round: splitmix64 over seed, then epoch, then the round."""
+    """One 64-bit key per round: splitmix64 over seed, then epoch, then the round."""
     state = _next(_next(seed & _MASK) ^ (epoch & _MASK))
     return [_next(state + number) for number in range(_ROUNDS)]
 

@@ -88,7 +88,7 @@ class ShardFiles:
         return self._mapped(self._shards[number][2])
 
     def name(self, number: int) -> str:
-        """Where the ids of a shard are, for people."""
+        """Path or URL of a shard's ids, for messages."""
         return self._address(self._shards[number][0].name)
 
     def num_bytes(self, number: int) -> int:

@@ -173,12 +173,13 @@ def shard_model(case: Case, job: TrainJob, world: World) -> Sharded:
     # alone even among ranks, where make_mesh would communicate
     mesh = make_mesh(case.layout, world) if world.size > 1 else Mesh(axis_sizes(case.layout), world)
     later = case.meta or case.layout.pp > 1
-    if case.layout.pp > 1:
+    if later:
         with torch.device("meta"):
-            model: Transformer = make_stage_model(case.config, case.layout, mesh.rank("pp"), sequence=SEQUENCE)
-    elif case.meta:
-        with torch.device("meta"):
-            model = Transformer(case.config)
+            model: Transformer = (
+                make_stage_model(case.config, case.layout, mesh.rank("pp"), sequence=SEQUENCE)
+                if case.layout.pp > 1
+                else Transformer(case.config)
+            )
     else:
         model = build(case.config, dtype=DTYPES[case.dtype], device="cpu", seed=1)
     add_lora(model, job)

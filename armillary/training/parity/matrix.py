@@ -1,4 +1,4 @@
-"""The matrix: every strategy on some ranks, with accumulation, recompute and both formats, held against one process.
+"""The matrix: every strategy on some ranks, with accumulation, recompute and both formats, compared with one process.
 
 `measure` runs on every rank of a process group; the main rank runs the same steps alone and compares. A page of docs
 shows the matrix, each row from its last run: a part of the matrix can be run again by itself.
@@ -89,7 +89,7 @@ def _variants(layout_for: Callable[[str, int], Layout | None], formats: Sequence
 
 
 def _refuses_selective(layout: Layout) -> bool:
-    """Backward passes in two halves, and activations that wait elsewhere, are not for what it keeps."""
+    """Selective recompute works neither with split backward passes nor with offloaded activations."""
     return (layout.pp > 1 and layout.schedule == "zero_bubble") or layout.offload in ("activations", "both")
 
 

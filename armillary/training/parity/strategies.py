@@ -70,7 +70,7 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "FSDP2 × tp, offloaded": dict(tp=2, zero=3, offload="both"),
     "pp × dp, offloaded": dict(pp=2, offload="both"),
 }
-"""of a dense model whose states and activations wait elsewhere"""
+"""of a dense model whose optimizer states and activations are offloaded"""
 ALL = STRATEGIES | STAGED | OFFLOADED | EXPERTS
 
 
@@ -79,7 +79,7 @@ WORDS = {"dense": [*STRATEGIES, *STAGED, *OFFLOADED], "experts": [*EXPERTS]}
 
 
 def chosen(words: Sequence[str]) -> list[str]:
-    """The strategies that a person names: by name, by a part of names (`pp`, `ep × tp`), by group; all for none."""
+    """The strategies that the user names: by name, by a part of names (`pp`, `ep × tp`), by group; all for none."""
     selected: set[str] = set()
     for word in words:
         plain = _plain(word)

@@ -1,8 +1,8 @@
-"""AdamW whose weights and states wait on the host, or in a mapped file: the device is sent its new weights.
+"""AdamW with optimizer offload: fp32 weights and states are on the host, or in a mapped file.
 
-Gradients go down, are stepped by torch's fused AdamW of the CPU and come back as weights, a slice at a time: while one
-is stepped the next is on its way down and the last on its way up. With `ahead`, all this happens beside the next
-forward pass, whose layers wait for their own slices only. The maths is that of a step on the device.
+Gradients are copied to the host, stepped by torch's fused AdamW of the CPU and copied back as weights, a slice at a
+time: while one slice is stepped, the gradients of the next and the weights of the last are copied. The step may overlap
+the next forward pass, whose layers wait for their own slices only. The arithmetic is that of a step on the device.
 """
 
 import threading
@@ -20,15 +20,15 @@ from armillary.model.transformer import Transformer
 from armillary.parallel.collectives import WaitTimer
 from armillary.parallel.ddp import local_of
 from armillary.parallel.host_memory import CopyStream, Event, HostMemory, compute_after, computed, wait_for
-from armillary.training.step.host_states import STATES, HostStates, Slice, flat, laid_out, slices_of, widest
+from armillary.training.step.host_states import STATES, HostStates, Slice, flat, sharded_as, slices_of, widest
 
-LAUNCHING = 2
-"""threads that launch the passes: forward, and autograd's own"""
+LAUNCH_THREADS = 2
+"""threads that launch device work: forward, and autograd's own"""
 
 
 class HostAdamW(torch.optim.AdamW):
     """Its state is torch's (step, exp_avg, exp_avg_sq), so that checkpoints of one can be read by another; its weights
-    are the truth, of which the device has a copy, maybe in a lower format."""
+    are the master weights, of which the device has a copy, maybe in a lower precision."""
 
     def __init__(
         self,
@@ -37,43 +37,40 @@ class HostAdamW(torch.optim.AdamW):
         *,
         device: torch.device,
         folder: Path | None = None,
-        ahead: bool = False,
         **options: Any,
     ) -> None:
-        """Of the model's parameters that the groups name; kept in a file in `folder` where it is given."""
+        """Of the model's parameters in `groups`; stored in a file in `folder` where it is given."""
         super().__init__(groups, foreach=False, fused=False, **options)
         grouped = {p for group in self.param_groups for p in group["params"]}
-        parameters = [p for p in model.parameters() if p in grouped]  # as the forward pass wants them
-        self.device, self.ahead, self.memory = device, ahead, HostMemory(device)
+        parameters = [p for p in model.parameters() if p in grouped]  # in the forward pass's order
+        self.device, self.overlaps, self.memory = device, False, HostMemory(device)
         self.timer: WaitTimer | None = None
-        """hears how long the step stood still for this"""
+        """is told how long a step waits for this"""
         self.slices = slices_of(parameters)
-        self.lanes = CopyStream(device), CopyStream(device)
-        """down and up"""
+        self.to_host, self.to_device = CopyStream(device), CopyStream(device)
         self.states = HostStates(parameters, self.memory, folder)
         most = max((slice_.size for slice_ in self.slices), default=0)
-        self.buffers = [self.memory.lasting(most, widest(parameters)) for _ in range(2)]
-        """where gradients come down"""
-        self.checked = self.memory.lasting(1, torch.float32)
-        """and the number that says whether they are to be taken"""
+        self.gradients = [self.memory.lasting(most, widest(parameters)) for _ in range(2)]
+        self.check = self.memory.lasting(1, torch.float32)
+        """not finite where the step is to be skipped"""
         self._progress = Progress(done=len(self.slices))
         for p in parameters:
-            averages = {name: laid_out(self.states.of(p, name), p) for name in STATES}
+            averages = {name: sharded_as(self.states.of(p, name), p) for name in STATES}
             self.state[p] = {"step": torch.zeros((), dtype=torch.float32)} | averages
 
     @property
     def host_bytes(self) -> int:
-        """What waits in host memory or on disk, buffers included."""
+        """Size in host memory or on disk, buffers included."""
         return self.memory.bytes + self.states.file_bytes
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        """The truth of a parameter, laid out over ranks as it is."""
+        """The master weight of a parameter, sharded over ranks as it is."""
         self.finish()
-        return laid_out(self.states.of(parameter, "weight"), parameter)
+        return sharded_as(self.states.of(parameter, "weight"), parameter)
 
     @torch.no_grad()
-    def preempt(self) -> None:
-        """Weights that were written here, from a checkpoint, to the device."""
+    def upload_weights(self) -> None:
+        """Copy weights that were read here, from a checkpoint, to the device."""
         self.finish()
         for parameter in self.state:
             flat(parameter).copy_(self.states.of(parameter, "weight"))
@@ -82,8 +79,8 @@ class HostAdamW(torch.optim.AdamW):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, check: Tensor | None = None
     ) -> None:
-        """`scale`, one number on the device, multiplies every gradient on the way. Where `check`, another one, is not
-        finite, nothing changes: it comes down with the first gradients."""
+        """`scale`, one number on the device, multiplies every gradient. Where `check`, another one, is not finite,
+        nothing changes: it is copied with the first gradients."""
         assert closure is None, "this step runs no closure"
         self.finish()
         rates = {p: {**group, "params": None} for group in self.param_groups for p in group["params"]}
@@ -101,29 +98,30 @@ class HostAdamW(torch.optim.AdamW):
             ready=computed(self.device),
             progress=self._progress,
         )
-        if self.ahead:
+        if self.overlaps:
             self._worker.submit(step.run)
             return
         self._timed(step.run_and_wait)
 
     @cached_property
     def _worker(self) -> ThreadPoolExecutor:
-        """One thread for all steps, whose cores are all but those that launch the passes beside it: a core that two
-        want holds up all others."""
-        cores = max(1, torch.get_num_threads() - LAUNCHING)
+        """One thread for all steps, with all cores but those that launch the forward pass at the same time: a core
+        that two threads want delays all others."""
+        cores = max(1, torch.get_num_threads() - LAUNCH_THREADS)
         return ThreadPoolExecutor(1, "offloaded optimiser", initializer=torch.set_num_threads, initargs=(cores,))
 
     def finish(self) -> None:
-        """Wait until every weight is there."""
+        """Wait until every weight is on the device."""
         self.wait(len(self.slices))
 
     def wait(self, number: int) -> None:
-        """Until the first `number` slices are there; the computation waits for their copies."""
+        """Until the first `number` slices are stepped; the device waits for their copies."""
         compute_after(self._progress.wait(number), self.device)
 
-    def run_beside(self, model: Transformer) -> None:
-        """From now on steps run ahead: the model's layers wait for their own weights, and what follows it for all."""
-        self.ahead = True
+    def overlap_with(self, model: Transformer) -> None:
+        """From now on a step overlaps the next forward pass: layers wait for their own weights, and what follows the
+        model for all."""
+        self.overlaps = True
         last = {p: number for number, slice_ in enumerate(self.slices, 1) for p in slice_.parameters}
         parts = [part for part in (model.embedding, model.position_embedding) if part is not None]
         first = max((last.get(p, 0) for part in parts for p in part.parameters()), default=0)
@@ -141,7 +139,7 @@ class HostAdamW(torch.optim.AdamW):
 
 
 class Progress:
-    """How many slices of a step are done, and the copy after which the last of them is there."""
+    """How many slices of a step are done, and the copy after which the last of them is on the device."""
 
     def __init__(self, done: int) -> None:
         self._done = done
@@ -169,8 +167,8 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One step over all slices. `gradients` are those that are not down yet, `stepped` the parameters that have one;
-    the step is taken where `check` is finite, and `ready` is when the gradients are computed."""
+    """One step over all slices. `gradients` are those that are not on the host yet, `stepped` the parameters that have
+    one; the step is taken where `check` is finite, and `ready` is when the gradients are computed."""
 
     optimizer: HostAdamW
     gradients: dict[Tensor, Tensor]
@@ -186,7 +184,7 @@ class _Step:
         self.optimizer.finish()
 
     def run(self) -> None:
-        """Whatever goes wrong is raised where somebody waits."""
+        """An error is raised in the threads that wait for the step."""
         try:
             with torch.no_grad():
                 self._run()
@@ -195,51 +193,51 @@ class _Step:
 
     def _run(self) -> None:
         optimizer = self.optimizer
-        slices, buffers, states = optimizer.slices, optimizer.buffers, optimizer.states
+        slices, buffers, states = optimizer.slices, optimizer.gradients, optimizer.states
         sent: list[Event] = []
         taken = True
-        self._check_down()
-        coming = self._down(slices[0], buffers[0]) if slices else None
+        self._copy_check()
+        coming = self._copy_gradients(slices[0], buffers[0]) if slices else None
         for number, slice_ in enumerate(slices):
             following = None
             if number + 1 < len(slices):
                 states.prefetch(slices[number + 1])
                 if number and states.file_bytes:
-                    wait_for(sent[number - 1])  # weights of a file go up through the buffer
-                following = self._down(slices[number + 1], buffers[(number + 1) % 2])
+                    wait_for(sent[number - 1])  # weights of a file are copied through the buffer
+                following = self._copy_gradients(slices[number + 1], buffers[(number + 1) % 2])
             wait_for(coming)
             taken = self._is_taken() if number == 0 else taken
-            self._let_go(slice_)
+            self._free_gradients(slice_)
             if taken:
                 self._step(slice_, buffers[number % 2])
-            sent.append(self._up(slice_, buffers[number % 2]) if taken else None)
+            sent.append(self._copy_weights(slice_, buffers[number % 2]) if taken else None)
             states.release(slice_)
             self.progress.add(sent[-1])
             coming = following
 
-    def _check_down(self) -> None:
-        """Ahead of the gradients on their way: it is there when the first of them are."""
+    def _copy_check(self) -> None:
+        """Before the gradients: it is on the host when the first of them are."""
         if self.check is not None:
-            with self.optimizer.lanes[0].on(self.ready):
-                self.optimizer.checked.copy_(self.check.reshape(1), non_blocking=True)
+            with self.optimizer.to_host.on(self.ready):
+                self.optimizer.check.copy_(self.check.reshape(1), non_blocking=True)
 
     def _is_taken(self) -> bool:
-        """Whether the gradients are numbers; if not, the step is not counted."""
-        if self.check is None or bool(self.optimizer.checked.isfinite()):
+        """Whether the gradients are finite; if not, the step is not counted."""
+        if self.check is None or bool(self.optimizer.check.isfinite()):
             return True
         for parameter in self.stepped:
             self.optimizer.state[parameter]["step"] -= 1
         return False
 
-    def _let_go(self, slice_: Slice) -> None:
-        """Of gradients that are down."""
+    def _free_gradients(self, slice_: Slice) -> None:
+        """Of a slice that is on the host."""
         for piece in slice_.pieces:
             if piece.end == local_of(piece.parameter).numel():
                 self.gradients.pop(piece.parameter, None)
 
-    def _down(self, slice_: Slice, buffer: Tensor) -> Event:
-        """Gradients, as wide as they are summed."""
-        copy_stream = self.optimizer.lanes[0]
+    def _copy_gradients(self, slice_: Slice, buffer: Tensor) -> Event:
+        """To the host, in the dtype in which they are summed."""
+        copy_stream = self.optimizer.to_host
         with copy_stream.on(self.ready):
             for piece in slice_.pieces:
                 if piece.parameter not in self.stepped:
@@ -281,9 +279,9 @@ class _Step:
                 maximize=False,
             )
 
-    def _up(self, slice_: Slice, buffer: Tensor) -> Event:
-        """New weights; what lies in a file goes through the buffer, which is pinned."""
-        copy_stream, states = self.optimizer.lanes[1], self.optimizer.states
+    def _copy_weights(self, slice_: Slice, buffer: Tensor) -> Event:
+        """To the device; those of a file go through the buffer, which is pinned."""
+        copy_stream, states = self.optimizer.to_device, self.optimizer.states
         with copy_stream.on(self.ready):
             for piece in slice_.pieces:
                 if piece.parameter not in self.stepped:
@@ -292,7 +290,7 @@ class _Step:
                 if states.file_bytes and self.optimizer.device.type != "cpu":
                     source = buffer[piece.at : piece.at + len(source)].copy_(source)
                 target = flat(piece.parameter)[piece.begin : piece.end]
-                if target.dtype != source.dtype:  # widened there: the link is quicker than the host
+                if target.dtype != source.dtype:  # cast there: the link is faster than the host
                     source = source.to(target.device, non_blocking=True)
                 target.copy_(source, non_blocking=True)
         return copy_stream.mark()

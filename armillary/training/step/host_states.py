@@ -1,4 +1,4 @@
-"""Weights and moments of parameters on the host or in a mapped file, and the slices in which they are stepped."""
+"""Weights and AdamW states of parameters on the host or in a mapped file, and the slices in which they are stepped."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from armillary.parallel.host_memory import HostMemory, MappedFile
 
 STATES = ("exp_avg", "exp_avg_sq")
 SLICE = 1 << 25
-"""numbers that are stepped together: long enough for all cores, short beside a model"""
+"""numbers that are stepped together: enough for all cores, few compared with a model"""
 _ALIGNED = 1 << 12
 
 
@@ -61,10 +61,10 @@ def slices_of(parameters: Iterable[nn.Parameter], most: int = SLICE) -> list[Sli
 
 
 class HostStates:
-    """`of(parameter, "weight")` and its moments, flat and wide, by name."""
+    """`of(parameter, "weight")` and its AdamW states by name, flat and in fp32 at least."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], memory: HostMemory, folder: Path | None) -> None:
-        """Weights as they are on the device, moments of zeros."""
+        """Weights as they are on the device, states of zeros."""
         self._names = ("weight", *STATES)
         self._places, size = _places(parameters, self._names)
         self._file = None if folder is None else MappedFile(folder, size)
@@ -89,7 +89,7 @@ class HostStates:
         return self._tensors[parameter, name]
 
     def prefetch(self, slice_: Slice) -> None:
-        """Begin to read what is stepped next."""
+        """Begin to read the slice that is stepped next."""
         if self._file is not None and self._reader is not None:
             for span in self._spans(slice_):
                 self._reader.submit(self._file.prefetch, *span)
@@ -110,7 +110,7 @@ class HostStates:
 def _places(
     parameters: Iterable[nn.Parameter], names: Sequence[str]
 ) -> tuple[dict[tuple[nn.Parameter, str], int], int]:
-    """Where each lies in a file, and the file's size."""
+    """The offset of each in a file, and the file's size."""
     places, at = {}, 0
     for parameter in parameters:
         for name in names:
@@ -130,7 +130,7 @@ def flat(parameter: Tensor) -> Tensor:
     return local_of(parameter.detach()).view(-1)
 
 
-def laid_out(values: Tensor, parameter: Tensor) -> Tensor:
-    """Numbers of this rank with the shape of the parameter, and its place among ranks."""
+def sharded_as(values: Tensor, parameter: Tensor) -> Tensor:
+    """Numbers of this rank with the shape and the sharding of the parameter."""
     shaped = values.view(local_of(parameter).shape)
     return DTensor(shaped, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else shaped

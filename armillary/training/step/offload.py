@@ -38,7 +38,7 @@ def optimizer_of(
     if weights_16bit is not None and layout.precision == "bf16" and layout.num_devices == 1 and not job.lora_rank:
         narrow(model, weights_16bit, summed=layout.num_micro_batches(job.batch_tokens, job.sequence) > 1)
     if device.type == "cuda" and sharded.pipeline is None and not sharded.is_fsdp and not job.compiled:
-        optimizer.run_beside(model)
+        optimizer.overlap_with(model)
     return optimizer
 
 

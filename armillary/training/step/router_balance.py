@@ -76,7 +76,7 @@ class Routers:
     @torch.no_grad()
     def _move_biases(self, load_LE: Tensor, check: Tensor | None) -> None:
         """Loss-free balancing (Wang et al. 2024): up by the rate below the mean load, down above it; near the mean in
-        proportion, so that biases come to rest."""
+        proportion, so that biases converge."""
         off_LE = 1.0 - load_LE / load_LE.mean(dim=-1, keepdim=True)
         moves_LE = self._rate * (off_LE / NEAR).clamp(-1.0, 1.0)
         if check is not None:

@@ -146,7 +146,7 @@ def make_meter(
     compiled: bool,
     elsewhere: Elsewhere = lambda tensor: False,
 ) -> NullMeter:
-    """The meter of this device; compiled code on a CPU hides its tensors, so nothing is said of it. What is `elsewhere`
+    """The meter of this device; compiled code on a CPU hides its tensors, so it has no gauges. What is `elsewhere`
     waits on the host and is not the device's, though that is where a CPU keeps its own."""
     if device.type == "cuda":
         return GpuMeter(model, optimizer, half=half, device=device)

@@ -32,7 +32,7 @@ NO_ROOFLINE = Roofline(device="not asked")
 FUSIBLE = ("elementwise", "norm", "copy")
 """classes of memory-bound work that compilers fuse"""
 STANDING = ("host_fraction", "sync_fraction", "launch_gap_fraction")
-"""shares in which a rank that waits for others may be seen: its main thread stands in Python or in a call"""
+"""shares in which a rank that waits for others may be seen: its main thread waits in Python or in a call"""
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def without_rank_waits(parts: dict[str, float], bubble: float, waited: float = 0
 
 def without_core_contention(parts: dict[str, float], seconds: float, ran_s: float, queued_s: float) -> dict[str, float]:
     """The parts without stalls that were none of the program's doing: for `queued_s` its main thread was ready and
-    others had the cores, in Python as often as it is in Python. What it neither ran nor queued it did stand still."""
+    others had the cores, in Python as often as it is in Python. The rest of its time it really waited."""
     if "host_stall_fraction" not in parts or seconds <= 0:
         return parts
     waits = sum(parts[budget_gauge(part)] for part in ("comm_exposed", "idle"))

@@ -1,7 +1,7 @@
 """Gauges sent on to TensorBoard, MLflow or Weights & Biases, in addition to gauges.jsonl, which is always written.
 
-Each is imported only where it is asked for. One that is not installed is said before the run starts; one that fails
-later is said once and left alone: no tracker stops a run.
+Each is imported only where it is asked for. One that is not installed is an error before the run starts; one that
+fails later is reported once and dropped: no tracker stops a run.
 """
 
 import importlib.util

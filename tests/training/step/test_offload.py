@@ -112,7 +112,7 @@ def test_slices_of_any_size_are_stepped_alike(in_file: bool, tmp_path: Path, mon
 def test_a_step_runs_beside_the_next_forward_pass_whose_layers_wait_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("armillary.training.step.host_adamw.slices_of", lambda parameters: slices_of(parameters, 1500))
     ours, theirs, host, plain = pair()
-    host.run_beside(ours)  # type: ignore[arg-type]
+    host.overlap_with(ours)  # type: ignore[arg-type]
     go, original = threading.Event(), host.states.release
     monkeypatch.setattr(host.states, "release", lambda slice_: go.wait(20) and original(slice_))
     give_gradients(ours, theirs, seed=0)
@@ -127,7 +127,7 @@ def test_a_step_runs_beside_the_next_forward_pass_whose_layers_wait_for_theirs(m
 
 def test_what_fails_beside_the_steps_is_raised_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _, host, _ = pair()
-    host.ahead = True
+    host.overlaps = True
     monkeypatch.setattr(host.states, "release", lambda slice_: 1 / 0)
     give_gradients(ours, seed=0)
     host.step()
