@@ -138,7 +138,7 @@ class EngineThread:
     def _wait_s(self) -> float:
         """How long to wait for the inbox; 0 where there is work."""
         scheduler, now = self.engine.scheduler, self._clock()
-        wake = now if scheduler.under_way or self._stopping else scheduler.wake_at(now)
+        wake = now if scheduler.under_way or self._stopping else scheduler.request_table.wake_at(now)
         return _IDLE_S if wake is None else min(_IDLE_S, max(0.0, wake - now))
 
     def _read(self, wait_s: float) -> None:

@@ -31,10 +31,9 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, num_groups: int) -> None:
         self._pool = pool
         pool.evict = self._evicted
-        self.by_digest = [DigestMap(pool.num_blocks) for _ in range(num_groups)]
-        """for each group of layers: digest -> block"""
+        self.by_digest = [DigestMap(pool.num_blocks) for _ in range(num_groups)]  # per layer group: digest -> block
+        # of each hashed block: its digest, the digest of the block before, its tokens
         self.digests, self.parents, self.chunks = ([b""] * pool.num_blocks for _ in range(3))
-        """of each hashed block: its digest, the digest of the block before, its tokens"""
         self.groups = bytearray(pool.num_blocks)  # layer group of each hashed block
         self.first = bytearray(pool.num_blocks)  # 1 for hashed blocks at the beginning of a prompt
         self.num_hashed = 0

@@ -111,8 +111,7 @@ class Sequence:
         self.is_prefilling = True  # the tokens that it started with are not all computed
         self.prefill_target = self.num_prompt
         self.computed = 0  # tokens whose keys and values are in the cache, or will be after the scheduled steps
-        self.num_visible = 0
-        """computed tokens that other sequences may read: those of steps before the one being scheduled"""
+        self.num_visible = 0  # computed tokens that others may read: those of steps before the one being scheduled
         self.num_allocated = 0  # positions below can be scheduled without any further check
         self.num_writable = 0  # positions below are in blocks that this sequence may write
         self.tables: list[list[int]] = []  # per layer group: the block of tokens 0 … B-1, of B … 2B-1, …
@@ -124,8 +123,8 @@ class Sequence:
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at its first start
         self.miss: Miss | None = None  # why no more were found
         self.number = 0  # number of the request, in order of submission
-        self.shared_prefix = self.prefix_source = 0
-        """prompt tokens shared with an earlier sequence, cached or not, and the number of the last such request"""
+        self.shared_prefix = 0  # prompt tokens shared with an earlier sequence, cached or not
+        self.prefix_source = 0  # number of the last request that shares them
         self.largest_gap_s = 0.0
 
         self.state = State.WAITING

@@ -79,13 +79,10 @@ class Decision:
         self.positions: list[int] = []  # position of each decode's token
         self.rows: list[int] = []
         self.chunks: list[PrefillChunk] = []
-        self.sampling: list[Sequence] = []
-        """sequences that sample a token, in this order: decodes, then chunks that end the prefill"""
-        self.prefill_done: list[Sequence] = []
-        """sequences whose prefill, or recompute after a preemption, ends with this step"""
+        self.sampling: list[Sequence] = []  # sample a token: decodes, then chunks that end the prefill
+        self.prefill_done: list[Sequence] = []  # their prefill, or recompute after a preemption, ends with this step
         self.last: list[Sequence] = []  # sequences for which the sampled token is the last by length
-        self.admitted: list[Sequence] = []
-        """sequences that start or restart in new rows, with the tokens of `sequence.tokens`"""
+        self.admitted: list[Sequence] = []  # start or restart in new rows, with the tokens of `sequence.tokens`
         self.table_updates: list[TableUpdate] = []
         self.copies: list[Copy] = []
         self.preempted: list[Sequence] = []

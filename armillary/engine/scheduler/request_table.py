@@ -57,6 +57,19 @@ class RequestTable:
         self.requests[request.id] = sequences
         self.waiting.push(sequences[0])
 
+    def wake_at(self, now: float) -> float | None:
+        """When the scheduler has something to do if nothing else happens: now, at a deadline, at the end of a batch
+        window, or never (None)."""
+        if self.running:
+            return now
+        times, first = [self.deadlines.next()], self.waiting.first()
+        if first is not None:
+            window_s = self.settings.batch_window_s if self.settings.batching == "dynamic" else 0.0
+            full = len(self.waiting) >= self.settings.max_running
+            times.append(now if full else first.arrived_at + window_s)
+        known = [time for time in times if time is not None]
+        return max(now, min(known)) if known else None
+
     def _set_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.timeout_s is not None:
             self.deadlines.add(now + seq.request.timeout_s, seq)

@@ -97,20 +97,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.request_table.requests)
 
-    def wake_at(self, now: float) -> float | None:
-        """When to call `schedule` next if nothing else happens: now, at a deadline, at a window's end, or never
-        (None)."""
-        if self.request_table.running:
-            return now
-        times = [self.request_table.deadlines.next()]
-        first = self.request_table.waiting.first()
-        if first is not None:
-            window = self.settings.batch_window_s if self.settings.batching == "dynamic" else 0.0
-            full = len(self.request_table.waiting) >= self.settings.max_running
-            times.append(now if full else first.arrived_at + window)
-        known = [time for time in times if time is not None]
-        return max(now, min(known)) if known else None
-
     # --- deciding a step
 
     def schedule(self, now: float) -> Decision:

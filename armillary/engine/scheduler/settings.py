@@ -32,27 +32,20 @@ class Settings:
     max_waiting: int | None = None
     max_wait_s: float | None = None  # a request that has not started by then is aborted
     prefill_tokens: int | None = None  # most prefill tokens per step while others decode; none: what the step has left
-    prefill_slowdown: float | None = None
-    """longest step with prefill, in multiples of its decodes alone; none: no limit"""
-    max_chunk: int | None = None
-    """most prefill tokens of one request per step, so that short prompts are not blocked by a long one; none: all"""
-    attention_tokens: float | None = None
-    """context at which attention costs as much as the rest of a token; none: attention is not counted"""
+    prefill_slowdown: float | None = None  # longest step with prefill over its decodes alone; none: no limit
+    max_chunk: int | None = None  # most prefill tokens of one request per step, for shorter prompts' sake; none: all
+    attention_tokens: float | None = None  # context where attention costs as much as the rest; none: not counted
     query_tile: int = 1  # queries per tile of prefill attention: a chunk costs as much as the next multiple
-    reserve: float | None = None
-    """fraction of the blocks that running sequences may still need that is kept free; none: of the likely need,
-    learnt"""
-    rope_switch: int | None = None
-    """prompt length beyond which RoPE frequencies change, so that no blocks are shared across it"""
+    reserve: float | None = None  # part of the blocks that sequences may still need to keep free; none: learnt
+    rope_switch: int | None = None  # prompt length beyond which RoPE changes: no blocks are shared across it
+    # masks are computed once the step before is updated, so structured sequences are scheduled ahead; else they wait
     late_masks: bool = False
-    """the executor computes constraint masks only after the step before was updated, so that structured sequences are
-    scheduled ahead like all others; else they wait for each token"""
     lookups: int = 256  # most blocks looked up or freed per step
     check_every: int = 0  # steps between checks of all invariants; 0: never
 
 
 _ATTENTION_RATE = 0.5
-"""FLOP/s of attention of prompts over those of products. Measured on an H200 (benchmarks/): 406 TFLOP/s alone, some 260
+"""FLOP/s of prefill attention over those of GEMMs. Measured on an H200 (benchmarks/): 406 TFLOP/s alone, some 260
 in short chunks; whole prompt steps 684"""
 
 

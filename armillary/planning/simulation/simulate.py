@@ -161,7 +161,7 @@ class _Run:
     def _nap(self) -> None:
         """No sequence can start now: wait until a window closes, a deadline passes or another request arrives."""
         device = self._device
-        wake = self.scheduler.wake_at(device.now)
+        wake = self.scheduler.request_table.wake_at(device.now)
         times = [wake] if wake is not None and wake > device.now else []
         times += [self._left[0].at_s] if self._left else []
         device.now = max(device.now + _NAP_S * 1e-3, min(times, default=device.now + _NAP_S))

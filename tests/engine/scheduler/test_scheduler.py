@@ -332,11 +332,11 @@ def test_dynamic_batches_wait_until_they_are_full_or_the_window_is_over() -> Non
     assert counts("dynamic", batch_window_s=10.0)[:4] == [0, 0, 0, 4]
     assert counts("dynamic", batch_window_s=2.0)[:3] == [0, 0, 3]
     scheduler = make_scheduler(batching="dynamic", batch_window_s=2.0)
-    assert scheduler.wake_at(0.0) is None
+    assert scheduler.request_table.wake_at(0.0) is None
     start(scheduler, "a", now=1.0)
-    assert scheduler.wake_at(1.5) == 3.0
+    assert scheduler.request_table.wake_at(1.5) == 3.0
     step(scheduler, now=3.0)
-    assert scheduler.wake_at(3.1) == 3.1
+    assert scheduler.request_table.wake_at(3.1) == 3.1
 
 
 def test_continuous_batches_take_new_ones_at_once() -> None:
