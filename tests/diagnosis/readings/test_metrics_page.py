@@ -173,7 +173,7 @@ def test_our_own_page() -> None:
     from armillary.serving.processes.server_metrics import Metrics
 
     metrics = Metrics()
-    metrics.set_state({"running": 4.0, "waiting": 2.0, "kv_used_fraction": 0.5, "preemptions_total": 3.0})
+    metrics.engine_state = {"running": 4.0, "waiting": 2.0, "kv_used_fraction": 0.5, "preemptions_total": 3.0}
     for seconds in (0.02, 0.03, 0.3):
         metrics.histograms["itl_s"].observe(seconds)
     reading = reading_of_page(metrics.page().decode(), source="x")
