@@ -202,8 +202,9 @@ def _quiet(peaks: Peaks) -> list[str]:
         elif kind == "collective":
             lines += [f"{p['op']} {p['world']} {p['alpha_s']:.4g} {p['bytes_per_s']:.4g}" for p in peaks.points[kind]]
         elif kind == "attention":
-            passes = {True: "backward", False: "forward"}
-            lines += [f"attention {passes[p['backward']]} {p['flops']:.4g}" for p in peaks.points[kind]]
+            lines += [
+                f"attention {'backward' if p['backward'] else 'forward'} {p['flops']:.4g}" for p in peaks.points[kind]
+            ]
         elif kind == "launch":
             lines += [f"launch {point['mode']} {point['seconds']:.4g}" for point in peaks.points[kind]]
     return lines

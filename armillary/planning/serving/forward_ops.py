@@ -13,7 +13,7 @@ from math import ceil
 from armillary.errors import BadLayout
 from armillary.spec.arithmetic.ops import Op, grouped_matmul
 from armillary.spec.arithmetic.sublayers import Batch, experts_used
-from armillary.spec.arithmetic.workload import embedding_pieces, head_pieces, layer_pieces
+from armillary.spec.arithmetic.workload import embedding_operations, head_operations, layer_operations
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.division import tp_holds, tp_says
@@ -167,21 +167,21 @@ class Forward:
             weight_dtype=self.dtypes.weights,
             kv_dtype=self.dtypes.kv,
         )
-        ops = [(piece.forward, 1) for piece in embedding_pieces(self.local_config, batch)]
+        ops = [(piece.forward, 1) for piece in embedding_operations(self.local_config, batch)]
         for kind, count in self.kinds.items():
-            pieces = layer_pieces(self.local_config, kind, batch)
+            pieces = layer_operations(self.local_config, kind, batch)
             ops += [
                 (self._expert(piece.forward, tokens), count) for piece in pieces if piece.forward.kind != "attention"
             ]
         head = replace(batch, weight_dtype="", copies=1)
-        return (*ops, *((piece.forward, 1) for piece in head_pieces(self.local_config, head, loss=False)))
+        return (*ops, *((piece.forward, 1) for piece in head_operations(self.local_config, head, loss=False)))
 
     def _attention(self, queries: int, keys: int) -> tuple[tuple[Op, int], ...]:
         batch = RepeatedBatch(spans=((queries, keys),), copies=1, logits=1, dtype=self.dtype, kv_dtype=self.dtypes.kv)
         return tuple(
             (piece.forward, count)
             for kind, count in self.kinds.items()
-            for piece in layer_pieces(self.local_config, kind, batch)
+            for piece in layer_operations(self.local_config, kind, batch)
             if piece.forward.kind == "attention"
         )
 

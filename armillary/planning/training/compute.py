@@ -15,8 +15,8 @@ from armillary.planning.training.fp8_fp4 import SIZES, casts, precision_of
 from armillary.planning.training.sharding import local_gemm, sharding_of, share
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.arithmetic.eager_ops import eager_bytes
-from armillary.spec.arithmetic.sublayers import Batch, Piece, attention_shape
-from armillary.spec.arithmetic.workload import embedding_pieces, head_pieces, layer_pieces, make_batch
+from armillary.spec.arithmetic.sublayers import Batch, OpWithBackward, attention_shape
+from armillary.spec.arithmetic.workload import embedding_operations, head_operations, layer_operations, make_batch
 from armillary.spec.model import LayerKind
 
 
@@ -59,7 +59,7 @@ activation functions are not fused kernels"""
 
 def layer_work(case: TrainCase, kind: LayerKind, layouts: Layouts) -> Work:
     """One layer of `kind`, for every layout."""
-    work = _by_batch(case, layouts, lambda batch: layer_pieces(case.model, kind, batch), kind)
+    work = _by_batch(case, layouts, lambda batch: layer_operations(case.model, kind, batch), kind)
     return work if case.lora is None else plus(work, adapter_work(case, layouts))
 
 
@@ -87,8 +87,8 @@ def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
 def ends_work(case: TrainCase, layouts: Layouts) -> tuple[Work, Work]:
     """(embedding, output projection with the loss); torch compiles only the layers between them."""
     case = replace(case, compiled=False) if case.compiled else case
-    first = _by_batch(case, layouts, lambda batch: embedding_pieces(case.model, batch), None)
-    last = _by_batch(case, layouts, lambda batch: head_pieces(case.model, batch, loss=True), None)
+    first = _by_batch(case, layouts, lambda batch: embedding_operations(case.model, batch), None)
+    last = _by_batch(case, layouts, lambda batch: head_operations(case.model, batch, loss=True), None)
     if case.software.eager_layers and case.loss_chunk:
         last = _with_recompute(last, layouts.micro_batch * case.sequence / layouts.cp > case.loss_chunk)
     return first, scaled(last, 1.0 + case.extra_heads)
@@ -119,7 +119,7 @@ def _by_batch(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -
 
 
 def _pieces_work(
-    case: TrainCase, pieces: Sequence[Piece], layouts: Layouts, batch: Batch, kind: LayerKind | None
+    case: TrainCase, pieces: Sequence[OpWithBackward], layouts: Layouts, batch: Batch, kind: LayerKind | None
 ) -> Work:
     work = no_work(len(layouts))
     eager = case.software.eager_layers and not case.compiled
@@ -139,7 +139,7 @@ def _pieces_work(
 # --- GEMMs
 
 
-def _matmul(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
+def _matmul(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> Work:
     """Forward [m, n, k], dX [m, k, n], dW [k, n, m]; in 8 or 4 bits the operands are cast first, plain and
     transposed."""
     op, software = piece.forward, case.software
@@ -184,7 +184,7 @@ def gemm_s(
 # --- attention and memory-bound operations
 
 
-def _attention(case: TrainCase, piece: Piece, layouts: Layouts, batch: Batch, kind: LayerKind) -> Work:
+def _attention(case: TrainCase, piece: OpWithBackward, layouts: Layouts, batch: Batch, kind: LayerKind) -> Work:
     """Flash: FLOPs over the rate attention reaches. Unfused: two GEMMs with the scores written and read between."""
     local, software, curves = share("heads", layouts), case.software, case.curves
     shape = attention_shape(case.model, kind)
@@ -222,7 +222,7 @@ def _keys(case: TrainCase, kind: LayerKind) -> float:
     return float(min(case.sequence, case.model.window or 0) if limited else case.sequence)
 
 
-def _memory_bound(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
+def _memory_bound(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> Work:
     sharding, software = sharding_of(piece.forward.name), case.software
     local, zero = share(sharding, layouts), np.zeros(len(layouts))
     unfused = sharding == "experts" and not software.fused_experts
@@ -241,12 +241,12 @@ def _memory_bound(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
     )
 
 
-def _is_cheap(case: TrainCase, piece: Piece) -> bool:
+def _is_cheap(case: TrainCase, piece: OpWithBackward) -> bool:
     """Whether selective recompute recomputes it rather than store it."""
     return piece.forward.kind in ("norm", "elementwise") and case.flash
 
 
-def _eager_operators(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
+def _eager_operators(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> Work:
     """The memory-bound operators that eager torch runs for a piece, beside its GEMM or attention."""
     moved = eager_bytes(case.model, piece.forward)
     sharding = sharding_of(piece.forward.name)

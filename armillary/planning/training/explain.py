@@ -20,7 +20,7 @@ from armillary.planning.training.sharding import local_gemm
 from armillary.planning.training.step_overhead import CALLS_PER_OPERATOR, CPU_STRAGGLER, GRAD_NORM_BYTES, STEP_S
 from armillary.spec.arithmetic.layer_ops import adamw
 from armillary.spec.arithmetic.params import parameters
-from armillary.spec.arithmetic.workload import layer_pieces, make_batch
+from armillary.spec.arithmetic.workload import layer_operations, make_batch
 from armillary.units import bandwidth_text, bytes_text, count_text, flops_per_s_text, flops_text, seconds_text
 
 
@@ -98,7 +98,7 @@ def _gemms(prediction: Prediction) -> list[Term]:
     batch = make_batch([case.sequence] * int(layouts.micro_batch[0]), flash=case.flash)
     experts = case.model.moe.num_experts if case.model.moe else 0
     terms = []
-    for piece in layer_pieces(case.model, kind, batch):
+    for piece in layer_operations(case.model, kind, batch):
         op = piece.forward
         if op.kind != "matmul":
             continue

@@ -1,7 +1,6 @@
 """The parts of a layer as operations: the forms of attention, MLPs, experts, norms.
 
-A piece is one forward operation with its backward operations; residual adds are fused into the norms, biases and caps
-into the GEMM before them.
+Residual adds are fused into the norms, biases and caps into the GEMM before them.
 """
 
 from dataclasses import dataclass, replace
@@ -43,58 +42,63 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class OpWithBackward:
     """One operation of the network, forward and backward."""
 
     forward: Op
     backward: tuple[Op, ...] = ()
 
 
-def norm(config: ModelConfig, name: str, batch: Batch, *, residual: bool) -> Piece:
+def norm(config: ModelConfig, name: str, batch: Batch, *, residual: bool) -> OpWithBackward:
     """A norm over the residual stream."""
     return norm_of(config, name, batch.tokens, config.hidden, batch, residual=residual)
 
 
-def norm_of(config: ModelConfig, name: str, rows: int, columns: int, batch: Batch, *, residual: bool = False) -> Piece:
+def norm_of(
+    config: ModelConfig, name: str, rows: int, columns: int, batch: Batch, *, residual: bool = False
+) -> OpWithBackward:
     """A norm over rows of any width."""
     forward = layer_ops.norm(name, rows, columns, dtype=batch.dtype, kind=config.norm, residual=residual)
     back = layer_ops.norm_backward(f"{name}.d", rows, columns, dtype=batch.dtype, kind=config.norm, residual=residual)
-    return Piece(forward=forward, backward=(back,))
+    return OpWithBackward(forward=forward, backward=(back,))
 
 
-def add(name: str, config: ModelConfig, batch: Batch) -> Piece:
+def add(name: str, config: ModelConfig, batch: Batch) -> OpWithBackward:
     """Its backward passes the same gradient to both sides, without an operation."""
-    return Piece(forward=ops.elementwise(name, batch.tokens * config.hidden, dtype=batch.dtype, inputs=2))
+    return OpWithBackward(forward=ops.elementwise(name, batch.tokens * config.hidden, dtype=batch.dtype, inputs=2))
 
 
-def linear(name: str, batch: Batch, out: int, into: int) -> Piece:
+def linear(name: str, batch: Batch, out: int, into: int) -> OpWithBackward:
     """A projection of every token; its backward computes dX, then dW."""
     forward = ops.matmul(name, batch.tokens, out, into, dtype=batch.dtype, weight_dtype=batch.weight_dtype)
-    return Piece(forward=forward, backward=ops.matmul_backward(forward))
+    return OpWithBackward(forward=forward, backward=ops.matmul_backward(forward))
 
 
 # --- attention
 
 
-def attention_pieces(config: ModelConfig, kind: LayerKind, batch: Batch) -> list[Piece]:
+def attention_operations(config: ModelConfig, kind: LayerKind, batch: Batch) -> list[OpWithBackward]:
     """Projections, norms and rotation of queries and keys, the attention itself, output projection."""
     if config.mla and kind.attention != "simplicial":
         return _latent_attention(config, config.mla, kind, batch)
     keys = 2 if kind.attention == "simplicial" else 1
     width = (config.heads + 2 * keys * config.kv_heads) * config.head_dim
     rotated = config.heads + keys * config.kv_heads
-    pieces = [linear("qkv", batch, width, config.hidden)]
-    if config.qk_norm != "none":
-        pieces.append(norm_of(config, "qk_norm", batch.tokens * rotated, config.head_dim, batch))
-    pieces += _rope(config, kind, batch, rotated)
-    return [*pieces, _core(config, kind, batch), linear("out", batch, config.hidden, config.heads * config.head_dim)]
+    has_norm = config.qk_norm != "none"
+    return [
+        linear("qkv", batch, width, config.hidden),
+        *([norm_of(config, "qk_norm", batch.tokens * rotated, config.head_dim, batch)] if has_norm else []),
+        *_rope(config, kind, batch, rotated),
+        _core(config, kind, batch),
+        linear("out", batch, config.hidden, config.heads * config.head_dim),
+    ]
 
 
-def _rope(config: ModelConfig, kind: LayerKind, batch: Batch, heads: int) -> list[Piece]:
+def _rope(config: ModelConfig, kind: LayerKind, batch: Batch, heads: int) -> list[OpWithBackward]:
     if config.positions != "rope" or not kind.rope:
         return []
     forward = layer_ops.rope("rope", batch.tokens, heads, config.rotary_dim, dtype=batch.dtype)
-    return [Piece(forward=forward, backward=(replace(forward, name="rope.d"),))]
+    return [OpWithBackward(forward=forward, backward=(replace(forward, name="rope.d"),))]
 
 
 def attention_shape(config: ModelConfig, kind: LayerKind) -> AttentionShape:
@@ -109,7 +113,7 @@ def attention_shape(config: ModelConfig, kind: LayerKind) -> AttentionShape:
     return AttentionShape(heads=config.heads, kv_heads=kv_heads, qk_dim=qk, v_dim=v, window=window, chunk=chunk)
 
 
-def _core(config: ModelConfig, kind: LayerKind, batch: Batch) -> Piece:
+def _core(config: ModelConfig, kind: LayerKind, batch: Batch) -> OpWithBackward:
     shape = attention_shape(config, kind)
     if kind.attention == "simplicial":
         assert config.simplicial is not None
@@ -118,62 +122,67 @@ def _core(config: ModelConfig, kind: LayerKind, batch: Batch) -> Piece:
             simplicial_attention(name, shape, batch.spans, window_1=w1, window_2=w2, dtype=batch.dtype, backward=back)
             for name, back in (("attention", False), ("attention.d", True))
         )
-        return Piece(forward=fwd, backward=(bwd,))
+        return OpWithBackward(forward=fwd, backward=(bwd,))
     forward = attention("attention", shape, batch.spans, dtype=batch.dtype, kv_dtype=batch.kv_dtype, flash=batch.flash)
     backward = attention_backward("attention.d", shape, batch.spans, dtype=batch.dtype, flash=batch.flash)
-    return Piece(forward=forward, backward=(backward,))
+    return OpWithBackward(forward=forward, backward=(backward,))
 
 
-def _latent_attention(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[Piece]:
+def _latent_attention(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[OpWithBackward]:
     """MLA (DeepSeek-V2, arXiv 2405.04434): expanded keys and values for training and prefill; a decode step instead
     absorbs the up-projections into query and output and attends to the cached latent itself."""
     query = config.heads * (mla.nope_dim + mla.rope_dim)
-    pieces = []
+    q_down = []
     if mla.q_rank:
-        pieces = [linear("q_down", batch, mla.q_rank, config.hidden)]
-        pieces.append(norm_of(config, "q_norm", batch.tokens, mla.q_rank, batch))
-    pieces.append(linear("q", batch, query, mla.q_rank or config.hidden))
-    pieces.append(linear("kv_down", batch, mla.kv_rank + mla.rope_dim, config.hidden))
-    pieces.append(norm_of(config, "kv_norm", batch.tokens, mla.kv_rank, batch))
-    pieces += _rope(config, kind, batch, config.heads + 1)
-    pieces += _absorbed(config, mla, kind, batch) if batch.decoding else _expanded(config, mla, kind, batch)
-    return [*pieces, linear("out", batch, config.hidden, config.heads * mla.v_dim)]
+        q_down = [
+            linear("q_down", batch, mla.q_rank, config.hidden),
+            norm_of(config, "q_norm", batch.tokens, mla.q_rank, batch),
+        ]
+    return [
+        *q_down,
+        linear("q", batch, query, mla.q_rank or config.hidden),
+        linear("kv_down", batch, mla.kv_rank + mla.rope_dim, config.hidden),
+        norm_of(config, "kv_norm", batch.tokens, mla.kv_rank, batch),
+        *_rope(config, kind, batch, config.heads + 1),
+        *(_absorbed if batch.decoding else _expanded)(config, mla, kind, batch),
+        linear("out", batch, config.hidden, config.heads * mla.v_dim),
+    ]
 
 
-def _expanded(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[Piece]:
+def _expanded(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[OpWithBackward]:
     keys = replace(batch, spans=tuple((k, k) for _, k in batch.spans))
     up = linear("kv_up", keys, config.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
     return [up, _core(config, kind, batch)]
 
 
-def _absorbed(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[Piece]:
+def _absorbed(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[OpWithBackward]:
     shape = replace(
         attention_shape(config, kind), kv_heads=1, qk_dim=mla.kv_rank + mla.rope_dim, v_dim=mla.kv_rank, latent=True
     )
     core = attention("attention", shape, batch.spans, dtype=batch.dtype, kv_dtype=batch.kv_dtype)
     into = ops.batched_matmul("q_absorb", config.heads, batch.tokens, mla.kv_rank, mla.nope_dim, dtype=batch.dtype)
     out = ops.batched_matmul("v_absorb", config.heads, batch.tokens, mla.v_dim, mla.kv_rank, dtype=batch.dtype)
-    return [Piece(forward=into), Piece(forward=core), Piece(forward=out)]
+    return [OpWithBackward(forward=into), OpWithBackward(forward=core), OpWithBackward(forward=out)]
 
 
 # --- MLP and experts
 
 
-def mlp_pieces(config: ModelConfig, batch: Batch, ffn: int, name: str, *, gated: bool) -> list[Piece]:
+def mlp_operations(config: ModelConfig, batch: Batch, ffn: int, name: str, *, gated: bool) -> list[OpWithBackward]:
     """Up (and gate), activation, down."""
     up = linear(f"{name}.gate_up" if gated else f"{name}.up", batch, (1 + gated) * ffn, config.hidden)
     act = _activation(config, name, batch.tokens, ffn, batch.dtype, gated=gated)
     return [up, act, linear(f"{name}.down", batch, config.hidden, ffn)]
 
 
-def _activation(config: ModelConfig, name: str, rows: int, ffn: int, dtype: str, *, gated: bool) -> Piece:
+def _activation(config: ModelConfig, name: str, rows: int, ffn: int, dtype: str, *, gated: bool) -> OpWithBackward:
     act = config.activation
     forward = layer_ops.activation(f"{name}.act", rows, ffn, dtype=dtype, function=act, gated=gated)
     backward = layer_ops.activation_backward(f"{name}.act.d", rows, ffn, dtype=dtype, function=act, gated=gated)
-    return Piece(forward=forward, backward=(backward,))
+    return OpWithBackward(forward=forward, backward=(backward,))
 
 
-def moe_pieces(config: ModelConfig, moe: MoE, batch: Batch) -> list[Piece]:
+def moe_operations(config: ModelConfig, moe: MoE, batch: Batch) -> list[OpWithBackward]:
     """Router, dispatch, the experts' gated MLPs, combine; then the shared expert."""
     tokens, hidden, top_k = batch.tokens, config.hidden, moe.top_k
     send = layer_ops.dispatch("moe.dispatch", tokens, hidden, top_k, dtype=batch.dtype)
@@ -181,26 +190,26 @@ def moe_pieces(config: ModelConfig, moe: MoE, batch: Batch) -> list[Piece]:
     return [
         linear("moe.router", batch, moe.num_experts, hidden),
         _routing(moe, tokens),
-        Piece(forward=send, backward=(replace(gather, name="moe.dispatch.d"),)),
+        OpWithBackward(forward=send, backward=(replace(gather, name="moe.dispatch.d"),)),
         _grouped("moe.gate_up", moe, batch, 2 * moe.ffn, hidden),
         _activation(config, "moe", tokens * top_k, moe.ffn, batch.dtype, gated=True),
         _grouped("moe.down", moe, batch, hidden, moe.ffn),
-        Piece(forward=gather, backward=(replace(send, name="moe.combine.d"),)),
+        OpWithBackward(forward=gather, backward=(replace(send, name="moe.combine.d"),)),
         *_shared(config, moe, batch),
     ]
 
 
-def _routing(moe: MoE, tokens: int) -> Piece:
+def _routing(moe: MoE, tokens: int) -> OpWithBackward:
     forward = layer_ops.router("moe.route", tokens, moe.num_experts, moe.top_k, dtype="fp32")
     backward = ops.softmax("moe.route.d", tokens, moe.num_experts, dtype="fp32", backward=True)
-    return Piece(forward=forward, backward=(backward,))
+    return OpWithBackward(forward=forward, backward=(backward,))
 
 
-def _grouped(name: str, moe: MoE, batch: Batch, out: int, into: int) -> Piece:
+def _grouped(name: str, moe: MoE, batch: Batch, out: int, into: int) -> OpWithBackward:
     rows, used = batch.tokens * moe.top_k, experts_used(moe, batch.tokens)
     forward = ops.grouped_matmul(name, rows, out, into, groups=used, dtype=batch.dtype, weight_dtype=batch.weight_dtype)
     backward = ops.grouped_matmul_backward(name, rows, out, into, groups=moe.num_experts, dtype=batch.dtype)
-    return Piece(forward=forward, backward=backward)
+    return OpWithBackward(forward=forward, backward=backward)
 
 
 def experts_used(moe: MoE, tokens: int) -> int:
@@ -210,8 +219,12 @@ def experts_used(moe: MoE, tokens: int) -> int:
     return min(moe.num_experts, ceil(expected - 1e-9))
 
 
-def _shared(config: ModelConfig, moe: MoE, batch: Batch) -> list[Piece]:
+def _shared(config: ModelConfig, moe: MoE, batch: Batch) -> list[OpWithBackward]:
     if not moe.shared_ffn:
         return []
     gate = [linear("shared.gate", batch, 1, config.hidden)] if moe.shared_gate else []
-    return [*gate, *mlp_pieces(config, batch, moe.shared_ffn, "shared", gated=True), add("shared.add", config, batch)]
+    return [
+        *gate,
+        *mlp_operations(config, batch, moe.shared_ffn, "shared", gated=True),
+        add("shared.add", config, batch),
+    ]

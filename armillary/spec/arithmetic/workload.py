@@ -10,12 +10,12 @@ from armillary.spec.arithmetic import layer_ops
 from armillary.spec.arithmetic.ops import Op
 from armillary.spec.arithmetic.sublayers import (
     Batch,
-    Piece,
+    OpWithBackward,
     add,
-    attention_pieces,
+    attention_operations,
     linear,
-    mlp_pieces,
-    moe_pieces,
+    mlp_operations,
+    moe_operations,
     norm,
 )
 from armillary.spec.model import LayerKind, ModelConfig
@@ -54,31 +54,31 @@ def make_batch(
 
 def forward_ops(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[Op]:
     """Every operation of one forward pass in order, output projection included (`loss`: cross-entropy too)."""
-    return [piece.forward for piece in pieces(config, batch, loss=loss)]
+    return [operation.forward for operation in model_operations(config, batch, loss=loss)]
 
 
-def pieces(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[Piece]:
+def model_operations(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[OpWithBackward]:
     """Embedding, layers and head; a layer's names start with 'layers.N.'."""
-    by_kind = {kind: layer_pieces(config, kind, batch) for kind in dict.fromkeys(config.layers)}
-    result = embedding_pieces(config, batch)
+    by_kind = {kind: layer_operations(config, kind, batch) for kind in dict.fromkeys(config.layers)}
+    result = embedding_operations(config, batch)
     for i, kind in enumerate(config.layers):
-        result += [_renamed(piece, f"layers.{i}.") for piece in by_kind[kind]]
-    return result + head_pieces(config, batch, loss=loss)
+        result += [_renamed(operation, f"layers.{i}.") for operation in by_kind[kind]]
+    return result + head_operations(config, batch, loss=loss)
 
 
-def _renamed(piece: Piece, prefix: str) -> Piece:
-    backward = tuple(replace(op, name=prefix + op.name) for op in piece.backward)
-    return Piece(forward=replace(piece.forward, name=prefix + piece.forward.name), backward=backward)
+def _renamed(operation: OpWithBackward, prefix: str) -> OpWithBackward:
+    backward = tuple(replace(op, name=prefix + op.name) for op in operation.backward)
+    return OpWithBackward(forward=replace(operation.forward, name=prefix + operation.forward.name), backward=backward)
 
 
 # --- embedding and head
 
 
-def embedding_pieces(config: ModelConfig, batch: Batch) -> list[Piece]:
+def embedding_operations(config: ModelConfig, batch: Batch) -> list[OpWithBackward]:
     names = ["embedding", "positions"] if config.positions == "learned" else ["embedding"]
     rows = {"embedding": config.vocab, "positions": config.learned_positions}
     return [
-        Piece(
+        OpWithBackward(
             forward=layer_ops.embedding(name, batch.tokens, config.hidden, dtype=batch.dtype),
             backward=(
                 layer_ops.embedding_backward(f"{name}.d", batch.tokens, config.hidden, rows[name], dtype=batch.dtype),
@@ -88,27 +88,27 @@ def embedding_pieces(config: ModelConfig, batch: Batch) -> list[Piece]:
     ]
 
 
-def head_pieces(config: ModelConfig, batch: Batch, *, loss: bool) -> list[Piece]:
+def head_operations(config: ModelConfig, batch: Batch, *, loss: bool) -> list[OpWithBackward]:
     result = [norm(config, "final_norm", batch, residual=False)] if config.final_norm else []
     result.append(linear("head", replace(batch, spans=((batch.logits, batch.logits),)), config.vocab, config.hidden))
     if loss:
         forward = layer_ops.cross_entropy("loss", batch.logits, config.vocab, dtype=batch.dtype)
         backward = layer_ops.cross_entropy_backward("loss.d", batch.logits, config.vocab, dtype=batch.dtype)
-        result.append(Piece(forward=forward, backward=(backward,)))
+        result.append(OpWithBackward(forward=forward, backward=(backward,)))
     return result
 
 
 # --- one layer
 
 
-def layer_pieces(config: ModelConfig, kind: LayerKind, batch: Batch) -> list[Piece]:
+def layer_operations(config: ModelConfig, kind: LayerKind, batch: Batch) -> list[OpWithBackward]:
     """One layer of `kind`: norms, attention and MLP, in the order of config.norm_at and config.parallel."""
-    attend = attention_pieces(config, kind, batch)
+    attend = attention_operations(config, kind, batch)
     if kind.mlp == "moe":
         assert config.moe is not None
-        mlp = moe_pieces(config, config.moe, batch)
+        mlp = moe_operations(config, config.moe, batch)
     else:
-        mlp = mlp_pieces(config, batch, config.ffn, "mlp", gated=config.gated)
+        mlp = mlp_operations(config, batch, config.ffn, "mlp", gated=config.gated)
     if config.parallel != "none":
         norms = [norm(config, "norm", batch, residual=True)]
         norms += [norm(config, "mlp_norm", batch, residual=False)] if config.parallel == "two_norms" else []
@@ -116,7 +116,7 @@ def layer_pieces(config: ModelConfig, kind: LayerKind, batch: Batch) -> list[Pie
     return _with_norms(config, "attention", attend, batch) + _with_norms(config, "mlp", mlp, batch)
 
 
-def _with_norms(config: ModelConfig, name: str, inner: list[Piece], batch: Batch) -> list[Piece]:
+def _with_norms(config: ModelConfig, name: str, inner: list[OpWithBackward], batch: Batch) -> list[OpWithBackward]:
     """The residual add is fused into the norm before (of this sub-layer or the next); alone where there is none."""
     if config.norm_at == "after":
         return [*inner, norm(config, f"{name}_norm", batch, residual=False), add(f"{name}_residual", config, batch)]

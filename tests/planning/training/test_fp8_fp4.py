@@ -15,7 +15,7 @@ from armillary.planning.training.prediction import predict
 from armillary.planning.training.search import search
 from armillary.planning.training.sharding import local_gemm
 from armillary.planning.training.train_case import TrainCase, lora_of
-from armillary.spec.arithmetic.workload import layer_pieces, make_batch
+from armillary.spec.arithmetic.workload import layer_operations, make_batch
 from armillary.spec.fp8 import projections, stays_in_bf16
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
@@ -37,7 +37,7 @@ def narrow(case: TrainCase, layout: Layout, mlp: str = "dense") -> set[str]:
     """Products of a layer that run in fp8."""
     layouts, batch = as_arrays([layout]), make_batch([case.sequence])
     found = set()
-    for piece in layer_pieces(case.model, LayerKind(mlp=mlp), batch):  # type: ignore[arg-type]
+    for piece in layer_operations(case.model, LayerKind(mlp=mlp), batch):  # type: ignore[arg-type]
         if piece.forward.kind == "matmul":
             mine = local_gemm(piece.forward, layouts, case.model.moe.num_experts if case.model.moe else 0)
             if PRECISIONS[int(precision_of(case, piece.forward.name, layouts, mine)[0])] == "fp8":

@@ -15,7 +15,7 @@ from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.eager_ops import eager_bytes
-from armillary.spec.arithmetic.workload import embedding_pieces, layer_pieces, make_batch
+from armillary.spec.arithmetic.workload import embedding_operations, layer_operations, make_batch
 from armillary.spec.model import ModelConfig
 from tests.emulated_bf16 import any_cpu
 
@@ -81,8 +81,8 @@ def counted(config: ModelConfig, dtype: str) -> tuple[Counted, Counted]:
 def test_bytes_and_calls_of_layers(dtype: str, changes: dict[str, Any]) -> None:
     config = replace(catalogue.model("armillary-2m").config.with_layers(3), vocab=512, final_norm=False, **changes)
     batch = make_batch([LENGTH] * ROWS, dtype=dtype)
-    pieces = [piece for kind in config.layers for piece in layer_pieces(config, kind, batch)]
-    found = [eager_bytes(config, piece.forward) for piece in (*pieces, *embedding_pieces(config, batch))]
+    pieces = [piece for kind in config.layers for piece in layer_operations(config, kind, batch)]
+    found = [eager_bytes(config, piece.forward) for piece in (*pieces, *embedding_operations(config, batch))]
     with any_cpu():
         forward, backward = counted(config, dtype)
     assert sum(one.forward for one in found) == pytest.approx(forward.bytes, rel=0.06)

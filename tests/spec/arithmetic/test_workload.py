@@ -11,12 +11,12 @@ from armillary.spec import catalogue
 from armillary.spec.arithmetic.ops import Op, total
 from armillary.spec.arithmetic.params import kv_bytes, parameters
 from armillary.spec.arithmetic.sublayers import Batch, experts_used
-from armillary.spec.arithmetic.workload import even_lengths, forward_ops, make_batch, pieces
+from armillary.spec.arithmetic.workload import even_lengths, forward_ops, make_batch, model_operations
 from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE, Simplicial
 
 
 def backward_ops(config: ModelConfig, batch: Batch) -> list[Op]:
-    return [op for piece in reversed(pieces(config, batch, loss=True)) for op in piece.backward]
+    return [op for operation in reversed(model_operations(config, batch, loss=True)) for op in operation.backward]
 
 
 def model(kinds: list[LayerKind] | None = None, **changes: Any) -> ModelConfig:
