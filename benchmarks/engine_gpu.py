@@ -119,7 +119,7 @@ def _explained(engine: Engine, args: Any) -> dict[str, Any]:
     if args.device == "cuda":
         name = f"{len(running)} rows, {sum(seq.length for seq in running)} tokens"
         kernels[name] = top_kernels(watch.step, 8)
-    watch.give_up()
+    _abort_all(watch.engine)
     while engine.busy:
         watch.step()
     return {"kernels": kernels} | times.text()
@@ -168,7 +168,7 @@ def _explained_single(engine: Engine, args: Any, tokens_in: int, tokens_out: int
     found = times.text()
     if args.device == "cuda":
         found["kernels"] = top_kernels(watch.step, 8)
-    watch.give_up()
+    _abort_all(watch.engine)
     while engine.busy:
         watch.step()
     return found
@@ -200,7 +200,7 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     for _ in range(max(5, grow // 2)):  # they grow to as much more than the context as they began with less
         watch.step()
     quiet = percentile(watch.gaps, 50)
-    watch.give_up()
+    _abort_all(watch.engine)
     _stream(watch, streams, context - grow, min(longest, model.config.context))
     times = StepTimes(engine)
     beside = _prefill(watch, prompts, args.prompts)
@@ -208,7 +208,7 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     gc.unfreeze()
     spread = {f"p{at}": round(1000 * percentile(watch.gaps, at), 2) for at in (5, 25, 50, 75, 90, 95, 98, 99, 100)}
     kernels = _explained_mixed(watch, prompts) if args.explain and args.device == "cuda" else {}
-    watch.give_up()
+    _abort_all(watch.engine)
     return (
         times.text()
         | kernels
@@ -238,6 +238,11 @@ def slowdowns(model: Transformer, args: Any) -> dict[str, Any]:
         if args.device == "cuda":
             torch.cuda.empty_cache()
     return found
+
+
+def _abort_all(engine: Engine) -> None:
+    for name in list(engine.scheduler.request_table.requests):
+        engine.abort(name)
 
 
 def _stream(watch: Watch, count: int, context: int, longest: int) -> None:

@@ -154,7 +154,7 @@ CASES: dict[str, Callable[[Recording], Run]] = {
 def _nothing_saved() -> Iterator[None]:
     """A run without checkpoint and export at its end, which a recording does not need."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(course.Course, "save", lambda self, step: {}))
+        stack.enter_context(mock.patch.object(course.RunLifecycle, "save", lambda self, step: {}))
         stack.enter_context(mock.patch.object(course, "export", lambda *args, **named: args[2]))
         yield
 
