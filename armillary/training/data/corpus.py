@@ -11,6 +11,7 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,12 +170,16 @@ def _suffixes(paths: list[Path]) -> str:
     return ", ".join(f"{count} × {suffix}" for suffix, count in common) or "no files"
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _below(folder: os.PathLike[str]) -> Iterator[Path]:
     """Regular files below `folder`, without hidden ones and caches; linked folders are not followed."""
-    for path in folder.rglob("*"):
-        names = path.relative_to(folder).parts
-        if "__pycache__" not in names and not any(name.startswith(".") for name in names) and path.is_file():
-            yield path
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name == "__pycache__":
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _below(entry)
+            elif entry.is_file():
+                yield Path(entry)
 
 
 def _stdlib() -> Corpus:
