@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from armillary.engine.bench.measure import Watch, decode_bytes, fixed, nano_vllm, percentile, serve_all
+from armillary.engine.bench.measure import Watch, decode_bytes, fixed, nano_vllm, serve_all
 from armillary.engine.build import make_engine
 from armillary.engine.engine import Engine
 from armillary.model.transformer import Transformer, build
 from armillary.spec.catalogue import models
 from armillary.spec.tables.serve import Serve
+from armillary.stats import percentile
 from benchmarks.engine_times import StepTimes, top_kernels
 
 PEERS = {
@@ -119,7 +120,7 @@ def _explained(engine: Engine, args: Any) -> dict[str, Any]:
     if args.device == "cuda":
         name = f"{len(running)} rows, {sum(seq.length for seq in running)} tokens"
         kernels[name] = top_kernels(watch.step, 8)
-    _abort_all(watch.engine)
+    watch.abort_all()
     while engine.busy:
         watch.step()
     return {"kernels": kernels} | times.text()
@@ -168,7 +169,7 @@ def _explained_single(engine: Engine, args: Any, tokens_in: int, tokens_out: int
     found = times.text()
     if args.device == "cuda":
         found["kernels"] = top_kernels(watch.step, 8)
-    _abort_all(watch.engine)
+    watch.abort_all()
     while engine.busy:
         watch.step()
     return found
@@ -200,7 +201,7 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     for _ in range(max(5, grow // 2)):  # they grow to as much more than the context as they began with less
         watch.step()
     quiet = percentile(watch.gaps, 50)
-    _abort_all(watch.engine)
+    watch.abort_all()
     _stream(watch, streams, context - grow, min(longest, model.config.context))
     times = StepTimes(engine)
     beside = _prefill(watch, prompts, args.prompts)
@@ -208,7 +209,7 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     gc.unfreeze()
     spread = {f"p{at}": round(1000 * percentile(watch.gaps, at), 2) for at in (5, 25, 50, 75, 90, 95, 98, 99, 100)}
     kernels = _explained_mixed(watch, prompts) if args.explain and args.device == "cuda" else {}
-    _abort_all(watch.engine)
+    watch.abort_all()
     return (
         times.text()
         | kernels
@@ -238,11 +239,6 @@ def slowdowns(model: Transformer, args: Any) -> dict[str, Any]:
         if args.device == "cuda":
             torch.cuda.empty_cache()
     return found
-
-
-def _abort_all(engine: Engine) -> None:
-    for name in list(engine.scheduler.request_table.requests):
-        engine.abort(name)
 
 
 def _stream(watch: Watch, count: int, context: int, longest: int) -> None:

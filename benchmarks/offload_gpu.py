@@ -26,7 +26,7 @@ from torch import Tensor
 from armillary.machine.machine import here
 from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import apply
-from armillary.parallel.mesh import Mesh, axis_sizes
+from armillary.parallel.mesh import Mesh
 from armillary.parallel.world import World
 from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.prediction import predict
@@ -36,6 +36,7 @@ from armillary.profiling.ceilings.ceilings import about, name_of
 from armillary.profiling.ceilings.settings import settings_for
 from armillary.spec.catalogue import config_from_fields
 from armillary.spec.layout import Layout
+from armillary.spec.layout_rules.placement import axis_sizes
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import Recipe
 from armillary.spec.tables.model import ModelTable

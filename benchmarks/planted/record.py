@@ -24,7 +24,7 @@ from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.peaks import save_peaks
 from armillary.store.runs import Run
-from armillary.training import run_lifecycle as course
+from armillary.training import run_lifecycle
 from armillary.training.checkpoint import checkpoint
 from benchmarks.planted.record_cases import asked_for, record_each
 from tests.planted.faults import Fault
@@ -154,8 +154,8 @@ CASES: dict[str, Callable[[Recording], Run]] = {
 def _nothing_saved() -> Iterator[None]:
     """A run without checkpoint and export at its end, which a recording does not need."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(course.RunLifecycle, "save", lambda self, step: {}))
-        stack.enter_context(mock.patch.object(course, "export", lambda *args, **named: args[2]))
+        stack.enter_context(mock.patch.object(run_lifecycle.RunLifecycle, "save", lambda self, step: {}))
+        stack.enter_context(mock.patch.object(run_lifecycle, "export", lambda *args, **named: args[2]))
         yield
 
 

@@ -54,8 +54,7 @@ def serve_all(engine: Engine, requests: Iterable[Request], *, name: str = "", li
     while engine.busy:
         watch.step()
         if time.monotonic() - begin > limit_s:
-            for name in list(engine.scheduler.request_table.requests):
-                engine.abort(name)
+            watch.abort_all()
     return watch.served(name, time.monotonic() - begin)
 
 
@@ -91,6 +90,10 @@ class Watch:
 
     def submit(self, request: Request) -> None:
         self.engine.scheduler.submit(request, self.engine.loop.clock())
+
+    def abort_all(self) -> None:
+        for request_id in list(self.engine.scheduler.request_table.requests):
+            self.engine.abort(request_id)
 
     def step(self) -> list[OutputDelta]:
         scheduler, before = self.engine.scheduler, self.engine.scheduler.totals.tokens_out
