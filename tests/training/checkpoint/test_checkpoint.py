@@ -198,7 +198,7 @@ def test_a_disk_that_says_so_only_when_it_is_synced(home: Home, monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device")
 
     run, alone = create_run(home, {}), Consensus(rank=0, size=1)
-    monkeypatch.setattr(atomic, "_sync_tree", full)
+    monkeypatch.setattr(atomic, "_sync", full)
     with pytest.raises(ArmillaryError, match=FULL):
         save(run, 1, {"a": torch.ones(3)}, {}, alone)
     assert not list((run.folder / "checkpoints").iterdir())
