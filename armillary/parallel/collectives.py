@@ -17,7 +17,7 @@ _ops = torch.ops._c10d_functional
 
 
 class WaitTimer(Protocol):
-    """Times collectives; `parallel.exposed_waits.ExposedWaits` is one."""
+    """Times collectives; `parallel.timers.ExposedWaits` is one."""
 
     def mark(self) -> Any: ...
 
@@ -69,80 +69,51 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     return timed(group, lambda: _ops.wait_tensor(_ops.reduce_scatter_tensor(full, "sum", group.size, group.name)))
 
 
-class _Gather(torch.autograd.Function):
+def _unchanged(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+_OPPOSITE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "gather": (all_gather, reduce_scatter),
+    "scatter": (reduce_scatter, all_gather),
+    "share": (_unchanged, all_reduce),
+    "sum": (all_reduce, _unchanged),
+    "sum for each": (all_reduce, all_reduce),
+}
+"""name -> collective of the forward pass, and of the gradient"""
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, name: str, group: Group, *dim: int) -> Tensor:
+        ctx.name, ctx.args = name, (group, *dim)
+        return _OPPOSITE[name][0](x, group, *dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0], ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _SumBoth(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _OPPOSITE[ctx.name][1](grads[0], *ctx.args), None, *(None for _ in ctx.args)
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """All-gather; the gradient is reduce-scattered."""
-    return _Gather.apply(x, group, dim)
+    return _Collective.apply(x, "gather", group, dim)
 
 
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """Reduce-scatter of partial sums; the gradient is all-gathered."""
-    return _Scatter.apply(x, group, dim)
+    return _Collective.apply(x, "scatter", group, dim)
 
 
 def share(x: Tensor, group: Group) -> Tensor:
     """The same tensor on every rank, used for different things: the gradient is all-reduced."""
-    return _Share.apply(x, group)
+    return _Collective.apply(x, "share", group)
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """All-reduce of partial sums, used for the same thing on every rank: the gradient is complete already."""
-    return _Sum.apply(x, group)
+    return _Collective.apply(x, "sum", group)
 
 
 def summed_for_each(x: Tensor, group: Group) -> Tensor:
     """All-reduce of partial sums, used for different things: the gradient is all-reduced as well."""
-    return _SumBoth.apply(x, group)
+    return _Collective.apply(x, "sum for each", group)

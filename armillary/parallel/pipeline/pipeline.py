@@ -27,8 +27,8 @@ from armillary.parallel.ddp import local_of
 from armillary.parallel.fsdp import HALF
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.pipeline.stage import COPY, TIED, Attends, StageModel, VirtualStage
-from armillary.parallel.pipeline.stage_timer import StageTimer, timed
 from armillary.parallel.shard_weights import full_tensor
+from armillary.parallel.timers import StageTimer
 from armillary.spec.layout import Layout
 
 # GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377), interleaved 1F1B (arXiv
@@ -155,7 +155,7 @@ class Pipeline:
             input_args=(tokens if chunk.span.first else hidden,),
             output_args=(hidden,),
         )
-        return timed(stage, self.timer)
+        return self.timer.watch(stage)
 
     def _hidden_shape(self, shape: tuple[int, int]) -> tuple[int, int, int]:
         return shape[0], shape[1] // self._shard_tokens, self.model.config.hidden

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.experts import Experts
 from armillary.parallel.apply import Sharded
-from armillary.parallel.exposed_waits import ExposedWaits
+from armillary.parallel.timers import ExposedWaits
 from armillary.spec.tables.train import TrainJob
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.optimizer import make_optimizer, parameter_groups
@@ -76,11 +76,11 @@ class _CopyWaits(ExposedWaits):
     """Copies outlast the steps that started them: those that have not ended are counted with the next step."""
 
     def take(self) -> float:
-        ended = [pair for pair in self._pairs if not self._timer.on_gpu or pair[1].query()]
-        later = self._pairs[len(ended) :]
-        self._pairs = ended
+        ended = [span for span in self._spans if not self._timer.on_gpu or span[1].query()]
+        later = self._spans[len(ended) :]
+        self._spans = ended
         seconds = super().take()
-        self._pairs = later
+        self._spans = later
         return seconds
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from armillary.parallel.device_timer import DeviceTimer, Mark
+from armillary.parallel.timers import DeviceTimer, Mark
 
 Read = Callable[[], dict[str, float]]
 """waits for the values and returns them"""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from armillary.parallel.exposed_waits import ExposedWaits
+from armillary.parallel.timers import ExposedWaits
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 """Linux: nanoseconds that a thread ran, nanoseconds that it waited for a core, time slices"""

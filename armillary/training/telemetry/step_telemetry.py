@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from armillary.parallel.apply import Sharded
-from armillary.parallel.exposed_waits import ExposedWaits
+from armillary.parallel.timers import ExposedWaits
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
 from armillary.training.step.numerics import HALF

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from armillary.parallel.pipeline.pipeline import Pipeline, Rows, StageFns
 from armillary.parallel.pipeline.stage import Received
-from armillary.parallel.pipeline.stage_timer import Pass
+from armillary.parallel.timers import Pass
 from armillary.planning.training.step_time import idle_s
 from armillary.spec.layout_rules.pipeline_split import Span
 

@@ -14,8 +14,8 @@ from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.pipeline.stage import make_stage_model
-from armillary.parallel.pipeline.stage_timer import Pass
 from armillary.parallel.shard_weights import fill_from, materialise
+from armillary.parallel.timers import Pass
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.rules import check_layout

@@ -11,8 +11,8 @@ import torch
 from armillary.errors import BadInput
 from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
-from armillary.parallel.exposed_waits import ExposedWaits, covered
 from armillary.parallel.recompute import recompute
+from armillary.parallel.timers import ExposedWaits, covered
 from armillary.profiling.profile import BUDGET, Roofline
 from armillary.spec.gauges import budget_gauge
 from armillary.spec.tables.train import TrainJob
