@@ -69,7 +69,7 @@ class Ours:
         how = {"home": home, "names": names, "timed": timed}
         self.choices = use_kernels(self.model, job=self.job, layout=self.layout, **how)
         self.choose_s = time.perf_counter() - begin
-        recompute(self.model, kind=kind, every=every)
+        recompute(self.model, kind=kind, interval=every)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, self.job, precision, self.choices.copies)
         set_learning_rate(self.optimizer, 1e-4)

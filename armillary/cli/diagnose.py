@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from armillary.diagnosis.evidence.finding import Lever
     from armillary.diagnosis.outcome.compare import Comparison
     from armillary.diagnosis.outcome.diagnosis import Diagnosis
-    from armillary.diagnosis.readings.reading import Kind, Reading
+    from armillary.diagnosis.readings.reading import Reading, ReadingKind
 
 
 SHOWN_LEVERS = 5
@@ -259,7 +259,7 @@ MODEL = "MODEL"
 """what is printed where a run was not of stored weights"""
 
 
-def next_command(run: Run, lever: Lever, kind: Kind, recipe: Path, home: Home) -> str:
+def next_command(run: Run, lever: Lever, kind: ReadingKind, recipe: Path, home: Home) -> str:
     """The command as a person would type it."""
     from armillary.diagnosis.evidence.finding import overrides_of
 

@@ -44,11 +44,11 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
     """The verdict on one reading."""
     findings = [finding for rule in rules_for(reading) if (finding := rule(reading, reading.plan)) is not None]
     findings = [replace(finding, levers=finding.levers or _levers(finding, reading, home)) for finding in findings]
-    priced = serving.settled([_priced(finding, reading) for finding in _without_shared_levers(findings)])
-    kept = [finding for finding in priced if finding.cause not in NEEDS_LEVER or is_worth(finding, reading)]
-    kept.sort(key=lambda finding: _order(finding, reading))
-    limiting = kept[0] if kept and limits(kept[0], reading) else None
-    return _verdict(reading, kept, limiting)
+    priced = serving.assign_queue([_priced(finding, reading) for finding in _without_shared_levers(findings)])
+    findings = [finding for finding in priced if finding.cause not in NEEDS_LEVER or is_worth(finding, reading)]
+    findings.sort(key=lambda finding: _order(finding, reading))
+    limiting = findings[0] if findings and limits(findings[0], reading) else None
+    return _verdict(reading, findings, limiting)
 
 
 def rules_for(reading: Reading) -> tuple[Rule, ...]:
@@ -200,12 +200,12 @@ def budget_of(reading: Reading) -> dict[str, float]:
     if parts is None:
         return budget
     step = parts.share(parts.step - parts.data_wait)
-    beside = {
+    outside = {
         "data_wait": parts.data_wait,
         "checkpoints": parts.checkpoint,
         "validation": parts.validation,
         "between_steps": parts.between,
     }
     return {part: share * step for part, share in budget.items()} | {
-        name: parts.share(seconds) for name, seconds in beside.items()
+        name: parts.share(seconds) for name, seconds in outside.items()
     }

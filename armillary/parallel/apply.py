@@ -52,10 +52,11 @@ def apply(
     tp = shard_tokens = None
     if layout.tp > 1:
         shard_tokens = layout.sequence_parallel
-        saved = set(model.blocks) - set(recomputed_blocks(model, kind=layout.recompute, every=layout.recompute_every))
+        recomputed = recomputed_blocks(model, kind=layout.recompute, interval=layout.recompute_every)
+        saved = set(model.blocks) - set(recomputed)
         tp = apply_tensor_parallel(model, mesh.along("tp"), shard_tokens=shard_tokens, regather=saved)
     ep = apply_expert_parallel(model, mesh)
-    recompute(model, kind=layout.recompute, every=layout.recompute_every)
+    recompute(model, kind=layout.recompute, interval=layout.recompute_every)
     if compile:
         compile_blocks(model, tp, overlap=bool(shard_tokens) and can_fold(mesh))
     offloads = layout.offload in ("activations", "both")
@@ -64,9 +65,8 @@ def apply(
     if layout.zero and mesh.num_copies > 1:
         axes = [axis for axis in DATA_AXES if mesh.size(axis) > 1 or axis == "shard"]
         for chunk in chunks:
-            recomputed = layout.recompute == "selective"
-            policy = data.policy_of(layout.precision)
-            fsdp_experts(chunk, mesh, policy, reshard=layout.zero == 3, recomputed=recomputed)
+            policy, selective = data.policy_of(layout.precision), layout.recompute == "selective"
+            fsdp_experts(chunk, mesh, policy, reshard=layout.zero == 3, recomputed=selective)
             data.apply_fsdp(chunk, mesh.along(*axes), zero=layout.zero, precision=layout.precision)
     return Sharded(
         model,

@@ -80,18 +80,18 @@ _OPPOSITE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "sum": (all_reduce, _unchanged),
     "sum for each": (all_reduce, all_reduce),
 }
-"""name -> collective of the forward pass, and of the gradient"""
+"""kind -> collective of the forward pass, and of the gradient"""
 
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, group: Group, *dim: int) -> Tensor:
-        ctx.name, ctx.args = name, (group, *dim)
-        return _OPPOSITE[name][0](x, group, *dim)
+    def forward(ctx: Any, x: Tensor, kind: str, group: Group, *dim: int) -> Tensor:
+        ctx.kind, ctx.args = kind, (group, *dim)
+        return _OPPOSITE[kind][0](x, group, *dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _OPPOSITE[ctx.name][1](grads[0], *ctx.args), None, *(None for _ in ctx.args)
+        return _OPPOSITE[ctx.kind][1](grads[0], *ctx.args), None, *(None for _ in ctx.args)
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -33,9 +33,8 @@ def clip(parameters: Iterable[nn.Parameter], mesh: Mesh, limit: float, *, copies
     copied = set(map(id, copies))
     norm = gradient_norm([gradient for key, gradient in gradients.items() if key not in copied], mesh)
     if limit:
-        scale = (limit / (norm + 1e-6)).clamp(
-            max=1.0
-        )  # a scale of 1 is applied too, so that nothing waits for the device
+        # a scale of 1 is applied too, so that nothing waits for the device
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local_of(gradient) for gradient in gradients.values()], scale)
     return norm
 
@@ -44,9 +43,8 @@ def gradient_norm(gradients: list[Tensor], mesh: Mesh) -> Tensor:
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for gradient in gradients:
         by_axes.setdefault(_sharded_along(gradient), []).append(local_of(gradient))
-    device = mesh.world.device
     wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-    zero = torch.zeros((), dtype=wide, device=device)
+    zero = torch.zeros((), dtype=wide, device=mesh.world.device)
     squares = {axes: _squares(by_axes[axes], wide) if axes in by_axes else zero for axes in SHARD_AXES}
     for axis in ("shard", "expert_shard", "ep", "tp"):  # every rank takes part in the same sums, whatever it holds
         sharded = [axes for axes in SHARD_AXES if axis in axes]

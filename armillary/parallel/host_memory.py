@@ -32,7 +32,7 @@ class HostMemory:
         self._known: set[int] = set()
         self.bytes = self.peak = 0
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def buffer_for(self, tensor: Tensor) -> Tensor:
         """A buffer with the shape and strides of this tensor. A buffer that is not referenced any more is reused, so
         copies to it and from it must be launched on one stream, where they wait for each other."""
         size, strides = tensor.numel() * tensor.element_size(), torch.empty_like(tensor, device="meta").stride()

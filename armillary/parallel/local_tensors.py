@@ -58,10 +58,11 @@ def swap_class(module: nn.Module, changed: Callable[..., type], *args: Any) -> N
 
 def local_shard(full: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
     """This rank's shard of a full tensor; where sizes do not divide, the last ranks get less or nothing."""
-    if not isinstance(placement, Shard):
+    if placement.is_replicate() or placement.is_partial():
         return full
-    shards = full.chunk(size, dim=placement.dim)
-    return shards[rank] if rank < len(shards) else full.narrow(placement.dim, 0, 0)
+    dim = int(placement.dim)  # type: ignore[attr-defined]
+    shards = full.chunk(size, dim=dim)
+    return shards[rank] if rank < len(shards) else full.narrow(dim, 0, 0)
 
 
 def _by_axis(placement: Placement | tuple[Placement, ...]) -> tuple[Placement, ...]:

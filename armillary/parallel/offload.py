@@ -157,7 +157,7 @@ class SavedTensors:
         with self._all.copying():
             for tensor in self._on_device:
                 assert tensor is not None
-                self._on_host.append(self._all.memory.like(tensor).copy_(tensor, non_blocking=True))
+                self._on_host.append(self._all.memory.buffer_for(tensor).copy_(tensor, non_blocking=True))
         self._sent = self._all.copy_stream.mark()
 
     def release(self) -> None:

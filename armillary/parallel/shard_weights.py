@@ -4,7 +4,6 @@ A model is built on meta, sharded, given memory, and then every tensor is drawn 
 rank keeps its shard; so every layout starts from the same weights.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from armillary.model.transformer import Progress, Transformer
 from armillary.model.weights.hf_weights import check_head, fill
 from armillary.model.weights.safetensors_folder import TensorFolder
 from armillary.parallel.collectives import Group, all_gather
+from armillary.parallel.local_tensors import local_shard
 
 
 def materialise(model: Transformer, device: torch.device | str) -> None:
@@ -56,13 +56,9 @@ def copy_shard(parameter: Tensor, full: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
-    shard = full
     for mesh, placement in _shardings(parameter):
-        if not placement.is_replicate():
-            dim = _dim(placement)
-            start, length = _span(shard.shape[dim], mesh.size(), mesh.get_local_rank())
-            shard = shard.narrow(dim, start, length)
-    parameter._local_tensor.copy_(shard)
+        full = local_shard(full, placement, mesh.size(), mesh.get_local_rank())
+    parameter._local_tensor.copy_(full)
 
 
 @torch.no_grad()
@@ -70,21 +66,17 @@ def full_tensor(parameter: Tensor) -> Tensor:
     """A parameter, all-gathered on every rank; all ranks call it, in the same order."""
     if not isinstance(parameter, DTensor):
         return parameter.detach()
-    shardings = [(mesh, place) for mesh, place in _shardings(parameter) if not place.is_replicate()]
-    sizes = _sizes(parameter.shape, shardings)
+    steps: list[tuple[DeviceMesh, int, int]] = []  # mesh, dim, and the size of that dim before it was sharded
+    remaining = torch.empty(parameter.shape, device="meta")
+    for mesh, placement in _shardings(parameter):
+        if not placement.is_replicate():
+            dim = int(placement.dim)  # type: ignore[attr-defined]
+            steps.append((mesh, dim, remaining.shape[dim]))
+            remaining = local_shard(remaining, placement, mesh.size(), mesh.get_local_rank())
     shard = parameter.detach()._local_tensor
-    for (mesh, place), size in reversed(list(zip(shardings, sizes, strict=True))):
-        shard = _joined(shard, mesh, _dim(place), size)
+    for mesh, dim, size in reversed(steps):
+        shard = _joined(shard, mesh, dim, size)
     return shard
-
-
-def _sizes(shape: torch.Size, shardings: list[tuple[DeviceMesh, Placement]]) -> Iterator[int]:
-    """For each sharding: the size of its dim before it, on this rank."""
-    left = list(shape)
-    for mesh, place in shardings:
-        dim = _dim(place)
-        yield left[dim]
-        left[dim] = _span(left[dim], mesh.size(), mesh.get_local_rank())[1]
 
 
 def _joined(shard: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
@@ -100,14 +92,3 @@ def _shardings(tensor: DTensor) -> list[tuple[DeviceMesh, Placement]]:
     assert names is not None
     placements = [(tensor.device_mesh[name], place) for name, place in zip(names, tensor.placements, strict=True)]
     return placements[::-1]
-
-
-def _dim(placement: Placement) -> int:
-    return int(placement.dim)  # type: ignore[attr-defined]
-
-
-def _span(size: int, parts: int, number: int) -> tuple[int, int]:
-    """(start, length) of one of torch's shards of `size`: equal ones, the last shorter or empty."""
-    each = -(-size // parts)
-    start = min(number * each, size)
-    return start, min(each, size - start)

@@ -146,7 +146,7 @@ def test_recomputed_layers_send_their_inputs() -> None:
 
 def test_host_memory_knows_its_own_and_counts_what_is_in_use() -> None:
     memory = HostMemory(CPU)
-    like = memory.like(torch.ones(4, 6).t())
+    like = memory.buffer_for(torch.ones(4, 6).t())
     lasting = memory.lasting(10, torch.float32)
     assert like.stride() == (1, 6) and memory.holds(like[1:]) and memory.holds(lasting) and not lasting.any()
     assert memory.bytes == 4 * 34 and not memory.holds(torch.ones(3))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from armillary.model.fused.passes import FusedOptions
 from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
-from armillary.parallel.recompute import keep, recompute
+from armillary.parallel.recompute import recompute, save_policy
 from armillary.spec.model import LayerKind
 from armillary.training.parity.case import Case, batch, tiny
 from armillary.training.step.loss import loss_sum
@@ -39,7 +39,7 @@ def backward(kind: str, every: int = 1) -> tuple[dict[str, Tensor], dict[str, in
     """Gradients, and what the backward pass ran."""
     config = tiny(layers=(LayerKind(),) * LAYERS)
     model = build(config, dtype=torch.float32, device="cpu", seed=1)
-    recompute(model, kind=kind, every=every)
+    recompute(model, kind=kind, interval=every)
     tokens, targets, _ = batch(Case(layout=None, config=config), 0)  # type: ignore[arg-type]
     hidden = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), plain)
     loss = loss_sum(model, hidden, targets, chunk=0)
@@ -76,9 +76,11 @@ def test_an_adapter_s_second_product_is_made_again(inner: int) -> None:
     """Its result is as large as the layer's own, which it is added to and which is kept."""
     x, w, b, own = torch.randn(8, inner), torch.randn(128, inner), torch.randn(128), torch.randn(8, 128)
     ops, saved = torch.ops.aten, CheckpointPolicy.MUST_SAVE
-    assert keep(None, ops.addmm.default, own, x, w.t()) == CheckpointPolicy.PREFER_RECOMPUTE
-    assert keep(None, ops.mm.default, x, w.t()) == keep(None, ops.addmm.default, b, x, w.t()) == saved
-    assert keep(None, ops.linear.default, x, w) == keep(None, ops.bmm.default, x[None], w.t()[None]) == saved
+    assert save_policy(None, ops.addmm.default, own, x, w.t()) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert save_policy(None, ops.mm.default, x, w.t()) == save_policy(None, ops.addmm.default, b, x, w.t()) == saved
+    assert (
+        save_policy(None, ops.linear.default, x, w) == save_policy(None, ops.bmm.default, x[None], w.t()[None]) == saved
+    )
 
 
 @pytest.mark.parametrize(("kind", "every"), [("selective", 1), ("selective", 2), ("full", 2), ("none", 1)])
@@ -87,7 +89,7 @@ def test_fused_blocks_recompute_by_themselves_and_others_are_wrapped(kind: str, 
     fused = FusedOptions()
     for block in list(model.blocks.values())[:3]:
         block.fused = fused  # type: ignore[assignment]
-    recompute(model, kind=kind, every=every)
+    recompute(model, kind=kind, interval=every)
     blocks: list[Any] = list(model.blocks.values())
     chosen = [] if kind == "none" else list(range(0, LAYERS, every))
     by_itself = [index for index in chosen if kind == "selective" and index < 3]

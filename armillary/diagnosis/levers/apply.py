@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from armillary.diagnosis.evidence.finding import Lever, overrides_of
-from armillary.diagnosis.readings.reading import Kind
+from armillary.diagnosis.readings.reading import ReadingKind
 from armillary.errors import BadInput
 from armillary.spec.recipe import Recipe, recipe_from_dict, to_toml
 from armillary.store.runs import Run
@@ -17,7 +17,7 @@ SERVED = ("serve.", "layout.tp", "layout.precision")
 """keys that `armillary serve` reads: its table of the recipe, and two flags"""
 
 
-def changed_recipe(run: Run, lever: Lever, kind: Kind = "training") -> str:
+def changed_recipe(run: Run, lever: Lever, kind: ReadingKind = "training") -> str:
     """The recipe of `run` with the lever's change, as TOML."""
     _refuse(lever, kind)
     wanted = recipe_from_dict(run.recipe, overrides_of(lever.change))
@@ -31,7 +31,7 @@ def changed_recipe(run: Run, lever: Lever, kind: Kind = "training") -> str:
     return to_toml(wanted)
 
 
-def _refuse(lever: Lever, kind: Kind) -> None:
+def _refuse(lever: Lever, kind: ReadingKind) -> None:
     """Refuse a lever that no key of the recipe pulls: its file would change nothing."""
     if not lever.change:
         raise BadInput(f"'{lever.title}' changes no key of the recipe; {lever.action or 'do it by hand'}")
@@ -58,7 +58,7 @@ def with_key(text: str, key: str, value: str) -> str:
     return tomlkit.dumps(document)
 
 
-def _reads_as(text: str, wanted: Recipe, kind: Kind) -> bool:
+def _reads_as(text: str, wanted: Recipe, kind: ReadingKind) -> bool:
     """Whether the edited text is the wanted recipe. Of a server, model and layout come from the command line, and
     nothing is trained."""
     try:

@@ -7,6 +7,7 @@ gains nearly as much as the best is taken.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from statistics import median
 from typing import Any
 
@@ -65,8 +66,8 @@ def is_overloaded(service: ServingRun) -> bool:
     return not service.batch_job and min(service.queue_share, service.excess) >= GROWING_QUEUE_SHARE
 
 
-def settled(findings: list[Finding]) -> list[Finding]:
-    """Findings with settled shares: a cause whose lever leaves most of the queue that more servers would clear does
+def assign_queue(findings: list[Finding]) -> list[Finding]:
+    """Findings with corrected shares: a cause whose lever leaves most of the queue that more servers would clear does
     not own the queue; what is left are too few servers."""
     crowd = next((finding for finding in findings if finding.cause == "too_few_replicas" and finding.levers), None)
     if crowd is None:
@@ -90,18 +91,18 @@ def settled(findings: list[Finding]) -> list[Finding]:
 
 
 def _batching(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
-    change = {"serve.batching": "continuous"}
-    return _smallest_enough(finding, replay, [change], lambda _: "start requests as soon as a row is free")
+    title = "start requests as soon as a row is free"
+    return _smallest_enough(finding, replay, [{"serve.batching": "continuous"}], lambda _: title)
 
 
 def _more_rows(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     now, wanted = replay.service.serve.max_running, replay.service.wanted
     replay = _with_more_rows(replay)
-    tried: list[Change] = []
-    rows = 2 * now
-    while rows < 2 * wanted and len(tried) < 6:
-        tried.append({"serve.max_running": rows} | _budget_for(replay, rows))
-        rows *= 2
+    sizes = [now << doublings for doublings in range(1, 7) if now << doublings < 2 * wanted]
+    budget = replay.service.serve.max_tokens_per_step  # of a step, which must hold one token per row
+    tried: list[Change] = [
+        {"serve.max_running": rows} | ({"serve.max_tokens_per_step": rows} if rows > budget else {}) for rows in sizes
+    ]
     return _smallest_enough(
         finding, replay, tried, lambda change: f"run {now} → {change['serve.max_running']} requests together"
     )
@@ -117,14 +118,9 @@ def _with_more_rows(replay: Replay) -> Replay:
     return Replay(service, replay.config, cost)
 
 
-def _budget_for(replay: Replay, rows: int) -> Change:
-    """The step budget must hold one token per row."""
-    return {"serve.max_tokens_per_step": rows} if rows > replay.service.serve.max_tokens_per_step else {}
-
-
 def _more_blocks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
-    now, room = replay.kv_bytes, _room_bytes(replay)
-    tried = [{"serve.kv_bytes": int(now * times)} for times in (1.5, 2, 3, 4, 8) if now * (times - 1) <= room]
+    now, free = replay.kv_bytes, _free_bytes(replay)
+    tried = [{"serve.kv_bytes": int(now * times)} for times in (1.5, 2, 3, 4, 8) if now * (times - 1) <= free]
     if not tried:  # the device is full: only another one helps
         return _more_replicas(finding, replay, home)
     return _smallest_enough(
@@ -141,16 +137,13 @@ def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]
     token."""
     mixed = [step for step in replay.service.reading.steps if step.get("decode_tokens")]
     largest = max((step.get("prefill_tokens", 0) for step in mixed), default=0)
-    size: int = MIN_CHUNK_TOKENS
-    tried: list[Change] = []
-    while size < largest:
-        tried.append({"serve.prefill_tokens": size})
-        size *= 2
-    kept = [change for change in tried if not harms(replay, change)]
+    sizes = (MIN_CHUNK_TOKENS << doublings for doublings in range(64))
+    tried: list[Change] = [{"serve.prefill_tokens": size} for size in takewhile(lambda size: size < largest, sizes)]
+    harmless = [change for change in tried if not harms(replay, change)]
     return _smallest_enough(
         finding,
         replay,
-        kept[::-1],
+        harmless[::-1],
         lambda change: f"{change['serve.prefill_tokens']} prompt tokens per step beside decodes",
     )
 
@@ -185,12 +178,9 @@ def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 
 def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     """With CUDA graphs, a step takes the planner's device time, but at least what the host still needs for a step."""
+    change, gauge = {"serve.graphs": True}, limiting_gauge(finding, replay.service)
     cost = launched_at_once(replay.service)
-    if cost is None:
-        return []
-    change = {"serve.graphs": True}
-    gauge = limiting_gauge(finding, replay.service)
-    gain = replay.speedup(gauge, change, cost)
+    gain = replay.speedup(gauge, change, cost) if cost is not None else None
     if gain is None:
         return []
     return [
@@ -294,7 +284,7 @@ def _basis(replay: Replay, gauge: str) -> str:
     return f"{len(replay.arrivals)} requests replayed, steps {cost.basis}{known}"
 
 
-def _room_bytes(replay: Replay) -> float:
+def _free_bytes(replay: Replay) -> float:
     """Memory left beside weights and KV cache; 8 × the cache where the device's memory is not known."""
     plan, config = replay.service.plan, replay.config
     memory = plan.cluster.chip.memory_bytes if plan is not None else None

@@ -111,27 +111,23 @@ Change = dict[str, Any]
 def waits(replay: Replay, change: Change) -> bool:
     """Whether requests still wait for a large part of their time, or an objective is still missed."""
     gauges, objective = replay.simulated(change).gauges, replay.service.objective
-    late = any(gauges.get(name, 0.0) > getattr(objective, name) for name in replay.service.missed)
-    return late or gauges.get("queue_p50_s", 0.0) > SPARED_QUEUE_SHARE * gauges.get("e2e_p50_s", 0.0)
+    missed = any(gauges.get(name, 0.0) > getattr(objective, name) for name in replay.service.missed)
+    return missed or gauges.get("queue_p50_s", 0.0) > SPARED_QUEUE_SHARE * gauges.get("e2e_p50_s", 0.0)
 
 
 def harms(replay: Replay, change: Change) -> bool:
     """Whether a change of inter-token latency costs too much elsewhere. Where an ITL objective is missed, other
     latencies without an objective may pay for it: only throughput and the objectives that are met so far count."""
     service, then = replay.service, replay.simulated(change).gauges
-    kept = {
-        name: limit
-        for name in OBJECTIVES
-        if (limit := getattr(service.objective, name)) is not None and name not in service.missed
-    }
-    if any(then.get(name, 0.0) > limit for name, limit in kept.items()):
+    limits = {name: getattr(service.objective, name) for name in OBJECTIVES if name not in service.missed}
+    if any(limit is not None and then.get(name, 0.0) > limit for name, limit in limits.items()):
         return True
     rate, shorter = (replay.speedup(gauge, change) or 1.0 for gauge in ("tokens_out_per_s", "itl_p99_s"))
     if rate * MAX_THROUGHPUT_LOSS < 1 or "itl_p99_s" in service.missed:
         return rate * MAX_THROUGHPUT_LOSS < 1
     first, limit = replay.speedup("ttft_p50_s", change) or 1.0, max(MAX_TTFT_LOSS, shorter)
-    late = then.get("ttft_p50_s", 0.0) > UNNOTICED_TTFT_S and first * limit < 1
-    return late or _mean_e2e(replay, change) > MAX_E2E_LOSS * _mean_e2e(replay)
+    slower_ttft = then.get("ttft_p50_s", 0.0) > UNNOTICED_TTFT_S and first * limit < 1
+    return slower_ttft or _mean_e2e(replay, change) > MAX_E2E_LOSS * _mean_e2e(replay)
 
 
 def _mean_e2e(replay: Replay, change: Change | None = None) -> float:

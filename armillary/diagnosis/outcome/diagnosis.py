@@ -11,7 +11,7 @@ from pathlib import Path
 
 from armillary.diagnosis.evidence.finding import Cause, Finding, Lever
 from armillary.diagnosis.outcome.track_record import read_record
-from armillary.diagnosis.readings.reading import Kind
+from armillary.diagnosis.readings.reading import ReadingKind
 from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.spec.gauges import Loop
 from armillary.spec.toml.fields import build, to_plain
@@ -28,7 +28,7 @@ class Diagnosis:
     """What was found in one run, server or trace."""
 
     source: str
-    kind: Kind
+    kind: ReadingKind
     created: str  # UTC
     loop: Loop | None = None  # the loop that limits; None: nothing is worth changing
     cause: Cause | None = None

@@ -117,25 +117,25 @@ def _parse(text: bytes, path: Path) -> LoggedPrediction | None:
     return line if line is not None and line.is_sound else None
 
 
-def log_prediction(home: Home, kept: LoggedPrediction) -> LoggedPrediction:
+def log_prediction(home: Home, prediction: LoggedPrediction) -> LoggedPrediction:
     """Append a prediction, unless the same lever was predicted before; returns the one that counts."""
-    before = next((line for line in read_record(home).lines if line.lever == kept.lever), None)
+    before = next((line for line in read_record(home).lines if line.lever == prediction.lever), None)
     if before is None:
-        _append(path_of(home), kept)
-    return before or kept
+        _append(path_of(home), prediction)
+    return before or prediction
 
 
-def log_outcome(home: Home, kept: LoggedPrediction) -> None:
+def log_outcome(home: Home, outcome: LoggedPrediction) -> None:
     """Append an outcome, unless it is there already."""
-    assert kept.by and kept.obtained is not None, "an outcome names its run and what it brought"
-    pair = (kept.lever, kept.by)
-    last = next((line for line in reversed(read_record(home).lines) if (line.lever, line.by) == pair), None)
-    if last is None or last.obtained != kept.obtained:
-        _append(path_of(home), kept)
+    assert outcome.by and outcome.obtained is not None, "an outcome names its run and what it brought"
+    key = (outcome.lever, outcome.by)
+    last = next((line for line in reversed(read_record(home).lines) if (line.lever, line.by) == key), None)
+    if last is None or last.obtained != outcome.obtained:
+        _append(path_of(home), outcome)
 
 
-def _append(path: Path, kept: LoggedPrediction) -> None:
-    line = strict_json.dumps(to_plain(kept)).encode() + b"\n"
+def _append(path: Path, entry: LoggedPrediction) -> None:
+    line = strict_json.dumps(to_plain(entry)).encode() + b"\n"
     with plain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:

@@ -15,7 +15,7 @@ from armillary.profiling.profile import Profile
 from armillary.spec.plan import Plan
 from armillary.store.gauges import Record
 
-Kind = Literal["training", "serving", "profile"]
+ReadingKind = Literal["training", "serving", "profile"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Reading:
     """One run, server or trace as it was measured."""
 
     source: str  # what was read: run quiet-otter, a URL, a file
-    kind: Kind
+    kind: ReadingKind
     by: str = "armillary"  # armillary, vllm, sglang, tgi, hf-trainer, torchtitan, megatron or torch-profiler
     steps: tuple[Record, ...] = ()  # in their order, without warm-up
     requests: tuple[Record, ...] = ()  # those that ended

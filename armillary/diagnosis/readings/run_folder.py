@@ -88,12 +88,12 @@ def _is_serving(records: Sequence[Record], plan: Plan | None) -> bool:
 
 def _training(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
     skipped = max(0, min(WARM_UP, len(records) - FEWEST))
-    steady = [_cleaned(record) for record in records[skipped:]]
+    after_warm_up = [_cleaned(record) for record in records[skipped:]]
     early = [lasting for record in records[:skipped] if len(lasting := _lasting(record)) > 1]
     notes = [f"{skipped} steps of warm-up were left out"] if skipped else []
-    if sum("step_s" in record for record in steady) < FEWEST:
+    if sum("step_s" in record for record in after_warm_up) < FEWEST:
         notes.append("few steps were measured: a longer run says more")
-    reading = Reading(source=source, kind="training", steps=(*early, *steady), values=_last(records), plan=plan)
+    reading = Reading(source=source, kind="training", steps=(*early, *after_warm_up), values=_last(records), plan=plan)
     if is_disturbed(reading):
         notes.append(
             f"the main thread waited for a core {_queued(reading):.0%} of the time: something else runs "

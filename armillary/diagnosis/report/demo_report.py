@@ -96,8 +96,8 @@ def _of_server(reading: Reading, peak: float | None) -> dict[str, float]:
         gauges["memory_kv_bytes"] = tokens * kv_bytes_per_token(plan.model, wide) / plan.layout.tp
         gauges["concurrency"] = float(tokens // _blocks_of_a_request(plan))
     if peak is not None and files and tokens:
-        held = gauges["memory_weights_bytes"] + gauges["memory_kv_bytes"]
-        gauges |= {"memory_peak_bytes": peak, "memory_other_bytes": max(0.0, peak - held)}
+        other = peak - gauges["memory_weights_bytes"] - gauges["memory_kv_bytes"]
+        gauges |= {"memory_peak_bytes": peak, "memory_other_bytes": max(0.0, other)}
     return gauges
 
 

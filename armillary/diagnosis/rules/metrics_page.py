@@ -271,11 +271,11 @@ def _smaller_chunks(reading: Reading, load: Load, worst: float) -> Iterator[Leve
 
 def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
     """A cache that holds more: half the bytes per token, or more of the device's memory; else another replica."""
-    enough = load.waiting <= load.running  # else those who wait fill the new room too, and are thrown out as now
-    again = 1 / (1 - load.recompute_share) if enough else 1.0
+    enough = load.waiting <= load.running  # else those who wait fill the new space too, and are preempted as now
+    no_recompute = 1 / (1 - load.recompute_share) if enough else 1.0
     wide, gain = "8" not in reading.settings.get("cache_dtype", reading.settings.get("kv_dtype", "")), 0.0
     if wide:
-        gain = load.gain(min(2 * load.running, load.running + load.waiting)) * again
+        gain = load.gain(min(2 * load.running, load.running + load.waiting)) * no_recompute
         yield _change(
             reading,
             "serve.kv_dtype",
@@ -295,10 +295,10 @@ def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
             risk="less to spare for long prompts",
         )
     if not wide or gain <= MIN_SPEEDUP:
-        yield from _replicas(reading, load, again=again)
+        yield from _replicas(reading, load, no_recompute)
 
 
-def _replicas(reading: Reading, load: Load, again: float = 1.0) -> Iterator[Lever]:
+def _replicas(reading: Reading, load: Load, no_recompute: float = 1.0) -> Iterator[Lever]:
     """As many replicas as finish what arrives, where the queue has only grown; else as many as hold all requests."""
     now = int(reading.get("replicas") or 1)
     if load.demand > ARRIVALS_OVER_FINISHED:
@@ -306,7 +306,7 @@ def _replicas(reading: Reading, load: Load, again: float = 1.0) -> Iterator[Leve
         gain, basis = min(times, load.demand), "requests that came over requests answered"
     else:
         times = min(MAX_REPLICAS, max(2, ceil((load.running + load.waiting) / load.running)))
-        gain, basis = min(float(times), load.gain(load.running, times)) * again, LITTLE
+        gain, basis = min(float(times), load.gain(load.running, times)) * no_recompute, LITTLE
     yield Lever(
         title=f"replicas {now} → {now * times}",
         action=_replica_text(reading, now * times),

@@ -44,10 +44,9 @@ class AllToAllDispatch:
         counts_re = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.group.size, -1)
         even = [counts_re.shape[1]] * self.group.size
         counts = counts_re.flatten()
-        arriving = timed(
+        arriving_re = timed(
             self.group, lambda: _ops.wait_tensor(_ops.all_to_all_single(counts, even, even, self.group.name))
-        )
-        arriving_re = arriving.view_as(counts_re)
+        ).view_as(counts_re)
         sent, received = torch.stack((counts_re.sum(dim=1), arriving_re.sum(dim=1))).tolist()
         return arriving_re, sent, received
 
@@ -73,17 +72,14 @@ class AllToAllPlan:
 
     def start(self, rows: Tensor) -> Tensor:
         """The received rows, valid after `wait`."""
-        in_flight: Tensor = _Start.apply(rows, self)
-        return in_flight
+        return _Start.apply(rows, self)
 
     def wait(self, in_flight: Tensor) -> Tensor:
-        rows: Tensor = _Wait.apply(in_flight, self)
-        return rows
+        return _Wait.apply(in_flight, self)
 
     def move(self, rows: Tensor, *, back: bool = False) -> Tensor:
         out, into = (self.sent, self.received) if back else (self.received, self.sent)
-        result: Tensor = _ops.all_to_all_single(rows.contiguous(), out, into, self.group.name)
-        return result
+        return _ops.all_to_all_single(rows.contiguous(), out, into, self.group.name)
 
 
 class _Start(torch.autograd.Function):

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.outcome.compare import as_prediction, compare
+from armillary.diagnosis.outcome.compare import as_prediction, compare, other_keys, same_requests
 from armillary.diagnosis.outcome.diagnosis import FILE, read_diagnosis, save
-from armillary.diagnosis.outcome.run_diff import other_keys, same_requests
 from armillary.diagnosis.outcome.track_record import log_prediction, path_of, read_record
 from armillary.diagnosis.readings.run_folder import read_run
 from armillary.errors import ArmillaryError, BadInput
