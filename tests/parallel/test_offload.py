@@ -97,8 +97,10 @@ def test_all_layers_but_the_last_wait_on_the_host_until_the_backward_pass() -> N
 
 def test_weights_stay_and_what_is_kept_twice_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, activations = model(2)
-    original, sent = activations.memory.like, []
-    monkeypatch.setattr(activations.memory, "like", lambda tensor: sent.append(tensor.data_ptr()) or original(tensor))
+    original, sent = activations.memory.buffer_for, []
+    monkeypatch.setattr(
+        activations.memory, "buffer_for", lambda tensor: sent.append(tensor.data_ptr()) or original(tensor)
+    )
     forward(made)
     assert len(sent) == len(set(sent)) > 5
     assert not set(sent) & {parameter.data_ptr() for parameter in made.parameters()}
