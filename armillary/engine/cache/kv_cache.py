@@ -178,12 +178,12 @@ class KVCache:
             end = min(len(table), self.groups[g].first_needed(seq.computed) // self.block_tokens)
             if end <= start:
                 continue
-            gone = [block for block in table[start:end] if block]
-            gone.reverse()
-            self.pool.release(gone)
+            freed = [block for block in table[start:end] if block]
+            freed.reverse()
+            self.pool.release(freed)
             table[start:end] = nothing = [NULL] * (end - start)
             seq.windows[g] = end
-            seq.num_blocks -= len(gone)
+            seq.num_blocks -= len(freed)
             self.table_updates.append(TableUpdate(seq.row, g, start, nothing))
 
     def fork(self, leader: Sequence, seq: Sequence) -> bool:
@@ -254,10 +254,10 @@ class KVCache:
 
     def _release(self, table: list[int], count: int) -> int:
         before = self.pool.num_free
-        going = [block for block in table[len(table) - count :] if block]
+        freed = [block for block in table[len(table) - count :] if block]
         del table[len(table) - count :]
-        going.reverse()
-        self.pool.release(going)
+        freed.reverse()
+        self.pool.release(freed)
         return self.pool.num_free - before
 
 

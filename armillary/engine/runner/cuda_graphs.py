@@ -150,7 +150,7 @@ class GraphSteps(Steps):
 
 def row_sizes(most: int) -> list[int]:
     """Batches that decodes are padded to. GEMMs of up to 16 rows cost the same, those of many mostly what padding
-    they have, but cuBLAS is quicker at 256 rows than at 224 and 240 (an H200, 8B, 220 decodes: 13.1, 13.4 and 13.2 ms);
+    they have, but cuBLAS is faster at 256 rows than at 224 and 240 (an H200, 8B, 220 decodes: 13.1, 13.4 and 13.2 ms);
     the cost of attention does not depend on padding at all."""
     sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 224, 16), *range(256, most + 32, 32)]
     return sorted({min(size, most) for size in [*sizes, most]})

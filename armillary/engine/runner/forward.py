@@ -250,7 +250,7 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 
 
 def _weight(linear: LinearFn | None) -> Tensor:
-    assert isinstance(linear, Dense), "small products take plain weights"
+    assert isinstance(linear, Dense), "fused GEMMs take plain weights"
     return linear.weight
 
 

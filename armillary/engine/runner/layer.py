@@ -109,7 +109,7 @@ def _head_options(block: Block) -> QkvOptions:
 
 # T tokens, M numbers of this rank's heads
 
-IntoCache = Callable[..., Any]  # `armillary.kernels.paged.qkv_to_cache.qkv_cache`, or a quicker one
+IntoCache = Callable[..., Any]  # `armillary.kernels.paged.qkv_to_cache.qkv_cache`, or a faster one
 
 
 def full_qk_norm(

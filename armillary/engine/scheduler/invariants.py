@@ -32,7 +32,7 @@ def check(scheduler: Scheduler) -> None:
     request_table, cache = scheduler.request_table, scheduler.cache
     check_request_table(request_table)
     check_blocks(cache, request_table.running)
-    check_names(cache)
+    check_hashes(cache)
     for seq in request_table.running:
         check_sequence(cache, seq)
     for decision in scheduler.under_way:
@@ -47,7 +47,10 @@ def check_idle(scheduler: Scheduler) -> None:
     """Everything, and that nothing is left when no request is."""
     scheduler.cache.free_some(scheduler.cache.pool.num_blocks * len(scheduler.cache.groups) * 2)
     check(scheduler)
-    _must(not scheduler.request_table.running and not len(scheduler.request_table.waiting), "somebody is still here")
+    _must(
+        not scheduler.request_table.running and not len(scheduler.request_table.waiting),
+        "sequences are still running or waiting",
+    )
     _must(not scheduler.request_table.requests, f"requests are left: {list(scheduler.request_table.requests)[:4]}")
     used = scheduler.cache.pool.num_used
     _must(not used, f"{used} blocks are still held")
@@ -88,29 +91,38 @@ def check_blocks(cache: KVCache, running: list[Sequence]) -> None:
     _must(len(set(free)) == len(free), "a block is free twice")
     _must(all(not pool.refs[block] for block in free), "a free block is held")
     marks = [pool.hashed[block] for block in free]
-    _must(marks == sorted(marks), "a block whose content may be wanted stands before one without a name")
+    _must(marks == sorted(marks), "a hashed block is reused before one without a hash")
     _must(pool.num_free + len(holders) == cache.num_blocks, "blocks have leaked")
 
 
-def check_names(cache: KVCache) -> None:
-    """Names and blocks point to each other; every digest is that of its parent and tokens."""
-    names, pool = cache.prefix_cache, cache.pool
-    _must(sum(map(len, names.by_digest)) == names.num_hashed, "names and blocks differ in number")
+def check_hashes(cache: KVCache) -> None:
+    """Digests and blocks point to each other; every digest is that of its parent and tokens."""
+    prefix_cache, pool = cache.prefix_cache, cache.pool
+    _must(sum(map(len, prefix_cache.by_digest)) == prefix_cache.num_hashed, "digests and blocks differ in number")
     children: Counter[bytes] = Counter()
     beginnings: Counter[bytes] = Counter()
     for block in (block for block in range(pool.num_blocks) if pool.hashed[block]):
-        digest, parent, chunk = names.digests[block], names.parents[block], names.chunks[block]
-        _must(names.by_digest[names.groups[block]].get(digest) == block, f"block {block} cannot be found by its name")
-        _must(cache.digest(parent, chunk) == digest, f"block {block} has another text's name")
-        if not names.groups[block]:
+        digest, parent, chunk = prefix_cache.digests[block], prefix_cache.parents[block], prefix_cache.chunks[block]
+        _must(
+            prefix_cache.by_digest[prefix_cache.groups[block]].get(digest) == block,
+            f"block {block} cannot be found by its digest",
+        )
+        _must(cache.digest(parent, chunk) == digest, f"block {block} has another text's digest")
+        if not prefix_cache.groups[block]:
             children[parent] += 1
-            beginnings[chunk] += names.first[block]
-    _must(sum(pool.hashed) == names.num_hashed, "a block has a lost name")
-    _must(dict(children) == names.children.plain(), "children are miscounted")
-    _must(dict(+beginnings) == names.beginnings.plain(), "first blocks are miscounted")
-    _must(not any(names.chunks[block] for block in range(pool.num_blocks) if not pool.hashed[block]), "a lost name")
-    _must(len(names.ghosts) == names.num_ghosts, "what was evicted is miscounted")
-    _must(not set(names.ghosts.plain()) & set(names.by_digest[0].plain()), "a cached block is remembered as evicted")
+            beginnings[chunk] += prefix_cache.first[block]
+    _must(sum(pool.hashed) == prefix_cache.num_hashed, "a block has a lost digest")
+    _must(dict(children) == prefix_cache.children.plain(), "children are miscounted")
+    _must(dict(+beginnings) == prefix_cache.beginnings.plain(), "first blocks are miscounted")
+    _must(
+        not any(prefix_cache.chunks[block] for block in range(pool.num_blocks) if not pool.hashed[block]),
+        "a block without a digest has tokens",
+    )
+    _must(len(prefix_cache.ghosts) == prefix_cache.num_ghosts, "what was evicted is miscounted")
+    _must(
+        not set(prefix_cache.ghosts.plain()) & set(prefix_cache.by_digest[0].plain()),
+        "a cached block is remembered as evicted",
+    )
 
 
 def check_sequence(cache: KVCache, seq: Sequence) -> None:
@@ -146,7 +158,7 @@ def check_sequence(cache: KVCache, seq: Sequence) -> None:
 
 
 def _check_content(cache: KVCache, seq: Sequence) -> None:
-    """Named blocks in the first group's table are named after the tokens the sequence has there."""
+    """Hashed blocks in the first group's table have the digests of the tokens that the sequence has there."""
     size = cache.block_tokens
     for index, block in enumerate(seq.tables[0][: seq.computed // size]):
         if not cache.pool.hashed[block] or (index + 1) * size > len(seq.tokens):

@@ -9,7 +9,7 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
 
 STREAMED_SLOWDOWN = 2.0
-"""a step with prompts over what its decodes take alone, where answers are streamed and nobody chose another. Measured
+"""default limit of a step with prefill over its decodes alone, where output is streamed. Measured
 on an H200 (benchmarks/engine_h200.md, runs 13 to 16; 8B, 32 streams beside 32k-token prompts): at 2.0 the 99th
 percentile of gaps is 1.96 to 1.98 times the median alone and prompts keep 60 to 63 % of their speed; without, gaps are
 those of whole steps"""
@@ -88,8 +88,8 @@ def rope_switch(config: ModelConfig) -> int | None:
 
 
 def attention_tokens(config: ModelConfig) -> float:
-    """Context at which a token's attention (4·heads·head_dim FLOPs a key and full layer) takes as long as its matrix
-    products (2 a weight it is multiplied by): attention over pages reaches about half of their FLOP/s."""
+    """Context at which a token's attention (4·heads·head_dim FLOPs per key and full layer) takes as long as its GEMMs
+    (2 FLOPs per weight): paged attention achieves about half of their FLOP/s."""
     dims = config.mla.nope_dim + config.mla.rope_dim if config.mla else config.head_dim
     full = sum(layer.attention == "full" for layer in config.layers)
     weights = parameters(config).multiplied - config.vocab * config.hidden  # only a prompt's last token needs the head

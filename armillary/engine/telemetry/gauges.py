@@ -1,7 +1,7 @@
 """Steps and requests as records for gauges.jsonl, under the names of `spec/gauges.py`, and the log that writes them.
 
 The log of an engine that may run for months: every request is recorded, and every k-th step, with k such that about 50
-steps per second are. A record stands by itself, so step times can be fitted to any sample of them. Old records are cut
+steps per second are. Each record is complete, so step times can be fitted to any sample of them. Old records are cut
 off, and no step waits for a disk.
 """
 
