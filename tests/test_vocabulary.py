@@ -140,6 +140,7 @@ GONE = frozenset(
         "others",
         "NoMeter",
         "PASSES",
+        "Piece",
     ]
 )
 """names that meant something only here; what to say instead is in docs/glossary.md or the field's own word"""
