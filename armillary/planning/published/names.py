@@ -5,7 +5,6 @@ parameters are nearest to the row's is chosen; no model is better than a wrong o
 """
 
 import re
-from functools import cache
 
 from armillary.errors import NotFound
 from armillary.spec import catalogue
@@ -28,8 +27,8 @@ def find_model(text: str, params_b: float | None = None) -> ModelConfig | None:
         exact = _catalogued(candidate)
         if exact is not None and _near(exact, params_b):
             return exact
-    known = [config for config in map(_catalogued, _all_names()) if config and _near(config, params_b)]
-    alike = [config for config in known if _alike(config.name, name)]
+    known = (entry.config for entry in catalogue.models().values())
+    alike = [config for config in known if _alike(config.name, name) and _near(config, params_b)]
     return min(alike, key=lambda config: _distance(config, params_b), default=None)
 
 
@@ -65,11 +64,6 @@ def _shortened(name: str) -> list[str]:
     hyphenated = [re.sub(r"^(llama|gemma|phi)(?=\d)", r"\1-", part) for part in names]
     joined = [re.sub(r"^(qwen)-(?=\d)", r"\1", part) for part in names]
     return list(dict.fromkeys([*names, *hyphenated, *joined]))
-
-
-@cache
-def _all_names() -> tuple[str, ...]:
-    return tuple(catalogue.models())
 
 
 def _alike(known: str, name: str) -> bool:

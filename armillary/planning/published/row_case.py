@@ -144,17 +144,13 @@ def cluster_of(row: Row, num_devices: int) -> Cluster:
     node = catalogue.nodes().get(chip.node)
     if node is None or num_devices == 1:
         return Cluster(name=row.get("gpu") or chip.name, chip=part, node=node)
-    inner = _domain(num_devices, node.num_chips * node.domain * parts)
+    domain = min(node.num_chips * node.domain * parts, num_devices)
+    inner = next(size for size in range(domain, 0, -1) if num_devices % size == 0)  # 64 of an NVL72 rack's 72
     network = _stated_network(row.get("interconnect") or "", node) or catalogue.link(node.network)
     scale_up = Tier(link=_divided(catalogue.link(node.link), parts), count=inner, shape=node.shape)
     scale_out = Tier(link=_divided(network, parts), count=num_devices // inner, oversubscription=node.oversubscription)
     tiers = tuple(tier for tier in (scale_up, scale_out) if tier.count > 1)
     return Cluster(name=row.get("gpu") or chip.name, chip=part, node=node, tiers=tiers)
-
-
-def _domain(num_devices: int, most: int) -> int:
-    """Devices that share the inner links: the largest divisor that fits (64 of an NVL72 rack's 72)."""
-    return next(size for size in range(min(most, num_devices), 0, -1) if num_devices % size == 0)
 
 
 def chip_part(chip: Chip, parts: int) -> Chip:

@@ -70,12 +70,12 @@ class Capacity:
 def capacity(server: Server, objective: Objective | None = None) -> Capacity:
     """Replicas that the server's traffic needs; BadInput where even an idle replica misses an objective."""
     objective = objective or Objective()
-    memory = serving_memory(server.replica, server.serve)
     highest = sustainable(server, objective)
     rate = server.traffic.requests_per_s
     replicas = max(1, ceil(rate / highest.requests_per_s))
     actual = operating_point(server, rate / replicas)
     assert actual is not None, "a rate below the highest is sustainable"
+    memory = serving_memory(server.replica, server.serve)
     return Capacity(server=server, memory=memory, highest=highest, replicas=replicas, actual=actual)
 
 

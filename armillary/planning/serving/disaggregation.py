@@ -34,11 +34,10 @@ class Pools:
     def predicted(self) -> dict[str, float]:
         """Gauge -> value, of both pools together."""
         first, rest = self.prefill.actual, self.decode.actual
-        gauges = self.decode.predicted()
         ttft = {name: getattr(first, name) + self.transfer_s + rest.step_s for name in ("ttft_p50_s", "ttft_p99_s")}
         steps = self.decode.server.traffic.tokens_out - 1
         return (
-            gauges
+            self.decode.predicted()
             | ttft
             | {
                 "prefill_s": self.prefill.server.alone_s,

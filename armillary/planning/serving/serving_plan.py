@@ -6,6 +6,7 @@ from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.planning.device_model.measured_peaks import cpu_peaks
+from armillary.planning.serving.capacity import Capacity
 from armillary.planning.serving.deployment_options import (
     DeploymentOption,
     Request,
@@ -52,26 +53,26 @@ class ServingPlan:
             model=self.request.config,
             cluster=self.request.cluster,
             layout=self.layout(),
-            serve=self._serve(),
+            serve=self.capacity.server.serve,
             predicted=self.chosen.predicted(),
             notes=self.notes(),
         )
 
     def layout(self) -> Layout:
         """Replicas are dp ranks; with ep, the ranks that shard the experts, times the replicas."""
-        split, capacity = self.chosen.split, self.chosen.capacity
-        assert capacity is not None, "a refused option is never chosen"
+        split = self.chosen.split
         return Layout(
-            dp=capacity.replicas * split.ep,
+            dp=self.capacity.replicas * split.ep,
             tp=split.tp,
             pp=split.pp,
             ep=split.ep,
             precision=_PRECISIONS[self.chosen.dtypes.compute],
         )
 
-    def _serve(self) -> Any:
+    @property
+    def capacity(self) -> Capacity:
         assert self.chosen.capacity is not None, "a refused option is never chosen"
-        return self.chosen.capacity.server.serve
+        return self.chosen.capacity
 
     def notes(self) -> tuple[str, ...]:
         notes, dtypes = list(self.assumed), self.chosen.dtypes
@@ -86,8 +87,8 @@ class ServingPlan:
             notes.append(
                 f"{dtypes.weights} weights can cost quality, which the planner does not model: compare outputs first"
             )
-        budget, given = self._serve().max_tokens_per_step, self.request.serve.max_tokens_per_step
-        if budget != given:
+        budget = self.capacity.server.serve.max_tokens_per_step
+        if budget != self.request.serve.max_tokens_per_step:
             notes.append(
                 f"step budget lowered to {budget} tokens, so that prompts add less to the inter-token latency: "
                 f"--set serve.max_tokens_per_step={budget}"
@@ -104,7 +105,7 @@ class ServingPlan:
             "layout": to_plain(plan.layout),
             "formats": to_plain(self.chosen.dtypes),
             "predicted": plan.predicted,
-            "highest_requests_per_s": self.chosen.capacity.highest.requests_per_s if self.chosen.capacity else None,
+            "highest_requests_per_s": self.capacity.highest.requests_per_s,
             "cost": to_plain(self.chosen.cost) if self.chosen.cost else None,
             "pools": self._pools_plain(),
             "choices": [_choice_plain(option) for option in self.tried],

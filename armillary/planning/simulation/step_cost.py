@@ -119,8 +119,7 @@ def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: flo
     many = 16 * rows
     now = cost.decode_seconds(rows, context)
     speed = now / planned.decode_seconds(rows, context)
-    then = speed * planned.decode_seconds(many, context)
-    each = max(0.0, then - now) / (many - rows)
+    each = max(0.0, speed * planned.decode_seconds(many, context) - now) / (many - rows)
     if each >= cost.decode_s + context * cost.context_s:
         return cost
     key_s = min(each / max(context, 1.0), speed * planned.context_s)

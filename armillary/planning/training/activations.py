@@ -160,7 +160,7 @@ def stored_bytes(case: TrainCase, layouts: Layouts, layers: Array, in_flight: Ar
 
 def top_bytes(case: TrainCase, layouts: Layouts) -> Array:
     """Bytes stored above the last layer."""
-    return _tokens(case, layouts) * activation_bytes(case, layouts).after_layers
+    return case.tokens(layouts) * activation_bytes(case, layouts).after_layers
 
 
 def stored_layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
@@ -173,13 +173,13 @@ def stored_layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
         [share * each.layer_input + (1 - share) * full, share * each.selective + (1 - share) * full],
         full,
     )
-    return _tokens(case, layouts) * per_layer
+    return case.tokens(layouts) * per_layer
 
 
 def layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
     """Bytes inside the first layer during its backward pass: what it recomputes, and its gradients."""
     each = activation_bytes(case, layouts)
-    return _tokens(case, layouts) * (each.recomputed + each.gradients)
+    return case.tokens(layouts) * (each.recomputed + each.gradients)
 
 
 def last_layer_bytes(case: TrainCase, layouts: Layouts, layers: Array) -> Array:
@@ -188,9 +188,4 @@ def last_layer_bytes(case: TrainCase, layouts: Layouts, layers: Array) -> Array:
     each = activation_bytes(case, layouts)
     after = (np.ceil(layers) - 1) % layouts.recompute_every
     recomputed = np.maximum(each.recomputed - after * each.no_recompute, 0.0)
-    return _tokens(case, layouts) * (recomputed + each.gradients)
-
-
-def _tokens(case: TrainCase, layouts: Layouts) -> Array:
-    """Tokens per micro-batch on one device."""
-    return layouts.micro_batch * case.sequence / layouts.cp
+    return case.tokens(layouts) * (recomputed + each.gradients)

@@ -53,17 +53,12 @@ def layer_comm(case: TrainCase, layouts: Layouts, work: Work, *, moe: bool) -> L
     return LayerComm(tp=tensor, cp=context, ep=_expert(case, layouts, wall, moe=moe))
 
 
-def _tokens(case: TrainCase, layouts: Layouts) -> Array:
-    """Tokens per micro-batch on one context-parallel rank."""
-    return layouts.micro_batch * case.sequence / layouts.cp
-
-
 def _tensor(case: TrainCase, layouts: Layouts, work: Work, *, moe: bool) -> CommCost:
     """Two sharded regions per layer, each with an all-gather and a reduce-scatter, forward and backward: 8 ring passes
     of tokens·hidden, and two more all-gathers for dW that dX hides. Experts that tp does not shard need none."""
     model = case.model
     stride: Ints = np.ones(len(layouts), dtype=np.int64)
-    size = _tokens(case, layouts) * model.hidden * WIRE
+    size = case.tokens(layouts) * model.hidden * WIRE
     ring = case.network.ring_s("all_gather", size, layouts.tp, stride) * case.software.communication
     shared = model.moe is not None and model.moe.shared_ffn > 0
     regions = np.where(moe & (layouts.expert_tp == 1), 1.0 + shared, 2.0)
@@ -93,7 +88,7 @@ def _expert(case: TrainCase, layouts: Layouts, wall: Array, *, moe: bool) -> Com
     zero = np.zeros(len(layouts))
     if not moe or case.model.moe is None:
         return CommCost(total=zero, exposed=zero)
-    rows = _tokens(case, layouts) / layouts.tp * case.model.moe.top_k
+    rows = case.tokens(layouts) / layouts.tp * case.model.moe.top_k
     size = rows * case.model.hidden * WIRE * layouts.expert_tp
     stride = np.where(layouts.expert_tp > 1, layouts.tp, 1)
     copies = case.model.moe.top_k if case.software.flex_dispatch else None
@@ -202,7 +197,7 @@ def _replicas(layouts: Layouts, params: DeviceParameters, which: str) -> tuple[I
 def pipeline_sends(case: TrainCase, layouts: Layouts, micro_batches: Array, chunk: Array) -> CommCost:
     """Hidden states to the next stage and gradients back: 2 sends per chunk and micro-batch, beside the next chunk
     where the schedule interleaves; the first and last pp − 1 have no window."""
-    size = _tokens(case, layouts) / layouts.stream_tp * case.model.hidden * WIRE
+    size = case.tokens(layouts) / layouts.stream_tp * case.model.hidden * WIRE
     send = case.network.send_s(size, layouts.tp * layouts.cp * layouts.dp) * case.software.communication
     times = 2 * layouts.interleave * micro_batches
     total = np.where(layouts.pp > 1, send * times, 0.0)

@@ -67,7 +67,7 @@ def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
     """LoRA adapters of a mean layer: bytes over bandwidth, since the GEMMs of adapters are thin."""
     lora, zero = case.lora, np.zeros(len(layouts))
     assert lora is not None
-    tokens = layouts.micro_batch * case.sequence / layouts.cp / case.model.num_layers
+    tokens = case.tokens(layouts) / case.model.num_layers
     size = np.where(WIDE[layouts.precision], 4.0, 2.0)
 
     def seconds(moved: tuple[float, float]) -> Array:
@@ -90,7 +90,7 @@ def ends_work(case: TrainCase, layouts: Layouts) -> tuple[Work, Work]:
     first = _by_batch(case, layouts, lambda batch: embedding_operations(case.model, batch), None)
     last = _by_batch(case, layouts, lambda batch: head_operations(case.model, batch, loss=True), None)
     if case.software.eager_layers and case.loss_chunk:
-        last = _with_recompute(last, layouts.micro_batch * case.sequence / layouts.cp > case.loss_chunk)
+        last = _with_recompute(last, case.tokens(layouts) > case.loss_chunk)
     return first, scaled(last, 1.0 + case.extra_heads)
 
 

@@ -64,20 +64,18 @@ def _work(prediction: Prediction) -> list[Term]:
     case, layout = prediction.case, prediction.layout()
     model, count = case.model, parameters(case.model)
     flops, m = prediction.model_flops, float(prediction.time.work.micro_batches[0])
-    attention = flops - 6 * count.multiplied
-    tokens = case.batch_tokens
     return [
         Term(
             name="model FLOPs per token",
             formula="6·N + 3·attention (causal as half)",
-            numbers=f"6·{count_text(count.multiplied)} + {flops_text(attention)}",
+            numbers=f"6·{count_text(count.multiplied)} + {flops_text(flops - 6 * count.multiplied)}",
             value=flops,
             text=flops_text(flops),
         ),
         Term(
             name="micro-batches",
             formula="batch / (sequence · micro_batch · dp)",
-            numbers=f"{tokens:,} / ({case.sequence:,} · {layout.micro_batch} · {layout.dp})",
+            numbers=f"{case.batch_tokens:,} / ({case.sequence:,} · {layout.micro_batch} · {layout.dp})",
             value=m,
             text=f"{m:g}",
         ),
@@ -98,17 +96,14 @@ def _gemms(prediction: Prediction) -> list[Term]:
     batch = make_batch([case.sequence] * int(layouts.micro_batch[0]), flash=case.flash)
     experts = case.model.moe.num_experts if case.model.moe else 0
     terms = []
-    for piece in layer_operations(case.model, kind, batch):
-        op = piece.forward
-        if op.kind != "matmul":
-            continue
+    operations = layer_operations(case.model, kind, batch)
+    for op in (operation.forward for operation in operations if operation.forward.kind == "matmul"):
         gemm = local_gemm(op, layouts, experts)
         precision = precision_of(case, op.name, layouts, gemm)
         seconds = float(gemm_s(case, precision, gemm.groups, gemm.m, gemm.n, gemm.k)[0]) * case.software.gemm
-        g, size_m, size_n, size_k = (float(x[0]) for x in (gemm.groups, gemm.m, gemm.n, gemm.k))
-        rate = float(gemm.flops[0]) / seconds
-        work = flops_text(float(gemm.flops[0]))
-        numbers = f"2·{g:g}·{size_m:g}·{size_n:g}·{size_k:g} = {work} at {flops_per_s_text(rate)}"
+        shape = "·".join(f"{float(size[0]):g}" for size in (gemm.groups, gemm.m, gemm.n, gemm.k))
+        flops = float(gemm.flops[0])
+        numbers = f"2·{shape} = {flops_text(flops)} at {flops_per_s_text(flops / seconds)}"
         formula = "max(2·g·m·n·k / reached(m, n, k), bytes / bandwidth)"
         terms.append(_seconds(f"  {op.name}, forward", formula, numbers, seconds))
     return terms
@@ -189,7 +184,7 @@ def _amount(prediction: Prediction, name: str) -> str:
     kv = 2 * case.model.kv_heads * case.model.head_dim / layout.tp
     rows = tokens / layout.tp * (case.model.moe.top_k if case.model.moe else 0)
     weights = float(time.work.parameters.total[0])
-    sizes = {
+    return {
         "tp": f"{times} 8 · {bytes_text(tokens * case.model.hidden * 2)}",
         "cp": f"{times} 3 · {bytes_text(tokens * layout.cp * kv * 2)}",
         "ep": f"{times} 4 · {bytes_text(rows * case.model.hidden * 2)}",
@@ -197,8 +192,7 @@ def _amount(prediction: Prediction, name: str) -> str:
         "weights": f"{count_text(weights)} · 2 B",
         "pp": f"{2 * layout.interleave * float(time.work.micro_batches[0]):g} · "
         f"{bytes_text(tokens / (layout.tp if layout.sequence_parallel else 1) * case.model.hidden * 2)}",
-    }
-    return sizes[name]
+    }[name]
 
 
 def _memory_bound(prediction: Prediction) -> Term:
@@ -359,9 +353,8 @@ def _memory(prediction: Prediction) -> list[Term]:
             f"{bytes_text(float(usage.allocated[0]))}",
         ),
     ]
-    terms = [_bytes(f"memory, {name}", formula, numbers, usage.parts()[name]) for name, formula, numbers in rows]
-    when = SNAPSHOTS[int(usage.peak_at[0])]
+    formula = f"Σ, most {SNAPSHOTS[int(usage.peak_at[0])]}"
     return [
-        *terms,
-        _bytes("memory, all", f"Σ, most {when}", f"of {bytes_text(prediction.memory_limit)}", float(usage.total[0])),
+        *(_bytes(f"memory, {name}", formula, numbers, usage.parts()[name]) for name, formula, numbers in rows),
+        _bytes("memory, all", formula, f"of {bytes_text(prediction.memory_limit)}", float(usage.total[0])),
     ]

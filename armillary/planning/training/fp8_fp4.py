@@ -87,8 +87,7 @@ def _source_bytes(name: str, *, gated: bool) -> tuple[float, float]:
     """Bytes that fused blocks read per element of a GEMM's input, and of its output's gradient: 16 bits; gate and up
     for an activation; and for its backward pass the gradient beside them."""
     inputs = (4.0 if gated else 2.0) if name == "mlp.down" else 2.0
-    gradients = {"mlp.gate_up": 3.0, "mlp.up": 3.0 if gated else 4.0}.get(name, 2.0)
-    return inputs, gradients
+    return inputs, {"mlp.gate_up": 3.0, "mlp.up": 3.0 if gated else 4.0}.get(name, 2.0)
 
 
 def weights_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:

@@ -71,7 +71,7 @@ def memory(case: TrainCase, layouts: Layouts) -> Memory:
     """Bytes of every layout, on the fullest of first, middle and last stage."""
     stages = split(case, layouts)
     params = device_parameters(case, layouts, stages)
-    in_flight = micro_batches_in_flight(layouts, _micro_batches(case, layouts))
+    in_flight = micro_batches_in_flight(layouts, case.micro_batches(layouts))
     first = _stage(case, layouts, replace(params, layers=stages.first), in_flight, loss=False)
     final = np.where(stages.is_exact, stages.least_last, stages.fullest)
     last = _stage(case, layouts, replace(params, layers=final), np.ones(len(layouts)), loss=True)
@@ -99,18 +99,13 @@ def by_stage(case: TrainCase, layouts: Layouts) -> list[Memory]:
     the last the output projection and the logits."""
     assert len(layouts) == 1, "stages are listed for one layout"
     counts, fullest = stage_layers(case, layouts), device_parameters(case, layouts, split(case, layouts))
-    first, stages = micro_batches_in_flight(layouts, _micro_batches(case, layouts)), []
+    first, stages = micro_batches_in_flight(layouts, case.micro_batches(layouts)), []
     for stage, layers in enumerate(counts):
         ends = fullest.ends if stage in (0, len(counts) - 1) else fullest.ends * 0
         in_flight = first if layouts.schedule[0] == GPIPE else np.maximum(first - stage, 1.0)
         params = replace(fullest, ends=ends, layers=np.array([layers]))
         stages.append(_stage(case, layouts, params, np.minimum(in_flight, first), loss=stage == len(counts) - 1))
     return stages
-
-
-def _micro_batches(case: TrainCase, layouts: Layouts) -> Array:
-    """Micro-batches per rank and step."""
-    return np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0)
 
 
 def _stage(case: TrainCase, layouts: Layouts, params: DeviceParameters, in_flight: Array, *, loss: bool) -> Memory:
@@ -127,7 +122,7 @@ def _stage(case: TrainCase, layouts: Layouts, params: DeviceParameters, in_fligh
         params=params,
         states=states,
         in_flight=in_flight,
-        micro_batches=_micro_batches(case, layouts),
+        micro_batches=case.micro_batches(layouts),
         makes_logits=loss,
     ).snapshots()
     peak = np.argmax([snapshot.total for snapshot in snapshots], axis=0)

@@ -142,7 +142,7 @@ class Stage:
 
     def _loss(self) -> Array:
         case, layouts = self.case, self.layouts
-        tokens = layouts.micro_batch * case.sequence / layouts.cp
+        tokens = case.tokens(layouts)
         rows = np.minimum(tokens, case.loss_chunk) if case.loss_chunk else tokens
         logits = rows * case.model.vocab / layouts.tp * (1 + case.extra_heads)
         if case.software.fused_loss:

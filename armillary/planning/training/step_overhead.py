@@ -69,5 +69,4 @@ def data_s(case: TrainCase, layouts: Layouts, micro_batches: Array, busy: Array)
     rates = [float(point["tokens"]) / float(point["seconds"]) for point in own if float(point["seconds"]) > 0]
     if not rates:
         return np.zeros(len(layouts))
-    tokens = micro_batches * layouts.micro_batch * case.sequence
-    return np.maximum(0.0, tokens / max(rates) - busy)
+    return np.maximum(0.0, micro_batches * layouts.micro_batch * case.sequence / max(rates) - busy)

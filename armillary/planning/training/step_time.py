@@ -149,7 +149,7 @@ def stage_work(case: TrainCase, layouts: Layouts) -> StageWork:
     mean = stages.mean * per_layer + (ends.forward + ends.backward) / layouts.pp
     last_stage = stages.last(per_layer, head) * per_layer + head
     return StageWork(
-        micro_batches=np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0),
+        micro_batches=case.micro_batches(layouts),
         stages=stages,
         parameters=device_parameters(case, layouts, stages),
         layer=layer,
@@ -165,9 +165,8 @@ def stage_work(case: TrainCase, layouts: Layouts) -> StageWork:
 
 def _unique(layouts: Layouts) -> tuple[Layouts, Ints]:
     """(one layout per set that agrees in _KEYS and in expert_tp, the set of every layout)."""
-    columns = [getattr(layouts, name).astype(np.int64) for name in _KEYS] + [layouts.expert_tp]
     code: Ints = np.zeros(len(layouts), dtype=np.int64)
-    for column in columns:
+    for column in (*(getattr(layouts, name).astype(np.int64) for name in _KEYS), layouts.expert_tp):
         values, inverse = distinct(column)
         code = code * len(values) + inverse
     first, index = distinct(code)

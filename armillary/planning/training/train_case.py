@@ -14,6 +14,7 @@ import numpy as np
 from armillary.errors import BadInput
 from armillary.planning.device_model.efficiency import Curves, curves
 from armillary.planning.device_model.frameworks import PHYSICS, Software
+from armillary.planning.device_model.layout_arrays import Array, Layouts
 from armillary.planning.device_model.network import Network, network
 from armillary.spec.hardware import Cluster
 from armillary.spec.lora import targets
@@ -105,6 +106,14 @@ class TrainCase:
     @cached_property
     def network(self) -> Network:
         return network(self.cluster, self.measured)
+
+    def micro_batches(self, layouts: Layouts) -> Array:
+        """Micro-batches per rank and step."""
+        return np.maximum(self.batch_tokens / (self.sequence * layouts.micro_batch * layouts.dp), 1.0)
+
+    def tokens(self, layouts: Layouts) -> Array:
+        """Tokens per micro-batch on one device; context parallelism splits them."""
+        return layouts.micro_batch * self.sequence / layouts.cp
 
 
 KERNELS, FUSED_KERNELS = np.array([4.0, 6.0]), np.array([9.0, 13.0])
