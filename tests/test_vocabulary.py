@@ -141,6 +141,21 @@ GONE = frozenset(
         "NoMeter",
         "PASSES",
         "Piece",
+        "again",
+        "beside",
+        "room",
+        "settled",
+        "late",
+        "_door",
+        "_turn",
+        "Feed",
+        "Kind",
+        "pairs",
+        "like",
+        "steady",
+        "every",
+        "held",
+        "kept",
     ]
 )
 """names that meant something only here; what to say instead is in docs/glossary.md or the field's own word"""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.diagnosis.report.diagnosis_page import page as demo_page
+from armillary.diagnosis.report.demo_page import page as demo_page
 from armillary.profiling.report.profile_page import write_page
 from tests.diagnosis.demo_reports import made_report
 from tests.profiling.profiles import made_profile

@@ -72,7 +72,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
 def _report(state: DemoState, path: Path) -> None:
     """The page, and the table of predictions that it ends with; of an interrupted demo, the finished stages."""
     from armillary.diagnosis.outcome.prediction_errors import HEADS
-    from armillary.diagnosis.report.diagnosis_page import page
+    from armillary.diagnosis.report.demo_page import page
     from armillary.store.atomic import write_text
 
     with state.stage("report", "every figure that was predicted, beside what was measured") as say:

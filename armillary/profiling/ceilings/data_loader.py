@@ -22,7 +22,7 @@ from armillary.errors import BadData
 Factory = Callable[[int, int], Iterable[Any]]
 """(worker, workers) -> batches: mappings or dataclasses of arrays, or arrays; must pickle where workers are used"""
 Watch = Callable[[int, int, str], None]
-Feed = Callable[[Any, "LoaderSettings", torch.device], Iterator[Mapping[str, torch.Tensor]]]
+OpenLoader = Callable[[Any, "LoaderSettings", torch.device], Iterator[Mapping[str, torch.Tensor]]]
 """(factory, settings, device) -> batches as they arrive, without end"""
 
 
@@ -60,7 +60,7 @@ def measure_loader(
     device: torch.device,
     budget_s: float = 2.0,
     watch: Watch = lambda done, total, what: None,
-    feed: Feed | None = None,
+    feed: OpenLoader | None = None,
 ) -> list[LoaderSpeed]:
     """Time each configuration for about `budget_s`, with torch's DataLoader or another `feed`."""
     points = []

@@ -86,10 +86,10 @@ def _side(value: Any, role: str, origin: str, name: str) -> list[dict[str, Any]]
 def _turns(value: Any, origin: str, name: str) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise BadData(f"{origin}: '{name}' is not a list of messages; each is a table with role and content")
-    return [_turn(each, f"{origin}: message {number}") for number, each in enumerate(value, start=1)]
+    return [_message(each, f"{origin}: message {number}") for number, each in enumerate(value, start=1)]
 
 
-def _turn(value: Any, where: str) -> dict[str, Any]:
+def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise BadData(f"{where} is not a table; write it as role and content")
     fields = {name: item for name, item in value.items() if item is not None}  # Parquet fills lacking keys with null
