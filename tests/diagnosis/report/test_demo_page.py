@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from armillary.diagnosis.outcome.prediction_errors import Predicted, predicted_of
-from armillary.diagnosis.report.demo_report import DemoReport
 from armillary.diagnosis.report.demo_page import page
+from armillary.diagnosis.report.demo_report import DemoReport
 from tests.diagnosis.demo_reports import made_report
 from tests.profiling.report.test_profile_page import Tags
 
