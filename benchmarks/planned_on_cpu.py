@@ -1,4 +1,4 @@
-"""Steps as planned and as measured on this machine's processor: one process and two ranks, several sizes and settings.
+"""Steps as planned and as measured on this machine's CPU: one process and two ranks, several sizes and settings.
 
     python -m benchmarks.planned_on_cpu [--only NAME …] [--steps 18] [--write]
 
@@ -34,7 +34,7 @@ WARM_UP = 3
 SECTIONS = ("gemm", "bandwidth", "attention", "passes", "launch")
 CASES: dict[str, tuple[str, ...]] = {
     "demo": (),
-    "demo, all kept": ("layout.recompute=none",),
+    "demo, no recompute": ("layout.recompute=none",),
     "demo, one process": ("layout.dp=1", "layout.micro_batch=16"),
     "fp32, one process": ("layout.dp=1", "layout.precision=fp32"),
     "2 M": ("model.name=armillary-2m",),
@@ -82,10 +82,10 @@ def row(name: str, changes: Sequence[str], home: Home, steps: int) -> list[str]:
 def as_page(rows: Sequence[Sequence[str]]) -> str:
     day = time.strftime("%Y-%m-%d", time.gmtime())
     lines = [
-        "# Steps on a processor: planned and measured",
+        "# Step times on a CPU: planned and measured",
         "",
-        f"`python -m benchmarks.planned_on_cpu --write`, {day}, {here().text()}. Medians of a step; "
-        "the last column is processor time of the main rank's thread.",
+        f"`python -m benchmarks.planned_on_cpu --write`, {day}, {here().text()}. Medians over steps; "
+        "the last column is CPU time of the main rank's thread.",
         "",
         "| " + " | ".join(HEADS) + " |",
         "|---|" + "---:|" * (len(HEADS) - 1),

@@ -87,7 +87,7 @@ def compare(name: str, folder: Path, seconds: float) -> Iterator[str]:
     module, examples = load_python_module(f"{EXAMPLES}:{name}")
     file = export(module, inputs_like(examples), folder / f"{name}.pt2", "pt2").path
     alone = _least(lambda: module(examples[0][:1]))
-    yield f"\n{name}: a row alone {1e3 * alone:.2f} ms, p99 limit {1e3 * LIMITS_S[name]:.0f} ms\n"
+    yield f"\n{name}: one row alone {1e3 * alone:.2f} ms, p99 limit {1e3 * LIMITS_S[name]:.0f} ms\n"
     yield "| batching | highest rate, requests/s | p50 ms | p99 ms | mean rows | next rate fails by |"
     yield "|---|---:|---:|---:|---:|---|"
     found = {}
@@ -158,7 +158,7 @@ def server(file: Path, max_batch: int) -> Iterator[str]:
 
 
 def speeds(name: str, folder: Path) -> Iterator[str]:
-    """Time of a row and of 32 rows, for every form of the same model; compiling takes longest and comes last."""
+    """Time of one row and of 32 rows, for every form of the same model; compiling takes longest and comes last."""
     module, examples = load_python_module(f"{EXAMPLES}:{name}")
     pt2 = export(module, inputs_like(examples), folder / f"{name}.pt2", "pt2").path
     forms: dict[str, Callable[[], Callable[[torch.Tensor], object]]] = {
@@ -173,7 +173,7 @@ def speeds(name: str, folder: Path) -> Iterator[str]:
     }
     one = examples[0][:1]
     many = one.repeat(32, *[1] * (one.ndim - 1))
-    yield f"\n| {name} | a row, ms | 32 rows, ms |\n|---|---:|---:|"
+    yield f"\n| {name} | one row, ms | 32 rows, ms |\n|---|---:|---:|"
     for title, make in forms.items():
         call = make()
         times = [_least(partial(call, batch)) for batch in (one, many)]

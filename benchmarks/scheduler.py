@@ -2,7 +2,7 @@
 
     python benchmarks/scheduler.py [--running 256] [--steps 300] [--repeats 3] [--json]
 
-A step is one `schedule` and one `update`; tokens come from nowhere. Times are processor time of the thread, which is
+A step is one `schedule` and one `update`; tokens are made up. Times are CPU time of the thread, which is
 its wall time on a quiet machine; every case runs `repeats` times with the same steps, and of each step the least time
 counts. Submitting is timed apart: hashing a prompt happens there, outside the steps.
 """
