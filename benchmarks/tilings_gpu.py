@@ -76,7 +76,7 @@ def patched(run: Callable[..., Any], module: Any, **names: Any) -> Callable[...,
 
 
 def paged(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Numbers the second launch adds at a time, stages, workers per multiprocessor, keys per tile, warps of the first."""
+    """Values the second launch adds per step, stages, workers per multiprocessor, keys per tile, warps."""
     plain, run = paged_attention_triton.split_tiling, paged_attention_triton.paged_attention
 
     def way(**other: Any) -> Callable[..., Any]:
