@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from armillary.model.weights.convert import convert as convert
     from armillary.model.weights.hf_weights import load_model as load_model
     from armillary.model.weights.hf_weights import save_model as save_model
-    from armillary.profiling.record.capture import profile as profile
+    from armillary.profiling.record.profile_callable import profile as profile
     from armillary.serving.load.run import load_test as load_test
     from armillary.spec.catalogue import chips as chips
     from armillary.spec.catalogue import cluster as hardware
@@ -51,7 +51,7 @@ _API = {
     "load_test": "armillary.serving.load.run:load_test",
     "models": "armillary.spec.catalogue:models",
     "prepare": "armillary.training.prepare_data:prepare",
-    "profile": "armillary.profiling.record.capture:profile",
+    "profile": "armillary.profiling.record.profile_callable:profile",
     "resolve_model": "armillary.store.resolve_model:resolve_model",
     "runs": "armillary.store.runs:list_runs",
     "save_model": "armillary.model.weights.hf_weights:save_model",

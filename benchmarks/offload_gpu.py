@@ -28,9 +28,9 @@ from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.world import World
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import resolve
+from armillary.planning.training.resolve_recipe import resolve
 from armillary.profiling.ceilings import host_copy
 from armillary.profiling.ceilings.ceilings import about, name_of
 from armillary.profiling.ceilings.settings import settings_for
@@ -46,8 +46,8 @@ from armillary.store.peaks import new_peaks, save_peaks
 from armillary.training.setup.kernel_selection import use_kernels
 from armillary.training.step.nonfinite import LossScaler
 from armillary.training.step.numerics import autocast
-from armillary.training.step.offload import Offloaded, optimizer_of
 from armillary.training.step.optimizer import set_learning_rate, update
+from armillary.training.step.optimizer_offload import Offloaded, optimizer_of
 
 MODEL: dict[str, Any] = {
     "name": "1.14B",

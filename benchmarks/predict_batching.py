@@ -29,7 +29,7 @@ import torch
 
 from armillary.machine.machine import machine
 from armillary.model.export_graph import export, inputs_like
-from armillary.model.python_module import load_python_module
+from armillary.model.user_module import load_python_module
 from armillary.serving.load.probe import probe
 from armillary.serving.load.rate_search import SearchResult, rate_runner, search_rate
 from armillary.serving.load.run import LoadTest

@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.model.buildable import unbuildable
+from armillary.model.supported_shapes import unbuildable
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_layout import FAMILIES
 from armillary.model.weights.hf_weights import save_model

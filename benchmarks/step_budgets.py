@@ -23,7 +23,7 @@ from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer, build
 from armillary.profiling.ceilings.ceilings import measure_ceilings
 from armillary.profiling.profile import BUDGET, Profile
-from armillary.profiling.record.capture import profile
+from armillary.profiling.record.profile_callable import profile
 from armillary.profiling.report.profile_page import write_page
 from armillary.profiling.report.profile_text import budget_line, top_rows
 from armillary.spec import catalogue

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from armillary.machine.machine import here
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import resolve
+from armillary.planning.training.resolve_recipe import resolve
 from armillary.profiling.ceilings import attention_flops as attention
 from armillary.profiling.ceilings import bandwidth, gemm
 from armillary.profiling.ceilings import launch_latency as launch

@@ -18,8 +18,8 @@ from armillary.spec.gauges import GAUGES, prometheus_name
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import TABLES, Recipe
 from armillary.spec.tables.hardware import TierTable
-from armillary.spec.tables.key_class import MEANING, classes_of
 from armillary.spec.tables.model import NESTED, PATTERN_HELP, override_hints
+from armillary.spec.tables.resume_class import MEANING, classes_of
 from armillary.spec.toml.fields import help_of
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ import torch
 from ddp_rank import SEQUENCE, Setting, Timed, run
 
 from armillary.machine.machine import here, machine
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.step_time import StepTime, step_time
 from armillary.planning.training.train_case import TrainCase
 from armillary.profiling.ceilings.collectives import measure_collectives

@@ -59,7 +59,7 @@ TORCH_FREE = (
     ),
     "armillary.profiling.trace*",
     "armillary.profiling.analysis*",
-    "armillary.model.buildable",
+    "armillary.model.supported_shapes",
     "armillary.cli*",
 )
 

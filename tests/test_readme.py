@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.cli.verbs import VERBS
+from armillary.cli.verb_table import VERBS
 from armillary.model.weights.hf_layout import FAMILIES
 from armillary.spec import catalogue
 from tests.conftest import Ran

@@ -12,8 +12,8 @@ from armillary.cli.open_model import need_torch, open_model
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb import verb
 from armillary.errors import BadInput
-from armillary.store.converted_files import remember
 from armillary.store.home import Home
+from armillary.store.trusted_conversions import remember
 from armillary.units import bytes_text, count_text, parse_count
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def export_model(
         raise BadInput(f"{target} is already there; give --overwrite or another name")
     need_torch("exporting a model")
     from armillary.model.export_graph import export, of_transformer
-    from armillary.model.python_module import is_python_module
+    from armillary.model.user_module import is_python_module
 
     if is_python_module(model):
         module, wanted = _python_module(model, inputs)
@@ -142,7 +142,7 @@ def export_model(
 def _python_module(model: str, inputs: tuple[str, ...]) -> tuple[nn.Module, tuple[Input, ...]]:
     """The module that a Python file makes, and what it takes: as asked, or as the file's own examples."""
     from armillary.model.export_graph import inputs_like, parse_input
-    from armillary.model.python_module import load_python_module
+    from armillary.model.user_module import load_python_module
 
     module, examples = load_python_module(model)
     wanted = tuple(parse_input(text) for text in inputs) or inputs_like(examples)

@@ -15,8 +15,8 @@ from armillary.cli.verb import VerbGroup
 from armillary.errors import BadInput
 from armillary.spec.tables.train import Data
 from armillary.store.home import Home
-from armillary.training.data.cache import Cache
 from armillary.training.data.index import SPLITS, Index
+from armillary.training.data.object_store_cache import Cache
 from armillary.units import bytes_text, count_text, parse_count, seconds_text
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from armillary import __version__
-from armillary.cli.verbs import RINGS, VERBS
+from armillary.cli.verb_table import RINGS, VERBS
 from armillary.errors import ArmillaryError, missing, nearest
 
 OK, BUG, USER_ERROR, INTERRUPTED = 0, 1, 2, 130

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from armillary.cli.progress import Bar, LineBar, RichBar
 from armillary.spec.toml.fields import to_plain
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 
 Mode = Literal["human", "json", "quiet", "silent"]
 """silent: one of many ranks, of which another speaks"""
@@ -130,7 +130,7 @@ def path_text(path: Path) -> str:
 
 def json_text(answer: object) -> str:
     """One JSON document, written as our files are: NaN becomes "nan"."""
-    return strict_json.dumps(_without_paths(to_plain(answer)), indent=2)
+    return nan_safe_json.dumps(_without_paths(to_plain(answer)), indent=2)
 
 
 def _without_paths(value: Any) -> Any:

@@ -125,7 +125,7 @@ def serve_file(
     from armillary.serving.http.api_keys import read_keys
     from armillary.serving.http.server import ListenOptions
     from armillary.serving.predict.run_server import serve as run
-    from armillary.serving.predict.trust import FileTrust
+    from armillary.serving.predict.trusted_files import FileTrust
 
     for text in overrides:
         if not text.startswith(("predict.", "serve.api_key_file=")):

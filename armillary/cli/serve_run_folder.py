@@ -18,7 +18,7 @@ from armillary.store.resolve_model import ModelSource
 from armillary.store.runs import Run, create_run
 
 if TYPE_CHECKING:
-    from armillary.planning.serving.threads import Threads
+    from armillary.planning.serving.cpu_threads import Threads
     from armillary.profiling.dtypes.choice import Resolved
 
 Say = Callable[[str], None]

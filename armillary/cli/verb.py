@@ -1,6 +1,6 @@
 """What every verb of the command line shares: --json, --quiet, --home, and errors in one line.
 
-A verb is a function that takes an Output, a Home and its own arguments, named in `cli/verbs.py`:
+A verb is a function that takes an Output, a Home and its own arguments, named in `cli/verb_table.py`:
 
     @verb
     @click.argument("name", required=False, shell_complete=complete.models)

@@ -23,10 +23,10 @@ from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import is_disturbed
 from armillary.diagnosis.rules import device as device_rules
-from armillary.diagnosis.rules import logs as log_rules
 from armillary.diagnosis.rules import metrics_page as page_rules
 from armillary.diagnosis.rules import serving as serving_rules
 from armillary.diagnosis.rules import training as training_rules
+from armillary.diagnosis.rules import training_logs as log_rules
 from armillary.profiling.profile import BUDGET
 from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home

@@ -26,9 +26,9 @@ from armillary.engine.runner.linear_formats import (
 )
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
-from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
+from armillary.engine.scheduler.step_loop import Loop
 from armillary.engine.scheduler.step_time import step_roofline
 from armillary.engine.telemetry.step_calibration import calibrate_steps
 from armillary.errors import BadInput

@@ -14,8 +14,8 @@ from armillary.engine.output.output_text import OutputDelta, OutputProcessor
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import FinishReason, Logprob, Sequence
 from armillary.engine.scheduler.decision import Decision, StepTimeModel
-from armillary.engine.scheduler.loop import Loop, StepFailed
 from armillary.engine.scheduler.request_checks import MakeConstraint
+from armillary.engine.scheduler.step_loop import Loop, StepFailed
 from armillary.engine.telemetry.gauges import request_gauges, step_gauges
 from armillary.errors import BadInput, MissingPart
 

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.model.buildable import refuse_unbuildable
 from armillary.model.device import refuse_too_big
 from armillary.model.fused import dispatch as fused_block
 from armillary.model.fused.passes import FusedOptions
@@ -27,6 +26,7 @@ from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm, hidden_norm
 from armillary.model.layers.rope import RotaryTable
 from armillary.model.moe.experts import MixtureOfExperts, Router
+from armillary.model.supported_shapes import refuse_unbuildable
 from armillary.spec.model import LayerKind, ModelConfig
 
 # B batch, T tokens, H hidden, V vocabulary

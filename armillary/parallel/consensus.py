@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from armillary.errors import ArmillaryError
-from armillary.parallel.long_wait import LongWait
+from armillary.parallel.store_barrier import LongWait
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.writer_process import Process
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -63,7 +63,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, strict_json.dumps(value, indent=1) + "\n")
+    write_text(path, nan_safe_json.dumps(value, indent=1) + "\n")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Self
 
 from armillary.errors import BadData, BadInput, NotFound, nearest
 from armillary.spec.gauges import GAUGES, RENAMED, current_names
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import plain_errors
 from armillary.store.lock import try_lock
 
@@ -55,7 +55,7 @@ class GaugeWriter:
         record: Record = {"time": time.time() if now is None else now}
         keys = {"step": step, "request": request, "source": source}
         record |= {key: value for key, value in keys.items() if value is not None}
-        self._append(strict_json.dumps(record | dict(gauges)).encode() + b"\n")
+        self._append(nan_safe_json.dumps(record | dict(gauges)).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
         with self._lock, plain_errors(self.path):
@@ -155,7 +155,7 @@ def _records(
 
 def _parse(line: bytes, path: Path, offset: int) -> Record:
     try:
-        record = strict_json.loads(line)
+        record = nan_safe_json.loads(line)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadData
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import write_json
 from armillary.store.home import Home
 from armillary.store.lock import locked
@@ -27,7 +27,7 @@ def load_choices(home: Home, device: str) -> dict[str, Record]:
     path = choices_path(home, device)
     if not path.is_file():
         return {}
-    table = strict_json.read_table(path)
+    table = nan_safe_json.read_table(path)
     records = table.get("choices")
     if not isinstance(table.get("device"), str) or not isinstance(records, dict):
         raise BadData(f"{path} lacks device or choices; delete it, and kernels are measured again")

@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.toml.fields import build, to_plain
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import write_json
 from armillary.store.lock import locked
 from armillary.store.writer_process import Process, machine
@@ -93,7 +93,7 @@ class Lease:
 def read_lease(folder: Path) -> Lease | None:
     """The lease of a run; None where there is none (runs of older versions) or it is unreadable."""
     try:
-        return build(Lease, strict_json.read_table(folder / NAME), NAME)
+        return build(Lease, nan_safe_json.read_table(folder / NAME), NAME)
     except (ArmillaryError, OSError):
         return None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.spec.toml.fields import build
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.progress import Progress, silent
 
 NAME = "manifest.json"
@@ -57,7 +57,7 @@ class Manifest:
 def summary(folder: Path) -> dict[str, Any]:
     """The fields of the folder's config.json that describe a model's shape."""
     path = folder / "config.json"
-    config = strict_json.read_table(path) if path.is_file() else {}
+    config = nan_safe_json.read_table(path) if path.is_file() else {}
     return {key: config[key] for key in _SUMMARY if key in config}
 
 
@@ -174,7 +174,7 @@ def _readable_hash(path: Path) -> str | None:
 
 def _checkpoint_entries(folder: Path) -> dict[str, FileEntry]:
     """Older manifests have `files` with sizes only, and the hashes, if any, in `sums`."""
-    table = strict_json.read_table(folder / NAME)
+    table = nan_safe_json.read_table(folder / NAME)
     hashes = table.get("sums", {})
     return {
         name: build(FileEntry, entry, name)

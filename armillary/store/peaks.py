@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadData, BadInput
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import write_json
 from armillary.store.home import Home
 from armillary.store.lock import locked
@@ -115,7 +115,7 @@ def load_peaks(home: Home, device: str) -> Peaks | None:
     path = peaks_path(home, device)
     if not path.is_file():
         return None
-    peaks = _from_json(strict_json.read_table(path), path)
+    peaks = _from_json(nan_safe_json.read_table(path), path)
     return peaks if peaks.device == device else None
 
 
@@ -151,4 +151,4 @@ def _check(kind: str, point: Point, device: str) -> None:
 
 
 def _case(point: Point) -> str:
-    return strict_json.dumps({key: point[key] for key in sorted(point) if key not in (*MEASURED, BESIDE)})
+    return nan_safe_json.dumps({key: point[key] for key in sorted(point) if key not in (*MEASURED, BESIDE)})

@@ -15,7 +15,7 @@ from typing import Any
 from armillary.errors import BadInput, BadModel, NotFound, unknown
 from armillary.spec.toml.fields import build, to_plain
 from armillary.store import manifest as manifests
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import staged_folder, write_json
 from armillary.store.home import Home
 from armillary.store.lock import locked
@@ -134,7 +134,7 @@ def set_alias(home: Home, name: str, alias: str, version: int) -> Release:
 
 def _read_aliases(home: Home, name: str) -> dict[str, Any]:
     path = home.registry / name / "aliases.json"
-    return strict_json.read_table(path) if path.is_file() else {"aliases": {}, "history": []}
+    return nan_safe_json.read_table(path) if path.is_file() else {"aliases": {}, "history": []}
 
 
 def _version_of(home: Home, name: str, alias: str) -> int:
@@ -151,7 +151,7 @@ def _version_of(home: Home, name: str, alias: str) -> int:
 
 def _load(home: Home, name: str, version: int) -> Release:
     folder = home.registry / name / "versions" / str(version)
-    table = strict_json.read_table(folder / manifests.NAME)
+    table = nan_safe_json.read_table(folder / manifests.NAME)
     return Release(name=name, version=version, folder=folder, manifest=build(Manifest, table, f"{name}:{version}"))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput, NotFound, unknown
 from armillary.spec.toml.fields import to_plain
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import Taken, staged_folder, write_json, write_text
 from armillary.store.gauges import last_record
 from armillary.store.home import Home
@@ -86,7 +86,7 @@ class Run:
 
     def _read_state(self) -> RunState:
         path = self.folder / "state.json"
-        return RunState.from_json(strict_json.read_table(path), str(path))
+        return RunState.from_json(nan_safe_json.read_table(path), str(path))
 
     @property
     def progress(self) -> RunState:
@@ -155,17 +155,17 @@ class Run:
     @property
     def recipe(self) -> dict[str, Any]:
         """The recipe with its overrides applied."""
-        return dict(strict_json.read_table(self.folder / "recipe.json")["recipe"])
+        return dict(nan_safe_json.read_table(self.folder / "recipe.json")["recipe"])
 
     @property
     def overrides(self) -> list[str]:
         """Its `--set` arguments."""
-        return list(strict_json.read_table(self.folder / "recipe.json")["overrides"])
+        return list(nan_safe_json.read_table(self.folder / "recipe.json")["overrides"])
 
     @property
     def recipe_file(self) -> str:
         """The recipe's file; empty where it is unknown."""
-        return str(strict_json.read_table(self.folder / "recipe.json").get("file", ""))
+        return str(nan_safe_json.read_table(self.folder / "recipe.json").get("file", ""))
 
     def write_recipe(
         self, recipe: Mapping[str, Any], *, text: str = "", overrides: Sequence[str] = (), file: str = ""

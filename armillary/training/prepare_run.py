@@ -14,7 +14,7 @@ from typing import Any
 
 from armillary.errors import BadLayout, BadRecipe
 from armillary.machine.machine import here
-from armillary.model.buildable import refuse_unbuildable
+from armillary.model.supported_shapes import refuse_unbuildable
 from armillary.model.weights.hf_layout import rules
 from armillary.parallel.world import World, join_world
 from armillary.profiling.dtypes.choice import resolve_training, resumed_precision
@@ -33,7 +33,7 @@ from armillary.store.home import Home
 from armillary.store.resolve_model import ModelSource, resolve_model
 from armillary.store.runs import Run, Say, create_run
 from armillary.training.checkpoint.resume import Choice, changes_since, run_to_resume, unfinished_run
-from armillary.training.data.survey import Progress
+from armillary.training.data.corpus_survey import Progress
 from armillary.training.gauge_log import Watch
 from armillary.training.loop import make_consensus, train
 from armillary.training.open_data import may_hold_out, plan_data, prepare_data

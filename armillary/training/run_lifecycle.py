@@ -23,8 +23,8 @@ from armillary.training.data.index import NAME as INDEX
 from armillary.training.startup_probe import startup_costs
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.numerics import seed
-from armillary.training.step.offload import widen
 from armillary.training.step.optimizer import states_by_name, weights_by_name
+from armillary.training.step.optimizer_offload import widen
 from armillary.training.stopping import Until
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer

@@ -24,8 +24,8 @@ from armillary.training.data.loader import DeviceBatch, to_device
 from armillary.training.setup.build_model import build_model, open_text
 from armillary.training.step.nonfinite import LossScaler, Nonfinite
 from armillary.training.step.numerics import autocast
-from armillary.training.step.offload import Offloaded, optimizer_of
 from armillary.training.step.optimizer import learning_rate, set_learning_rate, update
+from armillary.training.step.optimizer_offload import Offloaded, optimizer_of
 from armillary.training.step.router_balance import Routers
 from armillary.training.step_batches import StepBatches, Stop
 from armillary.training.telemetry.async_readback import StepValues

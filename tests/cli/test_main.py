@@ -18,7 +18,7 @@ from armillary import __version__
 from armillary.cli import main as entry
 from armillary.cli.main import main
 from armillary.cli.verb import VerbGroup, verb
-from armillary.cli.verbs import RINGS, VERBS
+from armillary.cli.verb_table import RINGS, VERBS
 from armillary.errors import NotFound
 
 Cli = Callable[..., Any]
@@ -57,7 +57,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys\nfrom armillary.cli.main import main\nmain(['--help'])\n"
         "print('heavy:', *[m for m in ('torch', 'numpy', 'rich') if m in sys.modules])\n"
         "print('verbs:', *[v for v in sys.modules if v.startswith('armillary.cli.') and v not in "
-        "('armillary.cli.main', 'armillary.cli.verbs')])"
+        "('armillary.cli.main', 'armillary.cli.verb_table')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-2:] == ["heavy:", "verbs:"]

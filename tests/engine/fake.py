@@ -17,9 +17,9 @@ from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.invariants import check_idle
-from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings
+from armillary.engine.scheduler.step_loop import Loop
 
 VOCAB = 50
 EOS = 1

@@ -15,7 +15,7 @@ from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import OutputDelta, OutputProcessor
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.invariants import check_idle
-from armillary.engine.scheduler.loop import Loop, StepFailed
+from armillary.engine.scheduler.step_loop import Loop, StepFailed
 from armillary.errors import BadInput
 from armillary.spec.gauges import GAUGES
 from tests.engine.fake import FakeExecutor, ask, expected, make_scheduler

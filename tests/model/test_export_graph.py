@@ -14,8 +14,8 @@ from armillary.errors import BadInput, BadModel, NotFound
 from armillary.kernels.core.torch_compat import load_program
 from armillary.model.export_graph import Input, export, inputs_like, of_transformer, parse_input
 from armillary.model.layers.attention_forms import plain
-from armillary.model.python_module import is_python_module, load_python_module
 from armillary.model.transformer import build
+from armillary.model.user_module import is_python_module, load_python_module
 from armillary.spec.model import LayerKind, ModelConfig
 
 WINDOWED = ModelConfig(

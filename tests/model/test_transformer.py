@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from armillary.errors import BadModel
-from armillary.model.buildable import unbuildable
 from armillary.model.layers.attention_forms import plain
+from armillary.model.supported_shapes import unbuildable
 from armillary.model.transformer import Transformer, build
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import parameters

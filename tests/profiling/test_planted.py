@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from armillary.machine.device_name import device_name
 from armillary.profiling.profile import Profile
-from armillary.profiling.record.capture import profile
+from armillary.profiling.record.profile_callable import profile
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
 from tests.ranks import Ranks

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from armillary.spec.recipe import TABLES, KeyChange, Recipe, class_of, recipe_changes, recipe_from_dict
-from armillary.spec.tables.key_class import classes_of
+from armillary.spec.tables.resume_class import classes_of
 
 KEYS = [f"{table}.{field.name}" for table, cls in TABLES.items() for field in dataclasses.fields(cls)]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from armillary.parallel.world import join_world
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.memory_breakdown import memory
-from armillary.planning.training.resolve import resolve
+from armillary.planning.training.resolve_recipe import resolve
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home

@@ -12,10 +12,10 @@ import pytest
 from armillary.cli.train.planning import DAY_S
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.compile_choice import compile_choice
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import resolve
+from armillary.planning.training.resolve_recipe import resolve
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_toml
 from armillary.store.home import Home

@@ -19,9 +19,9 @@ from armillary.errors import ArmillaryError, BadData, BadInput, NotFound
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.store.home import Home
 from armillary.training.data.batches import Blend
-from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.loader import Loader
+from armillary.training.data.object_store_cache import Cache
 from armillary.training.open_data import OpenData, open_data, plan_data, prepare_data
 from armillary.training.prepare_data import prepare
 

@@ -324,7 +324,7 @@ def test_going_on_without_a_checkpoint_is_said_and_why_it_had_ended(
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_how_a_joined_rank_ends(rank: int) -> None:
     from armillary.cli.train.train import _as_said
-    from armillary.parallel.long_wait import RankLost
+    from armillary.parallel.store_barrier import RankLost
 
     main_lost, other_lost = RankLost(0, "rank 0 ended"), RankLost(3, "rank 3 ended")
     assert (_as_said(main_lost, rank=rank) is main_lost) == (rank == 1), "the next one speaks"

@@ -36,7 +36,7 @@ def diagnose(state: DemoState, trained: Run, service: Run) -> None:
 
 def _profile(state: DemoState) -> Profile:
     """A step of the recipe against the measured ceilings, as `armillary profile` takes it."""
-    from armillary.profiling.record.capture import profile
+    from armillary.profiling.record.profile_callable import profile
 
     with recipe_step(Output("silent"), state.home, str(RECIPE), state.overrides, None) as step:
         profiled = profile(

@@ -11,12 +11,12 @@ from math import floor, log10
 from armillary.cli.demo.state import RECIPE, DemoState
 from armillary.errors import ArmillaryError
 from armillary.machine.machine import here
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.serving.deployment_options import server_of
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.serving_plan import serving_request
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import resolve
+from armillary.planning.training.resolve_recipe import resolve
 from armillary.spec.recipe import Recipe, load_recipe
 
 TRAIN_S = 85.0

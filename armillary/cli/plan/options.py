@@ -18,7 +18,7 @@ from armillary.store.home import Home
 from armillary.units import parse_count
 
 if TYPE_CHECKING:
-    from armillary.planning.training.resolve import TrainingProblem
+    from armillary.planning.training.resolve_recipe import TrainingProblem
     from armillary.spec.hardware import Cluster
     from armillary.spec.model import ModelConfig
     from armillary.spec.recipe import Recipe
@@ -91,7 +91,7 @@ def ask(
     overrides: tuple[str, ...],
 ) -> TrainingProblem:
     """The training problem with model and devices found; what the flags leave out is derived and noted."""
-    from armillary.planning.training.resolve import resolve
+    from armillary.planning.training.resolve_recipe import resolve
     from armillary.spec.recipe import check_recipe
 
     asked = read_recipe(recipe, model, on, sequence, batch_tokens, overrides)
@@ -128,7 +128,7 @@ def _with_usual(
     recipe: Recipe, config: ModelConfig, cluster: Cluster, sequence: str | None, batch_tokens: str | None
 ) -> tuple[Recipe, list[str]]:
     """Defaults for sequence and batch, and a batch that divides evenly."""
-    from armillary.planning.training.resolve import dividing_batch, usual_sequence
+    from armillary.planning.training.resolve_recipe import dividing_batch, usual_sequence
 
     said_s = sequence is not None or recipe.train.sequence > 1
     length = recipe.train.sequence if said_s else usual_sequence(config)

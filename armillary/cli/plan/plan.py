@@ -66,7 +66,7 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
     if purpose == "serve":
         return _serve(out, home, asked, "predict")
     from armillary.cli.plan.plan_text import say_training
-    from armillary.planning.past_errors import confidence
+    from armillary.planning.past_prediction_errors import confidence
     from armillary.planning.training.training_plan import training_plan
 
     problem, prediction, how = _priced(out, home, asked)
@@ -87,7 +87,7 @@ def _say_next(out: Output, asked: dict[str, Any]) -> None:
 
 def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, str]:
     """(question, the layout priced, where it is from): the recipe's layout, else the best that a search finds."""
-    from armillary.planning.device_model.layout_arrays import as_arrays
+    from armillary.planning.device_model.vectorised_layouts import as_arrays
     from armillary.planning.training.prediction import predict as price
     from armillary.planning.training.search import search as library_search
     from armillary.spec.layout_rules.rules import check_layout

@@ -9,7 +9,7 @@ from armillary.cli.plan.plan_text import GLUE, limit_text
 from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import device_hour, training_cost
 from armillary.planning.training.prediction import Prediction
-from armillary.planning.training.resolve import TrainingProblem
+from armillary.planning.training.resolve_recipe import TrainingProblem
 from armillary.planning.training.search import SearchResult, why
 from armillary.spec.toml.fields import to_plain
 from armillary.units import bytes_text, dollars_text, scaled, seconds_text

@@ -118,7 +118,7 @@ def _profile(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> 
 def _script(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> tuple[Profile, int]:
     if asked.overrides or asked.device:
         raise BadInput("--set and --device are for recipes; give a script its own options after its name")
-    from armillary.profiling.record.script import parse, profile_script
+    from armillary.profiling.record.profile_script import parse, profile_script
 
     parse(target)
     measure_once(out, home)
@@ -133,7 +133,7 @@ def _script(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> t
 
 def _step(out: Output, home: Home, name: str, asked: Asked) -> Profile:
     need_torch("profiling")
-    from armillary.profiling.record.capture import profile as capture
+    from armillary.profiling.record.profile_callable import profile as capture
 
     make = recipe_step if name.endswith(".toml") else callable_step
     with make(out, home, name, asked.overrides, asked.device) as step:

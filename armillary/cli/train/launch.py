@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 
 POLL_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,13 +49,13 @@ def launch(
     fails."""
     with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
         logs.mkdir(parents=True, exist_ok=True)
-        text = strict_json.dumps({**task, "answers": folder, "logs": str(logs), "parent": os.getpid()})
+        text = nan_safe_json.dumps({**task, "answers": folder, "logs": str(logs), "parent": os.getpid()})
         ranks = _start(program, text, num_ranks, threads, folder)
         with _forwarding_signals(ranks) as forwarded:
             failed = _wait(ranks)
         outcome, interrupted = Path(folder, "outcome.json"), bool(forwarded)
         if outcome.is_file():
-            return Launched(outcome=strict_json.read_table(outcome), interrupted=interrupted)
+            return Launched(outcome=nan_safe_json.read_table(outcome), interrupted=interrupted)
         if failed:
             raise _failure(Path(folder), failed, logs, then, interrupted=interrupted)
         return Launched(outcome={}, interrupted=interrupted)
@@ -132,13 +132,13 @@ def _failure(folder: Path, failed: Mapping[int, int], logs: Path, then: str, *, 
     """What to tell: the line a rank left, the lowest rank's first; else how the rank ended."""
     said = sorted(folder.glob("error-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
     if said:
-        return RankFailed(strict_json.read_table(said[0])["error"])
+        return RankFailed(nan_safe_json.read_table(said[0])["error"])
     if interrupted:
         return KeyboardInterrupt()
     rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0]))  # who was killed is why others failed
     lost = sorted(folder.glob("lost-*.json"))
     if lost and code >= 0:
-        text = strict_json.read_table(lost[0])["lost"]
+        text = nan_safe_json.read_table(lost[0])["lost"]
         return RankFailed(f"rank {rank} lost the other ranks ({text}); see {logs}, and train again")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     why = " (the system kills what needs too much memory)" if code == -signal.SIGKILL else ""

@@ -14,7 +14,7 @@ from armillary.store.home import Home
 from armillary.units import count_text, seconds_text
 
 if TYPE_CHECKING:
-    from armillary.planning.training.resolve import TrainingProblem
+    from armillary.planning.training.resolve_recipe import TrainingProblem
     from armillary.planning.training.training_plan import TrainingPlan
     from armillary.store.runs import Run
     from armillary.training.prepare_run import ResolvedRun
@@ -63,7 +63,7 @@ def planned(begun: ResolvedRun) -> tuple[ResolvedRun, TrainingPlan]:
 
 def _problem(begun: ResolvedRun) -> TrainingProblem:
     """The planner's problem, from the recipe with every `auto` resolved by its plan."""
-    from armillary.planning.training.resolve import resolve
+    from armillary.planning.training.resolve_recipe import resolve
 
     assert begun.plan.train is not None
     recipe = replace(begun.recipe, layout=begun.plan.layout, train=begun.plan.train)
@@ -88,7 +88,7 @@ def _with_compile(begun: ResolvedRun) -> ResolvedRun:
 
 def plan_of(begun: ResolvedRun) -> TrainingPlan:
     """The planner's prediction; a plan that does not fit is refused with a remedy."""
-    from armillary.planning.device_model.layout_arrays import as_arrays
+    from armillary.planning.device_model.vectorised_layouts import as_arrays
     from armillary.planning.training.prediction import predict
     from armillary.planning.training.training_plan import training_plan
 

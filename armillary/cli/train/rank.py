@@ -12,7 +12,7 @@ from typing import Any
 
 from armillary.cli.main import BUG, INTERRUPTED, OK, USER_ERROR, user_error
 from armillary.cli.output import Output
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import write_json
 
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)
@@ -46,7 +46,7 @@ def lost_a_peer(error: Exception) -> bool:
     """A collective that fails because another rank is gone: that rank's end is the news, not this one's."""
     import torch.distributed as dist
 
-    from armillary.parallel.long_wait import RankLost
+    from armillary.parallel.store_barrier import RankLost
 
     broken = isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
     return broken or isinstance(error, dist.DistError | RankLost)
@@ -88,7 +88,7 @@ def train_run(task: dict[str, Any], out: Output) -> dict[str, Any]:
 
 def run_as_rank(work: Work) -> None:
     """As the process that `launch` started."""
-    code = main(strict_json.loads(sys.argv[1]), work)
+    code = main(nan_safe_json.loads(sys.argv[1]), work)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code) if code not in (OK, BUG) else sys.exit(code)  # a failed collective must not keep a rank from ending

@@ -296,7 +296,7 @@ def _as_said(error: Exception, *, rank: int) -> BaseException:
     lost."""
     from armillary.cli.train.rank import lost_a_peer
     from armillary.parallel.consensus import AgreedError
-    from armillary.parallel.long_wait import RankLost
+    from armillary.parallel.store_barrier import RankLost
 
     lost = lost_a_peer(error)
     if isinstance(error, RankLost):

@@ -14,7 +14,7 @@ from typing import Any
 
 from armillary.errors import BadData, BadInput
 from armillary.spec.toml.fields import build, to_plain
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import plain_errors
 from armillary.store.home import Home
 
@@ -110,7 +110,7 @@ def read_record(home: Home) -> TrackRecord:
 
 def _parse(text: bytes, path: Path) -> LoggedPrediction | None:
     try:
-        values = strict_json.loads(text)
+        values = nan_safe_json.loads(text)
         line = build(LoggedPrediction, values, str(path)) if isinstance(values, dict) else None
     except (ValueError, RecursionError, BadInput):
         return None
@@ -135,7 +135,7 @@ def log_outcome(home: Home, outcome: LoggedPrediction) -> None:
 
 
 def _append(path: Path, entry: LoggedPrediction) -> None:
-    line = strict_json.dumps(to_plain(entry)).encode() + b"\n"
+    line = nan_safe_json.dumps(to_plain(entry)).encode() + b"\n"
     with plain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:

@@ -14,7 +14,7 @@ from armillary.errors import BadData, BadInput
 from armillary.planning.simulation.request_stats import served_gauges
 from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.gauges import Record, read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run
@@ -139,7 +139,9 @@ def _is_total(name: str) -> bool:
 def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
     requests = tuple(record for record in records if "request" in record)
     steps = tuple(record for record in records if "engine_step_s" in record and "request" not in record)
-    calibration = {strict_json.dumps(_kind_of(record)): record for record in records if "calibration_step_s" in record}
+    calibration = {
+        nan_safe_json.dumps(_kind_of(record)): record for record in records if "calibration_step_s" in record
+    }
     values = _last(records) | served_gauges(steps, requests)
     return Reading(
         source=source,

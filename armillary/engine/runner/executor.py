@@ -22,8 +22,8 @@ from armillary.engine.runner.forward import Forward, gathered, inputs_of
 from armillary.engine.runner.sampler import DeviceSampler, Masks
 from armillary.engine.runner.step_input import Ints, Shape, Step
 from armillary.engine.scheduler.decision import Decision
-from armillary.engine.scheduler.loop import StepTooLarge
 from armillary.engine.scheduler.settings import rope_switch
+from armillary.engine.scheduler.step_loop import StepTooLarge
 from armillary.model.transformer import Transformer
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens

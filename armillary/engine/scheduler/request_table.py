@@ -4,7 +4,7 @@ from bisect import insort
 from operator import attrgetter
 
 from armillary.engine.cache.kv_cache import KVCache
-from armillary.engine.cache.prefix_reuse import PrefixReuse
+from armillary.engine.cache.prefix_reuse_stats import PrefixReuse
 from armillary.engine.request.counters import Totals
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import FinishReason, Sequence, State

@@ -16,8 +16,8 @@ from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision, PrefillChunk
-from armillary.engine.scheduler.loop import Executor, StepTooLarge
 from armillary.engine.scheduler.settings import Settings
+from armillary.engine.scheduler.step_loop import Executor, StepTooLarge
 
 REPEATS = 2  # timed runs of each shape; the fastest counts
 SIZES = (16, 128, 1024)  # tokens of a prefill chunk

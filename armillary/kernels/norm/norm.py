@@ -25,7 +25,7 @@ from armillary.kernels.core.op import (
     refuses_fp64,
     rows_to_check,
 )
-from armillary.spec.arithmetic import layer_ops
+from armillary.spec.arithmetic import non_gemm_ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +127,8 @@ def _add_inputs(case: NormCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 def _work(case: NormCase, *, residual: bool = False) -> OpWork:
     sizes: dict[str, Any] = {"dtype": case.dtype, "kind": case.kind, "residual": residual}
-    forward = layer_ops.norm("norm", case.rows, case.columns, **sizes)
-    return OpWork.of(forward, layer_ops.norm_backward("norm", case.rows, case.columns, **sizes))
+    forward = non_gemm_ops.norm("norm", case.rows, case.columns, **sizes)
+    return OpWork.of(forward, non_gemm_ops.norm_backward("norm", case.rows, case.columns, **sizes))
 
 
 def _small(case: NormCase) -> NormCase:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, Op, OpWork, compiled, in_liger, in_triton, rows_to_check
-from armillary.spec.arithmetic import layer_ops
+from armillary.spec.arithmetic import non_gemm_ops
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -57,8 +57,8 @@ def _inputs(case: ActivationCase, generator: torch.Generator) -> tuple[Any, ...]
 
 def _work(case: ActivationCase) -> OpWork:
     sizes: dict[str, Any] = {"dtype": case.dtype, "function": case.activation, "gated": case.gated}
-    forward = layer_ops.activation("activate", case.rows, case.ffn, **sizes)
-    return OpWork.of(forward, layer_ops.activation_backward("activate", case.rows, case.ffn, **sizes))
+    forward = non_gemm_ops.activation("activate", case.rows, case.ffn, **sizes)
+    return OpWork.of(forward, non_gemm_ops.activation_backward("activate", case.rows, case.ffn, **sizes))
 
 
 def _not_liger(case: ActivationCase) -> str | None:

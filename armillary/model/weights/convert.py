@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from armillary.kernels.core.dtype import parse_dtype
-from armillary.model.buildable import refuse_unbuildable
 from armillary.model.device import pick_device
+from armillary.model.supported_shapes import refuse_unbuildable
 from armillary.model.transformer import Progress, Transformer, build
 from armillary.model.weights.hf_layout import rules
 from armillary.model.weights.hf_weights import load_model, save_model

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from armillary.errors import BadInput
-from armillary.planning.device_model.layout_arrays import PRECISIONS, Array, Ints
+from armillary.planning.device_model.vectorised_layouts import PRECISIONS, Array, Ints
 from armillary.spec.hardware import Chip
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from armillary.spec.hardware import Chip
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.home import Home
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import, and most plans have nothing measured
@@ -69,7 +69,7 @@ def shared_points(peaks: Peaks, kind: str, share: float) -> tuple[Point, ...]:
 
 def _devices(paths: list[Path]) -> list[str]:
     """Names of the stored devices; a CPU, named by its threads, is no chip of the catalogue."""
-    names = [strict_json.read_table(path).get("device") for path in paths]
+    names = [nan_safe_json.read_table(path).get("device") for path in paths]
     return [name for name in names if isinstance(name, str) and not name.endswith((" thread", " threads"))]
 
 

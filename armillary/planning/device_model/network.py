@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from armillary.planning.device_model.layout_arrays import Array, Ints
-from armillary.spec.arithmetic.layer_ops import Collective, wire_factor
+from armillary.planning.device_model.vectorised_layouts import Array, Ints
+from armillary.spec.arithmetic.non_gemm_ops import Collective, wire_factor
 from armillary.spec.hardware import Cluster, Tier
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import

@@ -11,7 +11,7 @@ from typing import Any
 
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import Software
-from armillary.planning.device_model.layout_arrays import RECOMPUTES, Layouts, as_arrays
+from armillary.planning.device_model.vectorised_layouts import RECOMPUTES, Layouts, as_arrays
 from armillary.planning.published.row_case import Row, cluster_of, integer, model_of, number, second_token_layers
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.train_case import NF4, Lora, TrainCase, lora_weights

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from armillary.errors import ArmillaryError, BadInput, unknown
 from armillary.planning.cost.cost import Offer, ServingCost, device_hour, serving_cost
 from armillary.planning.cost.ownership import NoPrice
-from armillary.planning.device_model.layout_arrays import resolved_precision
+from armillary.planning.device_model.vectorised_layouts import resolved_precision
 from armillary.planning.serving.capacity import Capacity, capacity
+from armillary.planning.serving.cpu_threads import Threads
 from armillary.planning.serving.disaggregation import Pools, split_pools
 from armillary.planning.serving.engines import Rates, physics
 from armillary.planning.serving.forward_ops import ServingDtypes, Split, check_split
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_memory import refuse_too_big, serving_memory
-from armillary.planning.serving.threads import Threads
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout

@@ -25,12 +25,12 @@ import numpy as np
 
 from armillary.engine.scheduler.decision import StepWork
 from armillary.planning.device_model.efficiency import Curves, curves, width_of
-from armillary.planning.device_model.layout_arrays import PRECISIONS
 from armillary.planning.device_model.network import link_speed
+from armillary.planning.device_model.vectorised_layouts import PRECISIONS
 from armillary.planning.serving.engines import Rates, physics
 from armillary.planning.serving.forward_ops import EXPERT_GEMMS, Forward, Group, ServingDtypes, Split
 from armillary.spec.arithmetic.attention_ops import AttentionShape
-from armillary.spec.arithmetic.layer_ops import wire_factor
+from armillary.spec.arithmetic.non_gemm_ops import wire_factor
 from armillary.spec.arithmetic.ops import Op, size_of
 from armillary.spec.arithmetic.sublayers import attention_shape
 from armillary.spec.hardware import Cluster

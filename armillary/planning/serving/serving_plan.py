@@ -7,6 +7,7 @@ from typing import Any
 from armillary.errors import ArmillaryError, BadInput
 from armillary.planning.device_model.measured_peaks import cpu_peaks
 from armillary.planning.serving.capacity import Capacity
+from armillary.planning.serving.cpu_threads import Threads, engine_threads, peaks_of_threads
 from armillary.planning.serving.deployment_options import (
     DeploymentOption,
     Request,
@@ -16,8 +17,7 @@ from armillary.planning.serving.deployment_options import (
     server_of,
 )
 from armillary.planning.serving.disaggregation import Pools
-from armillary.planning.serving.threads import Threads, engine_threads, peaks_of_threads
-from armillary.planning.training.resolve import TrainingProblem, resolve
+from armillary.planning.training.resolve_recipe import TrainingProblem, resolve
 from armillary.profiling.dtypes.choice import resolve_serving, serving_shape
 from armillary.profiling.dtypes.rates import cluster_rates
 from armillary.spec.hardware import Cluster

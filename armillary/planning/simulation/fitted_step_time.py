@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from armillary.engine.scheduler.decision import StepWork
-from armillary.planning.device_model.layout_arrays import Array
+from armillary.planning.device_model.vectorised_layouts import Array
 from armillary.planning.simulation.step_cost import StepCost, step_noise
 
 if TYPE_CHECKING:

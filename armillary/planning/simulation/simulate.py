@@ -18,9 +18,9 @@ from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.scheduler.decision import Decision
-from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
+from armillary.engine.scheduler.step_loop import Loop
 from armillary.engine.telemetry.gauges import state_gauges
 from armillary.errors import BadInput
 from armillary.planning.serving.queueing import Server

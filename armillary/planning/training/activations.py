@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.device_model.layout_arrays import FULL, SCHEDULES, SELECTIVE, Array, Layouts
+from armillary.planning.device_model.vectorised_layouts import FULL, SCHEDULES, SELECTIVE, Array, Layouts
 from armillary.planning.training.eager_activations import ActivationBytes, eager_activation_bytes
 from armillary.planning.training.fp8_fp4 import NARROW
 from armillary.planning.training.train_case import TrainCase

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import Array, Ints, Layouts
+from armillary.planning.device_model.vectorised_layouts import Array, Ints, Layouts
 from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import NARROW
 from armillary.planning.training.stages import DeviceParameters

@@ -5,9 +5,9 @@ import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import TrainingProblem
+from armillary.planning.training.resolve_recipe import TrainingProblem
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.rules import layout_problems
 from armillary.units import seconds_text

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, Layouts, distinct, plus, scaled
+from armillary.planning.device_model.vectorised_layouts import Array, Bools, Ints, Layouts, distinct, plus, scaled
 from armillary.planning.training.fp8_fp4 import SIZES, casts, precision_of
-from armillary.planning.training.sharding import local_gemm, sharding_of, share
+from armillary.planning.training.op_sharding import local_gemm, sharding_of, share
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.arithmetic.eager_ops import eager_bytes
 from armillary.spec.arithmetic.sublayers import Batch, OpWithBackward, attention_shape

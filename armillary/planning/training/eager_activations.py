@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.device_model.layout_arrays import FULL, NONE, SELECTIVE, Array, Layouts
+from armillary.planning.device_model.vectorised_layouts import FULL, NONE, SELECTIVE, Array, Layouts
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.model import LayerKind, ModelConfig
 

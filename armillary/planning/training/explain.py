@@ -13,12 +13,12 @@ from armillary.planning.training.compute import gemm_s
 from armillary.planning.training.fp8_fp4 import precision_of, weights_s
 from armillary.planning.training.memory_breakdown import FRAGMENTATION, context_bytes, memory
 from armillary.planning.training.offload import link_rate
+from armillary.planning.training.op_sharding import local_gemm
 from armillary.planning.training.optimizer_states import state_bytes
 from armillary.planning.training.peak_memory import SNAPSHOTS, logit_bytes
 from armillary.planning.training.prediction import Prediction
-from armillary.planning.training.sharding import local_gemm
 from armillary.planning.training.step_overhead import CALLS_PER_OPERATOR, CPU_STRAGGLER, GRAD_NORM_BYTES, STEP_S
-from armillary.spec.arithmetic.layer_ops import adamw
+from armillary.spec.arithmetic.non_gemm_ops import adamw
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.arithmetic.workload import layer_operations, make_batch
 from armillary.units import bandwidth_text, bytes_text, count_text, flops_per_s_text, flops_text, seconds_text

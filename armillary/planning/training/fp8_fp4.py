@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from armillary.planning.device_model.efficiency import FORMATS
-from armillary.planning.device_model.layout_arrays import FP8_SCALINGS, PRECISIONS, Array, Bools, Ints, Layouts
-from armillary.planning.training.sharding import LOW_PRECISION_NEVER, Gemm
+from armillary.planning.device_model.vectorised_layouts import FP8_SCALINGS, PRECISIONS, Array, Bools, Ints, Layouts
+from armillary.planning.training.op_sharding import LOW_PRECISION_NEVER, Gemm
 from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.fp8 import MULTIPLE

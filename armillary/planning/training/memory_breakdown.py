@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, Layouts, map_arrays
+from armillary.planning.device_model.vectorised_layouts import Array, Bools, Ints, Layouts, map_arrays
 from armillary.planning.training.activations import GPIPE, micro_batches_in_flight
 from armillary.planning.training.offload import host_bytes, host_capacity, optimizer_offloaded, resident_master_share
 from armillary.planning.training.optimizer_states import sharded_bytes, state_bytes, weight_bytes

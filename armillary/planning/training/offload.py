@@ -7,7 +7,7 @@ Activations are copied beside forward and backward pass; only the excess is expo
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import OFFLOADS, PRECISIONS, Array, Bools, Layouts
+from armillary.planning.device_model.vectorised_layouts import OFFLOADS, PRECISIONS, Array, Bools, Layouts
 from armillary.planning.training.activations import stored_layer_bytes
 from armillary.planning.training.optimizer_states import sharded_bytes, updated_parameters
 from armillary.planning.training.stages import DeviceParameters

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.device_model.layout_arrays import Array, Bools, Layouts
+from armillary.planning.device_model.vectorised_layouts import Array, Bools, Layouts
 from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 

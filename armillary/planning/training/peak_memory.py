@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.device_model.layout_arrays import NONE, Array, Bools, Layouts
+from armillary.planning.device_model.vectorised_layouts import NONE, Array, Bools, Layouts
 from armillary.planning.training.activations import (
     last_layer_bytes,
     layer_bytes,

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from armillary.planning.device_model.layout_arrays import PRECISIONS, RECOMPUTES, Array, Bools, Ints, Layouts, take_rows
+from armillary.planning.device_model.vectorised_layouts import (
+    PRECISIONS,
+    RECOMPUTES,
+    Array,
+    Bools,
+    Ints,
+    Layouts,
+    take_rows,
+)
 from armillary.planning.training.memory_breakdown import Memory, fits, memory
 from armillary.planning.training.step_time import StepTime, step_time
 from armillary.planning.training.train_case import TrainCase

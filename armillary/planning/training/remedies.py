@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import PRECISIONS, as_arrays
+from armillary.planning.device_model.vectorised_layouts import PRECISIONS, as_arrays
 from armillary.planning.training.memory_breakdown import fits, memory
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.train_case import TrainCase

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from armillary.errors import BadLayout
-from armillary.planning.device_model.layout_arrays import OFFLOADS, Array, Ints, Layouts, concatenate, take_rows
+from armillary.planning.device_model.vectorised_layouts import OFFLOADS, Array, Ints, Layouts, concatenate, take_rows
 from armillary.planning.training.memory_breakdown import CONTEXT_BYTES, FRAGMENTATION, fits, memory
 from armillary.planning.training.prediction import Prediction, predict
 from armillary.planning.training.search_space import constrained, hybrid, runnable, space

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from armillary.errors import BadInput, BadLayout
-from armillary.planning.device_model.layout_arrays import (
+from armillary.planning.device_model.vectorised_layouts import (
     CODES,
     FULL,
     NONE,

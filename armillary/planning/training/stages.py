@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, Layouts, distinct
+from armillary.planning.device_model.vectorised_layouts import Array, Bools, Ints, Layouts, distinct
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.arithmetic.params import layer_parameters
 from armillary.spec.layout_rules.pipeline_split import layers_by_stage

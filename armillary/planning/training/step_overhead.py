@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import FULL, Array, Layouts
+from armillary.planning.device_model.vectorised_layouts import FULL, Array, Layouts
 from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import weights_s
 from armillary.planning.training.offload import optimizer_offloaded
 from armillary.planning.training.optimizer_states import updated_parameters
 from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
-from armillary.spec.arithmetic.layer_ops import adamw
+from armillary.spec.arithmetic.non_gemm_ops import adamw
 
 STEP_S = 5e-3
 """seconds per step for reading a batch, setting the learning rate, logging and a barrier"""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import (
+from armillary.planning.device_model.vectorised_layouts import (
     FULL,
     SCHEDULES,
     SELECTIVE,

@@ -14,8 +14,8 @@ import numpy as np
 from armillary.errors import BadInput
 from armillary.planning.device_model.efficiency import Curves, curves
 from armillary.planning.device_model.frameworks import PHYSICS, Software
-from armillary.planning.device_model.layout_arrays import Array, Layouts
 from armillary.planning.device_model.network import Network, network
+from armillary.planning.device_model.vectorised_layouts import Array, Layouts
 from armillary.spec.hardware import Cluster
 from armillary.spec.lora import targets
 from armillary.spec.model import ModelConfig

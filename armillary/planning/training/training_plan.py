@@ -10,7 +10,7 @@ from armillary.planning.cost.storage import checkpoint_bytes
 from armillary.planning.training.offload import host_capacity
 from armillary.planning.training.prediction import Prediction
 from armillary.planning.training.remedies import remedy_text
-from armillary.planning.training.resolve import TrainingProblem
+from armillary.planning.training.resolve_recipe import TrainingProblem
 from armillary.spec import catalogue
 from armillary.spec.fp8 import fp8_rule
 from armillary.spec.hardware import Cluster

@@ -2,7 +2,7 @@
 
 Ranks are started here, gloo on a CPU and NCCL on GPUs. `bytes` is what nccl-tests calls the size: the full array,
 gathered for all-gather and reduce-scatter, one rank's row for all-to-all. Algorithm bandwidth is bytes over time; bus
-bandwidth is what each link carries (`spec.layer_ops.wire_factor`). The model is t = alpha + bytes / beta (Hockney
+bandwidth is what each link carries (`spec.arithmetic.non_gemm_ops.wire_factor`). The model is t = alpha + bytes / beta (Hockney
 1994). Times span orders of magnitude, so relative errors are fitted; outliers, frequent on a shared machine, are
 weighted down (Huber 1964).
 """
@@ -18,7 +18,7 @@ import torch
 from armillary.errors import BadInput, unknown
 from armillary.profiling.ceilings.ceilings import Watch, about, name_of
 from armillary.profiling.ceilings.collective_ranks import OPS, Plan, Sample, run_ranks
-from armillary.spec.arithmetic.layer_ops import wire_factor
+from armillary.spec.arithmetic.non_gemm_ops import wire_factor
 from armillary.store.peaks import Peaks, new_peaks
 
 SIZES = tuple(1 << power for power in range(10, 27, 2))

@@ -16,7 +16,7 @@ from armillary.profiling.ceilings.gemm import is_emulated
 from armillary.profiling.ceilings.settings import Settings
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.eager_ops import eager_bytes
-from armillary.spec.arithmetic.layer_ops import activation, cross_entropy, norm
+from armillary.spec.arithmetic.non_gemm_ops import activation, cross_entropy, norm
 from armillary.spec.arithmetic.ops import Op
 
 _TOKENS, _HIDDEN, _FFN, _VOCAB = 1024, 512, 1024, 2048

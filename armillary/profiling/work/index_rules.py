@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from armillary.profiling.trace.op_call import Call, NoModel, Tensor
-from armillary.spec.arithmetic import layer_ops
+from armillary.spec.arithmetic import non_gemm_ops
 from armillary.spec.arithmetic.ops import Op
 
 
@@ -93,13 +93,13 @@ def _placed(call: Call, flops: float, read: float, written: float) -> Op:
 
 def embedding(call: Call) -> Op:
     w, index = call.tensor(0), call.tensor(1)
-    return layer_ops.embedding(call.name, index.count, w.shape[-1], dtype=w.dtype)
+    return non_gemm_ops.embedding(call.name, index.count, w.shape[-1], dtype=w.dtype)
 
 
 def embedding_backward(call: Call) -> Op:
     dy, index = call.tensor(0), call.tensor(1)
     vocab = (call.numbers(2) or (index.count,))[0]
-    op = layer_ops.embedding_backward(call.name, index.count, dy.shape[-1], vocab, dtype=dy.dtype)
+    op = non_gemm_ops.embedding_backward(call.name, index.count, dy.shape[-1], vocab, dtype=dy.dtype)
     return call.op("embedding", op.flops, op.bytes_read, vocab * dy.shape[-1] * dy.size)  # zeros are written too
 
 

@@ -27,7 +27,7 @@ from armillary.profiling.work.index_rules import (
 )
 from armillary.profiling.work.matmul_rules import dot, gemm, grouped, linear, recurrent, template
 from armillary.profiling.work.serving_engine_rules import SERVING
-from armillary.spec.arithmetic import layer_ops, ops
+from armillary.spec.arithmetic import non_gemm_ops, ops
 from armillary.spec.arithmetic.ops import Op
 
 _INDEXED = re.compile(r"index|gather|scatter|select|slice|split")
@@ -44,7 +44,7 @@ def _rows(shape: Shape) -> tuple[int, int]:
 def _norm(kind: Any, *, backward: bool = False) -> Callable[[Call], Op]:
     def rule(call: Call) -> Op:
         x = call.tensor(1 if backward else 0)
-        make = layer_ops.norm_backward if backward else layer_ops.norm
+        make = non_gemm_ops.norm_backward if backward else non_gemm_ops.norm
         return make(call.name, *_rows(x.shape), dtype=x.dtype, kind=kind)
 
     return rule

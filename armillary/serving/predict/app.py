@@ -30,7 +30,7 @@ from armillary.serving.predict.metrics import Metrics
 from armillary.serving.predict.openapi import document
 from armillary.serving.predict.request import InvalidRequest
 from armillary.serving.predict.schema import Schema
-from armillary.serving.predict.trust import FileTrust
+from armillary.serving.predict.trusted_files import FileTrust
 from armillary.spec.tables.serve import Predict
 
 _STUCK_S = 10.0

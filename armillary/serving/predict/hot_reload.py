@@ -12,7 +12,7 @@ from armillary.serving.http.server import Say
 from armillary.serving.predict.batcher import Batcher, BatchLimits, BatchObserver
 from armillary.serving.predict.model import LoadedModel, open_file
 from armillary.serving.predict.schema import Schema
-from armillary.serving.predict.trust import FileTrust
+from armillary.serving.predict.trusted_files import FileTrust
 from armillary.serving.predict.versions import ModelVersion, newest
 from armillary.spec.tables.serve import Predict
 

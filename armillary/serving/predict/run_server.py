@@ -15,7 +15,7 @@ from armillary.serving.http.server import (
     run_event_loop,
     serve_until_signal,
 )
-from armillary.serving.predict.trust import FileTrust
+from armillary.serving.predict.trusted_files import FileTrust
 from armillary.serving.predict.versions import newest
 from armillary.spec.tables.serve import Predict
 

@@ -7,7 +7,7 @@ autocast rounds the operands of GEMMs to 16 bits. A test counts the operators ag
 
 from dataclasses import dataclass
 
-from armillary.spec.arithmetic.layer_ops import NORM_FLOPS
+from armillary.spec.arithmetic.non_gemm_ops import NORM_FLOPS
 from armillary.spec.arithmetic.ops import Op, size_of
 from armillary.spec.model import ModelConfig
 

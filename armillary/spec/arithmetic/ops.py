@@ -2,7 +2,7 @@
 
 A multiply-add is 2 FLOPs; bytes are what must cross device memory if every operand is read once and every
 result written once (compulsory traffic, the roofline's convention: Williams et al., CACM 2009). Attention is in
-attention_ops, the operations around the GEMMs in layer_ops, the list of a model in workload.
+attention_ops, the operations around the GEMMs in non_gemm_ops, the list of a model in workload.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ Residual adds are fused into the norms, biases and caps into the GEMM before the
 from dataclasses import dataclass, replace
 from math import ceil
 
-from armillary.spec.arithmetic import layer_ops, ops
+from armillary.spec.arithmetic import non_gemm_ops, ops
 from armillary.spec.arithmetic.attention_ops import (
     AttentionShape,
     Span,
@@ -58,8 +58,10 @@ def norm_of(
     config: ModelConfig, name: str, rows: int, columns: int, batch: Batch, *, residual: bool = False
 ) -> OpWithBackward:
     """A norm over rows of any width."""
-    forward = layer_ops.norm(name, rows, columns, dtype=batch.dtype, kind=config.norm, residual=residual)
-    back = layer_ops.norm_backward(f"{name}.d", rows, columns, dtype=batch.dtype, kind=config.norm, residual=residual)
+    forward = non_gemm_ops.norm(name, rows, columns, dtype=batch.dtype, kind=config.norm, residual=residual)
+    back = non_gemm_ops.norm_backward(
+        f"{name}.d", rows, columns, dtype=batch.dtype, kind=config.norm, residual=residual
+    )
     return OpWithBackward(forward=forward, backward=(back,))
 
 
@@ -97,7 +99,7 @@ def attention_operations(config: ModelConfig, kind: LayerKind, batch: Batch) -> 
 def _rope(config: ModelConfig, kind: LayerKind, batch: Batch, heads: int) -> list[OpWithBackward]:
     if config.positions != "rope" or not kind.rope:
         return []
-    forward = layer_ops.rope("rope", batch.tokens, heads, config.rotary_dim, dtype=batch.dtype)
+    forward = non_gemm_ops.rope("rope", batch.tokens, heads, config.rotary_dim, dtype=batch.dtype)
     return [OpWithBackward(forward=forward, backward=(replace(forward, name="rope.d"),))]
 
 
@@ -177,16 +179,16 @@ def mlp_operations(config: ModelConfig, batch: Batch, ffn: int, name: str, *, ga
 
 def _activation(config: ModelConfig, name: str, rows: int, ffn: int, dtype: str, *, gated: bool) -> OpWithBackward:
     act = config.activation
-    forward = layer_ops.activation(f"{name}.act", rows, ffn, dtype=dtype, function=act, gated=gated)
-    backward = layer_ops.activation_backward(f"{name}.act.d", rows, ffn, dtype=dtype, function=act, gated=gated)
+    forward = non_gemm_ops.activation(f"{name}.act", rows, ffn, dtype=dtype, function=act, gated=gated)
+    backward = non_gemm_ops.activation_backward(f"{name}.act.d", rows, ffn, dtype=dtype, function=act, gated=gated)
     return OpWithBackward(forward=forward, backward=(backward,))
 
 
 def moe_operations(config: ModelConfig, moe: MoE, batch: Batch) -> list[OpWithBackward]:
     """Router, dispatch, the experts' gated MLPs, combine; then the shared expert."""
     tokens, hidden, top_k = batch.tokens, config.hidden, moe.top_k
-    send = layer_ops.dispatch("moe.dispatch", tokens, hidden, top_k, dtype=batch.dtype)
-    gather = layer_ops.combine("moe.combine", tokens, hidden, top_k, dtype=batch.dtype)
+    send = non_gemm_ops.dispatch("moe.dispatch", tokens, hidden, top_k, dtype=batch.dtype)
+    gather = non_gemm_ops.combine("moe.combine", tokens, hidden, top_k, dtype=batch.dtype)
     return [
         linear("moe.router", batch, moe.num_experts, hidden),
         _routing(moe, tokens),
@@ -200,7 +202,7 @@ def moe_operations(config: ModelConfig, moe: MoE, batch: Batch) -> list[OpWithBa
 
 
 def _routing(moe: MoE, tokens: int) -> OpWithBackward:
-    forward = layer_ops.router("moe.route", tokens, moe.num_experts, moe.top_k, dtype="fp32")
+    forward = non_gemm_ops.router("moe.route", tokens, moe.num_experts, moe.top_k, dtype="fp32")
     backward = ops.softmax("moe.route.d", tokens, moe.num_experts, dtype="fp32", backward=True)
     return OpWithBackward(forward=forward, backward=(backward,))
 

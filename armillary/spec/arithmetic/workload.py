@@ -6,7 +6,7 @@ Their sum is the work of the model, and each is a row of a profile.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from armillary.spec.arithmetic import layer_ops
+from armillary.spec.arithmetic import non_gemm_ops
 from armillary.spec.arithmetic.ops import Op
 from armillary.spec.arithmetic.sublayers import (
     Batch,
@@ -79,9 +79,11 @@ def embedding_operations(config: ModelConfig, batch: Batch) -> list[OpWithBackwa
     rows = {"embedding": config.vocab, "positions": config.learned_positions}
     return [
         OpWithBackward(
-            forward=layer_ops.embedding(name, batch.tokens, config.hidden, dtype=batch.dtype),
+            forward=non_gemm_ops.embedding(name, batch.tokens, config.hidden, dtype=batch.dtype),
             backward=(
-                layer_ops.embedding_backward(f"{name}.d", batch.tokens, config.hidden, rows[name], dtype=batch.dtype),
+                non_gemm_ops.embedding_backward(
+                    f"{name}.d", batch.tokens, config.hidden, rows[name], dtype=batch.dtype
+                ),
             ),
         )
         for name in names
@@ -92,8 +94,8 @@ def head_operations(config: ModelConfig, batch: Batch, *, loss: bool) -> list[Op
     result = [norm(config, "final_norm", batch, residual=False)] if config.final_norm else []
     result.append(linear("head", replace(batch, spans=((batch.logits, batch.logits),)), config.vocab, config.hidden))
     if loss:
-        forward = layer_ops.cross_entropy("loss", batch.logits, config.vocab, dtype=batch.dtype)
-        backward = layer_ops.cross_entropy_backward("loss.d", batch.logits, config.vocab, dtype=batch.dtype)
+        forward = non_gemm_ops.cross_entropy("loss", batch.logits, config.vocab, dtype=batch.dtype)
+        backward = non_gemm_ops.cross_entropy_backward("loss.d", batch.logits, config.vocab, dtype=batch.dtype)
         result.append(OpWithBackward(forward=forward, backward=(backward,)))
     return result
 

@@ -21,7 +21,7 @@ from armillary.spec.layout_rules.division import (
     tp_holds,
     tp_says,
 )
-from armillary.spec.layout_rules.nearest import completed
+from armillary.spec.layout_rules.nearest_valid import completed
 from armillary.spec.model import ModelConfig
 
 

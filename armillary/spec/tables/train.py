@@ -12,7 +12,7 @@ from typing import Literal
 from armillary.errors import BadRecipe
 from armillary.spec.lora import check_names
 from armillary.spec.tables.checks import above_zero, at_least, refuse
-from armillary.spec.tables.key_class import Defining, Free, Noted
+from armillary.spec.tables.resume_class import Defining, Free, Noted
 
 LONGEST = 100_000
 """most rows per round: its table is in memory"""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from armillary.errors import ArmillaryError, BadData, one_line
 from armillary.parallel.consensus import Consensus
 from armillary.spec.toml.fields import to_plain
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.atomic import remove_folder, staged_folder
 from armillary.store.manifest import NAME as MANIFEST
 from armillary.store.manifest import block_sha256, checkpoint_files, content_faults, size_faults
@@ -97,10 +97,10 @@ def _commit(
     """The main rank's files, the manifest last; then the folder gets its name. Gives the size of all."""
     with _plain(folder):
         (folder / RANDOM).write_bytes(_bytes(states))
-        (folder / STATE).write_text(strict_json.dumps(about, indent=1) + "\n")
+        (folder / STATE).write_text(nan_safe_json.dumps(about, indent=1) + "\n")
         files = checkpoint_files(folder, hashes)
         manifest = {"step": about["step"], "files": {name: to_plain(entry) for name, entry in files.items()}}
-        (folder / MANIFEST).write_text(strict_json.dumps(manifest, indent=1) + "\n")
+        (folder / MANIFEST).write_text(nan_safe_json.dumps(manifest, indent=1) + "\n")
         allowed()
         stack.close()
         return sum(entry.bytes for entry in files.values())
@@ -138,7 +138,7 @@ def _read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    about = strict_json.read_table(folder / STATE)
+    about = nan_safe_json.read_table(folder / STATE)
     if about.get("version", 0) > VERSION:
         raise BadData(f"{folder} was written by a newer armillary; upgrade armillary to resume it")
     return about

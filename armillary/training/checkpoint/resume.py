@@ -1,6 +1,6 @@
 """Which run to resume: the newest unfinished one of this recipe, even if keys that may be edited freely differ.
 
-A recipe's keys are free, noted or defining (spec/tables/key_class.py). A run continues when no
+A recipe's keys are free, noted or defining (spec/tables/resume_class.py). A run continues when no
 defining key differs; where one does, or where another process is running the run, the command stops and says so:
 nothing starts anew by itself.
 """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.errors import BadData, BadInput, NotFound, nearest
-from armillary.training.data.cache import Cache
+from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.readers import Document, Skipped, reader_of
 from armillary.training.data.remote import Remote, is_url
 

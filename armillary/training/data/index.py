@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from armillary.errors import BadData, BadInput, NotFound
 from armillary.spec.toml.fields import build, to_plain
-from armillary.store import atomic, strict_json
+from armillary.store import atomic, nan_safe_json
 from armillary.training.data.remote import Remote
 
 VERSION = 1
@@ -76,14 +76,14 @@ class Index:
         """The index of a folder, checked for version and shape."""
         if not (folder / NAME).is_file():
             raise NotFound(f"no token data in {folder}; make it with: armillary data prepare SOURCE --out {folder}")
-        return cls._parse(strict_json.read_table(folder / NAME), str(folder))
+        return cls._parse(nan_safe_json.read_table(folder / NAME), str(folder))
 
     @classmethod
     def fetch(cls, folder: Remote) -> Index:
         """The index of a folder in a store, as it is now."""
         text = b"".join(folder.read(NAME))
         try:
-            table = strict_json.loads(text)
+            table = nan_safe_json.loads(text)
         except ValueError as error:
             raise BadData(f"{folder.address(NAME)} is not readable JSON ({error}); upload it again") from None
         if not isinstance(table, dict):

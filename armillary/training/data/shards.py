@@ -16,8 +16,8 @@ from typing import IO, Any
 import numpy as np
 
 from armillary.errors import BadData
-from armillary.training.data.cache import Cache
 from armillary.training.data.index import Index, Shard, Split
+from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.remote import Remote, is_url
 from armillary.training.data.shard_files import ANSWER, OFFSET, ShardFiles, check_sum, fetched_tokenizer
 

@@ -18,11 +18,11 @@ from armillary.errors import BadInput
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.data.corpus import Corpus
+from armillary.training.data.corpus_survey import Progress, Survey, survey
 from armillary.training.data.index import SPLITS, Index, Split
 from armillary.training.data.readers import Document
 from armillary.training.data.sample_order import permuted
 from armillary.training.data.shards import ShardWriter, TokenShards
-from armillary.training.data.survey import Progress, Survey, survey
 
 SAMPLE_BYTES = 8_000_000
 """text a tokenizer is trained on at most; more of it changes few merges and takes longer"""

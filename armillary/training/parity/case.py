@@ -34,8 +34,8 @@ from armillary.spec.tables.train import TrainJob
 from armillary.training.setup.kernel_selection import use_kernels
 from armillary.training.step.lora import add_lora
 from armillary.training.step.loss import loss_sum
-from armillary.training.step.offload import optimizer_of
 from armillary.training.step.optimizer import set_learning_rate
+from armillary.training.step.optimizer_offload import optimizer_of
 from armillary.training.step.router_balance import Routers
 
 ROWS, SEQUENCE = 16, 16

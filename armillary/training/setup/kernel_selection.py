@@ -38,7 +38,7 @@ from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choice, save_choice
 from armillary.training.setup.kernel_cases import Wanted, attention_name, wanted
 from armillary.training.step.loss import LossSum, loss_sum, through
-from armillary.training.step.offload import matrices
+from armillary.training.step.optimizer_offload import matrices
 
 _SLOW_TO_BUILD = ("compile", "flex")
 """versions that torch's compiler would have to build, for tens of seconds a run"""

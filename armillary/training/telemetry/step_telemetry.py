@@ -18,7 +18,7 @@ from armillary.parallel.timers import ExposedWaits
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
 from armillary.training.step.numerics import HALF
-from armillary.training.step.offload import Offloaded
+from armillary.training.step.optimizer_offload import Offloaded
 from armillary.training.step_batches import StepBatch
 from armillary.training.telemetry.async_readback import AsyncReadback, StepValues
 from armillary.training.telemetry.memory_gauges import NullMeter, make_meter

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.scheduler.invariants import check_idle
-from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.step_loop import Loop
 from tests.engine.fake import FakeExecutor, ask, expected, make_scheduler, run
 
 WINDOW = (Group(sees="window", reach=6),)

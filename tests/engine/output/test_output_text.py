@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from armillary.engine.output.output_text import OutputProcessor, StopText
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.invariants import check_idle
-from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.step_loop import Loop
 from tests.engine.fake import EOS, FakeExecutor, ask, expected, make_scheduler
 
 

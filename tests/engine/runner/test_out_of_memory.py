@@ -19,8 +19,8 @@ from armillary.engine.output.output_text import OutputProcessor
 from armillary.engine.runner.cuda_graphs import is_out_of_memory
 from armillary.engine.scheduler.decision import Decision, as_one
 from armillary.engine.scheduler.invariants import check_idle
-from armillary.engine.scheduler.loop import Loop, StepTooLarge
 from armillary.engine.scheduler.prefill_budget import StepLimit
+from armillary.engine.scheduler.step_loop import Loop, StepTooLarge
 from tests.engine.fake import FakeExecutor, ask, expected, make_scheduler
 from tests.engine.output.test_output_text import Letters
 

@@ -20,9 +20,9 @@ from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import Sampling
 from armillary.engine.runner.reference_executor import PlainExecutor
 from armillary.engine.scheduler.invariants import check_idle
-from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import settings_for
+from armillary.engine.scheduler.step_loop import Loop
 from armillary.model.transformer import Transformer, build
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve

@@ -16,9 +16,9 @@ from armillary.engine.llm import LLM
 from armillary.engine.output.output_text import OutputProcessor
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.tensor_parallel import Leader, check_shardable, follow, local_kv_heads, shard
-from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import settings_for
+from armillary.engine.scheduler.step_loop import Loop
 from armillary.errors import BadInput, BadLayout
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_weights import load_model

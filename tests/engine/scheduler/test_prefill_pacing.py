@@ -13,9 +13,9 @@ from armillary.engine.engine import Engine
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import OutputProcessor
 from armillary.engine.scheduler.decision import Decision, PrefillChunk
-from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.prefill_budget import Budget
 from armillary.engine.scheduler.prefill_pacing import PrefillController
+from armillary.engine.scheduler.step_loop import Loop
 from armillary.errors import BadRecipe
 from armillary.spec.tables.serve import Serve
 from tests.engine.fake import FakeExecutor, ask, make_scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from armillary.engine.cache.prefix_cache import MEANING
-from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.step_loop import Loop
 from armillary.engine.telemetry.gauges import request_gauges, state_gauges, step_gauges
 from armillary.spec.gauges import GAUGES
 from tests.engine.fake import FakeExecutor, ask, expected, make_scheduler, run

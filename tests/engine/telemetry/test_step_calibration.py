@@ -11,7 +11,7 @@ from armillary.engine import build as make
 from armillary.engine.build import make_engine
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.scheduler.loop import StepTooLarge
+from armillary.engine.scheduler.step_loop import StepTooLarge
 from armillary.engine.telemetry import step_calibration
 from armillary.engine.telemetry.step_calibration import calibrate_steps, step_shapes
 from armillary.model.transformer import build

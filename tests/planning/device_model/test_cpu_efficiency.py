@@ -12,8 +12,8 @@ from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
 from armillary.planning.device_model.efficiency import AUTOGRAD_CALL, TORCH_CALL_S, measured_attention
 from armillary.planning.device_model.frameworks import OURS, OURS_ON_CPU
-from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.device_model.measured_peaks import cpu_peaks, peaks_per_rank
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue

@@ -10,7 +10,7 @@ import torch
 
 from armillary.kernels.loss.linear_cross_entropy_chunked import SPARE_BYTES, _chunk_rows
 from armillary.planning.device_model.frameworks import OURS
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training import peak_memory
 from armillary.planning.training.memory_breakdown import memory
 from armillary.spec.layout import Layout

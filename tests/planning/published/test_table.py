@@ -9,7 +9,7 @@ import pytest
 
 from armillary.errors import BadData, NotFound
 from armillary.planning.device_model.frameworks import PHYSICS
-from armillary.planning.device_model.layout_arrays import PRECISIONS
+from armillary.planning.device_model.vectorised_layouts import PRECISIONS
 from armillary.planning.published.fitting import fit
 from armillary.planning.published.row_case import chip_of, cluster_of, is_fitted_on, model_of, second_token_layers
 from armillary.planning.published.table import evaluate_table, read_table

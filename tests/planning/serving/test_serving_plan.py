@@ -13,7 +13,7 @@ from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import recipe_from_dict
 from armillary.store.home import Home
-from armillary.store.strict_json import dumps
+from armillary.store.nan_safe_json import dumps
 
 CHAT = {"requests_per_s": 20.0, "tokens_in": 1000, "tokens_out": 250}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.activations import activation_bytes
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.prediction import predict

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, PHYSICS, Software
-from armillary.planning.device_model.layout_arrays import PRECISIONS, as_arrays
+from armillary.planning.device_model.vectorised_layouts import PRECISIONS, as_arrays
 from armillary.planning.training.explain import explain
 from armillary.planning.training.fp8_fp4 import precision_of
+from armillary.planning.training.op_sharding import local_gemm
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.search import search
-from armillary.planning.training.sharding import local_gemm
 from armillary.planning.training.train_case import TrainCase, lora_of
 from armillary.spec.arithmetic.workload import layer_operations, make_batch
 from armillary.spec.fp8 import projections, stays_in_bf16

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.planning.device_model.frameworks import OURS, Software
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.activations import activation_bytes, micro_batches_in_flight
 from armillary.planning.training.memory_breakdown import Memory, by_stage, memory
 from armillary.planning.training.optimizer_states import state_bytes

@@ -9,7 +9,7 @@ import pytest
 
 from armillary.errors import BadInput, BadLayout
 from armillary.planning.device_model.frameworks import OURS
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.node_ranking import rank_nodes
 from armillary.planning.training.explain import explain
 from armillary.planning.training.prediction import predict

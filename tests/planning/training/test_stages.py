@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from armillary.planning.device_model.frameworks import OURS
-from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.memory_breakdown import by_stage, memory
 from armillary.planning.training.stages import split, stage_layers
 from armillary.planning.training.step_time import step_time

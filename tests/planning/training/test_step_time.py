@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import MOST_PARAMETERS, OURS_BY_LAYER, declared, software
-from armillary.planning.device_model.layout_arrays import PRECISIONS, Layouts, as_arrays
 from armillary.planning.device_model.network import Network, Ring, network
+from armillary.planning.device_model.vectorised_layouts import PRECISIONS, Layouts, as_arrays
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.step_time import StepTime, step_time

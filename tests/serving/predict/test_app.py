@@ -15,7 +15,7 @@ import pytest
 
 from armillary.serving.predict import app, json_workers
 from armillary.serving.predict.app import PredictServer, make_app
-from armillary.serving.predict.trust import FileTrust
+from armillary.serving.predict.trusted_files import FileTrust
 from armillary.spec.tables.serve import Predict
 from armillary.store.home import Home
 from tests.serving.predict.asgi import Client, running

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadData, NotFound
 from armillary.training.data import shard_files as files
-from armillary.training.data.cache import Cache
 from armillary.training.data.index import Index
+from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.shard_files import check_sum
 from armillary.training.data.shards import TokenShards
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import Array, Layouts
+from armillary.planning.device_model.vectorised_layouts import Array, Layouts
 from armillary.spec.arithmetic.ops import Op
 
 Sharding = Literal["column", "row", "heads", "stream", "experts"]

@@ -8,7 +8,7 @@ import pytest
 
 from armillary.machine.device_name import device_name
 from armillary.planning.calibrate.engine_calibration import small_replica
-from armillary.planning.serving.threads import engine_threads, peaks_of_threads
+from armillary.planning.serving.cpu_threads import engine_threads, peaks_of_threads
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, new_peaks, save_peaks
 from tests.training.test_auto_precision import measured

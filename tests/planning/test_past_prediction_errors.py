@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.planning.past_errors import confidence
+from armillary.planning.past_prediction_errors import confidence
 from armillary.spec import catalogue
 from armillary.store.home import Home
 from tests.diagnosis.trained import plan_of, run_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from armillary.errors import ArmillaryError
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.writer_process import Process, machine
 
 BEAT_S = 1.0
@@ -44,7 +44,7 @@ class LongWait:
     def working(self, what: str) -> Iterator[None]:
         """Send heartbeats around this rank's part of `what`, and then wait until every rank has done its own."""
         process = asdict(Process.this()) | {"machine": machine()}
-        self._store.set(self._key("process", self._rank), strict_json.dumps(process))
+        self._store.set(self._key("process", self._rank), nan_safe_json.dumps(process))
         ended = threading.Event()
         thread = threading.Thread(target=self._beat, args=(ended,), daemon=True, name="heartbeats")
         thread.start()
@@ -103,7 +103,7 @@ class LongWait:
         key = self._key("process", other)
         if not self._store.check([key]):
             return False
-        process = strict_json.loads(self._store.get(key).decode())
+        process = nan_safe_json.loads(self._store.get(key).decode())
         return process.pop("machine") == machine() and Process(**process).is_gone
 
     def _read(self, name: str, rank: int) -> int:
@@ -111,7 +111,7 @@ class LongWait:
         return value
 
     def _key(self, *parts: str | int) -> str:
-        return "/".join(map(str, ("long_wait", *parts)))
+        return "/".join(map(str, ("store_barrier", *parts)))
 
 
 def _lost(rank: int, how: str, what: str) -> RankLost:

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from armillary.errors import ArmillaryError, BadData, BadInput, MissingPart
-from armillary.training.data.cache import Cache
+from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.remote import Remote
 
 
@@ -109,7 +109,7 @@ def test_a_full_disk_is_not_taken_for_a_bad_store(store: Remote, tmp_path: Path,
         for _ in remote.read(name):
             raise OSError(errno.ENOSPC, "No space left on device")  # as a write of the first piece would
 
-    monkeypatch.setattr("armillary.training.data.cache._copy", full_disk)
+    monkeypatch.setattr("armillary.training.data.object_store_cache._copy", full_disk)
     cache = Cache(folder=tmp_path, limit_bytes=1000)
     with pytest.raises(ArmillaryError, match=r"disk full while writing .*-1.bin; free some space"):
         cache.get(store, "1.bin", size=100, sha256=sha256(1))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import ArmillaryError, BadInput, NotFound
-from armillary.profiling.record.script import ScriptProfile, parse, profile_script
+from armillary.profiling.record.profile_script import ScriptProfile, parse, profile_script
 from armillary.store.home import Home
 
 pytestmark = pytest.mark.slow  # real runs, whose shares depend on what else the machine does

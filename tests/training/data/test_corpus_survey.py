@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadData
 from armillary.training.data.corpus import find_corpus
+from armillary.training.data.corpus_survey import Sample, Survey, content_hash, survey
 from armillary.training.data.readers import Document
-from armillary.training.data.survey import Sample, Survey, content_hash, survey
 
 
 def look(folder: Path, *, held_out: float = 0.1, seed: int = 0, sample_bytes: int = 10_000) -> Survey:

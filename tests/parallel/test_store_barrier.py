@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from armillary.errors import BadData
 from armillary.parallel.consensus import AgreedError, Consensus
-from armillary.parallel.long_wait import LongWait, RankLost
-from armillary.store import strict_json
+from armillary.parallel.store_barrier import LongWait, RankLost
+from armillary.store import nan_safe_json
 from armillary.store.writer_process import Process, machine
 from tests.ranks import Ranks
 
@@ -80,7 +80,7 @@ def test_a_process_that_ended_is_noticed_at_once_on_this_machine_only() -> None:
     gone = asdict(Process(pid=ended.pid, born=1, host=socket.gethostname()))
     ended.wait()
     for where, said in ((machine(), "rank 0 ended while"), ("of another machine", "gave no sign of life")):
-        store.set("long_wait/process/0", strict_json.dumps(gone | {"machine": where}))
+        store.set("long_wait/process/0", nan_safe_json.dumps(gone | {"machine": where}))
         with pytest.raises(RankLost, match=said), second.working("prepare the data"):
             pass
 

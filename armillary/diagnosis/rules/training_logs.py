@@ -22,7 +22,7 @@ from armillary.diagnosis.evidence.thresholds import (
 )
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.device import TRACE_RULES
-from armillary.diagnosis.rules.log_settings import RULES as SETTINGS_RULES
+from armillary.diagnosis.rules.training_log_settings import RULES as SETTINGS_RULES
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text

@@ -12,7 +12,7 @@ from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.open_reading import read_log
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.rules.logs import RULES
+from armillary.diagnosis.rules.training_logs import RULES
 from armillary.store.home import Home
 from tests.diagnosis.logs import megatron_log, titan_log
 

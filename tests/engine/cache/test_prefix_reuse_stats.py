@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.engine.cache.prefix_reuse import PrefixReuse
+from armillary.engine.cache.prefix_reuse_stats import PrefixReuse
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.telemetry.gauges import request_gauges, step_gauges

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO
 
 from armillary.errors import BadModel
-from armillary.store.converted_files import is_known
 from armillary.store.home import Home
 from armillary.store.manifest import sha256
+from armillary.store.trusted_conversions import is_known
 
 
 class FileTrust:

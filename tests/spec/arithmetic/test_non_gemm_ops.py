@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from armillary.spec.arithmetic import layer_ops as ops
+from armillary.spec.arithmetic import non_gemm_ops as ops
 from armillary.spec.model import Activation
 
 

@@ -16,10 +16,10 @@ import torch
 
 from armillary.errors import BadModel
 from armillary.serving.predict.app import PredictServer, make_app
-from armillary.serving.predict.trust import FileTrust
+from armillary.serving.predict.trusted_files import FileTrust
 from armillary.spec.tables.serve import Predict
-from armillary.store.converted_files import remember
 from armillary.store.home import Home
+from armillary.store.trusted_conversions import remember
 from tests.serving.predict.asgi import Client, running
 from tests.serving.predict.test_app import ROW, _until
 from tests.serving.predict.test_model import onnx_linear
