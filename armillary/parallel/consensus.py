@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from armillary.errors import ArmillaryError
-from armillary.parallel.store_barrier import LongWait
+from armillary.parallel.store_barrier import StoreBarrier
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Consensus:
         collective times out, and a rank that ends is noticed."""
         if self.size == 1:
             return work()
-        with LongWait(rank=self.rank, size=self.size).working(what):
+        with StoreBarrier(rank=self.rank, size=self.size).working(what):
             done, error = attempt(work)
         self.agree(error)
         return done  # type: ignore[return-value]

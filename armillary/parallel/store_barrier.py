@@ -1,4 +1,4 @@
-"""Long waits: ranks wait for work that takes longer than a collective's timeout, such as data preparation.
+"""Store barrier: ranks wait for work that takes longer than a collective's timeout, such as data preparation.
 
 A collective would time out, so ranks wait on the rendezvous store, where a working rank sends heartbeats: it may take
 hours. A failing rank says so; a process that ended is noticed at once on its own machine, and elsewhere by its silence.
@@ -31,7 +31,7 @@ class RankLost(ArmillaryError):
         self.rank = rank
 
 
-class LongWait:
+class StoreBarrier:
     """Over `size` ranks that wait for each other after each piece of long work; all name the same pieces in order."""
 
     def __init__(

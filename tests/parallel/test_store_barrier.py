@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from armillary.errors import BadData
 from armillary.parallel.consensus import AgreedError, Consensus
-from armillary.parallel.store_barrier import LongWait, RankLost
+from armillary.parallel.store_barrier import RankLost, StoreBarrier
 from armillary.store import nan_safe_json
 from armillary.store.writer_process import Process, machine
 from tests.ranks import Ranks
 
 
-def waits(store: Any, size: int = 2, **settings: Any) -> list[LongWait]:
-    return [LongWait(rank=rank, size=size, store=store, **settings) for rank in range(size)]
+def waits(store: Any, size: int = 2, **settings: Any) -> list[StoreBarrier]:
+    return [StoreBarrier(rank=rank, size=size, store=store, **settings) for rank in range(size)]
 
 
 def test_heartbeats_keep_a_slow_rank_alive_however_short_the_silence_allowed() -> None:
@@ -68,7 +68,7 @@ def test_a_rank_that_failed_is_named_and_the_next_wait_is_in_step() -> None:
     thread.join()
 
 
-def _work(wait: LongWait) -> None:
+def _work(wait: StoreBarrier) -> None:
     with wait.working("load the model"):
         pass
 

@@ -25,9 +25,10 @@ from armillary.engine.scheduler.decision import (
     take_back,
     without_broken,
 )
+from armillary.engine.scheduler.preemption import fitting, preempt_until_fits
 from armillary.engine.scheduler.prefill_budget import Budget, PrefillPlanner, StepLimit
 from armillary.engine.scheduler.request_checks import MakeConstraint
-from armillary.engine.scheduler.request_table import RequestTable, fitting, preempt_until_fits
+from armillary.engine.scheduler.request_table import RequestTable
 from armillary.engine.scheduler.settings import Settings
 from armillary.errors import BadInput
 

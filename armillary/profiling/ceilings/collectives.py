@@ -2,7 +2,7 @@
 
 Ranks are started here, gloo on a CPU and NCCL on GPUs. `bytes` is what nccl-tests calls the size: the full array,
 gathered for all-gather and reduce-scatter, one rank's row for all-to-all. Algorithm bandwidth is bytes over time; bus
-bandwidth is what each link carries (`spec.arithmetic.non_gemm_ops.wire_factor`). The model is t = alpha + bytes / beta (Hockney
+bandwidth is what each link carries (`wire_factor` of spec). The model is t = alpha + bytes / beta (Hockney
 1994). Times span orders of magnitude, so relative errors are fitted; outliers, frequent on a shared machine, are
 weighted down (Huber 1964).
 """
