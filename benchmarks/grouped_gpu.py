@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from armillary.kernels.core.choose import try_versions
+from armillary.kernels.core.choose_version import try_versions
 from armillary.kernels.core.op import takes_all
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
 from armillary.machine.accelerator import accelerator_of

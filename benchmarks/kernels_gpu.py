@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from armillary.kernels.core.trial import ONE_CALL
+from armillary.kernels.core.version_trial import ONE_CALL
 from armillary.profiling.kernel_bench.bench import LIMIT_S, bench_kernels
 from armillary.profiling.kernel_bench.report import bench_page
 from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured

@@ -29,7 +29,7 @@ from armillary.parallel.apply import apply
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.world import World
 from armillary.planning.device_model.vectorised_layouts import as_arrays
-from armillary.planning.training.prediction import predict
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.resolve_recipe import resolve
 from armillary.profiling.ceilings import host_copy
 from armillary.profiling.ceilings.ceilings import about, name_of

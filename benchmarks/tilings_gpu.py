@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from armillary.kernels.core.timing import time_calls
-from armillary.kernels.core.trial import input_sets
+from armillary.kernels.core.version_trial import input_sets
 from armillary.kernels.fp8 import matmul_triton as fp8_matmul_triton
 from armillary.kernels.fp8.linear import E4M3
 from armillary.kernels.fp8.quantize_triton import quantise

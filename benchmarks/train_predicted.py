@@ -13,7 +13,7 @@ import torch
 
 from armillary.machine.machine import here
 from armillary.planning.device_model.vectorised_layouts import as_arrays
-from armillary.planning.training.prediction import predict
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.resolve_recipe import resolve
 from armillary.profiling.ceilings import attention_flops as attention
 from armillary.profiling.ceilings import bandwidth, gemm

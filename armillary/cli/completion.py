@@ -4,7 +4,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from armillary.cli.output import Output
-from armillary.cli.verb import home_at, verb
+from armillary.cli.verb_decorator import home_at, verb
 from armillary.errors import ArmillaryError
 from armillary.store.home import Home
 

@@ -10,7 +10,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import need_torch, open_model
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb import verb
+from armillary.cli.verb_decorator import verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.store.trusted_conversions import remember

@@ -11,12 +11,12 @@ import click
 
 from armillary.cli.output import Output, path_text
 from armillary.cli.progress import Bar
-from armillary.cli.verb import VerbGroup
+from armillary.cli.verb_decorator import VerbGroup
 from armillary.errors import BadInput
 from armillary.spec.tables.train import Data
 from armillary.store.home import Home
-from armillary.training.data.index import SPLITS, Index
 from armillary.training.data.object_store_cache import Cache
+from armillary.training.data.shard_index import SPLITS, Index
 from armillary.units import bytes_text, count_text, parse_count, seconds_text
 
 if TYPE_CHECKING:

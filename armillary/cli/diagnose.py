@@ -11,7 +11,7 @@ import click
 
 from armillary.cli import completion
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb import VerbGroup
+from armillary.cli.verb_decorator import VerbGroup
 from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.track_record import TrackRecord, log_prediction, read_record
 from armillary.errors import BadInput

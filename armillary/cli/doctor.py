@@ -1,7 +1,7 @@
 """`armillary doctor`: what this machine has, what will and will not work, and how to get the rest."""
 
 from armillary.cli.output import Output
-from armillary.cli.verb import verb
+from armillary.cli.verb_decorator import verb
 from armillary.machine.doctor import doctor as examine
 from armillary.machine.machine import Machine, machine
 from armillary.machine.numa import NumaNode

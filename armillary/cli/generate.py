@@ -13,7 +13,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import open_model
 from armillary.cli.output import Output
-from armillary.cli.verb import verb
+from armillary.cli.verb_decorator import verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 

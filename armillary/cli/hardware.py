@@ -12,7 +12,7 @@ import click
 
 from armillary.cli import completion
 from armillary.cli.output import Output
-from armillary.cli.verb import verb
+from armillary.cli.verb_decorator import verb
 from armillary.machine.machine import here
 from armillary.spec import catalogue
 from armillary.spec.hardware import DTYPES, Chip, Cluster

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb import moved, set_option, verb
+from armillary.cli.verb_decorator import moved, set_option, verb
 from armillary.errors import BadInput
 from armillary.spec.recipe import Recipe, load_recipe, recipe_from_dict
 from armillary.store.home import Home

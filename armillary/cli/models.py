@@ -8,7 +8,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import find_model
 from armillary.cli.output import Output
-from armillary.cli.verb import verb
+from armillary.cli.verb_decorator import verb
 from armillary.model.supported_shapes import unbuildable
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import kv_bytes, kv_bytes_per_token, parameters

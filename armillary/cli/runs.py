@@ -7,7 +7,7 @@ import click
 
 from armillary.cli import completion
 from armillary.cli.output import Output
-from armillary.cli.verb import verb
+from armillary.cli.verb_decorator import verb
 from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 from armillary.store.run_state import RunState

@@ -10,7 +10,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import find_model
 from armillary.cli.output import Output
-from armillary.cli.verb import moved, set_option, verb
+from armillary.cli.verb_decorator import moved, set_option, verb
 from armillary.errors import BadInput, missing
 from armillary.spec.recipe import Recipe, load_recipe, recipe_from_dict
 from armillary.store.home import Home

@@ -7,7 +7,7 @@ from math import ceil
 from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import device_hour, training_cost
 from armillary.planning.serving.deployment_options import DeploymentOption, Request, best
-from armillary.planning.training.prediction import Prediction
+from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.search import search
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue

@@ -19,9 +19,9 @@ from armillary.store.atomic import Taken, staged_folder
 from armillary.training.chat_data.prepare import make_chat
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.corpus_survey import Progress
-from armillary.training.data.index import NAME, SPLITS, Index
 from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.remote import is_url
+from armillary.training.data.shard_index import NAME, SPLITS, Index
 from armillary.training.data.shards import SHARD_TOKENS, TokenShards
 from armillary.training.data.tokenize_corpus import encode_corpus
 

@@ -19,7 +19,7 @@ from armillary.store.runs import Run
 from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.export import export, export_adapter
 from armillary.training.checkpoint.interval import SaveClock
-from armillary.training.data.index import NAME as INDEX
+from armillary.training.data.shard_index import NAME as INDEX
 from armillary.training.startup_probe import startup_costs
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.numerics import seed

@@ -17,7 +17,7 @@ import pytest
 from armillary import __version__
 from armillary.cli import main as entry
 from armillary.cli.main import main
-from armillary.cli.verb import VerbGroup, verb
+from armillary.cli.verb_decorator import VerbGroup, verb
 from armillary.cli.verb_table import RINGS, VERBS
 from armillary.errors import NotFound
 

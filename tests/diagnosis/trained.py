@@ -9,7 +9,7 @@ from typing import Any
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import read_records
 from armillary.planning.device_model.vectorised_layouts import as_arrays
-from armillary.planning.training.prediction import predict
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.resolve_recipe import resolve
 from armillary.planning.training.training_plan import training_plan
 from armillary.spec.gauges import budget_gauge

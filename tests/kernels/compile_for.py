@@ -93,9 +93,9 @@ def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: to
 
 def one_token(head_dim: int) -> None:
     from armillary.kernels.attention.attention import AttentionOptions
+    from armillary.kernels.paged.fused_decode_triton import attend_tokens
     from armillary.kernels.paged.paged_attention import PagedBatch
     from armillary.kernels.paged.qkv_to_cache import QkvOptions
-    from armillary.kernels.paged.single_token_triton import attend_tokens
 
     qkv, cache = torch.zeros(1, 2 * 6 * head_dim, dtype=BF16), torch.zeros(64, 2, 2, 16, head_dim, dtype=BF16)
     turns, zero = torch.zeros(1, head_dim // 2, dtype=BF16), torch.zeros(1, dtype=torch.int32)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.core.choose import choose
+from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.op import Case, Op
 from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase
 from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase

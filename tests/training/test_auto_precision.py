@@ -14,7 +14,7 @@ from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.compile_choice import compile_choice
-from armillary.planning.training.prediction import predict
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.resolve_recipe import resolve
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_toml

@@ -198,7 +198,7 @@ def test_nan_ends_every_rank_with_one_line(recipe: Make, home: Home, ranks: Rank
 
 
 def validate_without_a_shard(plan: str) -> str:
-    from armillary.training.data.batches import Validation
+    from armillary.training.data.batch_sources import Validation
 
     ranks = Consensus(rank=dist.get_rank(), size=dist.get_world_size())
     world = World(rank=ranks.rank, size=ranks.size, local_rank=ranks.rank, device=torch.device("cpu"))

@@ -18,7 +18,7 @@ import torch
 from armillary.errors import ArmillaryError, BadData, BadInput, NotFound
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.store.home import Home
-from armillary.training.data.batches import Blend
+from armillary.training.data.batch_sources import Blend
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.loader import Loader
 from armillary.training.data.object_store_cache import Cache

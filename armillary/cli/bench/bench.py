@@ -17,7 +17,7 @@ from armillary.cli.data import say_prepared
 from armillary.cli.open_model import pick_torch_device
 from armillary.cli.output import Output
 from armillary.cli.progress import on_bar
-from armillary.cli.verb import VerbGroup, device_option, quick_option
+from armillary.cli.verb_decorator import VerbGroup, device_option, quick_option
 from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, load_peaks, new_peaks, peaks_path, save_peaks

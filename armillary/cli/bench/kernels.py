@@ -11,7 +11,7 @@ import click
 from armillary.cli.open_model import pick_torch_device
 from armillary.cli.output import Output
 from armillary.cli.progress import on_bar
-from armillary.cli.verb import device_option, quick_option, verb
+from armillary.cli.verb_decorator import device_option, quick_option, verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from armillary.profiling.ceilings.data_loader import LoaderSettings
-    from armillary.training.data.batches import Batches
+    from armillary.training.data.batch_sources import Batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TrainingBatches:
         return (batches.at(step) for step in count(worker, workers))
 
     def open(self) -> Batches:
-        from armillary.training.data.batches import Batches
+        from armillary.training.data.batch_sources import Batches
         from armillary.training.data.shards import TokenShards
 
         return Batches(shards=TokenShards.open(self.folder), sequence=self.sequence, batch=self.batch)

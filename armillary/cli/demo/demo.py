@@ -10,7 +10,7 @@ import click
 
 from armillary.cli.demo.state import RECIPE, DemoState
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb import set_option, verb
+from armillary.cli.verb_decorator import set_option, verb
 from armillary.store.home import Home
 from armillary.units import seconds_text
 

@@ -15,7 +15,7 @@ from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.serving.deployment_options import server_of
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.serving_plan import serving_request
-from armillary.planning.training.prediction import predict
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.resolve_recipe import resolve
 from armillary.spec.recipe import Recipe, load_recipe
 

@@ -12,7 +12,7 @@ import click
 
 from armillary.cli import completion
 from armillary.cli.output import Output
-from armillary.cli.verb import set_option
+from armillary.cli.verb_decorator import set_option
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
 from armillary.units import parse_count

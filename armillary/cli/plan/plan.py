@@ -10,7 +10,7 @@ import click
 from armillary.cli.output import Output
 from armillary.cli.plan.options import ask, find_cluster, model_config, read_recipe, recipe_options, take_run
 from armillary.cli.progress import on_bar
-from armillary.cli.verb import VerbGroup, refuse_verb
+from armillary.cli.verb_decorator import VerbGroup, refuse_verb
 from armillary.errors import BadInput, BadLayout, nearest
 from armillary.profiling.analysis.amdahl import amdahl as amdahl_rows
 from armillary.profiling.analysis.amdahl import speedup
@@ -88,7 +88,7 @@ def _say_next(out: Output, asked: dict[str, Any]) -> None:
 def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, str]:
     """(question, the layout priced, where it is from): the recipe's layout, else the best that a search finds."""
     from armillary.planning.device_model.vectorised_layouts import as_arrays
-    from armillary.planning.training.prediction import predict as price
+    from armillary.planning.training.layout_prediction import predict as price
     from armillary.planning.training.search import search as library_search
     from armillary.spec.layout_rules.rules import check_layout
 

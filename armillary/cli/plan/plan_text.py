@@ -23,9 +23,9 @@ from armillary.planning.cost.cost_report import (
 from armillary.planning.cost.failures import Goodput
 from armillary.planning.cost.storage import RunStorage, run_storage
 from armillary.planning.device_model.vectorised_layouts import OFFLOADS, take_rows
+from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.memory_breakdown import by_stage, memory
 from armillary.planning.training.offload import host_adamw_s
-from armillary.planning.training.prediction import Prediction
 from armillary.planning.training.search import limits
 from armillary.planning.training.stages import stage_layers
 from armillary.planning.training.training_plan import TrainingPlan

@@ -8,7 +8,7 @@ from armillary.cli.output import Output
 from armillary.cli.plan.plan_text import GLUE, limit_text
 from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import device_hour, training_cost
-from armillary.planning.training.prediction import Prediction
+from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.resolve_recipe import TrainingProblem
 from armillary.planning.training.search import SearchResult, why
 from armillary.spec.toml.fields import to_plain

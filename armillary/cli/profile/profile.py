@@ -17,7 +17,7 @@ from armillary.cli.output import Output, path_text
 from armillary.cli.profile.step import callable_step, recipe_step
 from armillary.cli.profile.tables import say_comparison, say_profile
 from armillary.cli.progress import on_bar
-from armillary.cli.verb import set_option, verb
+from armillary.cli.verb_decorator import set_option, verb
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, save_peaks

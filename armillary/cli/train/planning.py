@@ -89,7 +89,7 @@ def _with_compile(begun: ResolvedRun) -> ResolvedRun:
 def plan_of(begun: ResolvedRun) -> TrainingPlan:
     """The planner's prediction; a plan that does not fit is refused with a remedy."""
     from armillary.planning.device_model.vectorised_layouts import as_arrays
-    from armillary.planning.training.prediction import predict
+    from armillary.planning.training.layout_prediction import predict
     from armillary.planning.training.training_plan import training_plan
 
     problem = _problem(begun)

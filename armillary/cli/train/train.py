@@ -15,7 +15,7 @@ from armillary.cli.output import Output
 from armillary.cli.train.parity import parity, the_recipe
 from armillary.cli.train.planning import begin, planned, refuse_days, seconds_left
 from armillary.cli.train.view import TrainView, outcome_of, say_end
-from armillary.cli.verb import moved, set_option, verb, yes_option
+from armillary.cli.verb_decorator import moved, set_option, verb, yes_option
 from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.spec.tables.train import TrainJob

@@ -21,7 +21,7 @@ from armillary.diagnosis.evidence.thresholds import FILLABLE_MEMORY_SHARE
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import ArmillaryError
 from armillary.planning.device_model.vectorised_layouts import Layouts, as_arrays
-from armillary.planning.training.prediction import Prediction, predict
+from armillary.planning.training.layout_prediction import Prediction, predict
 from armillary.planning.training.resolve_recipe import resolve
 from armillary.spec.layout_rules.rules import check_layout
 from armillary.spec.recipe import Recipe, recipe_from_dict

@@ -11,9 +11,9 @@ from urllib.error import URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
+from armillary.diagnosis.readings.metrics_scrapes import Scrapes, first_of, totals_of
 from armillary.diagnosis.readings.prometheus import Page, number_of, parse_page
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.readings.scrapes import Scrapes, first_of, totals_of
 from armillary.diagnosis.readings.server_metrics import SERVERS, Server
 from armillary.errors import BadData, NotFound
 from armillary.store.home import Home

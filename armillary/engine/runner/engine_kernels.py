@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from armillary.kernels.core.choose import choose
+from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.op import Case, Op
 from armillary.kernels.core.requirements import has_triton
@@ -115,7 +115,7 @@ def _decode_kernels(device: torch.device, *, fused: bool) -> dict[str, Any]:
     if not has_triton(device):
         return {}
     from armillary.kernels.paged.decode_inputs_triton import look_up, put
-    from armillary.kernels.paged.single_token_triton import attend_tokens
+    from armillary.kernels.paged.fused_decode_triton import attend_tokens
 
     return {"look_up": look_up, "put": put, "tokens": attend_tokens if fused else None}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from armillary.engine.runner.forward import Forward, no_reduce
 from armillary.engine.runner.layer import Dense, LinearFn, free_weights, linears_of
 from armillary.errors import BadInput
-from armillary.kernels.core.choose import choose
+from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.fp8.linear import E4M3, quantised
 from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase

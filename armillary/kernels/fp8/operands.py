@@ -146,7 +146,7 @@ def _rows(source: Source, dtype: torch.dtype, mode: str, top: Tensor) -> ScaledT
 
 
 def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tensor, most: float) -> None:
-    from armillary.kernels.fp8.cast_triton import rows_kernel
+    from armillary.kernels.fp8.fused_cast_triton import rows_kernel
 
     M, K = source.shape
     if not M or not K:
@@ -175,7 +175,7 @@ def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tenso
 
 def _transpose(rows: ScaledTensor, top: Tensor) -> ScaledTensor:
     """The rows transposed: with their one scale, or with the largest of their scales, `top`."""
-    from armillary.kernels.fp8.cast_triton import transpose_kernel
+    from armillary.kernels.fp8.fused_cast_triton import transpose_kernel
 
     (M, K), dtype, is_scalar = rows.values.shape, rows.values.dtype, rows.scale.dim() == 0
     padded = ceil_div(M, _ALIGN) * _ALIGN
@@ -205,7 +205,7 @@ def _transpose(rows: ScaledTensor, top: Tensor) -> ScaledTensor:
 
 def _columns_amax(source: Source) -> Tensor:
     """max |·| of each column."""
-    from armillary.kernels.fp8.cast_triton import columns_amax_kernel
+    from armillary.kernels.fp8.fused_cast_triton import columns_amax_kernel
 
     M, K = source.shape
     amax = torch.zeros(K, dtype=torch.float32, device=source.x.device)
@@ -220,7 +220,7 @@ def _columns_amax(source: Source) -> Tensor:
 
 
 def _by_columns(source: Source, dtype: torch.dtype, amax: Tensor) -> ScaledTensor:
-    from armillary.kernels.fp8.cast_triton import cast_columns_kernel
+    from armillary.kernels.fp8.fused_cast_triton import cast_columns_kernel
 
     (M, K), most = source.shape, torch.finfo(dtype).max
     padded = ceil_div(M, _ALIGN) * _ALIGN

@@ -154,7 +154,7 @@ async def _served(
 async def _gap_s(engine: EngineClient, rows: int) -> float:
     """Median time between tokens of `rows` concurrent requests."""
     from armillary.engine.request.sampling_params import SamplingParams
-    from armillary.serving.processes.mailbox import Mailbox
+    from armillary.serving.processes.request_mailbox import Mailbox
 
     await asyncio.sleep(PAUSE_S)
     params = SamplingParams(max_tokens=TOKENS, temperature=0.7, ignore_eos=True, seed=1)

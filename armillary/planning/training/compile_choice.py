@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from armillary.planning.device_model.vectorised_layouts import as_arrays
-from armillary.planning.training.prediction import predict
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.resolve_recipe import TrainingProblem
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.rules import layout_problems

@@ -11,12 +11,12 @@ from armillary.planning.device_model.efficiency import width_of
 from armillary.planning.training.activations import activation_bytes, micro_batches_in_flight
 from armillary.planning.training.compute import gemm_s
 from armillary.planning.training.fp8_fp4 import precision_of, weights_s
+from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.memory_breakdown import FRAGMENTATION, context_bytes, memory
 from armillary.planning.training.offload import link_rate
 from armillary.planning.training.op_sharding import local_gemm
 from armillary.planning.training.optimizer_states import state_bytes
 from armillary.planning.training.peak_memory import SNAPSHOTS, logit_bytes
-from armillary.planning.training.prediction import Prediction
 from armillary.planning.training.step_overhead import CALLS_PER_OPERATOR, CPU_STRAGGLER, GRAD_NORM_BYTES, STEP_S
 from armillary.spec.arithmetic.non_gemm_ops import adamw
 from armillary.spec.arithmetic.params import parameters

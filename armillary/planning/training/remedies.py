@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from armillary.planning.device_model.vectorised_layouts import PRECISIONS, as_arrays
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.memory_breakdown import fits, memory
-from armillary.planning.training.prediction import predict
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout

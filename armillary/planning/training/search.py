@@ -13,8 +13,8 @@ import numpy as np
 
 from armillary.errors import BadLayout
 from armillary.planning.device_model.vectorised_layouts import OFFLOADS, Array, Ints, Layouts, concatenate, take_rows
+from armillary.planning.training.layout_prediction import Prediction, predict
 from armillary.planning.training.memory_breakdown import CONTEXT_BYTES, FRAGMENTATION, fits, memory
-from armillary.planning.training.prediction import Prediction, predict
 from armillary.planning.training.search_space import constrained, hybrid, runnable, space
 from armillary.planning.training.step_time import StepTime
 from armillary.planning.training.train_case import TrainCase

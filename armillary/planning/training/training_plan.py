@@ -7,8 +7,8 @@ from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import TrainingCost, device_hour, training_cost
 from armillary.planning.cost.failures import Goodput, expected_goodput, of_cluster
 from armillary.planning.cost.storage import checkpoint_bytes
+from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.offload import host_capacity
-from armillary.planning.training.prediction import Prediction
 from armillary.planning.training.remedies import remedy_text
 from armillary.planning.training.resolve_recipe import TrainingProblem
 from armillary.spec import catalogue

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from armillary.kernels.core.choose import VersionTrial, choose, is_out_of_memory, time_rivals
+from armillary.kernels.core.choose_version import VersionTrial, choose, is_out_of_memory, time_rivals
 from armillary.kernels.core.op import OPS, Case, Op, OpWork, find_op
-from armillary.kernels.core.trial import run_once
+from armillary.kernels.core.version_trial import run_once
 from armillary.profiling.ceilings import bandwidth, gemm
 from armillary.profiling.ceilings.ceilings import Watch, name_of
 from armillary.profiling.ceilings.settings import Settings, settings_for

@@ -12,7 +12,7 @@ import torch
 
 from armillary.kernels.core.op import Case, Op, Version, find_op
 from armillary.kernels.core.requirements import lacking, note_once
-from armillary.kernels.core.trial import run_once
+from armillary.kernels.core.version_trial import run_once
 from armillary.machine.cores import usable_cores
 
 LIMIT_S = 100.0

@@ -16,7 +16,7 @@ from armillary.errors import BadInput
 from armillary.machine.device_name import device_name
 from armillary.profiling.analysis.analyse import analyse_file
 from armillary.profiling.profile import Profile
-from armillary.profiling.record.recorder import TraceRecorder, finish
+from armillary.profiling.record.trace_recorder import TraceRecorder, finish
 from armillary.store.home import Home
 
 

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from armillary.profiling.record.child_processes import ChildProcesses
-from armillary.profiling.record.recorder import TraceRecorder, finish
 from armillary.profiling.record.step_detector import StepDetector
+from armillary.profiling.record.trace_recorder import TraceRecorder, finish
 from armillary.profiling.record.user_profiler import UserProfiler
 
 SKIP, PLAIN = 2, 3

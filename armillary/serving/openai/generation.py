@@ -12,7 +12,7 @@ from armillary.engine.request.sampling_params import SamplingParams
 from armillary.serving.http.problem import Problem, bad_request
 from armillary.serving.openai.generation_request import GenerationRequest, timeout_problem
 from armillary.serving.openai.served_model import ServedModel
-from armillary.serving.processes.mailbox import FinishEvent, Mailbox, TokenEvent
+from armillary.serving.processes.request_mailbox import FinishEvent, Mailbox, TokenEvent
 
 
 class ChoiceText:

@@ -26,8 +26,8 @@ from armillary.serving.processes.engine_ipc import (
     Submit,
 )
 from armillary.serving.processes.liveness import Liveness
-from armillary.serving.processes.mailbox import FinishEvent, Mailbox
-from armillary.serving.processes.ranks import Ranks
+from armillary.serving.processes.rank_processes import Ranks
+from armillary.serving.processes.request_mailbox import FinishEvent, Mailbox
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.serving.processes.worker_process import exit_text, read_message
 from armillary.spec.tables.serve import Serve

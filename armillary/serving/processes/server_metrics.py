@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from armillary.serving.processes.mailbox import Mailbox
+from armillary.serving.processes.request_mailbox import Mailbox
 from armillary.spec.gauges import GAUGES, prometheus_name
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)

@@ -16,10 +16,10 @@ from typing import IO, Any
 import numpy as np
 
 from armillary.errors import BadData
-from armillary.training.data.index import Index, Shard, Split
 from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.remote import Remote, is_url
 from armillary.training.data.shard_files import ANSWER, OFFSET, ShardFiles, check_sum, fetched_tokenizer
+from armillary.training.data.shard_index import Index, Shard, Split
 
 SHARD_TOKENS = 100_000_000
 

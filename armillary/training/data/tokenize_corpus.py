@@ -19,9 +19,9 @@ from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.data.corpus import Corpus
 from armillary.training.data.corpus_survey import Progress, Survey, survey
-from armillary.training.data.index import SPLITS, Index, Split
 from armillary.training.data.readers import Document
 from armillary.training.data.sample_order import permuted
+from armillary.training.data.shard_index import SPLITS, Index, Split
 from armillary.training.data.shards import ShardWriter, TokenShards
 
 SAMPLE_BYTES = 8_000_000

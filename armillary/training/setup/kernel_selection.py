@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.choose import choose, revision
+from armillary.kernels.core.choose_version import choose, revision
 from armillary.kernels.core.op import find_op
 from armillary.kernels.core.requirements import interpreted, lacking
 from armillary.kernels.fp8.linear import FP8_LINEAR

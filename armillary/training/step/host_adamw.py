@@ -20,7 +20,7 @@ from armillary.model.transformer import Transformer
 from armillary.parallel.collectives import WaitTimer
 from armillary.parallel.ddp import local_of
 from armillary.parallel.host_memory import CopyStream, Event, HostMemory, compute_after, computed, wait_for
-from armillary.training.step.host_states import STATES, HostStates, Slice, flat, sharded_as, slices_of, widest
+from armillary.training.step.offloaded_states import STATES, HostStates, Slice, flat, sharded_as, slices_of, widest
 
 LAUNCH_THREADS = 2
 """threads that launch device work: forward, and autograd's own"""

@@ -22,7 +22,7 @@ from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.analysis.roofline_attribution import Attribution, attribute_work
 from armillary.profiling.analysis.step_budget import Budget, budget, without_recording
 from armillary.profiling.profile import Roofline, Row
-from armillary.profiling.record.recorder import TraceRecorder
+from armillary.profiling.record.trace_recorder import TraceRecorder
 from armillary.profiling.trace.intervals import clip, length
 from armillary.profiling.trace.read_trace import read_trace
 from armillary.spec.gauges import budget_gauge

@@ -15,8 +15,8 @@ from armillary.kernels.gemm.skinny_triton import small_linear
 from armillary.kernels.norm import norm_triton
 from armillary.kernels.paged import qkv_to_cache_triton as qkv_cache_triton
 from armillary.kernels.paged.decode_inputs_triton import look_up, put
+from armillary.kernels.paged.fused_decode_triton import attend_tokens
 from armillary.kernels.paged.paged_attention_triton import paged_attention
-from armillary.kernels.paged.single_token_triton import attend_tokens
 from armillary.kernels.pointwise import activation_triton as gated_triton
 from armillary.kernels.sampling import logprobs_triton, sampling_triton
 from armillary.model.transformer import build

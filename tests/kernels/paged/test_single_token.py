@@ -61,7 +61,7 @@ def case(
 
 def both(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Results and caches: the kernel's, and the reference's in fp32."""
-    from armillary.kernels.paged.single_token_triton import attend_tokens as by_kernel
+    from armillary.kernels.paged.fused_decode_triton import attend_tokens as by_kernel
 
     qkv, cache, *rest = arguments
     mine, right = cache.clone(), cache.float()

@@ -14,7 +14,7 @@ from armillary.planning.device_model.efficiency import AUTOGRAD_CALL, TORCH_CALL
 from armillary.planning.device_model.frameworks import OURS, OURS_ON_CPU
 from armillary.planning.device_model.measured_peaks import cpu_peaks, peaks_per_rank
 from armillary.planning.device_model.vectorised_layouts import as_arrays
-from armillary.planning.training.prediction import predict
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout

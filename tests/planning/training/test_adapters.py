@@ -11,8 +11,8 @@ import pytest
 
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.activations import activation_bytes
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.memory_breakdown import memory
-from armillary.planning.training.prediction import predict
 from armillary.planning.training.step_time import step_time
 from armillary.planning.training.train_case import lora_of
 from armillary.spec.arithmetic.params import parameters

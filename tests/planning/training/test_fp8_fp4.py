@@ -11,8 +11,8 @@ from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, PHYS
 from armillary.planning.device_model.vectorised_layouts import PRECISIONS, as_arrays
 from armillary.planning.training.explain import explain
 from armillary.planning.training.fp8_fp4 import precision_of
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.op_sharding import local_gemm
-from armillary.planning.training.prediction import predict
 from armillary.planning.training.search import search
 from armillary.planning.training.train_case import TrainCase, lora_of
 from armillary.spec.arithmetic.workload import layer_operations, make_batch

@@ -14,8 +14,8 @@ from armillary.errors import BadLayout
 from armillary.planning.device_model.frameworks import OURS, PHYSICS
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training import offload
+from armillary.planning.training.layout_prediction import Prediction, predict
 from armillary.planning.training.memory_breakdown import memory
-from armillary.planning.training.prediction import Prediction, predict
 from armillary.planning.training.remedies import remedy, remedy_text
 from armillary.planning.training.resolve_recipe import TrainingProblem
 from armillary.planning.training.search import search

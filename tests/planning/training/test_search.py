@@ -12,7 +12,7 @@ from armillary.planning.device_model.frameworks import OURS
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.node_ranking import rank_nodes
 from armillary.planning.training.explain import explain
-from armillary.planning.training.prediction import predict
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.remedies import remedy, remedy_text
 from armillary.planning.training.search import limits, search, why
 from armillary.planning.training.search_space import space, supported

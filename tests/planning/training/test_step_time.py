@@ -13,8 +13,8 @@ from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import MOST_PARAMETERS, OURS_BY_LAYER, declared, software
 from armillary.planning.device_model.network import Network, Ring, network
 from armillary.planning.device_model.vectorised_layouts import PRECISIONS, Layouts, as_arrays
+from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.memory_breakdown import memory
-from armillary.planning.training.prediction import predict
 from armillary.planning.training.step_time import StepTime, step_time
 from armillary.planning.training.train_case import Lora
 from armillary.profiling.analysis.amdahl import speedup

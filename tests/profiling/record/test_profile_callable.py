@@ -18,7 +18,7 @@ from armillary.errors import BadInput
 from armillary.profiling.record.hooks import ModuleScopes
 from armillary.profiling.record.profile_callable import profile, record
 from armillary.profiling.record.python_sampler import Sample, Sampler, free_stretches, merged, placed
-from armillary.profiling.record.recorder import TraceRecorder
+from armillary.profiling.record.trace_recorder import TraceRecorder
 from armillary.profiling.trace.event_classes import MODULE
 from armillary.store.home import Home
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from armillary.profiling.record import recorder
-from armillary.profiling.record.recorder import freed_unknown_block
+from armillary.profiling.record import trace_recorder
+from armillary.profiling.record.trace_recorder import freed_unknown_block
 
 RECORDED = """
 import contextlib, torch
-from armillary.profiling.record.recorder import freed_unknown_block
+from armillary.profiling.record.trace_recorder import freed_unknown_block
 
 held = [torch.ones(100) for _ in range(20)]
 own = torch.profiler.profile(profile_memory=True)
@@ -33,7 +33,7 @@ class Loud:
 
 
 def test_only_that_line_is_left_out(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(recorder, "torch", SimpleNamespace(empty=lambda size: Loud()))
+    monkeypatch.setattr(trace_recorder, "torch", SimpleNamespace(empty=lambda size: Loud()))
     with freed_unknown_block():
         os.write(2, b"before\n")
     os.write(2, b"after\n")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.profiling.record.recorder import TraceRecorder
+from armillary.profiling.record.trace_recorder import TraceRecorder
 from armillary.profiling.trace.event_classes import OPTIMIZERS
 from armillary.profiling.trace.kineto import fill_lists
 from armillary.profiling.trace.read_trace import read_trace

@@ -31,8 +31,8 @@ from armillary.serving.openai.structured_outputs import structure_of
 from armillary.serving.openai.tokenization import Tokenization
 from armillary.serving.processes.engine_client import for_engine
 from armillary.serving.processes.engine_ipc import EngineConfig, SendQueue, StepOutput, Submit
-from armillary.serving.processes.mailbox import FinishEvent, Mailbox
-from armillary.serving.processes.ranks import Ranks
+from armillary.serving.processes.rank_processes import Ranks
+from armillary.serving.processes.request_mailbox import FinishEvent, Mailbox
 from armillary.serving.processes.server_metrics import Histogram, Metrics
 from armillary.serving.processes.worker_process import messages, read_message
 from armillary.spec.gauges import GAUGES

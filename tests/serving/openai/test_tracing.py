@@ -14,7 +14,7 @@ from armillary.errors import BadInput
 from armillary.serving.http.asgi import AsgiConnection
 from armillary.serving.openai.generation import Generation
 from armillary.serving.openai.tracing import Tracing
-from armillary.serving.processes.mailbox import Mailbox
+from armillary.serving.processes.request_mailbox import Mailbox
 from tests.serving.tiny import run_server
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -17,8 +17,8 @@ from armillary.serving.processes.engine_client import EngineClient
 from armillary.serving.processes.engine_ipc import EngineConfig, HeartbeatMessage, StepOutput
 from armillary.serving.processes.heartbeat import Heartbeat
 from armillary.serving.processes.liveness import Liveness
-from armillary.serving.processes.mailbox import Mailbox
-from armillary.serving.processes.ranks import Ranks
+from armillary.serving.processes.rank_processes import Ranks
+from armillary.serving.processes.request_mailbox import Mailbox
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home

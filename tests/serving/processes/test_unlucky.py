@@ -19,7 +19,7 @@ from armillary.serving.openai.schemas import CompletionRequest
 from armillary.serving.processes import engine_client as engine_process
 from armillary.serving.processes.engine_client import EngineClient
 from armillary.serving.processes.engine_ipc import EngineConfig, EngineReady, Failed, Refused, StepOutput
-from armillary.serving.processes.mailbox import Mailbox
+from armillary.serving.processes.request_mailbox import Mailbox
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.serving.processes.worker_process import frame
 from armillary.spec.tables.serve import Serve

@@ -15,7 +15,7 @@ from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.chat_data.prepare import make_chat, with_template
 from armillary.training.data.corpus import find_corpus
-from armillary.training.data.index import Index
+from armillary.training.data.shard_index import Index
 from armillary.training.data.shards import TokenShards
 
 SETTINGS = {"held_out": 0.1, "seed": 0, "shard_tokens": 500, "format": "chat"}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from armillary.model.text.train_tokenizer import train_tokenizer
-from armillary.training.data.index import SPLITS, Index
+from armillary.training.data.shard_index import SPLITS, Index
 from armillary.training.data.shards import ShardWriter, TokenShards
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadData
 from armillary.training.data.batch import IGNORED
-from armillary.training.data.batches import Batches
+from armillary.training.data.batch_sources import Batches
 from armillary.training.data.bin_packing import best_fit, pack_documents
 from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.row_packing import WholeRows

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.training.data.batch import LAYOUT, Batch
-from armillary.training.data.batches import Batches, Blend, SourceOrder, source_table
+from armillary.training.data.batch_sources import Batches, Blend, SourceOrder, source_table
 
 shares = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple)
 

@@ -13,7 +13,7 @@ import torch
 
 from armillary.errors import ArmillaryError, BadData, BadInput
 from armillary.training.data.batch import LAYOUT, Batch
-from armillary.training.data.batches import Batches
+from armillary.training.data.batch_sources import Batches
 from armillary.training.data.loader import WAIT, DeviceBatch, Loader, to_device
 from armillary.training.data.workers import Workers
 from tests.training.data.failing import Failing
@@ -58,7 +58,10 @@ def test_copies_arrive_before_they_are_used_and_are_never_overwritten(batches: B
 
 
 def test_workers_need_no_torch() -> None:
-    code = "import sys, armillary.training.data.workers, armillary.training.data.batches; print('torch' in sys.modules)"
+    code = (
+        "import sys, armillary.training.data.workers, armillary.training.data.batch_sources; "
+        "print('torch' in sys.modules)"
+    )
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stdout=-1, check=True)
     assert ran.stdout.strip() == b"False"
@@ -139,7 +142,7 @@ def test_workers_outlive_ctrl_c_but_not_their_parent(batches: Batches, tmp_path:
     script = tmp_path / "script.py"
     script.write_text(
         "import glob, os, signal, sys, torch\n"
-        "from armillary.training.data.batches import Batches\n"
+        "from armillary.training.data.batch_sources import Batches\n"
         "from armillary.training.data.loader import Loader\n"
         "from armillary.training.data.shards import TokenShards\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"

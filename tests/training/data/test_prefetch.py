@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from armillary.errors import BadData
-from armillary.training.data.batches import ShardPrefetcher
+from armillary.training.data.batch_sources import ShardPrefetcher
 from armillary.training.data.sample_order import ids_at
 
 SIZES = np.array([10, 10, 5, 15, 10])

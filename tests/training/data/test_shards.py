@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadData, NotFound
 from armillary.training.data import shard_files as files
-from armillary.training.data.index import Index
 from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.shard_files import check_sum
+from armillary.training.data.shard_index import Index
 from armillary.training.data.shards import TokenShards
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], list(range(20, 35)), [9, 9, 9, 0], [0]]

@@ -23,7 +23,7 @@ from armillary.store.home import Home
 from armillary.training.loop import train
 from armillary.training.parity.case import tiny
 from armillary.training.step.host_adamw import HostAdamW
-from armillary.training.step.host_states import slices_of
+from armillary.training.step.offloaded_states import slices_of
 from armillary.training.step.optimizer_offload import narrow, widen
 from armillary.training.telemetry.step_telemetry import StepReport
 from tests.training.checkpoint.test_checkpoint import begin, losses

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadInput
-from armillary.kernels.core.choose import choose, explain
+from armillary.kernels.core.choose_version import choose, explain
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, compiled
 from armillary.kernels.norm.norm import NORM, NormCase
@@ -152,7 +152,7 @@ def test_a_store_that_cannot_be_used_is_said_and_passed_over(
 
 
 def test_deterministic_mode_takes_the_order_and_times_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    import armillary.kernels.core.choose as module
+    import armillary.kernels.core.choose_version as module
 
     monkeypatch.setattr(module, "time_version", lambda *args, **kwargs: pytest.fail("timed"))
     slow = Version(name="slow", run=lambda x, scale: reference(x, scale))

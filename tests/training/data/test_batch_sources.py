@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadData, BadInput
 from armillary.training.data.batch import IGNORED, Batch
-from armillary.training.data.batches import Batches, HeldOut, Validation
+from armillary.training.data.batch_sources import Batches, HeldOut, Validation
 from armillary.training.data.row_packing import StreamRows
 from armillary.training.data.shards import TokenShards
 

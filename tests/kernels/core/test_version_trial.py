@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.op import Case, Op
-from armillary.kernels.core.trial import capturing, input_sets, time_version
+from armillary.kernels.core.version_trial import capturing, input_sets, time_version
 from armillary.kernels.norm.norm import NORM, NormCase
 from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase
 from armillary.kernels.pointwise.rope import ROPE, RopeCase

@@ -20,7 +20,7 @@ from armillary.kernels.core.agreement import Expected, check, expect
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.op import Case, Op, Version
 from armillary.kernels.core.requirements import lacking, note_once
-from armillary.kernels.core.trial import first_line, input_sets, time_version
+from armillary.kernels.core.version_trial import first_line, input_sets, time_version
 from armillary.machine.device_name import device_name
 from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choice, save_choice
