@@ -134,6 +134,7 @@ def server(file: Path, max_batch: int) -> Iterator[str]:
         "armillary",
         "serve",
         str(file),
+        "--trust",  # written by this script, not by `armillary convert`
         "--port",
         "0",
         "--set",
