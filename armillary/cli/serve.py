@@ -47,7 +47,7 @@ def serve(
 ) -> None:
     """Serve MODEL to OpenAI's clients: chats, completions, tools, structures; a chat page at /.
 
-    MODEL is a Hugging Face folder, a Hub id, a run or a release. SIGTERM lets requests under way finish. The rest is
+    MODEL is a Hugging Face folder, a Hub id, a run or a release. SIGTERM lets requests in flight finish. The rest is
     keys of [serve], like limits and API keys: --set serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set
     serve.name=… (for clients), --set serve.dtype=bf16, --set serve.tools=hermes, --set serve.otlp=http://….
 

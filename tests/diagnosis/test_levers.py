@@ -59,7 +59,7 @@ def test_waiting_counts_as_it_is() -> None:
 
 
 def _pulled(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> Pulled:
-    """A lever pulled on runs that took so long, one after the other."""
+    """A lever applied on runs that took so long, one after the other."""
     taken = iter(seconds)
     lever = type("L", (), {"sets": "--set a=1", "of": "step_s", "speedup": 2.0})()
     found = type("D", (), {"levers": (), "lever": lambda self, number: lever})()

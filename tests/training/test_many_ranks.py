@@ -263,7 +263,7 @@ def test_damage_is_seen_by_all_ranks_and_said_by_one(home: Home, ranks: Ranks) -
         1,
         [
             f"checkpoint 2 of run {run.name} is damaged (the content of __1_0.distcp has changed); "
-            "the run goes on from step 1"
+            "the run continues from step 1"
         ],
     )
 

@@ -129,7 +129,7 @@ def _more_blocks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 
 
 def _cache_on(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
-    return _smallest_enough(finding, replay, [{"serve.prefix_cache": True}], lambda _: "keep the beginnings of prompts")
+    return _smallest_enough(finding, replay, [{"serve.prefix_cache": True}], lambda _: "enable the prefix cache")
 
 
 def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:

@@ -76,7 +76,7 @@ class Comparison:
 def compare(a: Run, b: Run, home: Home) -> Comparison:
     """What changed, what it brought, and what was predicted; the outcome of a prediction goes into the record."""
     if a.folder.resolve() == b.folder.resolve():
-        raise BadInput(f"run {a.name} cannot be compared with itself; name the run with the lever pulled second")
+        raise BadInput(f"run {a.name} cannot be compared with itself; name the run with the lever applied second")
     first, second = read_run(a, home), read_run(b, home)
     if first.kind != second.kind:
         raise BadInput(f"run {a.name} is {first.kind} and run {b.name} is {second.kind}; compare two of a kind")
@@ -192,7 +192,7 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 
 def other_keys(a: Run, b: Run, lever: Mapping[str, Any], kind: ReadingKind) -> tuple[str, ...] | None:
-    """Keys that differ beside a lever's and may matter; none at all (None) where b does not have the lever pulled."""
+    """Keys that differ beside a lever's and may matter; none at all (None) where b does not have the lever applied."""
     try:
         wanted = flat(recipe_from_dict(a.recipe, overrides_of(lever)))
     except BadInput:

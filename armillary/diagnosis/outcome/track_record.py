@@ -29,10 +29,10 @@ class LoggedPrediction:
     of: str = "step_s"  # the gauge that the speed-ups are about
     value: float | None = None  # that gauge in the run that was diagnosed
     predicted: float  # speed-up
-    expected: float | None = None  # the gauge as predicted with the lever pulled
+    expected: float | None = None  # the gauge as predicted with the lever applied
     predicted_at: float  # unix seconds
     obtained: float | None = None  # measured speed-up; None: not pulled yet
-    by: str = ""  # the run with the lever pulled
+    by: str = ""  # the run with the lever applied
     recipe: str = ""  # the file that the changed recipe was written to
 
     @property

@@ -93,7 +93,7 @@ def _roofline(profile: Profile | None) -> str:
 
 
 def _latency(report: DemoReport) -> str:
-    servers = (("as set", report.served), ("lever pulled", report.served_after))
+    servers = (("as set", report.served), ("lever applied", report.served_after))
     reports = [(name, load.load) for name, load in servers if load]
     if not reports:
         return ""

@@ -45,7 +45,7 @@ class DemoReport:
     training: Reading | None = None
     profile: Profile | None = None  # one step of training against the measured ceilings
     served: Served | None = None  # the server as the recipe sets it
-    served_after: Served | None = None  # the same with a lever pulled
+    served_after: Served | None = None  # the same with a lever applied
     diagnoses: tuple[Diagnosis, ...] = ()  # of the training run and of the server
     pulled: tuple[Comparison, ...] = ()  # levers that were pulled, with what they brought
     notes: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class DemoReport:
         rows: tuple[Predicted, ...] = ()
         if self.training is not None:
             rows += predicted_of(self.training, "training", _of_run(self.records))
-        for of, item in (("serving", self.served), ("serving, lever pulled", self.served_after)):
+        for of, item in (("serving", self.served), ("serving, lever applied", self.served_after)):
             if item is not None:
                 rows += predicted_of(
                     item.reading, of, _of_server(item.reading, item.peak_bytes) | _of_clients(item.load)

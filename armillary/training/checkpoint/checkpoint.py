@@ -176,7 +176,7 @@ def newest(run: Run, ranks: Consensus, say: Callable[[str], None] = lambda text:
     while (step := steps.pop()) and (damage := _damage(run.checkpoint(step), ranks)):
         passed.append(f"checkpoint {step} of run {run.name} is damaged ({damage[0]})")
     for text in passed if ranks.is_main else ():
-        say(f"{text}; the run {f'goes on from step {step:,}' if step else 'begins again'}")
+        say(f"{text}; the run {f'continues from step {step:,}' if step else 'starts from the beginning'}")
     return step
 
 
@@ -226,7 +226,7 @@ def _say(first: BaseException, folder: Path, error: BaseException) -> NoReturn:
     if first.errno in _FULL:
         raise ArmillaryError(
             f"disk full while writing a checkpoint to {folder.parent}; free some space and train again: "
-            "the run goes on from the last whole one"
+            "the run continues from the last complete one"
         ) from error
     raise ArmillaryError(
         f"cannot write a checkpoint to {folder.parent} ({first.strerror}); check the disk and train again"

@@ -80,7 +80,7 @@ def _named(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say) -
         raise BadInput(f"run {run.name} is there already; give --new another name with --run, or none")
     changes = changes_since(run, recipe, weights)
     if defining := texts(changes, "defining"):
-        raise BadInput(f"run {run.name} was started with another recipe ({_few(defining)}); put that back, {_NEW}")
+        raise BadInput(f"run {run.name} was started with another recipe ({_few(defining)}); restore it, {_NEW}")
     longer = any(change.key == "train.steps" for change in changes) and run.state.step < recipe.train.steps
     if run.state.state == "finished" and not longer:
         raise BadInput(f"run {run.name} is finished; give it more with --set train.steps=…, {_NEW}")
@@ -114,7 +114,7 @@ def _refuse_another(home: Home, recipe: Recipe, weights: str, file: str) -> None
             step = f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
             raise BadInput(
                 f"run {run.name} is unfinished (step {step}) and the recipe has become another "
-                f"({_few(texts(changes, 'defining'))}); put that back to go on with it, {_NEW}"
+                f"({_few(texts(changes, 'defining'))}); restore it to resume the run, {_NEW}"
             )
         return
 

@@ -68,7 +68,7 @@ class Trackers:
         except Exception as error:
             self._open.pop(name, None)
             reason = one_line(error, 200) or type(error).__name__
-            self._say(f"{_TITLES[name]} gave up ({reason}); training goes on, gauges.jsonl has everything")
+            self._say(f"{_TITLES[name]} gave up ({reason}); training continues, gauges.jsonl has everything")
             return None
 
 

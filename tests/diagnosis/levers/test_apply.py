@@ -1,4 +1,4 @@
-"""A lever pulled: the recipe that was given, with its comments, and one key changed."""
+"""A lever applied: the recipe that was given, with its comments, and one key changed."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_every_plot_is_there() -> None:
         assert f"aria-label='{label}" in text, label
     assert "interrupted after step 80, resumed" in text and "class='mark'" in text
     assert "validation <b>3.0%</b>" in text and "together 100.0 %" in text
-    assert "lever pulled: 4 requests/s offered" in text
+    assert "lever applied: 4 requests/s offered" in text
 
 
 def test_every_prediction_is_there() -> None:

@@ -234,7 +234,7 @@ def test_one_changed_bit_anywhere_is_named_and_passed_over(two: Run, name: str, 
     finally:
         path.write_bytes(before)
     assert said == [
-        f"checkpoint 2 of run {two.name} is damaged (the content of {name} has changed); the run goes on from step 1"
+        f"checkpoint 2 of run {two.name} is damaged (the content of {name} has changed); the run continues from step 1"
     ]
     assert newest(two, Consensus(rank=0, size=1)) == 2
 
@@ -267,7 +267,7 @@ def test_a_run_goes_on_from_the_one_before_a_spoilt_one(recipe: Make, home: Home
     state.write_text(state.read_text().replace(" ", "\t", 1))
     said: list[str] = []
     assert train(begun.plan, run, say=said.append).resumed_at == 2
-    assert any("checkpoint 4" in text and "the run goes on from step 2" in text for text in said)
+    assert any("checkpoint 4" in text and "the run continues from step 2" in text for text in said)
     assert [record["step"] for record in read_gauges(run.gauges)] == list(range(6)), "no step is told twice"
 
 

@@ -54,7 +54,7 @@ def test_what_defines_a_run_stops_the_command(edit: str, recipe: Make, home: Hom
     key = edit.partition("=")[0]
     with pytest.raises(BadInput, match=rf"is unfinished \(step 5 of 12\) and the recipe .* \({key} .* with --new$"):
         now.open_run()
-    with pytest.raises(BadInput, match=rf"was started with another recipe \({key} .* → .*\); put that back, .*--new"):
+    with pytest.raises(BadInput, match=rf"was started with another recipe \({key} .* → .*\); restore it, .*--new"):
         now.open_run(Choice(name=run.name))
     assert list_runs(home) == [run], "nothing began"
     assert now.open_run(Choice(new=True)) != run

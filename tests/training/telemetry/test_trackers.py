@@ -67,7 +67,7 @@ def test_one_that_fails_is_said_once_and_left(monkeypatch: pytest.MonkeyPatch, r
         for step in range(5):
             track(step, {"loss": 1.0})
     assert seen == [0, 1]
-    assert said == ["Weights & Biases gave up (no route to host); training goes on, gauges.jsonl has everything"]
+    assert said == ["Weights & Biases gave up (no route to host); training continues, gauges.jsonl has everything"]
 
 
 def test_one_that_does_not_open_is_said_once(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
