@@ -39,6 +39,12 @@ _ROWS = (
     ),
     Verb("data", "armillary.cli.data:data", "train", "Prepare text as token shards."),
     Verb("train", "armillary.cli.train.train:train", "train", "Train the model of a recipe."),
+    Verb(
+        "checkpoints",
+        "armillary.cli.checkpoints:checkpoints",
+        "train",
+        "Checkpoints of a run: list, verify, prune, export, compare.",
+    ),
     Verb("generate", "armillary.cli.generate:generate", "serve", "Generate text from a model."),
     Verb("serve", "armillary.cli.serve:serve", "serve", "Serve a model to OpenAI's clients over HTTP."),
     Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder, pt2 or ONNX."),

@@ -72,13 +72,14 @@ def _train(
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(parent, (lambda: lease.lost) if lease is not None else None))
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
-        saved = checkpoint.newest(run, ranks, say)
+        saved = checkpoint.newest(run, ranks, say, url=job.checkpoint_url, copies=job.peer_copy_every > 0)
         kernels = ranks.run_on_all(lambda: checkpoint.kernels_of(run, saved))
         trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home, folder=run.folder))
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
-        lifecycle = RunLifecycle(run, trainer, until, allowed=lease.check if lease is not None else None)
+        lifecycle = RunLifecycle(run, trainer, until, allowed=lease.check if lease is not None else None, say=say)
+        stack.push(lifecycle.close)
         first = lifecycle.resume(saved)
         stack.push(lifecycle.note)
         lifecycle.probe(first)

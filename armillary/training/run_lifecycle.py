@@ -15,16 +15,21 @@ from typing import Any
 from armillary.errors import ArmillaryError, BadData
 from armillary.spec.plan import Plan
 from armillary.store.atomic import sweep_folder
-from armillary.store.runs import Run
+from armillary.store.runs import Run, Say
 from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.export import export, export_adapter
 from armillary.training.checkpoint.interval import SaveClock
+from armillary.training.checkpoint.peer_copies import PeerCopies
+from armillary.training.checkpoint.retention import Policy
+from armillary.training.checkpoint.saver import Saved, Saver
+from armillary.training.checkpoint.staging import call_before_steps
 from armillary.training.data.shard_index import NAME as INDEX
 from armillary.training.startup_probe import startup_costs
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.numerics import seed
 from armillary.training.step.optimizer import states_by_name, weights_by_name
 from armillary.training.step.optimizer_offload import widen
+from armillary.training.step_batches import Due
 from armillary.training.stopping import Until
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
@@ -49,17 +54,37 @@ class RunLifecycle:
     """Resumes, validates, saves and ends a run."""
 
     def __init__(
-        self, run: Run, trainer: Trainer, until: Until | None, *, allowed: Callable[[], None] | None = None
+        self,
+        run: Run,
+        trainer: Trainer,
+        until: Until | None,
+        *,
+        allowed: Callable[[], None] | None = None,
+        say: Say = lambda text: None,
     ) -> None:
         """`allowed()` raises where another process has taken the run over: nothing may be written then."""
-        self.allowed = allowed or (lambda: None)
+        self.allowed, self._say = allowed or (lambda: None), say
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
         self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
         self._startup: dict[str, float] = {}
         self._began: float | None = None
         self._stepped = 0.0
         self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"))
-        trainer.batches.save_due = self.clock.is_due
+        trainer.batches.save_due = self._due
+        self._num_saves = 0
+        self.peers = PeerCopies(run, trainer.ranks) if trainer.job.peer_copy_every else None
+        self.saver = Saver(
+            run,
+            trainer.ranks,
+            device=trainer.device,
+            allowed=self.allowed,
+            committed=self._prune,
+            full_every=self.job.checkpoint_full_every,
+            url=self.job.checkpoint_url,
+            peers=self.peers,
+        )
+        trainer.batches.check = self.saver.check
+        call_before_steps(trainer.optimizer, self.saver.before_update)
 
     def resume(self, step: int) -> int:
         """Restore everything from the checkpoint of `step`; 0: there is none."""
@@ -67,7 +92,7 @@ class RunLifecycle:
             sweep_folder(self.run.folder / "checkpoints")
         if not step:
             return 0
-        trainer, folder = self.trainer, self.run.checkpoint(step)
+        trainer, folder = self.trainer, checkpoint.place_of(self.run, step)
         about = trainer.ranks.run_on_all(lambda: checkpoint.read_facts(folder))
         trainer.ranks.run_on_all(lambda: self._check_text(about))
         checkpoint.load(folder, self._tensors(), trainer.ranks)
@@ -84,7 +109,10 @@ class RunLifecycle:
         return step
 
     def probe(self, step: int) -> None:
-        """Measure startup costs before the first step, which reports them."""
+        """Measure startup costs before the first step, which reports them; with a GPU, pin memory for checkpoints
+        meanwhile."""
+        if self.trainer.device.type == "cuda":
+            self.saver.prepare(self._tensors())
         self._startup = startup_costs(self.trainer, step)
 
     def _check_text(self, about: Mapping[str, Any]) -> None:
@@ -106,7 +134,11 @@ class RunLifecycle:
             more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
         done = step == job.steps or (self.until is not None and self.until.is_met(report.gauges | more))
         if done or report.save:
-            more |= self.save(step)
+            more |= self.save(step, wait=done)
+        else:
+            if report.copy:
+                self.saver.save(step, self._tensors(), self._facts(), in_memory=True)
+            more |= self._save_gauges()
         more["goodput_fraction"] = self._goodput(report.gauges["step_s"], before)
         return replace(report, gauges=report.gauges | more), done
 
@@ -122,22 +154,64 @@ class RunLifecycle:
             with suppress(ArmillaryError, OSError):
                 self.run.update(step=self.done, loss=self.loss)
 
-    def save(self, step: int) -> dict[str, float]:
+    def save(self, step: int, *, wait: bool = False) -> dict[str, float]:
+        """Begin a checkpoint, or with `wait` (or where the recipe says so) write it. Gauges of saves that are committed
+        by then are returned."""
         begin = time.perf_counter()
-        ranks = self.trainer.ranks
-        saved = checkpoint.save(self.run, step, self._tensors(), self._facts(), ranks, allowed=self.allowed)
+        self.saver.save(step, self._tensors(), self._facts())
         self.saved = step
-        ranks.run_on_all(lambda: checkpoint.prune(self.run, step, self.job.keep) if ranks.is_main else [])
+        if wait or not self.job.checkpoint_async:
+            self.saver.finish()
         seconds = time.perf_counter() - begin
         self.clock.saved(seconds)
         self.trainer.telemetry.exclude(seconds)
-        return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(saved.bytes)}
+        return self._save_gauges(seconds if wait or not self.job.checkpoint_async else None)
+
+    def _save_gauges(self, stall_s: float | None = None) -> dict[str, float]:
+        """Of what was committed since this was last called; `stall_s`: training waited so long for the last of them."""
+        self._say_notes()
+        done = self.saver.take_saved()
+        if not done:
+            return {}
+        last, self._num_saves = done[-1], self._num_saves + len(done)
+        self.clock.committed(last.seconds)
+        stalls = [each.stall_s for each in done[:-1]] + [last.stall_s if stall_s is None else stall_s]
+        return {
+            "checkpoint_s": last.seconds,
+            "checkpoint_stall_s": sum(stalls),
+            "checkpoint_wait_s": sum(each.wait_s for each in done),
+            "checkpoint_bytes": float(last.bytes),
+            "checkpoints_total": float(self._num_saves),
+        } | ({"checkpoint_delta_saved_fraction": last.saved_fraction} if last.delta_of is not None else {})
+
+    def _due(self, step: int) -> Due:
+        """On the main rank: what follows a step, a checkpoint or a copy in memory."""
+        if self.clock.is_due(step):
+            return "checkpoint"
+        interval = self.job.peer_copy_every
+        return "copy" if interval and (step + 1) % interval == 0 and self.saver.may_copy else ""
+
+    def _say_notes(self) -> None:
+        for text in self.saver.take_notes():
+            self._say(text)
+
+    def _prune(self, saved: Saved) -> None:
+        checkpoint.prune(self.run, Policy.of(self.job), saved.step, busy=self.saver.busy)
+
+    def close(self, *error: object) -> None:
+        """End what writes checkpoints; a run that failed completes the one in flight, where it can."""
+        self.saver.close(failed=error[1] is not None, at_once=isinstance(error[1], KeyboardInterrupt))
 
     def end(self, first: int, step: int, *, finished: bool) -> Trained:
         """A stopped run is saved to be resumed; a finished one is exported."""
         trainer, ranks = self.trainer, self.trainer.ranks
         if step > self.saved and step > first:
-            self.save(step)
+            self.save(step, wait=True)
+        self.saver.finish()
+        self.saver.finish_uploads()
+        self._say_notes()
+        if self.peers is not None:
+            self.peers.clear()
         folder = None
         if finished:
             trainer.close()

@@ -7,7 +7,7 @@ while the device works on the current one.
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -20,13 +20,15 @@ from armillary.training.data.loader import DeviceBatch, Loader
 _EXTRA_STEPS = 1000
 """steps that can be read after the last one, as a profile does"""
 Stop = Callable[[], bool]
+Due = Literal["", "checkpoint", "copy"]
+DUE: tuple[Due, ...] = get_args(Due)
 
 
 class StepBatch(NamedTuple):
     """A batch that all ranks are ready for: the number of targets is that of all ranks, `stop` whether any was asked
     to stop before this step, `wait_s` how long the step waited for its rows, `save` whether the main rank wants a
-    checkpoint after it. `consensus_s` is how long this rank waited for the others in the all-reduce, `work_s` each
-    rank's time for its last step without waits for others (0: not known)."""
+    checkpoint after it and `copy` whether a copy in memory. `consensus_s` is how long this rank waited for the others
+    in the all-reduce, `work_s` each rank's time for its last step without waits for others (0: not known)."""
 
     step: int
     rows: DeviceBatch
@@ -36,6 +38,7 @@ class StepBatch(NamedTuple):
     save: bool
     consensus_s: float = 0.0
     work_s: tuple[float, ...] = ()
+    copy: bool = False
 
 
 class StepBatches:
@@ -52,8 +55,11 @@ class StepBatches:
         self._loader: Loader | None = None
         self._next = self._until = 0
         self._prefetched: StepBatch | None = None
-        self.save_due: Callable[[int], bool] = lambda step: False
-        """whether a checkpoint follows a step; called once per step, and only the main rank's result counts"""
+        self.save_due: Callable[[int], Due] = lambda step: ""
+        """whether a checkpoint follows a step, or a copy in memory; called once per step, and only the main rank's
+        result counts"""
+        self.check: Callable[[], None] = lambda: None
+        """raises what went wrong beside the steps, as in a checkpoint that is being written; every rank then raises"""
 
     def at(self, step: int, stop: Stop) -> StepBatch:
         ready, self._prefetched = self._prefetched, None
@@ -70,13 +76,13 @@ class StepBatches:
         self._prefetched = batch if launched.query() else batch._replace(wait_s=0.0)
 
     def _fetch(self, step: int, stop: Stop) -> StepBatch:
-        rows, error = attempt(lambda: self._rows(step))
+        rows, error = attempt(lambda: self._checked_rows(step))
         begin = time.perf_counter()
         several = self._ranks.size > 1
         work_s = [0.0] * self._ranks.size if several else []
         if several:
             work_s[self._ranks.rank] = self._work_s()
-        save = self._ranks.is_main and self.save_due(step)
+        save = DUE.index(self.save_due(step)) if self._ranks.is_main else 0
         flags = float(stop()), float(error is not None), float(save)
         num_targets = float(rows.num_targets if rows is not None else 0)
         targets, stops, errors, saves, *all_work_s = self._ranks.total(num_targets, *flags, *work_s)
@@ -86,7 +92,22 @@ class StepBatches:
         assert rows is not None and self._loader is not None
         targets /= self._ranks.size / self._mesh.dp_size  # ranks of tp, cp and pp read the same rows
         wait_s = self._loader.wait_s
-        return StepBatch(step, rows, targets, stops > 0, wait_s, saves > 0, consensus_s, tuple(all_work_s))
+        request = DUE[round(saves)]
+        return StepBatch(
+            step,
+            rows,
+            targets,
+            stops > 0,
+            wait_s,
+            request == "checkpoint",
+            consensus_s,
+            tuple(all_work_s),
+            request == "copy",
+        )
+
+    def _checked_rows(self, step: int) -> DeviceBatch:
+        self.check()
+        return self._rows(step)
 
     def _rows(self, step: int) -> DeviceBatch:
         """This rank's rows; a step out of order opens the loader again."""

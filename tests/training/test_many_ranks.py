@@ -262,7 +262,7 @@ def test_damage_is_seen_by_all_ranks_and_said_by_one(home: Home, ranks: Ranks) -
     assert one == (
         1,
         [
-            f"checkpoint 2 of run {run.name} is damaged (the content of __1_0.distcp has changed); "
+            f"checkpoint 2 of run {run.name} is damaged (the content of __1_0.distcp has changed), kept as 2.damaged; "
             "the run continues from step 1"
         ],
     )

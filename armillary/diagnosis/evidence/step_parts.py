@@ -65,9 +65,10 @@ def parts_of(reading: Reading) -> Parts | None:
 
 def _saves(reading: Reading, period: int | None) -> float:
     """Seconds of checkpoints per step: every `period` steps, or, where the trainer chose when (None), all but the
-    last one over all steps."""
+    last one over all steps. One that is written while training continues is noted at a later step than its own."""
     if period is not None:
-        return amortised(reading, "checkpoint_stall_s", period)
+        later = [record["checkpoint_stall_s"] for record in reading.steps[:-1] if "checkpoint_stall_s" in record]
+        return median(later) / period if period and later else amortised(reading, "checkpoint_stall_s", period)
     stalls = [record.get("checkpoint_stall_s", 0.0) for record in reading.steps[:-1]]
     return float(sum(stalls)) / len(reading.steps) if stalls else 0.0
 

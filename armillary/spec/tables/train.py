@@ -143,8 +143,25 @@ class TrainJob:
     save_every: Free[int | None] = None
     """steps between checkpoints; 0: only at the end and when the run is stopped; none: about every ten minutes, and at
     least 50 times as long as a save takes"""
+    checkpoint_async: Free[bool] = True
+    """write checkpoints while training continues, from a copy in host memory; false: training waits"""
+    checkpoint_full_every: Free[int] = 1
+    """of so many checkpoints one is full and the others are its compressed differences (deltas), as long as these save
+    a tenth of the bytes; 1: all are full"""
+    checkpoint_url: Free[str] = ""
+    """store that checkpoints are uploaded to and resumed from, as s3://bucket/folder, or another URL of fsspec; empty:
+    they are in the run's folder only"""
+    peer_copy_every: Free[int] = 0
+    """steps between copies of the state in the memory of this and another machine, from which a run resumes after a
+    crash; 0: none"""
     keep: Free[int] = 3
     """newest checkpoints that are kept; 0: all"""
+    keep_every: Free[int] = 0
+    """checkpoints of every so many steps are kept as well; 0: none"""
+    keep_best: Free[int] = 0
+    """as many checkpoints with the lowest val_loss are kept as well"""
+    milestones: Free[Mapping[str, int]] = field(default_factory=dict)
+    """checkpoints by name that are written after these steps and kept: { half = 5000 }"""
     profile_every: Free[int] = 100
     """steps between short profiles that split a step into compute, communication and overhead, beside three of the
     first twelve; 0: none"""
@@ -180,11 +197,16 @@ class TrainJob:
 
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "lr_base_batch", "eval_batches", "log_every")
-        intervals = ("warmup_steps", "eval_every", "save_every", "profile_every", "keep", "loss_chunk")
+        at_least(self, "train", 1, "checkpoint_full_every")
+        intervals = ("warmup_steps", "eval_every", "save_every", "profile_every", "loss_chunk")
+        at_least(self, "train", 0, "keep", "keep_every", "keep_best", "peer_copy_every")
         weights = ("weight_decay", "balance_loss", "router_z_loss", "bias_rate")
         at_least(self, "train", 0, *intervals, *weights, "min_lr", "clip", "seed", "lora_rank", "lora_dropout")
         above_zero(self, "train", "lr", "eps", "lora_alpha", "expert_capacity")
         above_zero(self, "train", "decay_fraction", most=1)
+        for name, step in self.milestones.items():
+            if step < 1:
+                raise BadRecipe(f"train.milestones has {name} = {step}; give the number of steps after which it is")
         check_names(self.lora_on)
         if not self.lora_dropout < 1:
             raise refuse(self, "train", "lora_dropout", "below 1")

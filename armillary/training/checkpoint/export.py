@@ -2,6 +2,7 @@
 also written by themselves.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -12,13 +13,14 @@ from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import Sharded
 from armillary.parallel.consensus import Consensus, attempt
 from armillary.spec.lora import targets
+from armillary.spec.model import ModelConfig
 from armillary.spec.tables.train import TrainJob
 from armillary.training.step.lora import save_adapter
 
 
 def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consensus, *, tokenizer: Path) -> Path:
     """Every rank calls this; the main rank writes, and all raise its error where it cannot."""
-    reader, error = MergedWeights(sharded, job), None
+    reader, error = MergedWeights(sharded.model.config, sharded.full_tensor, job), None
     if ranks.is_main:
         _, error = attempt(lambda: save_model(sharded.model, folder, template=tokenizer, overwrite=True, read=reader))
     reader.rest()
@@ -41,8 +43,8 @@ class MergedWeights:
     """A parameter of all ranks by its name, with its adapter merged in: sums are taken in fp32 at least and have the
     weight's own dtype. Gathering needs every rank, so all ask for the same ones in one order."""
 
-    def __init__(self, sharded: Sharded, job: TrainJob) -> None:
-        config, self._gathered = sharded.model.config, sharded.full_tensor
+    def __init__(self, config: ModelConfig, gathered: Callable[[str], Tensor], job: TrainJob) -> None:
+        self._gathered = gathered
         self._adapted = targets(config, job.lora_on) if job.lora_rank else {}
         self._scale, self._next = job.lora_scale, 0
         self._names = [rule.name for rule in rules(config)]

@@ -12,7 +12,9 @@ from armillary.spec.tables.train import TrainJob
 EVERY_S = 600.0
 """training that a crash may cost at most, about"""
 APART = 50
-"""saves are at least so many times their own cost apart: they take at most 2 % of a run"""
+"""saves are at least so many times what training loses to them apart: at most 2 % of a run"""
+IN_FLIGHT = 2
+"""and so many times as long as one takes to write, so that none waits for the one before"""
 MEASURED_STEPS = 10
 """steps of a process after which the clock on the wall is believed rather than the plan"""
 
@@ -24,23 +26,28 @@ class SaveClock:
         self, job: TrainJob, predicted_step_s: float | None, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._every, self._predicted_s, self._now = job.save_every, predicted_step_s or 0.0, now
-        self._since, self._steps, self._taken, self._cost_s = now(), 0, 0, 0.0
+        self._milestones = frozenset(job.milestones.values())
+        self._since, self._steps, self._taken, self._cost_s, self._writing_s = now(), 0, 0, 0.0, 0.0
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint follows step number `step`. A recipe's own interval counts steps from the beginning of
         the run; 0 means only at the end. Called once per step: True starts a new interval."""
         if self._every is not None:
-            return bool(self._every) and (step + 1) % self._every == 0
+            return (bool(self._every) and (step + 1) % self._every == 0) or step + 1 in self._milestones
         self._steps, self._taken = self._steps + 1, self._taken + 1
-        if self._passed_s() < max(EVERY_S, APART * self._cost_s):
-            return False
+        if self._passed_s() < max(EVERY_S, APART * self._cost_s, IN_FLIGHT * self._writing_s):
+            return step + 1 in self._milestones
         self._restart()
         return True
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint was written, and took so long."""
+        """A checkpoint was begun, or written, and training lost so long."""
         self._cost_s = seconds
         self._restart()
+
+    def committed(self, seconds: float) -> None:
+        """A checkpoint was written completely, so long after it was begun."""
+        self._writing_s = seconds
 
     def _passed_s(self) -> float:
         """Training since the last save with the coming step in it: as planned while few steps were measured, unless

@@ -42,6 +42,8 @@ class StepReport:
     """how gauges were measured that are not measured in the usual way"""
     save: bool = False
     """whether the ranks agreed on a checkpoint after it"""
+    copy: bool = False
+    """whether they agreed on a copy in memory"""
 
 
 MEASURED_STEP = 1
@@ -87,7 +89,7 @@ class NullTelemetry:
         self.waits.forget()
 
     def report(self, batch: StepBatch, values: Mapping[str, float], counters: Mapping[str, float]) -> StepReport:
-        return StepReport(step=batch.step, gauges={**values, **counters}, save=batch.save)
+        return StepReport(step=batch.step, gauges={**values, **counters}, save=batch.save, copy=batch.copy)
 
 
 class StepTelemetry(NullTelemetry):
@@ -173,7 +175,7 @@ class StepTelemetry(NullTelemetry):
         self.work_s = step_s - waited - bubble_s if undisturbed else 0.0
         self.clock.stop(self._seconds, undisturbed=undisturbed)
         self.memory = NullMeter()
-        return StepReport(step=batch.step, gauges=gauges | parts, sources=sources, save=batch.save)
+        return StepReport(step=batch.step, gauges=gauges | parts, sources=sources, save=batch.save, copy=batch.copy)
 
     def _meter(self) -> NullMeter:
         """The memory of one step is measured by category; the other steps are left alone."""

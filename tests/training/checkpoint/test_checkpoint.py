@@ -102,8 +102,9 @@ def test_a_run_cut_off_anywhere_goes_on_with_the_same_bits(data: st.DataObject, 
     assert ours == theirs
 
 
-def test_what_is_kept(recipe: Make, home: Home) -> None:
-    begun = begin(recipe("train.steps=4", "train.save_every=2"), home)
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_is_kept(beside: bool, recipe: Make, home: Home) -> None:
+    begun = begin(recipe("train.steps=4", "train.save_every=2", f"train.checkpoint_async={beside}".lower()), home)
     run = begun.create_run()
     train(begun.plan, run)
     folder = run.checkpoint(2)
@@ -113,8 +114,11 @@ def test_what_is_kept(recipe: Make, home: Home) -> None:
     assert set(manifest["files"]) == {".metadata", "__0_0.distcp", "rng.pt", "state.json"}
     assert not size_faults(folder) and saved_steps(run) == [2, 4]
     records = [record for record in read_gauges(run.gauges) if "checkpoint_s" in record]
-    assert [record["step"] for record in records] == [1, 3]
-    assert records[0]["checkpoint_bytes"] == sum(entry["bytes"] for entry in manifest["files"].values())
+    assert records[-1]["step"] == 3 and records[-1]["checkpoints_total"] == 2
+    assert all(record["checkpoint_stall_s"] >= record["checkpoint_wait_s"] >= 0.0 for record in records)
+    if not beside:
+        assert [record["step"] for record in records] == [1, 3]
+        assert records[0]["checkpoint_bytes"] == sum(entry["bytes"] for entry in manifest["files"].values())
 
 
 @pytest.mark.parametrize("harm", ["cut", "missing", "no manifest"])
@@ -130,6 +134,7 @@ def test_a_damaged_checkpoint_is_passed_over(harm: str, recipe: Make, home: Home
         (run.checkpoint(4) / "manifest.json").unlink()
     assert size_faults(run.checkpoint(4)) and saved_steps(run) == [2]
     assert train(begun.plan, run).resumed_at == 2
+    assert (run.folder / "checkpoints" / "4.damaged").is_dir(), "set aside, not deleted"
 
 
 def test_a_checkpoint_of_another_model_is_refused(recipe: Make, home: Home) -> None:
@@ -216,6 +221,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+def newest_and_back(run: Run) -> tuple[int, list[str]]:
+    """The newest good checkpoint and what is said; a damaged one gets its name back."""
+    said: list[str] = []
+    step = newest(run, Consensus(rank=0, size=1), said.append)
+    aside = run.folder / "checkpoints" / "2.damaged"
+    if aside.exists():
+        aside.rename(run.checkpoint(2))
+    return step, said
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     name=st.sampled_from(["__0_0.distcp", ".metadata", "rng.pt", "state.json"]),
@@ -227,14 +242,14 @@ def test_one_changed_bit_anywhere_is_named_and_passed_over(two: Run, name: str, 
     before = path.read_bytes()
     spoilt = bytearray(before)
     spoilt[place % len(spoilt)] ^= 1 << bit
-    said: list[str] = []
     path.write_bytes(spoilt)
     try:
-        assert newest(two, Consensus(rank=0, size=1), said.append) == 1
+        step, said = newest_and_back(two)
     finally:
         path.write_bytes(before)
-    assert said == [
-        f"checkpoint 2 of run {two.name} is damaged (the content of {name} has changed); the run continues from step 1"
+    assert step == 1 and said == [
+        f"checkpoint 2 of run {two.name} is damaged (the content of {name} has changed), kept as 2.damaged; "
+        "the run continues from step 1"
     ]
     assert newest(two, Consensus(rank=0, size=1)) == 2
 
@@ -252,9 +267,9 @@ def test_the_manifest_of_an_older_checkpoint_is_read(two: Run, hashes: bool) -> 
     try:
         assert newest(two, Consensus(rank=0, size=1)) == 2
         data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        assert newest(two, Consensus(rank=0, size=1)) == (1 if hashes else 2)
+        assert newest_and_back(two)[0] == (1 if hashes else 2)
         data.write_bytes(content[:-1])
-        assert newest(two, Consensus(rank=0, size=1)) == 1
+        assert newest_and_back(two)[0] == 1
     finally:
         path.write_text(before)
         data.write_bytes(content)

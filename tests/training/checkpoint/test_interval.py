@@ -15,6 +15,7 @@ from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint.checkpoint import prune, saved_steps
 from armillary.training.checkpoint.interval import APART, EVERY_S, SaveClock, interval_steps
+from armillary.training.checkpoint.retention import Policy
 from armillary.training.loop import train
 from armillary.training.prepare_run import ResolvedRun, model_source, resolve_run
 from armillary.training.telemetry.step_telemetry import StepReport
@@ -86,8 +87,10 @@ def test_the_last_whole_ones_stay(tmp_path: Path) -> None:
     run = create_run(Home.at(tmp_path), {})
     kept(run, 1, 2, 3, 4, 5)
     (run.checkpoint(3) / "data").write_text("")
-    assert prune(run, 5, 3) == [1, 3] and run.checkpoint_steps() == [2, 4, 5], "what is cut short counts for nothing"
-    assert prune(run, 5, 0) == [] and prune(run, 5, 7) == []
+    assert prune(run, Policy(last=3), 5) == [1, 3] and run.checkpoint_steps() == [2, 4, 5], (
+        "what is cut short counts for nothing"
+    )
+    assert prune(run, Policy(last=0), 5) == [] and prune(run, Policy(last=7), 5) == []
     assert [path.name for path in (run.folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 
@@ -95,9 +98,11 @@ def test_the_only_good_one_never_goes(tmp_path: Path) -> None:
     run = create_run(Home.at(tmp_path), {})
     kept(run, 1, 2)
     (run.checkpoint(2) / "manifest.json").unlink()
-    assert prune(run, 2, 1) == [], "the newer one has no seal"
+    assert prune(run, Policy(last=1), 2) == [], "the newer one has no seal"
     kept(run, 3, 9)
-    assert prune(run, 3, 1) == [1, 2] and run.checkpoint_steps() == [3, 9], "9 is of a past that was passed over"
+    assert prune(run, Policy(last=1), 3) == [1, 2] and run.checkpoint_steps() == [3, 9], (
+        "9 is of a past that was passed over"
+    )
 
 
 # --- whole runs

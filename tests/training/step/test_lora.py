@@ -66,7 +66,7 @@ def save_merged(model: Transformer, job: TrainJob, folder: Path) -> Path:
     """The folder that a run exports, adapters merged in, of a model on one device."""
     tensors = model.state_dict()
     sharded: Any = SimpleNamespace(model=model, full_tensor=tensors.__getitem__)
-    return save_model(model, folder, read=MergedWeights(sharded, job))
+    return save_model(model, folder, read=MergedWeights(sharded.model.config, sharded.full_tensor, job))
 
 
 def test_a_new_adapter_changes_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""Saving beside training: what is saved is the state at the request, one save at a time, and no failure is silent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from armillary.errors import ArmillaryError
+from armillary.parallel.consensus import Consensus
+from armillary.store.home import Home
+from armillary.store.runs import Run, create_run
+from armillary.training.checkpoint import shard_writer_process
+from armillary.training.checkpoint.checkpoint import load, newest, saved_steps
+from armillary.training.checkpoint.saver import Saver
+from armillary.training.checkpoint.shard_writer import ShardWriter
+from armillary.training.checkpoint.staging import call_before_steps
+from tests.ranks import Ranks
+
+ALONE = Consensus(rank=0, size=1)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return create_run(Home.at(tmp_path), {})
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writes begin when the event is set."""
+    begin, write = threading.Event(), ShardWriter.write
+
+    def later(self: ShardWriter, job: Any) -> Any:
+        begin.wait(20)
+        return write(self, job)
+
+    monkeypatch.setattr(ShardWriter, "write", later)
+    return begin
+
+
+def test_training_goes_on_and_the_state_of_the_request_is_saved(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(200_000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    saver, write = Saver(run, ALONE), slow_writes(monkeypatch)
+    call_before_steps(optimizer, saver.before_update)
+    saver.save(1, {"w": weight, "count": torch.tensor(5)}, {"loss": 2.5})
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert saved_steps(run) == [] and saver.take_saved() == [], "nothing is written yet, and three steps were taken"
+    write.set()
+    saver.finish()
+    (saved,) = saver.take_saved()
+    assert saved.step == 1 and saved.seconds > saved.stall_s >= 0.0 and saved.wait_s < 0.1
+    saver.close()
+    found = {"w": torch.zeros(200_000), "count": torch.tensor(0)}
+    assert load(run.checkpoint(1), found, ALONE)["loss"] == 2.5
+    assert torch.equal(found["w"], torch.ones(200_000)) and found["count"] == 5
+
+
+def test_a_save_waits_for_the_one_in_flight(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, write = Saver(run, ALONE), slow_writes(monkeypatch)
+    saver.save(1, {"w": torch.ones(4)}, {})
+    threading.Timer(0.3, write.set).start()
+    saver.save(2, {"w": torch.zeros(4)}, {})
+    assert saved_steps(run) == [1]
+    saver.finish()
+    first, second = saver.take_saved()
+    assert second.wait_s > 0.2 > first.wait_s and second.stall_s >= second.wait_s
+    saver.close()
+
+
+def test_a_writer_that_is_killed_is_replaced(run: Run) -> None:
+    saver = Saver(run, ALONE)
+    saver.save(1, {"w": torch.ones(4)}, {})
+    saver.finish()
+    assert saver._writer is not None
+    os.kill(saver._writer.process.pid, signal.SIGKILL)
+    saver.save(2, {"w": torch.zeros(4)}, {})
+    saver.finish()
+    saver.close()
+    assert saved_steps(run) == [1, 2] == [saved.step for saved in saver.take_saved()]
+
+
+def test_errors_that_pass_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mmap
+    from concurrent.futures import ThreadPoolExecutor
+
+    tried: list[str] = []
+
+    def write(path: str, view: memoryview, pool: Any) -> str:
+        tried.append(path)
+        if len(tried) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return "digest"
+
+    monkeypatch.setattr(shard_writer_process, "write", write)
+    monkeypatch.setattr(shard_writer_process, "RETRIES_S", (0.0, 0.0, 0.0))
+    layout: dict[str, Any] = {"size": 8, "items": []}
+    with mmap.mmap(-1, 8) as buffer, ThreadPoolExecutor(1) as pool:
+        done = shard_writer_process.run({"path": "x"}, layout, buffer, pool)
+        assert len(tried) == 3 and done["block_sha256"] == "digest"
+        tried.clear()
+        monkeypatch.setattr(shard_writer_process, "RETRIES_S", (0.0,))
+        assert shard_writer_process.run({"path": "x"}, layout, buffer, pool)["errno"] == errno.EIO and len(tried) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_at_the_next_step(run: Run) -> None:
+    saver = Saver(run, ALONE)
+    saver.save(1, {"w": torch.ones(4)}, {})
+    saver.finish()
+    folder = run.folder / "checkpoints"
+    folder.rename(run.folder / "moved")
+    folder.write_text("no folder")
+    saver.save(2, {"w": torch.ones(4)}, {})
+    with pytest.raises(ArmillaryError, match=r"cannot write a checkpoint to .*; check the disk and train again"):
+        saver.finish()
+    with pytest.raises(ArmillaryError, match="cannot write a checkpoint"):
+        saver.check()
+    saver.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from armillary.parallel.consensus import Consensus
+from armillary.store.runs import Run
+from armillary.training.checkpoint.saver import Saver
+
+saver = Saver(Run(folder=Path(sys.argv[1])), Consensus(rank=0, size=1))
+tensors = {"w": torch.ones(8_000_000)}
+saver.save(1, tensors, {})
+saver.finish()
+print(saver._writer.process.pid, flush=True)
+saver.save(2, {"w": torch.zeros(8_000_000)}, {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_killed_during_a_save_leaves_the_one_before(run: Run) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(run.folder)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    writer = int(done.stdout)
+    for _ in range(200):
+        if not Path(f"/proc/{writer}").exists():
+            break
+        time.sleep(0.02)
+    else:
+        os.kill(writer, signal.SIGKILL)
+        pytest.fail("the writer outlived its rank")
+    assert newest(run, ALONE) == 1
+    found = {"w": torch.zeros(8_000_000)}
+    load(run.checkpoint(1), found, ALONE)
+    assert bool((found["w"] == 1).all())
+
+
+# --- ranks
+
+
+def fail_on_rank_1(folder: str) -> list[str]:
+    """Rank 1 cannot write its second file."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    saver = Saver(Run(folder=Path(folder)), Consensus(rank=rank, size=2))
+    tensors = {"a": torch.arange(100_000.0), f"own_{rank}": torch.ones(3)}
+    saver.save(1, tensors, {})
+    saver.finish()
+    if rank == 1:
+        assert saver._writer is not None
+        saver._writer.write = lambda job: {"errno": errno.ENOSPC, "error": "No space left on device"}  # type: ignore
+    saver.save(2, tensors, {})
+    said = []
+    try:
+        saver.finish()
+    except ArmillaryError as error:
+        said.append(str(error))
+    saver.close(failed=bool(said))
+    return said
+
+
+def test_the_failure_of_one_rank_is_every_ranks(run: Run, ranks: Ranks) -> None:
+    (first,), (second,) = ranks.run(2, fail_on_rank_1, str(run.folder))
+    assert first == second and first.startswith("disk full while writing a checkpoint to ")
+    assert saved_steps(run) == [1] and os.listdir(run.folder / "checkpoints") == ["1"]
