@@ -178,7 +178,7 @@ def _below(folder: os.PathLike[str]) -> Iterator[Path]:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from _below(entry)
-            elif entry.is_file():
+            elif entry.is_file(follow_symlinks=False) or os.path.isfile(entry):  # a link may lead nowhere
                 yield Path(entry)
 
 

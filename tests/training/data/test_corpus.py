@@ -32,6 +32,16 @@ def test_a_folder_is_read_in_order_and_says_what_it_skips(folder: Path) -> None:
     ]
 
 
+def test_a_link_in_a_circle_hides_no_other_file(folder: Path) -> None:
+    for number in range(20):
+        (folder / f"{number}.txt").write_text("text")
+    (folder / "circle.txt").symlink_to("circle.txt")
+    (folder / "linked.txt").symlink_to("b.txt")
+    names = find_corpus(folder).names
+    assert {"b.txt", "linked.txt", *(f"{number}.txt" for number in range(20))} <= set(names)
+    assert "circle.txt" not in names
+
+
 def test_a_file_and_a_glob(folder: Path) -> None:
     assert origins(find_corpus(folder / "b.txt")) == ["b.txt"]
     assert origins(find_corpus(f"{folder}/a/*.[pm]*")) == ["k.md", "z.py"]
