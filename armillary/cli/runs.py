@@ -8,7 +8,11 @@ import click
 from armillary.cli import completion
 from armillary.cli.output import Output
 from armillary.cli.verb_decorator import verb
+from armillary.errors import ArmillaryError
+from armillary.planning.cost.measured_failures import MeasuredFailures, measured_failures
+from armillary.spec.plan import Plan
 from armillary.spec.toml.fields import to_plain
+from armillary.store.goodput import GoodputAccount, account_of_run
 from armillary.store.home import Home
 from armillary.store.run_state import RunState
 from armillary.store.runs import Run, find_run, list_runs
@@ -28,12 +32,21 @@ def runs(out: Output, home: Home, name: str | None) -> None:
 def _show_all(out: Output, home: Home) -> None:
     runs = [(run, run.progress) for run in list_runs(home)]
     if runs:
-        columns = ["run", "model", "state", "step", "loss", "started", "took"]
+        columns = ["run", "model", "state", "step", "loss", "goodput", "started", "took"]
         out.table(
             "",
             columns,
             [
-                [run.id, state.model, state.state, _step(state), state.loss, _ago(state.started), _took(state)]
+                [
+                    run.id,
+                    state.model,
+                    state.state,
+                    _step(state),
+                    state.loss,
+                    _goodput(run),
+                    _ago(state.started),
+                    _took(state),
+                ]
                 for run, state in runs
             ],
         )
@@ -43,8 +56,8 @@ def _show_all(out: Output, home: Home) -> None:
 
 
 def _show_one(out: Output, run: Run) -> None:
-    state = run.progress
-    facts = _facts(run, state)
+    state, account = run.progress, account_of_run(run, now=time.time())
+    facts = _facts(run, state) | ({"goodput": goodput_facts(run, account)} if account is not None else {})
     fields: list[tuple[str, object]] = [
         ("model", state.model),
         ("state", state.state),
@@ -60,6 +73,8 @@ def _show_one(out: Output, run: Run) -> None:
         ("folder", str(run.folder)),
     ]
     out.fields(run.id, [(name, value) for name, value in fields if value not in (None, "", [])])
+    if account is not None:
+        _say_goodput(out, run, account)
     if facts["export"]:
         out.say(f"next: armillary generate {run.name}")
     out.result(facts, quiet=str(run.folder))
@@ -77,6 +92,67 @@ def _facts(run: Run, state: RunState) -> dict[str, Any]:
         "checkpoints": run.checkpoint_steps(),
         "export": str(export) if export else None,
     }
+
+
+# --- goodput
+
+
+def _goodput(run: Run) -> str | None:
+    account = account_of_run(run, now=time.time())
+    return f"{account.goodput_fraction:.0%}" if account is not None and account.total_s else None
+
+
+def _say_goodput(out: Output, run: Run, account: GoodputAccount) -> None:
+    """Where every second went, what each part costs the whole job, and the checkpoint interval that follows."""
+    rows = [[name, seconds_text(seconds), f"{share:.1%}"] for name, seconds, share in account.rows()]
+    out.say()
+    out.table(
+        "where the time went", ["", "took", "share"], [*rows, ["together", seconds_text(account.total_s), "100%"]]
+    )
+    out.say()
+    faster = [[name, f"{share:.1%}", f"{speedup:.2f} ×"] for name, share, speedup in account.amdahl()]
+    out.table("the whole job without it (Amdahl)", ["", "share", "faster"], faster)
+    found = measured_failures(account, num_devices=_num_devices(run))
+    if found is not None:
+        rows_of = [("failures", found.num_failures), ("goodput", found.goodput_text()), ("checkpoints", found.text())]
+        out.say()
+        out.fields("suggested by this run", rows_of)
+
+
+def _num_devices(run: Run) -> int:
+    try:
+        return Plan.from_json(run.plan.read_text(), str(run.plan)).layout.num_devices
+    except (ArmillaryError, OSError):
+        return 1
+
+
+def goodput_facts(run: Run, account: GoodputAccount) -> dict[str, Any]:
+    """The account as --json prints it."""
+    found = measured_failures(account, num_devices=_num_devices(run))
+    return {
+        "total_s": account.total_s,
+        "goodput_fraction": account.goodput_fraction,
+        "seconds": dict(account.seconds),
+        "data_wait_s": account.data_wait_s,
+        "failures": account.num_failures,
+        "restart_s": account.restart_s,
+        "checkpoints": account.num_saves,
+        "amdahl": [{"part": name, "share": share, "speedup": faster} for name, share, faster in account.amdahl()],
+    } | ({"suggested": _suggested(found)} if found is not None else {})
+
+
+def _suggested(found: MeasuredFailures) -> dict[str, Any]:
+    return {
+        "interval_s": found.best.interval_s,
+        "young_s": found.best.young_s,
+        "daly_s": found.best.daly_s,
+        "rate_is_measured": found.is_rate_measured,
+        "measured_fraction": found.measured_fraction,
+        "predicted_fraction": found.as_run.goodput_fraction,
+    }
+
+
+# --- texts
 
 
 def _step(state: RunState) -> str:

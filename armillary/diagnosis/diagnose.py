@@ -23,6 +23,7 @@ from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import is_disturbed
 from armillary.diagnosis.rules import device as device_rules
+from armillary.diagnosis.rules import goodput as goodput_rules
 from armillary.diagnosis.rules import metrics_page as page_rules
 from armillary.diagnosis.rules import serving as serving_rules
 from armillary.diagnosis.rules import training as training_rules
@@ -54,7 +55,7 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
 def rules_for(reading: Reading) -> tuple[Rule, ...]:
     """The rules for this kind of reading."""
     if reading.kind != "serving":
-        return (*device_rules.RULES, *training_rules.RULES, *log_rules.RULES)
+        return (*device_rules.RULES, *training_rules.RULES, *goodput_rules.RULES, *log_rules.RULES)
     return serving_rules.RULES if reading.steps else page_rules.RULES
 
 

@@ -185,6 +185,13 @@ _TRAINING: _Rows = (
     ("checkpoints_total", "checkpoints", "checkpoints committed"),
     ("restarts_total", "restarts", "times the run was resumed"),
     ("goodput_fraction", "fraction", "time spent on steps that were not lost to failures, over wall time"),
+    ("repeated_fraction", "fraction", "share of the run's time in steps that a failure lost, when it was resumed"),
+    (
+        "restart_fraction",
+        "fraction",
+        "share of the run's time from failures to the next step, without idle time, when it was resumed",
+    ),
+    ("failures_total", "failures", "failures of the run when it was resumed"),
     ("run_s", "s", "time from the first step to the last"),
     ("step_usd", "USD", "cost per step"),
     ("run_usd", "USD", "cost of the run"),

@@ -3,6 +3,7 @@
 recipe.toml  recipe.json   the recipe, as given and with overrides applied
 plan.json                  the prediction
 state.json  gauges.jsonl   progress and measurements
+events.jsonl               what its time was spent on
 lease.json                 the process that owns it
 checkpoints/STEP/          to resume from
 export/STEP/               Hugging Face folders

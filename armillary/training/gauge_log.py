@@ -12,6 +12,7 @@ from typing import Any
 
 from armillary.errors import ArmillaryError
 from armillary.store.gauges import GaugeWriter
+from armillary.store.run_events import add_event
 from armillary.store.runs import Run, Say
 from armillary.training.telemetry.process_stats import source_of
 from armillary.training.telemetry.step_telemetry import StepReport
@@ -83,5 +84,6 @@ class Recorder:
 def note_failure(run: Run, error: BaseException) -> None:
     """Best effort: the disk may be full, which must not hide why the run failed."""
     stopped = isinstance(error, KeyboardInterrupt)
+    add_event(run.folder, "stopped" if stopped else "failed")
     with suppress(*_UNWRITABLE):
         run.update(state="interrupted" if stopped else "failed", error=str(error) or type(error).__name__)

@@ -20,6 +20,7 @@ from armillary.training.gauge_log import Recorder, Watch, note_failure
 from armillary.training.run_lifecycle import RunLifecycle, Trained
 from armillary.training.step.numerics import numerics, seed
 from armillary.training.stopping import StopRequest, Until
+from armillary.training.telemetry.run_clock import RunClock
 from armillary.training.trainer import Trainer
 
 
@@ -41,7 +42,11 @@ def train(
         try:
             with run.renewing_lease() if world.is_main else nullcontext() as lease:
                 run = replace(run, owner=lease.owner) if lease is not None else run
-                return _train(plan, run, world, lease, until=until, watch=watch, say=say, home=home, parent=parent)
+                clock = RunClock(run, writes=world.is_main)
+                clock.enter("loading")
+                return _train(
+                    plan, run, world, lease, clock, until=until, watch=watch, say=say, home=home, parent=parent
+                )
         except LeaseLost:
             raise  # what is noted in the folder is another process's
         except torch.OutOfMemoryError as error:
@@ -59,6 +64,7 @@ def _train(
     run: Run,
     world: World,
     lease: HeldLease | None,
+    clock: RunClock,
     *,
     until: Until | None,
     watch: Watch | None,
@@ -78,13 +84,15 @@ def _train(
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
-        lifecycle = RunLifecycle(run, trainer, until, allowed=lease.check if lease is not None else None, say=say)
+        allowed = lease.check if lease is not None else None
+        lifecycle = RunLifecycle(run, trainer, until, allowed=allowed, say=say, clock=clock)
         stack.push(lifecycle.close)
         first = lifecycle.resume(saved)
         stack.push(lifecycle.note)
         lifecycle.probe(first)
         record = stack.enter_context(Recorder(run, trainer, watch=watch, say=say, start=first))
         step, done = first, first >= job.steps
+        clock.enter("steps", first)
         while not done:
             report = trainer.step(step, stop=stop.asked, meanwhile=record.write)
             if report is None:

@@ -29,8 +29,10 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import KeyChange, Recipe, check_recipe, load_recipe, to_dict
 from armillary.spec.tables.train import TrainJob
 from armillary.spec.toml.fields import to_plain
+from armillary.store.goodput import last_seen
 from armillary.store.home import Home
 from armillary.store.resolve_model import ModelSource, resolve_model
+from armillary.store.run_events import add_event
 from armillary.store.runs import Run, Say, create_run
 from armillary.training.checkpoint.resume import Choice, changes_since, run_to_resume, unfinished_run
 from armillary.training.data.corpus_survey import Progress
@@ -57,13 +59,21 @@ class ResolvedRun:
         assert self.plan.data is not None
         return prepare_data(self.recipe.data, self.plan.data, progress)
 
-    def open_run(self, choice: Choice | None = None, *, text: str = "", overrides: Sequence[str] = ()) -> Run:
+    def open_run(
+        self,
+        choice: Choice | None = None,
+        *,
+        text: str = "",
+        overrides: Sequence[str] = (),
+        preparing_s: float = 0.0,
+    ) -> Run:
         """The run to resume, taken over with a new plan; else a new run. It resumes from its last checkpoint."""
         choice = choice or Choice()
         unfinished = self.to_resume(choice)
+        more: dict[str, Any] = {"text": text, "overrides": overrides, "preparing_s": preparing_s}
         if unfinished is None:
-            return self.create_run(name=choice.name, file=choice.file, text=text, overrides=overrides)
-        return self.with_settings_of(unfinished).take_over(unfinished, choice, text=text, overrides=overrides)
+            return self.create_run(name=choice.name, file=choice.file, **more)
+        return self.with_settings_of(unfinished).take_over(unfinished, choice, **more)
 
     def to_resume(self, choice: Choice, say: Say = lambda text: None) -> Run | None:
         """The run to resume; None where a new one is to be created. BadInput where the user has to decide."""
@@ -94,18 +104,36 @@ class ResolvedRun:
         return replace(self, plan=plan)
 
     def take_over(
-        self, run: Run, choice: Choice, *, text: str = "", overrides: Sequence[str] = (), say: Say = lambda text: None
+        self,
+        run: Run,
+        choice: Choice,
+        *,
+        text: str = "",
+        overrides: Sequence[str] = (),
+        say: Say = lambda text: None,
+        preparing_s: float = 0.0,
     ) -> Run:
-        """Resume a run with the recipe as it is now and a new plan."""
+        """Resume a run with the recipe as it is now and a new plan, after `preparing_s` of data preparation."""
+        seen = last_seen(run)
         claimed = run.claim(take_over=choice.take_over, say=say, steps=self.recipe.train.steps)
         file = choice.file or run.recipe_file
         claimed.write_recipe(to_dict(self.recipe), text=text, overrides=overrides, file=file)
         claimed.write_plan(self.plan)
+        add_event(claimed.folder, "resumed", seen=seen, preparing_s=preparing_s)
         return claimed
 
-    def create_run(self, *, name: str = "", file: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
-        """The run's folder with recipe and plan; `text` is the recipe file as it was given."""
-        return create_run(
+    def create_run(
+        self,
+        *,
+        name: str = "",
+        file: str = "",
+        text: str = "",
+        overrides: Sequence[str] = (),
+        preparing_s: float = 0.0,
+    ) -> Run:
+        """The run's folder with recipe and plan; `text` is the recipe file as it was given, and `preparing_s` how long
+        the data took."""
+        run = create_run(
             self.home,
             to_dict(self.recipe),
             text=text,
@@ -116,6 +144,8 @@ class ResolvedRun:
             name=name,
             file=file,
         )
+        add_event(run.folder, "created", preparing_s=preparing_s)
+        return run
 
 
 def resolve_run(
@@ -247,8 +277,9 @@ def train_recipe(
         return resolved
 
     def open_run(resolved: ResolvedRun) -> Run:
+        begin = time.perf_counter()
         resolved.prepare()
-        return resolved.open_run(choice, overrides=overrides)
+        return resolved.open_run(choice, overrides=overrides, preparing_s=time.perf_counter() - begin)
 
     with join_world(device) as world:
         return train_on_ranks(

@@ -31,6 +31,7 @@ from armillary.training.step.optimizer import states_by_name, weights_by_name
 from armillary.training.step.optimizer_offload import widen
 from armillary.training.step_batches import Due
 from armillary.training.stopping import Until
+from armillary.training.telemetry.run_clock import RunClock
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
 
@@ -61,14 +62,14 @@ class RunLifecycle:
         *,
         allowed: Callable[[], None] | None = None,
         say: Say = lambda text: None,
+        clock: RunClock | None = None,
     ) -> None:
         """`allowed()` raises where another process has taken the run over: nothing may be written then."""
         self.allowed, self._say = allowed or (lambda: None), say
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
         self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
         self._startup: dict[str, float] = {}
-        self._began: float | None = None
-        self._stepped = 0.0
+        self.run_clock = clock or RunClock(run, writes=False)
         self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"))
         trainer.batches.save_due = self._due
         self._num_saves = 0
@@ -125,12 +126,15 @@ class RunLifecycle:
 
     def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
         """The report with what was validated and saved, and whether the run is done; `step` steps are."""
-        before, job, trainer = time.perf_counter(), self.job, self.trainer
+        job, trainer = self.job, self.trainer
+        self.run_clock.stepped(step, report.gauges)
         self.loss, self.done = report.gauges["loss"], step
         more = self._startup | ({"restarts_total": float(self.restarts)} if self.restarts else {})
+        more |= self.run_clock.take_past()
         self._startup = {}
         if step == job.steps or (job.eval_every and step % job.eval_every == 0):
-            value = trainer.validate()
+            with self.run_clock.during("validation", step):
+                value = trainer.validate()
             more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
         done = step == job.steps or (self.until is not None and self.until.is_met(report.gauges | more))
         if done or report.save:
@@ -139,14 +143,8 @@ class RunLifecycle:
             if report.copy:
                 self.saver.save(step, self._tensors(), self._facts(), in_memory=True)
             more |= self._save_gauges()
-        more["goodput_fraction"] = self._goodput(report.gauges["step_s"], before)
+        more["goodput_fraction"] = self.run_clock.goodput_fraction
         return replace(report, gauges=report.gauges | more), done
-
-    def _goodput(self, step_s: float, ended: float) -> float:
-        """Time of the steps taken since this process began, over wall time; `ended` is when the last of them did."""
-        self._began = ended - step_s if self._began is None else self._began
-        self._stepped += step_s
-        return min(1.0, self._stepped / max(1e-9, time.perf_counter() - self._began))
 
     def note(self, *error: object) -> None:
         """Where the run fails, how far it had come; best effort, as the disk may be full."""
@@ -157,6 +155,10 @@ class RunLifecycle:
     def save(self, step: int, *, wait: bool = False) -> dict[str, float]:
         """Begin a checkpoint, or with `wait` (or where the recipe says so) write it. Gauges of saves that are committed
         by then are returned."""
+        with self.run_clock.during("saving", step):
+            return self._save(step, wait=wait)
+
+    def _save(self, step: int, *, wait: bool) -> dict[str, float]:
         begin = time.perf_counter()
         self.saver.save(step, self._tensors(), self._facts())
         self.saved = step
@@ -207,13 +209,15 @@ class RunLifecycle:
         trainer, ranks = self.trainer, self.trainer.ranks
         if step > self.saved and step > first:
             self.save(step, wait=True)
-        self.saver.finish()
-        self.saver.finish_uploads()
+        with self.run_clock.during("saving", step):
+            self.saver.finish()
+            self.saver.finish_uploads()
         self._say_notes()
         if self.peers is not None:
             self.peers.clear()
         folder = None
         if finished:
+            self.run_clock.enter("exporting", step)
             trainer.close()
             widen(trainer.model, trainer.optimizer)
             tokenizer = trainer.text.tokenizer_folder
@@ -223,6 +227,7 @@ class RunLifecycle:
                 export_adapter(trainer.sharded, self.job, self.run.folder / "adapter" / str(step), ranks, base=base)
         if ranks.is_main:
             self.run.update(state="finished" if finished else "interrupted", step=step, loss=self.loss)
+        self.run_clock.enter("finished" if finished else "stopped", step)
         return Trained(
             run=self.run,
             steps=step,

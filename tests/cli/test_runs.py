@@ -7,6 +7,7 @@ from typing import Any
 
 from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
+from armillary.store.run_events import add_event
 from armillary.store.runs import Run, create_run
 
 Cli = Callable[..., Any]
@@ -27,7 +28,7 @@ def test_no_runs_yet_says_what_starts_one(cli: Cli, home: Home) -> None:
 def test_the_list(cli: Cli, home: Home) -> None:
     run = a_run(home)
     header, line = cli("runs").out.splitlines()
-    assert header.split() == ["run", "model", "state", "step", "loss", "started", "took"]
+    assert header.split() == ["run", "model", "state", "step", "loss", "goodput", "started", "took"]
     assert line.split()[:5] == [run.id, "armillary-2m", "interrupted", "12/20", "3.5"] and "ago" in line
     assert cli("runs", "-q").out == f"{run.id}\n"
     assert cli("runs", "--json").json[0]["loss"] == 3.5
@@ -59,3 +60,26 @@ def test_a_misspelt_run_gets_the_nearest(cli: Cli, home: Home) -> None:
     run = a_run(home)
     ran = cli("runs", run.name[:-1] + "q")
     assert ran.code == 2 and f"did you mean {run.name}?" in ran.err
+
+
+def test_where_the_time_of_a_run_went(cli: Cli, home: Home) -> None:
+    run = a_run(home)
+    for now, event, step in [
+        (0, "created", 0),
+        (4, "steps", 0),
+        (12, "saving", 8),
+        (14, "steps", 8),
+        (16, "failed", 0),
+    ]:
+        add_event(run.folder, event, now=float(now), step=step)  # type: ignore[arg-type]
+    add_event(run.folder, "resumed", now=18.0, seen=16.0)
+    add_event(run.folder, "steps", now=19.0, step=8)
+    add_event(run.folder, "stopped", now=23.0, step=12)
+    out = cli("runs", run.name).out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["useful", "steps", "12", "s", "52.2%"] in lines and ["repeated", "steps", "2", "s", "8.7%"] in lines
+    assert ["together", "23", "s", "100%"] in lines and "Amdahl" in out and "suggested by this run" in out
+    facts = cli("runs", run.name, "--json").json["goodput"]
+    assert sum(facts["seconds"].values()) == facts["total_s"] == 23 and facts["failures"] == 1
+    assert facts["suggested"]["rate_is_measured"] and facts["suggested"]["interval_s"] > 0
+    assert "52%" in cli("runs").out.splitlines()[1]

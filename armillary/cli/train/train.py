@@ -143,17 +143,19 @@ def _open_run(
 
     chosen = Choice(**choice)
     before = begun.to_resume(chosen, out.say)  # what is for a person to decide is said before any text is prepared
+    began = time.perf_counter()
     with out.progress("preparing", unit="B") as bar:
         prepared = begun.prepare(on_bar(bar))
+    more: dict[str, Any] = {"text": text, "overrides": overrides, "preparing_s": time.perf_counter() - began}
     for each in prepared:
         if not (brief and each.reused):
             say_prepared(out, each)
     if before is not None:
         begun = _resumed(out, begun, before)
         origin = _resumed_text(out, begun, before)
-        run = begun.take_over(before, chosen, say=out.say, text=text, overrides=overrides)
+        run = begun.take_over(before, chosen, say=out.say, **more)
     else:
-        run = begun.create_run(name=chosen.name, file=chosen.file, text=text, overrides=overrides)
+        run = begun.create_run(name=chosen.name, file=chosen.file, **more)
         origin = f"new run {run.id}"
     job, planned = begun.recipe.train, begun.plan.predicted
     out.say(

@@ -27,6 +27,7 @@ Cause = Literal[
     "expert_imbalance",
     "checkpoint_stall",
     "validation_stall",
+    "failures",
     # product loop: serving
     "queueing",
     "prefill_interference",

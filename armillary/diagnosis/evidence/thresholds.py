@@ -138,6 +138,9 @@ COLLAPSED_ROUTER_SHARE = Threshold(
 )
 QUALITY_SHARE = Threshold(0.05, "share given to a cause that costs quality or safety rather than time")
 STALL_SHARE = Threshold(0.04, "share of the time in checkpoints or validations; a few hundredths are usual")
+FAILURE_SHARE = Threshold(
+    0.05, "share of the time in repeated steps and restarts; a run saved at its best interval seldom loses more"
+)
 STALL_TARGET_SHARE = Threshold(0.01, "share of the time to which levers bring checkpoints and validations down")
 MEMORY_FULL_SHARE = Threshold(
     0.95, "share of a device's memory beyond which the allocator has to search and a longer batch fails"

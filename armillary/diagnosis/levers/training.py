@@ -14,6 +14,7 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.diagnosis.levers.advice import max_workers, read_ahead, workers
 from armillary.diagnosis.levers.training_price import Priced, Pricing
 from armillary.diagnosis.readings.reading import Reading
+from armillary.planning.cost.measured_failures import measured_failures
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.profiling.dtypes.rates import cluster_rates, run_shape
 from armillary.spec.precision import SIXTEEN_BIT
@@ -252,6 +253,23 @@ def _validate_less(finding: Finding, pricing: Pricing) -> Iterator[Lever]:
     return _less_often(pricing, "validation", "validation", "train.eval_every", interval, risk)
 
 
+def _save_in_time(finding: Finding, pricing: Pricing) -> Iterator[Lever]:
+    """At the interval that the run's own failures and checkpoints suggest, where that is worth it."""
+    account, step_s = pricing.reading.goodput, pricing.reading.get("step_s")
+    found = measured_failures(account) if account is not None else None
+    if found is None or not step_s:
+        return
+    steps = max(1, round(found.best.interval_s / step_s))
+    yield Lever(
+        title=f"a checkpoint every {steps:,} steps, the best interval for these failures",
+        change={"train.save_every": steps},
+        speedup=max(1.0, found.best.goodput_fraction / found.as_run.goodput_fraction),
+        of="goodput_fraction",
+        basis="Daly's goodput with the failure rate, checkpoint and restart times of this run",
+        risk="a few failures are a rough rate",
+    )
+
+
 def _less_often(
     pricing: Pricing, part: str, activity: str, key: str, interval: int | None, risk: str
 ) -> Iterator[Lever]:
@@ -286,4 +304,5 @@ _AGAINST: dict[Cause, _Levers] = {
     "expert_imbalance": _balance,
     "checkpoint_stall": _save_less,
     "validation_stall": _validate_less,
+    "failures": _save_in_time,
 }

@@ -110,7 +110,7 @@ def measured(reading: Reading, of: str) -> float | None:
 
 def is_rate(gauge: str) -> bool:
     """Whether more is better."""
-    return gauge.endswith("_per_s")
+    return gauge.endswith("_per_s") or gauge == "goodput_fraction"
 
 
 def _latency(first: Reading, second: Reading) -> str:

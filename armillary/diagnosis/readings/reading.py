@@ -14,6 +14,7 @@ from armillary.planning.simulation.step_cost import StepCost
 from armillary.profiling.profile import Profile
 from armillary.spec.plan import Plan
 from armillary.store.gauges import Record
+from armillary.store.goodput import GoodputAccount
 
 ReadingKind = Literal["training", "serving", "profile"]
 
@@ -30,6 +31,7 @@ class Reading:
     calibration: tuple[Record, ...] = ()  # an engine's steps of many kinds, timed before the first request
     values: Mapping[str, float] = field(default_factory=dict)  # of the whole: percentiles, totals; win over `steps`
     plan: Plan | None = None  # None where someone else ran it
+    goodput: GoodputAccount | None = None  # of the whole run, where its events were recorded
     profile: Profile | None = None  # where the time of a step went, where that was recorded
     settings: Mapping[str, str] = field(default_factory=dict)  # what another program's page or log says of its settings
     notes: tuple[str, ...] = ()  # what could not be read, and what was left out

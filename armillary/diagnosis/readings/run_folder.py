@@ -4,6 +4,7 @@ A step that was recorded by the profiler is slower than the others: it tells whe
 take.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
 from armillary.store import nan_safe_json
 from armillary.store.gauges import Record, read_gauges
+from armillary.store.goodput import account_of_run
 from armillary.store.home import Home
 from armillary.store.runs import Run
 
@@ -47,7 +49,8 @@ _STARTUP = ("torch_call_s", "micro_batch_overhead_fraction")
 
 def read_run(run: Run, home: Home) -> Reading:
     """What a run measured, with its plan; records of an unfinished run are read as far as they go."""
-    return _read(run.gauges, run.plan, f"run {run.name}")
+    reading = _read(run.gauges, run.plan, f"run {run.name}")
+    return replace(reading, goodput=account_of_run(run, now=time.time()))
 
 
 def read_gauges_file(path: Path) -> Reading:

@@ -31,7 +31,14 @@ def page(report: DemoReport) -> str:
     """The whole document."""
     seconds = sum(stage.seconds for stage in report.stages)
     parts = [heading(report.title, f"demo finished in {seconds_text(seconds)} · {report.created}")]
-    parts += [_stages(report), _loss(report), _budget(report), _roofline(report.profile), _latency(report)]
+    parts += [
+        _stages(report),
+        _loss(report),
+        _budget(report),
+        _goodput(report),
+        _roofline(report.profile),
+        _latency(report),
+    ]
     parts += [_diagnosis(diagnosis, report.pulled) for diagnosis in report.diagnoses]
     parts += [_pulled(report), _predicted(report), section("Notes", items(report.notes, kind="note"))]
     return document(f"{report.title}: demo", parts)
@@ -71,6 +78,16 @@ def _budget(report: DemoReport) -> str:
     parts = {part: profile.fraction(part) for part in profile.budget}
     bar = budget_bar(parts.items(), profile.step_s)
     return section(f"Where a step of {seconds_text(profile.step_s)} goes, in one process", bar + _sum(parts.values()))
+
+
+def _goodput(report: DemoReport) -> str:
+    """Of the whole run, its restarts included."""
+    account = report.training.goodput if report.training else None
+    if account is None or not account.total_s:
+        return ""
+    bar = budget_bar([(name, share) for name, _, share in account.rows()], account.total_s)
+    title = f"Where the {seconds_text(account.total_s)} of the run went: goodput {account.goodput_fraction:.0%}"
+    return section(title, bar + _sum([share for _, _, share in account.rows()]))
 
 
 def _sum(shares: object) -> str:

@@ -23,6 +23,7 @@ SOURCES = {
     "checkpoint_bytes": "file sizes",
     "checkpoints_total": "count",
     "restarts_total": "count",
+    "failures_total": "count",
     "aux_loss": "model",
     "expert_load_max_over_mean": "count",
     "expert_tail_fraction": "count",
