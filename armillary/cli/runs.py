@@ -106,9 +106,8 @@ def _say_goodput(out: Output, run: Run, account: GoodputAccount) -> None:
     """Where every second went, what each part costs the whole job, and the checkpoint interval that follows."""
     rows = [[name, seconds_text(seconds), f"{share:.1%}"] for name, seconds, share in account.rows()]
     out.say()
-    out.table(
-        "where the time went", ["", "took", "share"], [*rows, ["together", seconds_text(account.total_s), "100%"]]
-    )
+    rows.append(["together", seconds_text(account.total_s), "100%"])
+    out.table("where the time went", ["", "took", "share"], rows)
     out.say()
     faster = [[name, f"{share:.1%}", f"{speedup:.2f} ×"] for name, share, speedup in account.amdahl()]
     out.table("the whole job without it (Amdahl)", ["", "share", "faster"], faster)

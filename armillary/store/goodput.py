@@ -155,7 +155,9 @@ class _Ledger:
             died = min(now, max(self.since, event.number("seen")))
             self._book("idle", now - died)
             now = died
-        if self.event == "steps":
+        if self.event == "failed" and event.event == "restarting":
+            self._book("restarting", now - self.since)
+        elif self.event == "steps":
             self._book_steps(event, now - self.since, lost=failed or "step" not in event.more)
         else:
             self._book(self._part, now - self.since)
@@ -178,7 +180,7 @@ class _Ledger:
             self.restart_s += seconds
 
     def _book_steps(self, event: RunEvent, span: float, *, lost: bool) -> None:
-        """Time of the steps since the last event; of none that was completed: lost, or waiting for a step to stop at."""
+        """Time of the steps since the last event; without a complete one it is lost, or the run waited to stop."""
         if lost:
             return self._book("repeated", span)
         step = event.number("step")

@@ -153,6 +153,14 @@ def take(folder: Path, seen: Lease | None) -> Lease:
         return lease
 
 
+def renew(folder: Path, owner: str) -> None:
+    """Renew a lease of this owner by this process, as a launcher does between two starts of its ranks."""
+    with locked(folder / LOCK):
+        lease = read_lease(folder)
+        if lease is not None and lease.owner == owner:
+            write_lease(folder, lease.by_this_process())
+
+
 # --- holding it
 
 

@@ -5,6 +5,7 @@ Every rank runs it; the main rank writes. However it ends, the run can resume fr
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -44,9 +45,8 @@ def train(
                 run = replace(run, owner=lease.owner) if lease is not None else run
                 clock = RunClock(run, writes=world.is_main)
                 clock.enter("loading")
-                return _train(
-                    plan, run, world, lease, clock, until=until, watch=watch, say=say, home=home, parent=parent
-                )
+                how: dict[str, Any] = {"until": until, "watch": watch, "say": say, "home": home, "parent": parent}
+                return _train(plan, run, world, lease, clock, **how)
         except LeaseLost:
             raise  # what is noted in the folder is another process's
         except torch.OutOfMemoryError as error:

@@ -64,13 +64,8 @@ def test_a_misspelt_run_gets_the_nearest(cli: Cli, home: Home) -> None:
 
 def test_where_the_time_of_a_run_went(cli: Cli, home: Home) -> None:
     run = a_run(home)
-    for now, event, step in [
-        (0, "created", 0),
-        (4, "steps", 0),
-        (12, "saving", 8),
-        (14, "steps", 8),
-        (16, "failed", 0),
-    ]:
+    rows = [(0, "created", 0), (4, "steps", 0), (12, "saving", 8), (14, "steps", 8), (16, "failed", 0)]
+    for now, event, step in rows:
         add_event(run.folder, event, now=float(now), step=step)  # type: ignore[arg-type]
     add_event(run.folder, "resumed", now=18.0, seen=16.0)
     add_event(run.folder, "steps", now=19.0, step=8)

@@ -178,7 +178,7 @@ def test_a_run_that_another_process_has_is_taken_over_only_when_asked(
 def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
     file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
 ) -> None:
-    path = file("train.steps=2000", "train.eval_every=0", "train.save_every=1", "layout.dp=2")
+    path = file("train.steps=2000", "train.eval_every=0", "train.save_every=1", "layout.dp=2", "train.max_restarts=0")
     child = process("train", path)
     wait_for(lambda: list_runs(home) and len(saved_steps(newest(home))) >= 2, child)
     victims = _children(child.pid)

@@ -9,21 +9,30 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from armillary.cli.train.restarts import Restarts
 from armillary.errors import ArmillaryError
 from armillary.store import nan_safe_json
 
 POLL_S = 0.1
+SURVIVORS_S = 5.0
+"""for ranks to end by themselves after another was killed: their collectives fail at once with gloo, and never with
+a device that waits"""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RankFailed(ArmillaryError):
     """A rank ended with this error."""
+
+
+class RankDied(RankFailed):
+    """A rank was killed, or lost the others: the next start may go well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +52,22 @@ def launch(
     threads: int | None,
     logs: Path,
     then: str = "the same command continues from the last checkpoint",
+    restarts: Restarts | None = None,
 ) -> Launched:
     """Run `python -m PROGRAM TASK` as ranks of one machine, and wait for them. The main rank shows what it does; what
     others print goes to `logs`. `threads` are those of a rank that computes on the CPU; `then` is what to do when one
-    fails."""
+    fails. Where a rank dies, all are started again as long as `restarts` allows."""
+    while True:
+        try:
+            return _launch_once(program, task, num_ranks, threads, logs, then)
+        except RankDied as error:
+            if restarts is None or not restarts.allows(str(error).partition(";")[0]):
+                raise
+
+
+def _launch_once(
+    program: str, task: Mapping[str, Any], num_ranks: int, threads: int | None, logs: Path, then: str
+) -> Launched:
     with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
         logs.mkdir(parents=True, exist_ok=True)
         text = nan_safe_json.dumps({**task, "answers": folder, "logs": str(logs), "parent": os.getpid()})
@@ -117,8 +138,13 @@ def _forwarding_signals(ranks: Any) -> Iterator[list[int]]:
 
 def _wait(ranks: Any) -> dict[int, int]:
     """Rank -> exit code of those that failed, once all have ended."""
-    while (result := ranks.wait(timeout=POLL_S, period=POLL_S)) is None:
-        pass
+    while not (killed := _killed(ranks)) and not _has_ended(ranks):
+        time.sleep(POLL_S)
+    if killed:
+        _end_survivors(ranks)
+        return killed
+    result = ranks.wait(timeout=POLL_S, period=POLL_S)
+    assert result is not None, "a rank has ended"
     if not result.is_failed():
         return {}
     first = {rank: failure.exitcode for rank, failure in result.failures.items()}
@@ -126,6 +152,28 @@ def _wait(ranks: Any) -> dict[int, int]:
     codes = first | {rank: handler.proc.poll() or 0 for rank, handler in ranks.subprocess_handlers.items()}
     by_itself = {rank: code for rank, code in codes.items() if code not in (0, -signal.SIGTERM)}
     return by_itself or first  # the others were told to end
+
+
+def _codes(ranks: Any) -> dict[int, int | None]:
+    return {rank: handler.proc.poll() for rank, handler in ranks.subprocess_handlers.items()}
+
+
+def _killed(ranks: Any) -> dict[int, int]:
+    """Rank -> exit code of those that a signal ended."""
+    return {rank: code for rank, code in _codes(ranks).items() if code is not None and code < 0}
+
+
+def _has_ended(ranks: Any) -> bool:
+    """Whether a rank has failed or all have ended."""
+    codes = _codes(ranks).values()
+    return any(codes) or all(code is not None for code in codes)
+
+
+def _end_survivors(ranks: Any) -> None:
+    end = time.monotonic() + SURVIVORS_S
+    while None in _codes(ranks).values() and time.monotonic() < end:
+        time.sleep(POLL_S)
+    ranks.close(death_sig=signal.SIGKILL, timeout=10)
 
 
 def _failure(folder: Path, failed: Mapping[int, int], logs: Path, then: str, *, interrupted: bool) -> BaseException:
@@ -139,8 +187,9 @@ def _failure(folder: Path, failed: Mapping[int, int], logs: Path, then: str, *, 
     lost = sorted(folder.glob("lost-*.json"))
     if lost and code >= 0:
         text = nan_safe_json.read_table(lost[0])["lost"]
-        return RankFailed(f"rank {rank} lost the other ranks ({text}); see {logs}, and train again")
+        return RankDied(f"rank {rank} lost the other ranks ({text}); see {logs}, and train again")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     why = " (the system kills what needs too much memory)" if code == -signal.SIGKILL else ""
     where = "its output is above" if rank == 0 else f"its output is in {logs}/rank-{rank}.log"
-    return RankFailed(f"rank {rank} {how}{why}; {where}, and {then}")
+    kind = RankDied if code < 0 else RankFailed
+    return kind(f"rank {rank} {how}{why}; {where}, and {then}")

@@ -68,7 +68,7 @@ def train_run(task: dict[str, Any], out: Output) -> dict[str, Any]:
     from armillary.training.loop import train
     from armillary.training.stopping import Until
 
-    run = Run(folder=Path(task["run"]))
+    run = Run(folder=Path(task["run"]), owner=task.get("owner", ""))
     home = Home(**{name: Path(path) for name, path in task["home"].items()})
     plan = Plan.from_json(run.plan.read_text(), str(run.plan))
     until = Until.parse(task["until"]) if task["until"] else None

@@ -224,13 +224,16 @@ def _launch(
     """Train in ranks that this process starts; a failure is recorded here, because a rank may be killed before it
     can."""
     from armillary.cli.train.launch import launch
+    from armillary.cli.train.restarts import Restarts
     from armillary.machine.cores import compute_threads
     from armillary.training.gauge_log import note_failure
 
+    assert begun.plan.train is not None
     count = begun.plan.layout.num_devices
     on_cpu = begun.plan.cluster.chip.kind == "cpu" or device == "cpu"
     task = {
         "run": str(run.folder),
+        "owner": run.owner,
         "mode": out.mode,
         "device": device,
         "brief": brief,
@@ -244,6 +247,7 @@ def _launch(
             num_ranks=count,
             logs=run.folder / "logs",
             threads=compute_threads(count) if on_cpu else None,
+            restarts=Restarts(run, begun.plan.train.max_restarts, out.warn),
         )
     except BaseException as error:
         note_failure(run, error)

@@ -31,14 +31,8 @@ def page(report: DemoReport) -> str:
     """The whole document."""
     seconds = sum(stage.seconds for stage in report.stages)
     parts = [heading(report.title, f"demo finished in {seconds_text(seconds)} · {report.created}")]
-    parts += [
-        _stages(report),
-        _loss(report),
-        _budget(report),
-        _goodput(report),
-        _roofline(report.profile),
-        _latency(report),
-    ]
+    parts += [_stages(report), _loss(report), _budget(report), _goodput(report), _roofline(report.profile)]
+    parts += [_latency(report)]
     parts += [_diagnosis(diagnosis, report.pulled) for diagnosis in report.diagnoses]
     parts += [_pulled(report), _predicted(report), section("Notes", items(report.notes, kind="note"))]
     return document(f"{report.title}: demo", parts)

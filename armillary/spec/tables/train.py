@@ -134,6 +134,9 @@ class TrainJob:
     on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
     """what happens when loss or gradients are nan or infinite: the step is never taken; stop ends the run, skip
     continues with the next batch (fp16 always skips, and lowers its loss scale)"""
+    max_restarts: Free[int] = 3
+    """times that ranks which were killed, or lost each other, are started again from the newest checkpoint with no new
+    one in between; 0: the run ends. torchrun and srun have restarts of their own"""
     seed: Defining[int] = 0
     """seed of the initial weights and of dropout"""
     eval_every: Free[int] = 50
@@ -199,7 +202,7 @@ class TrainJob:
         at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "lr_base_batch", "eval_batches", "log_every")
         at_least(self, "train", 1, "checkpoint_full_every")
         intervals = ("warmup_steps", "eval_every", "save_every", "profile_every", "loss_chunk")
-        at_least(self, "train", 0, "keep", "keep_every", "keep_best", "peer_copy_every")
+        at_least(self, "train", 0, "keep", "keep_every", "keep_best", "peer_copy_every", "max_restarts")
         weights = ("weight_decay", "balance_loss", "router_z_loss", "bias_rate")
         at_least(self, "train", 0, *intervals, *weights, "min_lr", "clip", "seed", "lora_rank", "lora_dropout")
         above_zero(self, "train", "lr", "eps", "lora_alpha", "expert_capacity")
