@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """How a run under fire ended: `kills` are (seconds since the start, rank, signal)."""
+    """How a run under fire ended: `kills` are (seconds since its ranks started, rank, signal)."""
 
     code: int
     out: str
@@ -34,7 +34,9 @@ class Round:
     kills: list[tuple[float, int, int]] = field(default_factory=list)
 
 
-def train_under_fire(recipe: Path, home: Home, name: str, *, ranks: int = 4, seed: int, kills: int, gap_s: float) -> Round:
+def train_under_fire(
+    recipe: Path, home: Home, name: str, *, ranks: int = 4, seed: int, kills: int, gap_s: float
+) -> Round:
     """`armillary train RECIPE --run NAME`, whose ranks are killed `kills` times."""
     line = [sys.executable, "-m", "armillary", "train", str(recipe), "--run", name, "--home", str(home.work)]
     line += ["--devices", str(ranks)]
@@ -49,7 +51,7 @@ def train_under_fire(recipe: Path, home: Home, name: str, *, ranks: int = 4, see
         child.kill()
         striking.kill()
     rows = [tuple(strict_json.loads(line)) for line in struck.splitlines()]
-    return Round(code=child.returncode, out=out, err=err, kills=rows)  # type: ignore[arg-type]
+    return Round(code=child.returncode, out=out, err=err, kills=rows)
 
 
 def weights_digest(home: Home, name: str) -> str:
@@ -66,19 +68,28 @@ def weights_digest(home: Home, name: str) -> str:
 
 
 def kill_at_random(launcher: int, seed: int, kills: int, gap_s: float) -> None:
-    draw, begin = random.Random(seed), time.monotonic()
+    """The first gap begins when there are ranks."""
+    draw = random.Random(seed)
+    _wait_for_ranks(launcher)
+    begin = time.monotonic()
     for _ in range(kills):
         time.sleep(draw.uniform(0, gap_s))
-        while not (ranks := children(launcher)):
-            if not _is_alive(launcher):
-                return
-            time.sleep(0.01)
+        ranks = _wait_for_ranks(launcher)
+        if not ranks:
+            return
         number = draw.randrange(len(ranks))
         try:
             os.kill(ranks[number], signal.SIGKILL)
         except ProcessLookupError:
             continue
         print(strict_json.dumps([round(time.monotonic() - begin, 3), number, int(signal.SIGKILL)]), flush=True)
+
+
+def _wait_for_ranks(launcher: int) -> list[int]:
+    """None where the launcher has ended."""
+    while not (ranks := children(launcher)) and _is_alive(launcher):
+        time.sleep(0.01)
+    return ranks
 
 
 def children(pid: int) -> list[int]:
@@ -103,4 +114,4 @@ def _is_alive(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    kill_at_random(*(int(word) for word in sys.argv[1:4]), float(sys.argv[4]))
+    kill_at_random(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

@@ -19,7 +19,7 @@ def events(*rows: tuple[float, Any] | tuple[float, Any, dict[str, float]]) -> li
     return [RunEvent(time=row[0], event=row[1], more=row[2] if len(row) > 2 else {}) for row in rows]
 
 
-def spent(rows: list[RunEvent], **how: Any) -> dict[str, float]:
+def spent(rows: list[RunEvent], **how: Any) -> dict[str, Any]:
     account = account_of(rows, **how)
     return {part: pytest.approx(seconds) for part, seconds in account.seconds.items() if seconds}
 

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_toml
 from armillary.store.goodput import account_of_run
 from armillary.store.home import Home
 from armillary.store.runs import Run, find_run
 from armillary.training.loop import train
-from armillary.training.prepare_run import Plan, model_source, resolve_run
+from armillary.training.prepare_run import model_source, resolve_run
 from tests.chaos import train_under_fire, weights_digest
 from tests.ranks import Ranks
 
