@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 from armillary.store.home import Home
 from armillary.store.runs import find_run
 
@@ -50,7 +50,7 @@ def train_under_fire(
     finally:
         child.kill()
         striking.kill()
-    rows = [tuple(strict_json.loads(line)) for line in struck.splitlines()]
+    rows = [tuple(nan_safe_json.loads(line)) for line in struck.splitlines()]
     return Round(code=child.returncode, out=out, err=err, kills=rows)
 
 
@@ -82,7 +82,7 @@ def kill_at_random(launcher: int, seed: int, kills: int, gap_s: float) -> None:
             os.kill(ranks[number], signal.SIGKILL)
         except ProcessLookupError:
             continue
-        print(strict_json.dumps([round(time.monotonic() - begin, 3), number, int(signal.SIGKILL)]), flush=True)
+        print(nan_safe_json.dumps([round(time.monotonic() - begin, 3), number, int(signal.SIGKILL)]), flush=True)
 
 
 def _wait_for_ranks(launcher: int) -> list[int]:

@@ -111,9 +111,9 @@ def _say_goodput(out: Output, run: Run, account: GoodputAccount) -> None:
     out.say()
     faster = [[name, f"{share:.1%}", f"{speedup:.2f} ×"] for name, share, speedup in account.amdahl()]
     out.table("the whole job without it (Amdahl)", ["", "share", "faster"], faster)
-    found = measured_failures(account, num_devices=_num_devices(run))
-    if found is not None:
-        rows_of = [("failures", found.num_failures), ("goodput", found.goodput_text()), ("checkpoints", found.text())]
+    measured = measured_failures(account, num_devices=_num_devices(run))
+    if measured is not None:
+        rows_of = [("failures", measured.num_failures), ("goodput", measured.goodput_text()), ("checkpoints", measured.text())]
         out.say()
         out.fields("suggested by this run", rows_of)
 
@@ -127,7 +127,7 @@ def _num_devices(run: Run) -> int:
 
 def goodput_facts(run: Run, account: GoodputAccount) -> dict[str, Any]:
     """The account as --json prints it."""
-    found = measured_failures(account, num_devices=_num_devices(run))
+    measured = measured_failures(account, num_devices=_num_devices(run))
     return {
         "total_s": account.total_s,
         "goodput_fraction": account.goodput_fraction,
@@ -137,17 +137,17 @@ def goodput_facts(run: Run, account: GoodputAccount) -> dict[str, Any]:
         "restart_s": account.restart_s,
         "checkpoints": account.num_saves,
         "amdahl": [{"part": name, "share": share, "speedup": faster} for name, share, faster in account.amdahl()],
-    } | ({"suggested": _suggested(found)} if found is not None else {})
+    } | ({"suggested": _suggested(measured)} if measured is not None else {})
 
 
-def _suggested(found: MeasuredFailures) -> dict[str, Any]:
+def _suggested(measured: MeasuredFailures) -> dict[str, Any]:
     return {
-        "interval_s": found.best.interval_s,
-        "young_s": found.best.young_s,
-        "daly_s": found.best.daly_s,
-        "rate_is_measured": found.is_rate_measured,
-        "measured_fraction": found.measured_fraction,
-        "predicted_fraction": found.as_run.goodput_fraction,
+        "interval_s": measured.best.interval_s,
+        "young_s": measured.best.young_s,
+        "daly_s": measured.best.daly_s,
+        "rate_is_measured": measured.is_rate_measured,
+        "measured_fraction": measured.measured_fraction,
+        "predicted_fraction": measured.as_run.goodput_fraction,
     }
 
 

@@ -197,10 +197,10 @@ class _Ledger:
         """Steps from `step` on are taken again."""
         while self.steps and self.steps[-1].last > step:
             span = self.steps.pop()
-            kept = max(0.0, (step - span.first) / (span.last - span.first))
-            self._book("repeated", (1 - kept) * span.seconds)
-            if kept > 0:
-                self.steps.append(_Steps(span.first, step, kept * span.seconds, kept * span.data_wait_s))
+            share = max(0.0, (step - span.first) / (span.last - span.first))
+            self._book("repeated", (1 - share) * span.seconds)
+            if share > 0:
+                self.steps.append(_Steps(span.first, step, share * span.seconds, share * span.data_wait_s))
 
     def account(self) -> GoodputAccount:
         useful = sum(span.seconds for span in self.steps)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from armillary.errors import ArmillaryError
-from armillary.store import strict_json
+from armillary.store import nan_safe_json
 
 NAME = "events.jsonl"
 EventName = Literal[
@@ -49,7 +49,7 @@ class RunEvent:
 
 def add_event(folder: Path, event: EventName, *, now: float | None = None, **more: Any) -> None:
     """Append an event to the run in `folder`. Best effort: an account is no reason for a run to fail."""
-    line = strict_json.dumps({"time": time.time() if now is None else now, "event": event, **more}).encode() + b"\n"
+    line = nan_safe_json.dumps({"time": time.time() if now is None else now, "event": event, **more}).encode() + b"\n"
     with suppress(OSError):
         file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -70,7 +70,7 @@ def read_events(folder: Path) -> list[RunEvent]:
 def _parse(line: bytes) -> RunEvent | None:
     """None for a torn line, or an event of a later version."""
     try:
-        values = dict(strict_json.loads(line.decode()))
+        values = dict(nan_safe_json.loads(line.decode()))
         when, event = float(values.pop("time")), values.pop("event")
     except (ArmillaryError, ValueError, TypeError, KeyError):
         return None

@@ -256,14 +256,14 @@ def _validate_less(finding: Finding, pricing: Pricing) -> Iterator[Lever]:
 def _save_in_time(finding: Finding, pricing: Pricing) -> Iterator[Lever]:
     """At the interval that the run's own failures and checkpoints suggest, where that is worth it."""
     account, step_s = pricing.reading.goodput, pricing.reading.get("step_s")
-    found = measured_failures(account) if account is not None else None
-    if found is None or not step_s:
+    measured = measured_failures(account) if account is not None else None
+    if measured is None or not step_s:
         return
-    steps = max(1, round(found.best.interval_s / step_s))
+    steps = max(1, round(measured.best.interval_s / step_s))
     yield Lever(
         title=f"a checkpoint every {steps:,} steps, the best interval for these failures",
         change={"train.save_every": steps},
-        speedup=max(1.0, found.best.goodput_fraction / found.as_run.goodput_fraction),
+        speedup=max(1.0, measured.best.goodput_fraction / measured.as_run.goodput_fraction),
         of="goodput_fraction",
         basis="Daly's goodput with the failure rate, checkpoint and restart times of this run",
         risk="a few failures are a rough rate",
