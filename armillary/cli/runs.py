@@ -113,7 +113,11 @@ def _say_goodput(out: Output, run: Run, account: GoodputAccount) -> None:
     out.table("the whole job without it (Amdahl)", ["", "share", "faster"], faster)
     measured = measured_failures(account, num_devices=_num_devices(run))
     if measured is not None:
-        rows_of = [("failures", measured.num_failures), ("goodput", measured.goodput_text()), ("checkpoints", measured.text())]
+        rows_of = [
+            ("failures", measured.num_failures),
+            ("goodput", measured.goodput_text()),
+            ("checkpoints", measured.text()),
+        ]
         out.say()
         out.fields("suggested by this run", rows_of)
 
