@@ -1,6 +1,6 @@
 """What an asynchronous checkpoint costs training on this machine, and what deltas save on a real AdamW run.
 
-    python benchmarks/checkpoint_stall.py [--steps 60] [--model armillary-25m]
+    python benchmarks/checkpoint_stall.py [--steps 102] [--every 20] [--model armillary-25m]
 
 Trains twice, with blocking and with asynchronous saves, and compares their `checkpoint_stall_s`; then once with deltas.
 Prints the tables of checkpoint_stall.md.
@@ -26,9 +26,9 @@ from armillary.units import bytes_text, seconds_text
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=102)
     parser.add_argument("--model", default="armillary-25m")
-    parser.add_argument("--every", type=int, default=8)
+    parser.add_argument("--every", type=int, default=20)
     options = parser.parse_args()
     print(here().text())
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -46,8 +46,8 @@ def run(home: Home, options: argparse.Namespace, *overrides: str) -> list[dict[s
         "data": {"source": "stdlib"},
         "layout": {"micro_batch": 4},
         "train": {
-            "sequence": 256,
-            "batch_tokens": 2048,
+            "sequence": 128,
+            "batch_tokens": 512,
             "steps": options.steps,
             "save_every": options.every,
             "eval_every": 0,
