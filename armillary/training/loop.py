@@ -3,6 +3,8 @@
 Every rank runs it; the main rank writes. However it ends, the run can resume from the last complete checkpoint.
 """
 
+import secrets
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,8 +19,11 @@ from armillary.store.home import Home
 from armillary.store.lease import HeldLease, LeaseLost
 from armillary.store.runs import Run, Say
 from armillary.training.checkpoint import checkpoint
+from armillary.training.checkpoint.staging import call_before_steps
 from armillary.training.gauge_log import Recorder, Watch, note_failure
+from armillary.training.resilience.preemption import NoPreemption, Preemption, UpdateGate
 from armillary.training.run_lifecycle import RunLifecycle, Trained
+from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.numerics import numerics, seed
 from armillary.training.stopping import StopRequest, Until
 from armillary.training.telemetry.run_clock import RunClock
@@ -35,10 +40,11 @@ def train(
     say: Say = lambda text: None,
     home: Home | None = None,
     parent: int = 0,
+    leaving: Callable[[Trained], None] = lambda done: None,
 ) -> Trained:
     """Train what the plan says, from the run's last checkpoint where it has one. Called by every rank; `watch` sees the
     main rank's reports and `say` its lines, `home` remembers which kernels were quickest, and `parent` is the launcher
-    whose end ends the run."""
+    whose end ends the run. `leaving` is told how a run ended whose process ends at once (`train.grace_s`)."""
     with join_world(device) as world:
         try:
             with run.renewing_lease() if world.is_main else nullcontext() as lease:
@@ -46,6 +52,7 @@ def train(
                 clock = RunClock(run, writes=world.is_main)
                 clock.enter("loading")
                 how: dict[str, Any] = {"until": until, "watch": watch, "say": say, "home": home, "parent": parent}
+                how["leaving"] = leaving
                 return _train(plan, run, world, lease, clock, **how)
         except LeaseLost:
             raise  # what is noted in the folder is another process's
@@ -71,6 +78,7 @@ def _train(
     say: Say,
     home: Home | None,
     parent: int,
+    leaving: Callable[[Trained], None],
 ) -> Trained:
     job = plan.train
     assert job is not None, "a plan for training"
@@ -92,9 +100,16 @@ def _train(
         lifecycle.probe(first)
         record = stack.enter_context(Recorder(run, trainer, watch=watch, say=say, start=first))
         step, done = first, first >= job.steps
+        preemption = stack.enter_context(_preemption(lifecycle, first, leaving))
         clock.enter("steps", first)
         while not done:
-            report = trainer.step(step, stop=stop.asked, meanwhile=record.write)
+            try:
+                with preemption.step(step):
+                    report = trainer.step(step, stop=stop.asked, meanwhile=record.write)
+            except Exception:
+                if not preemption.was_abandoned():
+                    raise
+                return lifecycle.ended(first, step)
             if report is None:
                 ranks.run_on_all(lifecycle.allowed)  # a run that another process has taken over is not saved
                 break
@@ -103,6 +118,32 @@ def _train(
             record(report, last=done)
         record.write()
         return lifecycle.end(first, step, finished=done)
+
+
+def _preemption(lifecycle: RunLifecycle, first: int, leaving: Callable[[Trained], None]) -> NoPreemption:
+    """What answers SIGTERM within `train.grace_s`. An optimizer on the host changes its states beside the steps, so its
+    steps are always completed."""
+    trainer, ranks = lifecycle.trainer, lifecycle.trainer.ranks
+    if not trainer.job.grace_s or isinstance(trainer.optimizer, HostAdamW):
+        return NoPreemption()
+    own = _with_own_group(ranks)
+    gate = UpdateGate()
+    call_before_steps(trainer.optimizer, gate.before_update)
+    lifecycle.capture()
+    return Preemption(
+        own,
+        gate,
+        grace_s=trainer.job.grace_s,
+        save=lambda step, random: lifecycle.save_abandoned(step, random, own),
+        leave=lambda: leaving(lifecycle.ended(first, lifecycle.done)) if own.is_main else None,
+        token=ranks.broadcast(secrets.token_hex(8)),
+    )
+
+
+def _with_own_group(ranks: Consensus) -> Consensus:
+    """The same ranks with a process group of their own, for another thread."""
+    group = new_group(backend="gloo") if ranks.size > 1 else None
+    return Consensus(rank=ranks.rank, size=ranks.size, group=group)
 
 
 def make_consensus(world: World) -> Consensus:

@@ -12,7 +12,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from armillary.errors import ArmillaryError, BadData
+from armillary.parallel.consensus import Consensus
 from armillary.spec.plan import Plan
 from armillary.store.atomic import sweep_folder
 from armillary.store.runs import Run, Say
@@ -69,6 +72,7 @@ class RunLifecycle:
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
         self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
         self._startup: dict[str, float] = {}
+        self._captured: dict[str, Any] = {}
         self.run_clock = clock or RunClock(run, writes=False)
         self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"))
         trainer.batches.save_due = self._due
@@ -157,6 +161,40 @@ class RunLifecycle:
         by then are returned."""
         with self.run_clock.during("saving", step):
             return self._save(step, wait=wait)
+
+    def save_abandoned(self, step: int, random: dict[str, Tensor], ranks: Consensus) -> None:
+        """Save what was complete before step number `step`, which is abandoned; called by another thread than that of
+        the steps, with `ranks` that share no process group with it."""
+        if step == self.saved:
+            ranks.run_on_all(self.saver.wait)
+        elif step:
+            saver = Saver(self.run, ranks, device=self.trainer.device, allowed=self.allowed, committed=self._prune)
+            saver.save(step, self._captured, self._facts(), random=random)
+            saver.finish()
+            saver.close()
+            self.saved = step
+        if ranks.is_main:
+            self.run.update(state="interrupted", step=step, loss=self.loss)
+        self.run_clock.enter("stopped", step)
+
+    def capture(self) -> None:
+        """Note the tensors, for a step that is abandoned: within a step the model may hold gathered ones instead."""
+        self._captured = self._tensors()
+
+    def ended(self, first: int, step: int) -> Trained:
+        """A run that was stopped after `step` steps, all of which are saved."""
+        saved = self.saved if self.saved >= 0 else None
+        val_loss = self.trainer.val_loss
+        return Trained(
+            run=self.run,
+            steps=step,
+            finished=False,
+            loss=self.loss,
+            val_loss=val_loss,
+            export=None,
+            resumed_at=first,
+            saved=saved,
+        )
 
     def _save(self, step: int, *, wait: bool) -> dict[str, float]:
         begin = time.perf_counter()

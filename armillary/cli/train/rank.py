@@ -82,6 +82,7 @@ def train_run(task: dict[str, Any], out: Output) -> dict[str, Any]:
             say=out.warn,
             home=home,
             parent=task["parent"],
+            leaving=lambda done: write_json(Path(task["answers"]) / "outcome.json", outcome_of(done)),
         )
     return outcome_of(done)
 

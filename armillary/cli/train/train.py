@@ -214,7 +214,16 @@ def _train_here(
     from armillary.training.loop import train as library_train
 
     with TrainView(out, begun.plan, run, brief=brief) as view:
-        done = library_train(begun.plan, run, device=device, until=until, watch=view, say=out.warn, home=begun.home)
+        done = library_train(
+            begun.plan,
+            run,
+            device=device,
+            until=until,
+            watch=view,
+            say=out.warn,
+            home=begun.home,
+            leaving=lambda done: say_end(out, run, outcome_of(done), brief=brief),
+        )
     return outcome_of(done)
 
 

@@ -134,6 +134,10 @@ class TrainJob:
     on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
     """what happens when loss or gradients are nan or infinite: the step is never taken; stop ends the run, skip
     continues with the next batch (fp16 always skips, and lowers its loss scale)"""
+    grace_s: Free[float] = 0.0
+    """seconds from SIGTERM to the end of the process, as a scheduler grants them (Kubernetes 30, spot machines 30 to
+    120): a step that takes longer than a third of them is abandoned, and what was complete before it is saved. 0: the
+    step is completed first, however long it takes"""
     max_restarts: Free[int] = 3
     """times that ranks which were killed, or lost each other, are started again from the newest checkpoint with no new
     one in between; 0: the run ends. torchrun and srun have restarts of their own"""
@@ -202,7 +206,7 @@ class TrainJob:
         at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "lr_base_batch", "eval_batches", "log_every")
         at_least(self, "train", 1, "checkpoint_full_every")
         intervals = ("warmup_steps", "eval_every", "save_every", "profile_every", "loss_chunk")
-        at_least(self, "train", 0, "keep", "keep_every", "keep_best", "peer_copy_every", "max_restarts")
+        at_least(self, "train", 0, "keep", "keep_every", "keep_best", "peer_copy_every", "max_restarts", "grace_s")
         weights = ("weight_decay", "balance_loss", "router_z_loss", "bias_rate")
         at_least(self, "train", 0, *intervals, *weights, "min_lr", "clip", "seed", "lora_rank", "lora_dropout")
         above_zero(self, "train", "lr", "eps", "lora_alpha", "expert_capacity")

@@ -118,9 +118,16 @@ class Saver:
     # --- called by training
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, in_memory: bool = False
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        *,
+        in_memory: bool = False,
+        random: dict[str, Tensor] | None = None,
     ) -> None:
-        """Begin checkpoint `step`, on disk or as a peer copy; waits for the one in flight."""
+        """Begin checkpoint `step`, on disk or as a peer copy; waits for the one in flight. `random` is the random state
+        that belongs to it, where that is not the one of this moment."""
         begin = time.perf_counter()
         self._join()
         wait_s = time.perf_counter() - begin
@@ -136,7 +143,7 @@ class Saver:
             step=step,
             number=self._count,
             about=about,
-            random=random_state(),
+            random=random_state() if random is None else random,
             copy=copy,
             began=begin,
             wait_s=wait_s,
@@ -229,6 +236,10 @@ class Saver:
             self._uploader.close()
         if self._making is not None and not self._making.exception():
             self._making.result().close()
+
+    def wait(self) -> None:
+        """Wait for the save in flight on this rank alone."""
+        self._join_and_check()
 
     def _join(self) -> None:
         if self._last is not None:
