@@ -135,7 +135,7 @@ def _preemption(lifecycle: RunLifecycle, first: int, leaving: Callable[[Trained]
         gate,
         grace_s=trainer.job.grace_s,
         save=lambda step, random: lifecycle.save_abandoned(step, random, own),
-        leave=lambda: leaving(lifecycle.ended(first, lifecycle.done)) if own.is_main else None,
+        before_exit=lambda: leaving(lifecycle.ended(first, lifecycle.done)) if own.is_main else None,
         token=ranks.broadcast(secrets.token_hex(8)),
     )
 

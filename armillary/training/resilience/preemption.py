@@ -105,12 +105,12 @@ class Preemption(NoPreemption):
         *,
         grace_s: float,
         save: Callable[[int, dict[str, Tensor]], None],
-        leave: Callable[[], None] = lambda: None,
+        before_exit: Callable[[], None] = lambda: None,
         token: str = "",
     ) -> None:
         """`ranks` have a process group of their own. `save(step, random)` saves what was complete before step number
-        `step`; every rank calls it. `leave()` is called before a process ends whose main thread does not."""
-        self._ranks, self._gate, self._grace_s, self._save, self._leave = ranks, gate, grace_s, save, leave
+        `step`; every rank calls it. `before_exit()` is called before a process ends whose main thread does not."""
+        self._ranks, self._gate, self._grace_s, self._save, self._before_exit = ranks, gate, grace_s, save, before_exit
         self._store: Any = dist.distributed_c10d._get_default_store() if ranks.size > 1 else None
         self._key = f"preemption/{token}"
         self._ended = threading.Event()
@@ -186,7 +186,7 @@ class Preemption(NoPreemption):
         self._gate.abandon()
         left_s = self._grace_s - (time.monotonic() - begin)
         if not self._ended.wait(min(UNWIND_S, max(0.5, left_s - 1.0))):
-            self._leave()
+            self._before_exit()
             os._exit(0)
 
     def _close_all(self, attempt: int) -> int | None:
