@@ -80,6 +80,9 @@ def abort_world() -> None:
 
 def _start(world: World, timeout_s: float) -> None:
     nccl = world.device.type == "cuda"
+    os.environ.setdefault(
+        "TORCH_FR_BUFFER_SIZE", "256"
+    )  # torch records the last collectives, for the verdict on a hang
     if nccl:
         torch.cuda.set_device(world.device)
     dist.init_process_group(

@@ -165,7 +165,11 @@ _TRAINING: _Rows = (
     ("grad_norm", "1", "L2 norm of all gradients before clipping"),
     ("lr", "1", "learning rate of the step"),
     ("loss_scale", "1", "fp16 loss scale"),
-    ("skipped_steps_total", "steps", "steps that the loss scaler skipped"),
+    (
+        "skipped_steps_total",
+        "steps",
+        "steps whose update was skipped: fp16 overflow, values that are not finite, loss spikes",
+    ),
     ("tokens_total", "tokens", "tokens trained so far"),
     ("rank_spread_s", "s", "step time of the slowest rank minus that of the median rank"),
     ("slowest_rank", "rank", "rank with the longest step"),

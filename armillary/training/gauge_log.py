@@ -62,6 +62,13 @@ class Recorder:
         if last or self.trainer.device.type != "cuda":
             self.write()
 
+    def rewind(self, step: int) -> None:
+        """The run goes on from `step`: records of it and of later steps are removed."""
+        self.write()
+        if self._gauges is not None:
+            self._gauges.close()
+            self._gauges = self._stack.enter_context(GaugeWriter(self.run.gauges, step=step))
+
     def write(self) -> None:
         """Write down what waits."""
         while self._waiting:

@@ -22,6 +22,7 @@ from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.staging import call_before_steps
 from armillary.training.gauge_log import Recorder, Watch, note_failure
 from armillary.training.resilience.preemption import NoPreemption, Preemption, UpdateGate
+from armillary.training.resilience.watcher import watched
 from armillary.training.run_lifecycle import RunLifecycle, Trained
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.numerics import numerics, seed
@@ -85,10 +86,12 @@ def _train(
     ranks = make_consensus(world)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(parent, (lambda: lease.lost) if lease is not None else None))
+        progress = stack.enter_context(watched(plan, run, world, say, by_launcher=bool(parent)))
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
         saved = checkpoint.newest(run, ranks, say, url=job.checkpoint_url, copies=job.peer_copy_every > 0)
         kernels = ranks.run_on_all(lambda: checkpoint.kernels_of(run, saved))
         trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home, folder=run.folder))
+        trainer.telemetry.progress, trainer.spikes.said = progress, say
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
@@ -116,6 +119,9 @@ def _train(
             step += 1
             report, done = lifecycle.after(report, step)
             record(report, last=done)
+            if trainer.spikes.rewinds and not done:
+                step = lifecycle.rewind(step)
+                record.rewind(step)
         record.write()
         return lifecycle.end(first, step, finished=done)
 

@@ -5,6 +5,7 @@ Tensors are saved under names that do not depend on the layout, so a run can res
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from armillary.training.checkpoint.retention import Policy
 from armillary.training.checkpoint.saver import Saved, Saver
 from armillary.training.checkpoint.staging import call_before_steps
 from armillary.training.data.shard_index import NAME as INDEX
+from armillary.training.resilience.replica_check import check_replicas
+from armillary.training.skipped_batches import SkippedBatches
 from armillary.training.startup_probe import startup_costs
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.numerics import seed
@@ -90,6 +93,8 @@ class RunLifecycle:
         )
         trainer.batches.check = self.saver.check
         call_before_steps(trainer.optimizer, self.saver.before_update)
+        trainer.spikes.samples = SkippedBatches(run, trainer).note
+        self._rewinds: Counter[int] = Counter()  # by checkpoint
 
     def resume(self, step: int) -> int:
         """Restore everything from the checkpoint of `step`; 0: there is none."""
@@ -98,6 +103,8 @@ class RunLifecycle:
         if not step:
             return 0
         trainer, folder = self.trainer, checkpoint.place_of(self.run, step)
+        trainer.telemetry.progress.mark("resume")
+        trainer.telemetry.progress.step = step - 1
         about = trainer.ranks.run_on_all(lambda: checkpoint.read_facts(folder))
         trainer.ranks.run_on_all(lambda: self._check_text(about))
         checkpoint.load(folder, self._tensors(), trainer.ranks)
@@ -109,9 +116,26 @@ class RunLifecycle:
         trainer.val_loss, self.loss = about["val_loss"], float(about["loss"])
         if trainer.scaler.is_enabled() and about["scaler"]:
             trainer.scaler.load_state_dict(about["scaler"])
+        trainer.spikes.load(about.get("spikes", {}))
+        trainer.batches.left_out = set(about.get("left_out_batches", ()))
         self.done = self.saved = step
         self.restarts = int(about["restarts_total"]) + 1
         return step
+
+    def rewind(self, step: int) -> int:
+        """After a spike in the last of `step` steps: back to the newest checkpoint, and on without that batch; each
+        time that the same checkpoint is used, without twice as many. Without a checkpoint the batch was skipped."""
+        trainer, restarts, left_out = self.trainer, self.restarts, set(self.trainer.batches.left_out)
+        self.saver.finish()
+        saved = checkpoint.newest(self.run, trainer.ranks)
+        if not 0 < saved < step:
+            return step
+        bad, skipped = trainer.batches.data_step(step - 1), trainer.spikes.skipped
+        self.resume(saved)
+        self.restarts, trainer.spikes.skipped = restarts, skipped
+        trainer.batches.leave_out({*left_out, *range(bad, bad + 2 ** self._rewinds[saved])})
+        self._rewinds[saved] += 1
+        return saved
 
     def probe(self, step: int) -> None:
         """Measure startup costs before the first step, which reports them; with a GPU, pin memory for checkpoints
@@ -141,6 +165,8 @@ class RunLifecycle:
                 value = trainer.validate()
             more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
         done = step == job.steps or (self.until is not None and self.until.is_met(report.gauges | more))
+        if job.replica_check_every and step % job.replica_check_every == 0:
+            check_replicas(self._tensors(), trainer.ranks, step)
         if done or report.save:
             more |= self.save(step, wait=done)
         else:
@@ -198,6 +224,7 @@ class RunLifecycle:
 
     def _save(self, step: int, *, wait: bool) -> dict[str, float]:
         begin = time.perf_counter()
+        self.trainer.telemetry.progress.mark("save")
         self.saver.save(step, self._tensors(), self._facts())
         self.saved = step
         if wait or not self.job.checkpoint_async:
@@ -256,6 +283,7 @@ class RunLifecycle:
         folder = None
         if finished:
             self.run_clock.enter("exporting", step)
+            trainer.telemetry.progress.mark("export")
             trainer.close()
             widen(trainer.model, trainer.optimizer)
             tokenizer = trainer.text.tokenizer_folder
@@ -299,6 +327,8 @@ class RunLifecycle:
             "base": trainer.plan.weights,
             "kernels": trainer.choices.names,
             "text": text_mark(trainer.plan),
+            "spikes": trainer.spikes.state(),
+            "left_out_batches": sorted(trainer.batches.left_out),
         }
 
 

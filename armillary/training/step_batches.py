@@ -6,7 +6,7 @@ while the device works on the current one.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -55,11 +55,23 @@ class StepBatches:
         self._loader: Loader | None = None
         self._next = self._until = 0
         self._prefetched: StepBatch | None = None
+        self.left_out: set[int] = set()
         self.save_due: Callable[[int], Due] = lambda step: ""
         """whether a checkpoint follows a step, or a copy in memory; called once per step, and only the main rank's
         result counts"""
         self.check: Callable[[], None] = lambda: None
         """raises what went wrong beside the steps, as in a checkpoint that is being written; every rank then raises"""
+
+    def data_step(self, step: int) -> int:
+        """The number of the batch that a step reads: the same, but for batches that are left out."""
+        for skipped in sorted(self.left_out):
+            step += skipped <= step
+        return step
+
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """Batches that no later step reads."""
+        self.left_out |= set(numbers)
+        self.close()
 
     def at(self, step: int, stop: Stop) -> StepBatch:
         ready, self._prefetched = self._prefetched, None
@@ -107,7 +119,7 @@ class StepBatches:
 
     def _checked_rows(self, step: int) -> DeviceBatch:
         self.check()
-        return self._rows(step)
+        return self._rows(self.data_step(step))
 
     def _rows(self, step: int) -> DeviceBatch:
         """This rank's rows; a step out of order opens the loader again."""

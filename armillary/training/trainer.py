@@ -27,6 +27,7 @@ from armillary.training.step.numerics import autocast
 from armillary.training.step.optimizer import learning_rate, set_learning_rate, update
 from armillary.training.step.optimizer_offload import Offloaded, optimizer_of
 from armillary.training.step.router_balance import Routers
+from armillary.training.step.spike import SpikeGuard
 from armillary.training.step_batches import StepBatches, Stop
 from armillary.training.telemetry.async_readback import StepValues
 from armillary.training.telemetry.step_telemetry import NullTelemetry, StepReport, StepTelemetry
@@ -70,6 +71,7 @@ class Trainer:
         self.validation_s = 0.0
         self.tokens = 0
         self.nonfinite = Nonfinite(self.job, self.ranks, self.optimizer, self.num_parameters)
+        self.spikes = SpikeGuard(self.job, self.ranks, self.optimizer, scaled=self.scaler.is_enabled())
         self.batches = StepBatches(self.text.train, plan, self.mesh, self.ranks, work_s=lambda: self.telemetry.work_s)
 
     # --- one step
@@ -87,6 +89,7 @@ class Trainer:
             self.batches.prefetch(step + 1, stop)
             meanwhile()
         self.nonfinite.check(step, values, local_loss)
+        self.spikes.check(step, values)
         self.tokens += self.job.batch_tokens
         return self.telemetry.report(batch, values, self._counters())
 
@@ -128,9 +131,10 @@ class Trainer:
             scale = self.scaler.factor
             values.read({"loss": loss, "grad_norm": norm} | ({"loss_scale": scale} if scale is not None else {}))
 
+        checked = self.spikes.guarded(loss)
         with self.telemetry.phase("optimizer"):
-            norm = update(self.sharded, self.optimizer, self.scaler, self.job.clip, read_back, loss)
-        values.read(self.routers.finish(loss, norm))
+            norm = update(self.sharded, self.optimizer, self.scaler, self.job.clip, read_back, checked)
+        values.read(self.routers.finish(checked, norm))
 
     def _rows(self, batch: DeviceBatch) -> Rows:
         """The input of the stages: this rank's tokens, and the documents of full rows."""
@@ -172,8 +176,8 @@ class Trainer:
         return batch.tokens(context.shard), context.attend(documents_BT)
 
     def _counters(self) -> dict[str, float]:
-        skips = self.scaler.is_enabled() or self.job.on_nonfinite == "skip"
-        skipped = {"skipped_steps_total": float(self.nonfinite.skipped)} if skips else {}
+        skips = self.scaler.is_enabled() or self.job.on_nonfinite == "skip" or self.job.on_spike in ("skip", "rewind")
+        skipped = {"skipped_steps_total": float(self.nonfinite.skipped + self.spikes.skipped)} if skips else {}
         return {"tokens_total": float(self.tokens)} | skipped
 
     def close(self) -> None:
@@ -192,6 +196,7 @@ class Trainer:
     def validate(self) -> float | None:
         """Mean loss on held-out text, the same text for every layout; None where nothing is held out."""
         begin = time.perf_counter()
+        self.telemetry.progress.mark("validate")
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
         share = {"rank": self.mesh.dp_rank, "world": self.mesh.dp_size}
         held_out = self.text.validation.batches(rows=self.text.train.batch, limit=self.job.eval_batches, **share)

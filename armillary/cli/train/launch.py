@@ -4,21 +4,28 @@ Ctrl-C and SIGTERM are passed on to every rank, which save and end by themselves
 down; the first that had something to say is quoted.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from armillary.cli.train.restarts import Restarts
 from armillary.errors import ArmillaryError
+from armillary.spec.tables.train import OnHang
 from armillary.store import nan_safe_json
+from armillary.store.hang_verdict import HangVerdict, write_verdict
+
+if TYPE_CHECKING:
+    from armillary.training.resilience.watcher import Watcher
 
 POLL_S = 0.1
 SURVIVORS_S = 5.0
@@ -33,6 +40,20 @@ class RankFailed(ArmillaryError):
 
 class RankDied(RankFailed):
     """A rank was killed, or lost the others: the next start may go well."""
+
+
+class RunHung(ArmillaryError):
+    """The ranks stood still and were ended; the message is the verdict."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangWatch:
+    """How the launcher watches the ranks of a run: its folder, what follows a verdict, and who says it."""
+
+    folder: Path
+    on_hang: OnHang
+    say: Callable[[str], None]
+    remote_data: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,27 +74,36 @@ def launch(
     logs: Path,
     then: str = "the same command continues from the last checkpoint",
     restarts: Restarts | None = None,
+    watch: HangWatch | None = None,
 ) -> Launched:
     """Run `python -m PROGRAM TASK` as ranks of one machine, and wait for them. The main rank shows what it does; what
     others print goes to `logs`. `threads` are those of a rank that computes on the CPU; `then` is what to do when one
-    fails. Where a rank dies, all are started again as long as `restarts` allows."""
+    fails. Where a rank dies, or with `watch` where they stand still, all are started again as long as `restarts`
+    allows."""
     while True:
         try:
-            return _launch_once(program, task, num_ranks, threads, logs, then)
-        except RankDied as error:
-            if restarts is None or not restarts.allows(str(error).partition(";")[0]):
+            return _launch_once(program, task, num_ranks, threads, logs, then, watch)
+        except (RankDied, RunHung) as error:
+            ends = isinstance(error, RunHung) and watch is not None and watch.on_hang != "restart"
+            if ends or restarts is None or not restarts.allows(str(error).partition(";")[0]):
                 raise
 
 
 def _launch_once(
-    program: str, task: Mapping[str, Any], num_ranks: int, threads: int | None, logs: Path, then: str
+    program: str,
+    task: Mapping[str, Any],
+    num_ranks: int,
+    threads: int | None,
+    logs: Path,
+    then: str,
+    watch: HangWatch | None,
 ) -> Launched:
     with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
         logs.mkdir(parents=True, exist_ok=True)
         text = nan_safe_json.dumps({**task, "answers": folder, "logs": str(logs), "parent": os.getpid()})
         ranks = _start(program, text, num_ranks, threads, folder)
         with _forwarding_signals(ranks) as forwarded:
-            failed = _wait(ranks)
+            failed = _wait(ranks, watch)
         outcome, interrupted = Path(folder, "outcome.json"), bool(forwarded)
         if outcome.is_file():
             return Launched(outcome=nan_safe_json.read_table(outcome), interrupted=interrupted)
@@ -97,6 +127,7 @@ def _start(program: str, task: str, num_ranks: int, threads: int | None, folder:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": "armillary",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCH_FR_BUFFER_SIZE": "256",  # torch records the last collectives, for the verdict on a hang
     }
     if threads is not None:
         common |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
@@ -136,12 +167,20 @@ def _forwarding_signals(ranks: Any) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Any) -> dict[int, int]:
+def _wait(ranks: Any, watch: HangWatch | None = None) -> dict[int, int]:
     """Rank -> exit code of those that failed, once all have ended."""
+    watcher = _watcher(ranks, watch) if watch is not None else None
     while not (killed := _killed(ranks)) and not _has_ended(ranks):
         time.sleep(POLL_S)
+        if watcher is not None and watch is not None and (verdict := watcher.poll()) is not None:
+            _tell(verdict, watch)
+            if watch.on_hang != "wait":
+                ranks.close(death_sig=signal.SIGKILL, timeout=10)  # a rank in a collective reacts to nothing else
+                raise RunHung(verdict.text)
     if killed:
         _end_survivors(ranks)
+        if watcher is not None and watch is not None and (verdict := watcher.judge_ended(killed)) is not None:
+            _tell(verdict, watch)
         return killed
     result = ranks.wait(timeout=POLL_S, period=POLL_S)
     assert result is not None, "a rank has ended"
@@ -152,6 +191,21 @@ def _wait(ranks: Any) -> dict[int, int]:
     codes = first | {rank: handler.proc.poll() or 0 for rank, handler in ranks.subprocess_handlers.items()}
     by_itself = {rank: code for rank, code in codes.items() if code not in (0, -signal.SIGTERM)}
     return by_itself or first  # the others were told to end
+
+
+def _watcher(ranks: Any, watch: HangWatch) -> Watcher:
+    from armillary.training.resilience.heartbeat import HeartbeatBoard, board_name
+    from armillary.training.resilience.watcher import Watcher
+
+    board, pids = HeartbeatBoard(ranks.store, board_name(watch.folder, "0")), ranks.pids()
+    return Watcher(board, len(pids), remote_data=watch.remote_data, pids=pids, crashes=watch.folder / "logs")
+
+
+def _tell(verdict: HangVerdict, watch: HangWatch) -> None:
+    """Print and write a verdict; the disk may be the reason for it."""
+    watch.say("\n".join(verdict.lines))
+    with suppress(ArmillaryError, OSError):
+        write_verdict(watch.folder, verdict)
 
 
 def _codes(ranks: Any) -> dict[int, int | None]:

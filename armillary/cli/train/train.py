@@ -232,12 +232,12 @@ def _launch(
 ) -> dict[str, Any]:
     """Train in ranks that this process starts; a failure is recorded here, because a rank may be killed before it
     can."""
-    from armillary.cli.train.launch import launch
+    from armillary.cli.train.launch import HangWatch, launch
     from armillary.cli.train.restarts import Restarts
     from armillary.machine.cores import compute_threads
     from armillary.training.gauge_log import note_failure
+    from armillary.training.resilience.watcher import reads_remote
 
-    assert begun.plan.train is not None
     count = begun.plan.layout.num_devices
     on_cpu = begun.plan.cluster.chip.kind == "cpu" or device == "cpu"
     task = {
@@ -249,6 +249,9 @@ def _launch(
         "home": {"work": str(begun.home.work), "cache": str(begun.home.cache)},
         "until": f"{until.gauge}={until.value!r}" if until else "",
     }
+    job = begun.plan.train
+    assert job is not None
+    watch = HangWatch(folder=run.folder, on_hang=job.on_hang, say=out.warn, remote_data=reads_remote(begun.plan))
     try:
         ended = launch(
             "armillary.cli.train.rank",
@@ -256,7 +259,8 @@ def _launch(
             num_ranks=count,
             logs=run.folder / "logs",
             threads=compute_threads(count) if on_cpu else None,
-            restarts=Restarts(run, begun.plan.train.max_restarts, out.warn),
+            restarts=Restarts(run, job.max_restarts, out.warn),
+            watch=watch,
         )
     except BaseException as error:
         note_failure(run, error)

@@ -14,6 +14,7 @@ from armillary.spec.lora import check_names
 from armillary.spec.tables.checks import above_zero, at_least, refuse
 from armillary.spec.tables.resume_class import Defining, Free, Noted
 
+OnHang = Literal["exit", "restart", "wait"]
 LONGEST = 100_000
 """most rows per round: its table is in memory"""
 
@@ -141,6 +142,14 @@ class TrainJob:
     max_restarts: Free[int] = 3
     """times that ranks which were killed, or lost each other, are started again from the newest checkpoint with no new
     one in between; 0: the run ends. torchrun and srun have restarts of their own"""
+    on_spike: Noted[Literal["warn", "skip", "rewind", "stop"]] = "warn"
+    """what happens when the loss of a batch is far above the last ones: warn names its samples; skip also leaves the
+    weights as they were; rewind goes back to the newest checkpoint, too, and leaves the batch out; stop ends the run"""
+    replica_check_every: Free[int] = 1000
+    """steps between comparisons of the bits that ranks hold in common, which find a flipped bit; 0: none"""
+    on_hang: Free[OnHang] = "exit"
+    """what follows the verdict on a run that stands still: exit, restart from the newest checkpoint (under torchrun or
+    srun: exit, and its own restarts follow), or wait, where the run goes on if it can"""
     seed: Defining[int] = 0
     """seed of the initial weights and of dropout"""
     eval_every: Free[int] = 50
@@ -205,7 +214,7 @@ class TrainJob:
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "lr_base_batch", "eval_batches", "log_every")
         at_least(self, "train", 1, "checkpoint_full_every")
-        intervals = ("warmup_steps", "eval_every", "save_every", "profile_every", "loss_chunk")
+        intervals = ("warmup_steps", "eval_every", "save_every", "profile_every", "replica_check_every", "loss_chunk")
         at_least(self, "train", 0, "keep", "keep_every", "keep_best", "peer_copy_every", "max_restarts", "grace_s")
         weights = ("weight_decay", "balance_loss", "router_z_loss", "bias_rate")
         at_least(self, "train", 0, *intervals, *weights, "min_lr", "clip", "seed", "lora_rank", "lora_dropout")

@@ -100,15 +100,19 @@ class WholeRows:
         tokens, targets, positions, documents = map(np.stack, zip(*rows, strict=True))
         return Batch(tokens_BT=tokens, targets_BT=targets, positions_BT=positions, documents_BT=documents)
 
-    def _row(self, number: int) -> tuple[np.ndarray, ...]:
+    def pieces(self, number: int) -> list[tuple[int, int]]:
+        """(start, length) of the documents of a row."""
         packed = self._table[1]
+        span = slice(int(packed.rows[number]), int(packed.rows[number + 1]))
+        return list(zip(packed.starts[span].tolist(), packed.lengths[span].tolist(), strict=True))
+
+    def _row(self, number: int) -> tuple[np.ndarray, ...]:
         tokens: np.ndarray = np.zeros(self.sequence, np.int64)
         positions: np.ndarray = np.zeros(self.sequence, np.int64)
         targets: np.ndarray = np.full(self.sequence, IGNORED, np.int64)
         documents: np.ndarray = np.zeros(self.sequence, np.int32)
         at, count = 0, 0
-        for piece in range(int(packed.rows[number]), int(packed.rows[number + 1])):
-            start, length = int(packed.starts[piece]), int(packed.lengths[piece])
+        for start, length in self.pieces(number):
             here = slice(at, at + length)
             ids = self.shards.read(start, length + 1)
             tokens[here], targets[here] = ids[:-1], ids[1:]

@@ -179,7 +179,7 @@ class TokenShards:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` ids from position `start` of the row, across shards, int64; fewer at its end."""
-        parts = [self._checked(shard, first, last) for shard, first, last in self._within(start, count)]
+        parts = [self._checked(shard, first, last) for shard, first, last in self.within(start, count)]
         return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
 
     def _checked(self, shard: int, first: int = 0, last: int | None = None) -> np.ndarray:
@@ -192,19 +192,19 @@ class TokenShards:
 
     def read_answers(self, start: int, count: int) -> np.ndarray:
         """Whether the tokens that `read` gives are to be learnt, bool."""
-        parts = [self.files.answers(shard)[first:last] for shard, first, last in self._within(start, count)]
+        parts = [self.files.answers(shard)[first:last] for shard, first, last in self.within(start, count)]
         return np.concatenate(parts).astype(bool) if parts else np.empty(0, bool)
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Positions in `start … start + count` at which a document starts."""
         starts = []
-        for shard, first, last in self._within(start, count):
+        for shard, first, last in self.within(start, count):
             documents = self.files.offsets(shard)[:-1]
             low, high = (int(np.searchsorted(documents, np.uint64(edge))) for edge in (first, last))
             starts.append(documents[low:high].astype(np.int64) + self.starts[shard])
         return np.concatenate(starts) if starts else np.empty(0, np.int64)
 
-    def _within(self, start: int, count: int) -> list[tuple[int, int, int]]:
+    def within(self, start: int, count: int) -> list[tuple[int, int, int]]:
         """(shard, first, last) of the pieces a stretch of the row is made of."""
         end = min(start + count, self.num_tokens)
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1

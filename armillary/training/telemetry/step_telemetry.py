@@ -17,6 +17,7 @@ from armillary.parallel.apply import Sharded
 from armillary.parallel.timers import ExposedWaits
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
+from armillary.training.resilience.progress import BETWEEN, Progress
 from armillary.training.step.numerics import HALF
 from armillary.training.step.optimizer_offload import Offloaded
 from armillary.training.step_batches import StepBatch
@@ -64,17 +65,20 @@ class NullTelemetry:
         self.device = sharded.mesh.world.device
         self.readback = AsyncReadback(self.device)
         self.waits = ExposedWaits(self.device)
+        self.progress = Progress()
         self.work_s = 0.0
         """the last step's time without waits for other ranks; 0: not known"""
 
     def start_step(self) -> None:
         """Called before the batch is fetched."""
+        self.progress.start_step()
 
     def exclude(self, seconds: float) -> None:
         """Leave out time between two steps that has its own gauge: validation, checkpoints."""
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Around the forward pass, the loss, the backward pass or the optimizer."""
+        self.progress.mark(name)
         return nullcontext()
 
     def mark_hidden(self, hidden: Tensor) -> None:
@@ -83,12 +87,14 @@ class NullTelemetry:
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[StepValues]:
         """Around forward pass, backward pass and optimizer; waits for the values that were read back."""
+        self.progress.step = batch.step
         values = StepValues(self.readback)
         yield values
         values.wait()
         self.waits.forget()
 
     def report(self, batch: StepBatch, values: Mapping[str, float], counters: Mapping[str, float]) -> StepReport:
+        self.progress.mark(BETWEEN)
         return StepReport(step=batch.step, gauges={**values, **counters}, save=batch.save, copy=batch.copy)
 
 
@@ -122,6 +128,7 @@ class StepTelemetry(NullTelemetry):
             sharded.add_timer(self.waits)
 
     def start_step(self) -> None:
+        super().start_step()
         self.readback.start()
         self.clock.start()
 
@@ -129,6 +136,7 @@ class StepTelemetry(NullTelemetry):
         self.clock.exclude(seconds)
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
+        self.progress.mark(name)
         return self._timed_optimizer() if name == "optimizer" else self.memory.phase(name)
 
     def mark_hidden(self, hidden: Tensor) -> None:
@@ -143,6 +151,7 @@ class StepTelemetry(NullTelemetry):
 
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[StepValues]:
+        self.progress.step = batch.step
         self._fetch_s = self.clock.since_start()
         self._profiled = self.num_steps != MEASURED_STEP and self.profile.is_due(batch.step, self.num_steps)
         self.memory = self._meter()
@@ -160,6 +169,7 @@ class StepTelemetry(NullTelemetry):
     def report(self, batch: StepBatch, values: Mapping[str, float], counters: Mapping[str, float]) -> StepReport:
         """All gauges of the step; called once, when the device has run it."""
         self.num_steps += 1
+        self.progress.mark(BETWEEN)
         self.waits.add(batch.consensus_s)
         waited, idle, recompute = self.waits.take(), self._idle(), self.recompute.take()
         bubble_s, memory = idle.get("bubble_s", 0.0), self.memory.sizes()

@@ -1,0 +1,108 @@
+"""Runs on gloo ranks that really hang: each is diagnosed within 30 s, by the launcher or by the lowest live rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armillary.cli.train.launch import HangWatch, RankFailed, RunHung, launch
+from armillary.spec.recipe import Recipe
+from armillary.store.hang_verdict import HangVerdict, read_verdict
+from armillary.store.home import Home
+from armillary.store.runs import Run
+from armillary.training.prepare_run import model_source, resolve_run
+from tests.training.resilience.hanging_rank import STEP
+
+Make = Callable[..., Recipe]
+WITHIN_S = 30.0
+
+
+def hang(recipe: Recipe, home: Home, fault: str, **settings: Any) -> tuple[Run, list[str], Any]:
+    """Train on ranks with a fault: the run, what the launcher said, and how it ended."""
+    begun = resolve_run(recipe, home, model_source(recipe, home), cpu_ranks=4)
+    begun.prepare()
+    run, said = begun.create_run(), list[str]()
+    task = {
+        "run": str(run.folder),
+        "mode": "silent",
+        "device": "cpu",
+        "brief": True,
+        "home": {"work": str(home.work), "cache": str(home.cache)},
+        "until": "",
+        "fault": fault,
+        "once": str(run.folder / "hung"),
+    }
+    watch = HangWatch(folder=run.folder, say=said.append, **{"on_hang": "exit"} | settings)
+    program = "tests.training.resilience.hanging_rank"
+    try:
+        count = begun.plan.layout.num_devices
+        ended: Any = launch(program, task, num_ranks=count, threads=1, logs=run.folder / "logs", watch=watch)
+    except (RunHung, RankFailed) as error:
+        ended = error
+    return run, said, ended
+
+
+def judged(run: Run) -> tuple[HangVerdict, float]:
+    """The verdict, and the seconds from the fault to it."""
+    verdict = read_verdict(run.folder)
+    assert verdict is not None
+    return verdict, verdict.time - Path(run.folder, "hung").stat().st_mtime
+
+
+LONG = ("train.steps=1000", "train.eval_every=0", "train.save_every=20", "layout.dp=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "cause", "says"),
+    [
+        ("stops", "stopped_process", "rank 1 is stopped"),
+        ("loader", "stuck_data_loader", "the data loader of rank 1"),
+        ("computes", "slow_rank", "rank 1 computes"),
+    ],
+)
+def test_a_rank_that_hangs_is_diagnosed(fault: str, cause: str, says: str, recipe: Make, home: Home) -> None:
+    begin = time.monotonic()
+    run, said, ended = hang(recipe(*LONG), home, fault)
+    verdict, after_s = judged(run)
+    assert isinstance(ended, RunHung) and str(ended) == verdict.text
+    assert (verdict.cause, verdict.rank) == (cause, 1) and says in verdict.text and said[0].startswith(verdict.text)
+    assert after_s < WITHIN_S, f"{after_s:.0f} s"
+    assert verdict.collective is not None and verdict.collective.kind == "all_reduce"
+    assert verdict.collective.sequence > 0 and verdict.collective.bytes > 0
+    first, second = verdict.ranks
+    where = verdict.text + " ".join(second.lines)
+    assert first.step == STEP and first.lines and ("hanging_rank.py" in where or "step_batches.py" in where)
+    assert time.monotonic() - begin < 90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["layout.dp=2"], ["layout.dp=2", "layout.tp=2"]], ids=["one group", "several"])
+def test_a_rank_that_skips_a_collective_is_diagnosed(layout: list[str], recipe: Make, home: Home) -> None:
+    """In one group gloo aborts a rank at once, because sizes differ; where the groups differ, all ranks wait."""
+    run, said, ended = hang(recipe(*LONG, *layout), home, "skips")
+    verdict, after_s = judged(run)
+    assert (verdict.cause, verdict.rank) == ("desync", 1) and after_s < WITHIN_S, verdict.text
+    assert "armillary/parallel/apply.py" in verdict.text and "armillary/parallel/consensus.py" in verdict.text
+    assert "number" in verdict.text and "bytes" in verdict.text and said and isinstance(ended, RunHung | RankFailed)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_diagnosed_at_once(recipe: Make, home: Home) -> None:
+    run, said, ended = hang(recipe(*LONG), home, "dies")
+    verdict, after_s = judged(run)
+    assert isinstance(ended, RankFailed) and "rank 1 was killed by signal 9" in str(ended)
+    assert (verdict.cause, verdict.rank) == ("dead_process", 1) and "killed by signal 9" in verdict.text
+    assert after_s < WITHIN_S and said
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_starts_again_from_its_checkpoint(recipe: Make, home: Home) -> None:
+    short = ("train.steps=30", "train.eval_every=0", "train.save_every=20", "layout.dp=2")
+    _, said, ended = hang(recipe(*short), home, "stops", on_hang="restart")
+    assert ended.outcome["finished"] and ended.outcome["resumed_at"] == 20
+    assert said[-1] == "the ranks start again from the newest checkpoint"
