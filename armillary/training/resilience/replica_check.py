@@ -31,7 +31,8 @@ def check_replicas(tensors: Mapping[str, Tensor], ranks: Consensus, step: int) -
     ranks.raise_first(
         ArmillaryError(
             f"after step {step} {name.partition('@')[0]}{more} of {who} differs from its replicas: a bit flipped in "
-            "memory, or ranks computed differently; train again without that machine: the run continues from the last checkpoint"
+            "memory, or ranks computed differently; train again without that machine: the run continues from the last "
+            "checkpoint"
         )
     )
 
