@@ -1,7 +1,9 @@
 """`armillary runs`: the runs of this home, newest first, or everything about one."""
 
+from __future__ import annotations
+
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,10 +15,14 @@ from armillary.planning.cost.measured_failures import MeasuredFailures, measured
 from armillary.spec.plan import Plan
 from armillary.spec.toml.fields import to_plain
 from armillary.store.goodput import GoodputAccount, account_of_run
+from armillary.store.hang_verdict import read_verdict
 from armillary.store.home import Home
 from armillary.store.run_state import RunState
 from armillary.store.runs import Run, find_run, list_runs
 from armillary.units import seconds_text
+
+if TYPE_CHECKING:
+    from armillary.diagnosis.evidence.stragglers import Straggler
 
 
 @verb
@@ -75,9 +81,32 @@ def _show_one(out: Output, run: Run) -> None:
     out.fields(run.id, [(name, value) for name, value in fields if value not in (None, "", [])])
     if account is not None:
         _say_goodput(out, run, account)
+    _say_trouble(out, run)
     if facts["export"]:
         out.say(f"next: armillary generate {run.name}")
     out.result(facts, quiet=str(run.folder))
+
+
+def _say_trouble(out: Output, run: Run) -> None:
+    """The last hang of the run, and a rank that is later than the others, where there are."""
+    if (verdict := read_verdict(run.folder)) is not None:
+        out.say(f"{'was hung' if verdict.resolved else 'hung'} {_ago(verdict.time)}: {verdict.text}")
+    if (late := straggler_of(run)) is not None:
+        how = f"{seconds_text(late.seconds)} per step later than the others since step {late.since:,}"
+        why = "waiting for its data" if late.cause == "data" else "in its own work"
+        out.say(f"straggler: rank {late.rank} is {how}, {why}; armillary diagnose {run.name} says what that costs")
+
+
+def straggler_of(run: Run) -> Straggler | None:
+    """The rank that others have been waiting for lately; None where there is none, or too little is known."""
+    from armillary.diagnosis.evidence.stragglers import recent_straggler
+    from armillary.diagnosis.readings.run_folder import read_gauges_file
+
+    try:
+        reading = read_gauges_file(run.gauges)
+    except ArmillaryError:
+        return None
+    return recent_straggler(reading, reading.plan) if reading.kind == "training" else None
 
 
 def _facts(run: Run, state: RunState) -> dict[str, Any]:
@@ -91,6 +120,7 @@ def _facts(run: Run, state: RunState) -> dict[str, Any]:
         "overrides": run.overrides,
         "checkpoints": run.checkpoint_steps(),
         "export": str(export) if export else None,
+        "verdict": to_plain(verdict) if (verdict := read_verdict(run.folder)) is not None else None,
     }
 
 

@@ -173,6 +173,7 @@ _TRAINING: _Rows = (
     ("tokens_total", "tokens", "tokens trained so far"),
     ("rank_spread_s", "s", "step time of the slowest rank minus that of the median rank"),
     ("slowest_rank", "rank", "rank with the longest step"),
+    ("slowest_rank_data_s", "s", "time that the slowest rank waited for its batch beyond the median rank"),
     ("expert_load_max_over_mean", "1", "tokens of the busiest expert over the mean, in the most imbalanced layer"),
     ("expert_tail_fraction", "fraction", "share of experts with less than a tenth of the mean load"),
     ("expert_drop_fraction", "fraction", "share of token copies dropped at the capacity limit"),

@@ -39,6 +39,7 @@ class StepBatch(NamedTuple):
     consensus_s: float = 0.0
     work_s: tuple[float, ...] = ()
     copy: bool = False
+    data_s: tuple[float, ...] = ()  # how long each rank waited for its rows of the step that `work_s` is of
 
 
 class StepBatches:
@@ -55,6 +56,7 @@ class StepBatches:
         self._loader: Loader | None = None
         self._next = self._until = 0
         self._prefetched: StepBatch | None = None
+        self._last_wait_s = 0.0
         self.left_out: set[int] = set()
         self.save_due: Callable[[int], Due] = lambda step: ""
         """whether a checkpoint follows a step, or a copy in memory; called once per step, and only the main rank's
@@ -91,19 +93,20 @@ class StepBatches:
         rows, error = attempt(lambda: self._checked_rows(step))
         begin = time.perf_counter()
         several = self._ranks.size > 1
-        work_s = [0.0] * self._ranks.size if several else []
+        size, rank = self._ranks.size, self._ranks.rank
+        times = [0.0] * 2 * size if several else []
         if several:
-            work_s[self._ranks.rank] = self._work_s()
+            times[rank], times[size + rank] = self._work_s(), self._last_wait_s
         save = DUE.index(self.save_due(step)) if self._ranks.is_main else 0
         flags = float(stop()), float(error is not None), float(save)
         num_targets = float(rows.num_targets if rows is not None else 0)
-        targets, stops, errors, saves, *all_work_s = self._ranks.total(num_targets, *flags, *work_s)
+        targets, stops, errors, saves, *all_times = self._ranks.total(num_targets, *flags, *times)
         consensus_s = time.perf_counter() - begin if several else 0.0
         if errors:
             self._ranks.raise_first(error)
         assert rows is not None and self._loader is not None
         targets /= self._ranks.size / self._mesh.dp_size  # ranks of tp, cp and pp read the same rows
-        wait_s = self._loader.wait_s
+        wait_s = self._last_wait_s = self._loader.wait_s
         request = DUE[round(saves)]
         return StepBatch(
             step,
@@ -113,8 +116,9 @@ class StepBatches:
             wait_s,
             request == "checkpoint",
             consensus_s,
-            tuple(all_work_s),
+            tuple(all_times[:size]),
             request == "copy",
+            tuple(all_times[size:]),
         )
 
     def _checked_rows(self, step: int) -> DeviceBatch:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from armillary.store.gauges import GaugeWriter
+from armillary.store.hang_verdict import HangVerdict, write_verdict
 from armillary.store.home import Home
 from armillary.store.run_events import add_event
 from armillary.store.runs import Run, create_run
@@ -78,3 +79,17 @@ def test_where_the_time_of_a_run_went(cli: Cli, home: Home) -> None:
     assert sum(facts["seconds"].values()) == facts["total_s"] == 23 and facts["failures"] == 1
     assert facts["suggested"]["rate_is_measured"] and facts["suggested"]["interval_s"] > 0
     assert "52%" in cli("runs").out.splitlines()[1]
+
+
+def test_a_hang_and_a_straggler_are_shown(cli: Cli, home: Home) -> None:
+    run = a_run(home)
+    write_verdict(run.folder, HangVerdict(cause="desync", rank=1, text="rank 1 is in broadcast; fix that", time=1.0))
+    with GaugeWriter(run.gauges) as writer:
+        for step in range(60):
+            late = {"rank_spread_s": 0.4, "slowest_rank": 1.0, "slowest_rank_data_s": 0.3}
+            writer.write({"loss": 3.0, "step_s": 1.0} | late, step=step)
+    shown = cli("runs", run.name)
+    assert "rank 1 is in broadcast; fix that" in shown.out
+    assert "straggler: rank 1 is 400 ms per step later than the others since step" in shown.out
+    assert "waiting for its data" in shown.out
+    assert cli("runs", run.name, "--json").json["verdict"]["cause"] == "desync"

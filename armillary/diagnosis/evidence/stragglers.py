@@ -6,10 +6,11 @@ pipeline stage with more work is not a straggler.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import sqrt
 from statistics import median
+from typing import Literal
 
 from armillary.diagnosis.evidence.step_parts import parts_of, winsorised_mean
 from armillary.diagnosis.evidence.thresholds import (
@@ -34,6 +35,8 @@ class Straggler:
     rank: int
     seconds: float  # per step, beyond the extra work of its pipeline stage
     often: float  # share of the steps in which it was the slowest
+    since: int = 0  # step from which on that holds
+    cause: Literal["data", "compute"] = "compute"  # what it takes longer for
 
 
 def find_straggler(reading: Reading, plan: Plan | None) -> Straggler | None:
@@ -49,7 +52,41 @@ def find_straggler(reading: Reading, plan: Plan | None) -> Straggler | None:
     if often < SAME_SLOWEST_RANK_SHARE or net <= STRAGGLER_STANDARD_ERRORS * error or not _lasts(lateness, net):
         return None
     seconds = net - _given_more(reading, plan, rank)
-    return Straggler(rank=rank, seconds=seconds, often=often) if seconds > 0 else None
+    if seconds <= 0:
+        return None
+    since, cause = _since(reading, rank), _cause(reading, rank, seconds)
+    return Straggler(rank=rank, seconds=seconds, often=often, since=since, cause=cause)
+
+
+def recent_straggler(reading: Reading, plan: Plan | None) -> Straggler | None:
+    """The straggler of the longest last part of the run that has one: all, a half, a quarter."""
+    for parts in (1, 2, 4):
+        steps = reading.steps[len(reading.steps) - len(reading.steps) // parts :]
+        if (late := find_straggler(replace(reading, steps=steps), plan)) is not None:
+            return replace(late, since=_since(reading, late.rank))
+    return None
+
+
+def _since(reading: Reading, rank: int) -> int:
+    """The step from which on the rank was the slowest: where the steps in which it was outweigh, twice, those in which
+    it was not, by most."""
+    known = [record for record in reading.steps if "slowest_rank" in record]
+    score, best, first = 0, 0, 0
+    for record in reversed(known):
+        score += 1 if int(record["slowest_rank"]) == rank else -2
+        if score > best:
+            best, first = score, int(record["step"])
+    return first
+
+
+def _cause(reading: Reading, rank: int, seconds: float) -> Literal["data", "compute"]:
+    """Whether most of its lateness is a wait for its batch."""
+    waits = [
+        float(record.get("slowest_rank_data_s", 0.0))
+        for record in reading.steps
+        if int(record.get("slowest_rank", -1)) == rank
+    ]
+    return "data" if waits and median(waits) > seconds / 2 else "compute"
 
 
 def _spreads(reading: Reading) -> list[tuple[int, float]]:

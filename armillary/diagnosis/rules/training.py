@@ -93,8 +93,11 @@ def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
         share=parts.share(slowest.seconds),
         evidence=evidence,
         says=f"rank {slowest.rank} takes {seconds_text(slowest.seconds)} longer than the others, in "
-        f"{slowest.often:.0%} of the steps; all wait for it",
+        f"{slowest.often:.0%} of the steps since step {slowest.since}, {_LATE_BY[slowest.cause]}; all wait for it",
     )
+
+
+_LATE_BY = {"data": "because of its data loader", "compute": "in its own work"}
 
 
 def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:

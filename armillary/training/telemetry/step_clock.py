@@ -66,13 +66,17 @@ def queued_s() -> float:
         return 0.0
 
 
-def rank_spread(work_s: Sequence[float]) -> dict[str, float]:
-    """How far the slowest rank is behind the median rank, from the work time of each; nothing where one is unknown."""
+def rank_spread(work_s: Sequence[float], data_s: Sequence[float] = ()) -> dict[str, float]:
+    """How far the slowest rank is behind the median rank, from the work time of each, and how much longer than the
+    median rank it waited for its rows; nothing where one is unknown."""
     if len(work_s) < 2 or min(work_s) <= 0:
         return {}
     slowest = max(range(len(work_s)), key=lambda rank: work_s[rank])
     middle = sorted(work_s)[(len(work_s) - 1) // 2]
-    return {"rank_spread_s": work_s[slowest] - middle, "slowest_rank": float(slowest)}
+    spread = {"rank_spread_s": work_s[slowest] - middle, "slowest_rank": float(slowest)}
+    if len(data_s) != len(work_s):
+        return spread
+    return spread | {"slowest_rank_data_s": max(0.0, data_s[slowest] - sorted(data_s)[(len(data_s) - 1) // 2])}
 
 
 class RecomputeTimer:

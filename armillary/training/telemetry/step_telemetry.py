@@ -177,7 +177,11 @@ class StepTelemetry(NullTelemetry):
         parts = without_core_contention(parts, self._seconds, values["host_cpu_s"], values["host_queue_s"])
         step_s = self._fetch_s + self._seconds
         gauges = {**values, **counters, "comm_exposed_s": waited} | self._process_memory() | memory | idle | recompute
-        gauges |= self.throughput.gauges(step_s, batch.wait_s) | self._offloaded.gauges() | rank_spread(batch.work_s)
+        gauges |= (
+            self.throughput.gauges(step_s, batch.wait_s)
+            | self._offloaded.gauges()
+            | rank_spread(batch.work_s, batch.data_s)
+        )
         gauges |= self.clock.gauges(self.readback.overrun_s)
         sources = dict.fromkeys(memory, self.memory.source) | dict.fromkeys(parts, PROFILER)
         sources |= dict.fromkeys([*idle, *recompute, *([] if parts else ["comm_exposed_s"])], self.waits.source)

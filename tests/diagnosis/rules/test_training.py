@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.evidence.stragglers import find_straggler, stage_flops
+from armillary.diagnosis.evidence.stragglers import find_straggler, recent_straggler, stage_flops
 from armillary.diagnosis.evidence.thresholds import COLLAPSED_ROUTER_SHARE
 from armillary.diagnosis.rules.training import (
     bubble,
@@ -50,6 +50,26 @@ def test_one_slow_rank_is_the_cause_of_the_others_waiting() -> None:
     found = straggler(made, None)
     assert found is not None and found.share == pytest.approx(0.4) and "rank 3" in found.says
     assert exposed_communication(made, None) is None, "what is left of the waiting is little"
+
+
+def test_a_straggler_is_told_with_its_cause_and_since_when() -> None:
+    late = reading_of(rank_spread_s=0.4, slowest_rank=3.0, slowest_rank_data_s=0.35)
+    found = straggler(late, None)
+    assert found is not None and "because of its data loader" in found.says
+    one = find_straggler(reading_of(rank_spread_s=0.4, slowest_rank=3.0, slowest_rank_data_s=0.01), None)
+    assert one is not None and one.cause == "compute"
+
+
+def test_a_rank_that_became_slow_in_the_second_half() -> None:
+    begin = 100
+    late = reading_of(
+        count=200,
+        rank_spread_s=lambda step: 0.4 if step >= begin else 0.01,
+        slowest_rank=lambda step: 2.0 if step >= begin else float(step % 4),
+    )
+    assert find_straggler(late, None) is None, "not in every part of the run"
+    recent = recent_straggler(late, None)
+    assert recent is not None and recent.rank == 2 and abs(recent.since - begin) <= 12
 
 
 def test_ranks_that_take_turns_are_a_busy_machine() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from armillary.cli.train.launch import HangWatch, RankFailed, RunHung, launch
+from armillary.cli.train.restarts import Restarts
 from armillary.spec.recipe import Recipe
 from armillary.store.hang_verdict import HangVerdict, read_verdict
 from armillary.store.home import Home
@@ -37,10 +38,11 @@ def hang(recipe: Recipe, home: Home, fault: str, **settings: Any) -> tuple[Run, 
         "once": str(run.folder / "hung"),
     }
     watch = HangWatch(folder=run.folder, say=said.append, **{"on_hang": "exit"} | settings)
+    restarts = Restarts(run, 3, said.append) if watch.on_hang == "restart" else None
     program = "tests.training.resilience.hanging_rank"
     try:
         count = begun.plan.layout.num_devices
-        ended: Any = launch(program, task, num_ranks=count, threads=1, logs=run.folder / "logs", watch=watch)
+        ended: Any = launch(program, task, num_ranks=count, threads=1, logs=run.folder / "logs", watch=watch, restarts=restarts)
     except (RunHung, RankFailed) as error:
         ended = error
     return run, said, ended
@@ -105,4 +107,4 @@ def test_a_run_that_hangs_starts_again_from_its_checkpoint(recipe: Make, home: H
     short = ("train.steps=30", "train.eval_every=0", "train.save_every=20", "layout.dp=2")
     _, said, ended = hang(recipe(*short), home, "stops", on_hang="restart")
     assert ended.outcome["finished"] and ended.outcome["resumed_at"] == 20
-    assert said[-1] == "the ranks start again from the newest checkpoint"
+    assert said[-1].startswith("rank 1 is stopped") and "start again from checkpoint 20 (restart 1 of 3)" in said[-1]

@@ -198,6 +198,7 @@ def test_the_slowest_rank_is_held_against_the_median_one() -> None:
     assert rank_spread((2.0, 1.0)) == {"rank_spread_s": 1.0, "slowest_rank": 0.0}, "of two, against the other one"
     assert rank_spread((1.0, 0.0)) == {}, "a rank that was recorded has no figure"
     assert rank_spread((1.0,)) == rank_spread(()) == {}
+    assert rank_spread((1.0, 1.5, 1.1), (0.1, 0.4, 0.0))["slowest_rank_data_s"] == pytest.approx(0.3)
 
 
 def test_what_the_loop_does_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
