@@ -42,7 +42,9 @@ def hang(recipe: Recipe, home: Home, fault: str, **settings: Any) -> tuple[Run, 
     program = "tests.training.resilience.hanging_rank"
     try:
         count = begun.plan.layout.num_devices
-        ended: Any = launch(program, task, num_ranks=count, threads=1, logs=run.folder / "logs", watch=watch, restarts=restarts)
+        ended: Any = launch(
+            program, task, num_ranks=count, threads=1, logs=run.folder / "logs", watch=watch, restarts=restarts
+        )
     except (RunHung, RankFailed) as error:
         ended = error
     return run, said, ended
