@@ -91,10 +91,10 @@ def _say_trouble(out: Output, run: Run) -> None:
     """The last hang of the run, and a rank that is later than the others, where there are."""
     if (verdict := read_verdict(run.folder)) is not None:
         out.say(f"{'was hung' if verdict.resolved else 'hung'} {_ago(verdict.time)}: {verdict.text}")
-    if (late := straggler_of(run)) is not None:
-        how = f"{seconds_text(late.seconds)} per step later than the others since step {late.since:,}"
-        why = "waiting for its data" if late.cause == "data" else "in its own work"
-        out.say(f"straggler: rank {late.rank} is {how}, {why}; armillary diagnose {run.name} says what that costs")
+    if (slow := straggler_of(run)) is not None:
+        how = f"{seconds_text(slow.seconds)} per step later than the others since step {slow.since:,}"
+        why = "waiting for its data" if slow.cause == "data" else "in its own work"
+        out.say(f"straggler: rank {slow.rank} is {how}, {why}; armillary diagnose {run.name} says what that costs")
 
 
 def straggler_of(run: Run) -> Straggler | None:

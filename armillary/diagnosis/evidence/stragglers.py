@@ -62,8 +62,8 @@ def recent_straggler(reading: Reading, plan: Plan | None) -> Straggler | None:
     """The straggler of the longest last part of the run that has one: all, a half, a quarter."""
     for parts in (1, 2, 4):
         steps = reading.steps[len(reading.steps) - len(reading.steps) // parts :]
-        if (late := find_straggler(replace(reading, steps=steps), plan)) is not None:
-            return replace(late, since=_since(reading, late.rank))
+        if (slow := find_straggler(replace(reading, steps=steps), plan)) is not None:
+            return replace(slow, since=_since(reading, slow.rank))
     return None
 
 
