@@ -88,10 +88,14 @@ class Trainer:
             self.optimizer_step(step, loss, values)
             self.batches.prefetch(step + 1, stop)
             meanwhile()
-        self.nonfinite.check(step, values, local_loss)
-        self.spikes.check(step, values)
+        self.check_values(step, values, local_loss)
         self.tokens += self.job.batch_tokens
         return self.telemetry.report(batch, values, self._counters())
+
+    def check_values(self, step: int, values: Mapping[str, float], local_loss: Tensor) -> None:
+        """Loss and gradient norm that are not finite, or far above the last ones."""
+        self.nonfinite.check(step, values, local_loss)
+        self.spikes.check(step, values)
 
     def forward_backward(self, batch: DeviceBatch, num_targets: float) -> tuple[Tensor, Tensor]:
         """(mean loss over all targets of all ranks, this rank's part of it); gradients are those of the mean."""
