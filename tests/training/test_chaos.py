@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_toml
 from armillary.store.goodput import account_of_run
@@ -33,6 +35,7 @@ def train_whole(plan: str, folder: str) -> None:
     train(Plan.from_json(plan), Run(folder=Path(folder)))
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_times_end_with_the_same_weights(
     recipe: Callable[..., Recipe], tmp_path: Path, home: Home, ranks: Ranks
 ) -> None:

@@ -70,7 +70,7 @@ def start(run: Run, point: str, seconds: float) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("point", "seconds", "complete", "grace_s"),
     [
-        ("backward", STEP_S, 2, 3.0),
+        pytest.param("backward", STEP_S, 2, 3.0, marks=pytest.mark.slow),
         pytest.param("data", STEP_S, 2, 10.0, marks=pytest.mark.slow),
         pytest.param("forward", STEP_S, 2, 10.0, marks=pytest.mark.slow),
         pytest.param("backward", STEP_S, 2, 10.0, marks=pytest.mark.slow),
