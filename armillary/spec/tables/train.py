@@ -147,7 +147,7 @@ class TrainJob:
     weights as they were; rewind goes back to the newest checkpoint, too, and leaves the batch out; stop ends the run"""
     replica_check_every: Free[int] = 1000
     """steps between comparisons of the bits that ranks hold in common, which find a flipped bit; 0: none"""
-    on_hang: Free[OnHang] = "exit"
+    on_hang: Free[OnHang] = "wait"
     """what follows the verdict on a run that stands still: exit, restart from the newest checkpoint (under torchrun or
     srun: exit, and its own restarts follow), or wait, where the run goes on if it can"""
     seed: Defining[int] = 0
