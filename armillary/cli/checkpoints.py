@@ -73,7 +73,7 @@ def _rows(run: Run) -> list[dict[str, Any]]:
 @step_argument
 def show(out: Output, home: Home, name: str, step: int | None) -> None:
     """Show one checkpoint of RUN (the newest where no STEP is given): facts, files, tensors."""
-    from armillary.training.checkpoint.compare import tensor_shapes
+    from armillary.training.checkpoint.checkpoint_diff import tensor_shapes
 
     run = find_run(home, name)
     step = _step(run, step)
@@ -173,7 +173,7 @@ def export(out: Output, home: Home, name: str, step: int | None, target: Path | 
 @click.option("--other", metavar="RUN", help="The run of SECOND, where it is another one.")
 def diff(out: Output, home: Home, name: str, first: int, second: int, other: str | None) -> None:
     """Compare two checkpoints of RUN: how much each tensor has changed (‖b − a‖ / ‖a‖), and which facts have."""
-    from armillary.training.checkpoint.compare import changed_facts, compare
+    from armillary.training.checkpoint.checkpoint_diff import changed_facts, compare
 
     first_run = find_run(home, name)
     second_run = find_run(home, other) if other else first_run

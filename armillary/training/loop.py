@@ -21,7 +21,7 @@ from armillary.store.runs import Run, Say
 from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.staging import call_before_steps
 from armillary.training.gauge_log import Recorder, Watch, note_failure
-from armillary.training.resilience.preemption import NoPreemption, Preemption, UpdateGate
+from armillary.training.resilience.sigterm_grace import NoPreemption, Preemption, UpdateGate
 from armillary.training.resilience.watcher import watched
 from armillary.training.run_lifecycle import RunLifecycle, Trained
 from armillary.training.step.host_adamw import HostAdamW

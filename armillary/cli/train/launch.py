@@ -194,7 +194,7 @@ def _wait(ranks: Any, watch: HangWatch | None = None) -> dict[int, int]:
 
 
 def _watcher(ranks: Any, watch: HangWatch) -> Watcher:
-    from armillary.training.resilience.heartbeat import HeartbeatBoard, board_name
+    from armillary.training.resilience.rank_heartbeat import HeartbeatBoard, board_name
     from armillary.training.resilience.watcher import Watcher
 
     board, pids = HeartbeatBoard(ranks.store, board_name(watch.folder, "0")), ranks.pids()

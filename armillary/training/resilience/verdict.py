@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from signal import SIGABRT
 
 from armillary.store.hang_verdict import Collective, HangCause, HangVerdict, RankPlace
-from armillary.training.resilience.heartbeat import Heartbeat
 from armillary.training.resilience.process_facts import ProcessState
+from armillary.training.resilience.rank_heartbeat import Heartbeat
 
 IDLE_SHARE = 0.2
 """seconds per second below which a rank waits; one that waits in gloo uses about 0.01, one that computes about 1

@@ -23,9 +23,9 @@ from armillary.store.hang_verdict import HangVerdict, write_verdict
 from armillary.store.runs import Run
 from armillary.store.writer_process import machine
 from armillary.training.data.remote import is_url
-from armillary.training.resilience.heartbeat import BEAT_S, Heartbeat, HeartbeatBoard, HeartbeatSender, board_of
 from armillary.training.resilience.process_facts import ProcessState, process_state, tree_runnable_s
-from armillary.training.resilience.progress import Progress
+from armillary.training.resilience.rank_heartbeat import BEAT_S, Heartbeat, HeartbeatBoard, HeartbeatSender, board_of
+from armillary.training.resilience.rank_progress import Progress
 from armillary.training.resilience.source_lines import crash_lines, dumping_crashes
 from armillary.training.resilience.verdict import SILENT_S, RankFacts, find_verdict
 

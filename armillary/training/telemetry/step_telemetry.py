@@ -17,7 +17,7 @@ from armillary.parallel.apply import Sharded
 from armillary.parallel.timers import ExposedWaits
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
-from armillary.training.resilience.progress import BETWEEN, Progress
+from armillary.training.resilience.rank_progress import BETWEEN, Progress
 from armillary.training.step.numerics import HALF
 from armillary.training.step.optimizer_offload import Offloaded
 from armillary.training.step_batches import StepBatch

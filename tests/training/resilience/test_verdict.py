@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from armillary.store.hang_verdict import Collective, read_verdict, write_verdict
 from armillary.store.writer_process import Process, machine
-from armillary.training.resilience.heartbeat import Heartbeat, HeartbeatBoard
-from armillary.training.resilience.progress import STEADY_STEPS, Progress
+from armillary.training.resilience.rank_heartbeat import Heartbeat, HeartbeatBoard
+from armillary.training.resilience.rank_progress import STEADY_STEPS, Progress
 from armillary.training.resilience.verdict import FULL_BYTES, RankFacts, find_verdict, limit_s
 from armillary.training.resilience.watcher import Watcher
 

@@ -24,7 +24,7 @@ from armillary.store.hang_verdict import Collective, HangVerdict
 from armillary.store.writer_process import Process, machine
 from armillary.training.resilience import source_lines
 from armillary.training.resilience.process_facts import free_bytes, tree_io_bytes, tree_runnable_s
-from armillary.training.resilience.progress import Progress
+from armillary.training.resilience.rank_progress import Progress
 
 BEAT_S = 1.0
 STORE_S = 5.0

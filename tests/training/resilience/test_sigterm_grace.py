@@ -19,7 +19,7 @@ from armillary.store.home import Home
 from armillary.store.runs import Run
 from armillary.training.loop import train
 from armillary.training.prepare_run import model_source, resolve_run
-from armillary.training.resilience.preemption import StepAbandoned, UpdateGate
+from armillary.training.resilience.sigterm_grace import StepAbandoned, UpdateGate
 from tests.chaos import weights_digest
 from tests.ranks import Ranks
 
