@@ -80,7 +80,7 @@ def test_a_process_that_ended_is_noticed_at_once_on_this_machine_only() -> None:
     gone = asdict(Process(pid=ended.pid, born=1, host=socket.gethostname()))
     ended.wait()
     for where, said in ((machine(), "rank 0 ended while"), ("of another machine", "gave no sign of life")):
-        store.set("long_wait/process/0", nan_safe_json.dumps(gone | {"machine": where}))
+        store.set("store_barrier/process/0", nan_safe_json.dumps(gone | {"machine": where}))
         with pytest.raises(RankLost, match=said), second.working("prepare the data"):
             pass
 
