@@ -62,7 +62,7 @@ def need_torch(needed_for: str) -> None:
         raise missing("torch", needed_for, "torch") from None
 
 
-def find_model(out: Output, home: Home, text: str, *, need_weights: bool) -> ModelSource:
+def find_model(out: Output, home: Home, text: str, *, need_weights: bool, trusted_keys: str = "") -> ModelSource:
     """`resolve_model`, showing the download if there is one."""
     with ExitStack() as stack:
         bars: list[Bar] = []
@@ -72,7 +72,7 @@ def find_model(out: Output, home: Home, text: str, *, need_weights: bool) -> Mod
                 bars.append(stack.enter_context(out.progress(f"fetching {text}", unit="B")))
             bars[0].at(done, total)
 
-        return resolve_model(text, home, need_weights=need_weights, fetch_progress=report)
+        return resolve_model(text, home, need_weights=need_weights, fetch_progress=report, trusted_keys=trusted_keys)
 
 
 def pick_torch_device(device: str | None) -> Any:

@@ -47,9 +47,12 @@ def serve(
 ) -> None:
     """Serve MODEL to OpenAI's clients: chats, completions, tools, structures; a chat page at /.
 
-    MODEL is a Hugging Face folder, a Hub id, a run or a release. SIGTERM lets requests in flight finish. The rest is
-    keys of [serve], like limits and API keys: --set serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set
-    serve.name=… (for clients), --set serve.dtype=bf16, --set serve.tools=hermes, --set serve.otlp=http://….
+    MODEL is a Hugging Face folder, a Hub id, a run or a release. With registry:NAME@ALIAS, a version that is promoted
+    to the alias later replaces the one that serves, without dropping a request.
+
+    SIGTERM lets requests in flight finish. The rest is keys of [serve], like limits and API keys: --set
+    serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=… (for clients), --set
+    serve.dtype=bf16, --set serve.tools=hermes, --set serve.otlp=http://….
 
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
     batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
@@ -65,15 +68,19 @@ def serve(
     asked = _asked(recipe, overrides, max_model_len)
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
-    source = find_model(out, home, model, need_weights=True)
+    source = find_model(out, home, model, need_weights=True, trusted_keys=asked.serve.trusted_keys)
     from armillary.cli.serve_run_folder import recorded, resolve_dtype, resolve_threads
     from armillary.profiling.dtypes.choice import with_dtype
     from armillary.serving.http.api_keys import read_keys
     from armillary.serving.http.server import ListenOptions
+    from armillary.serving.openai.promotion import followed_alias
     from armillary.serving.openai.run_server import serve as run
     from armillary.serving.processes.engine_ipc import EngineConfig
 
     say = partial(click.echo, err=out.mode != "human")
+    follow = followed_alias(home, model, source, asked.serve)
+    if follow is not None:  # clients keep one name while versions change
+        source = replace(source, name=follow.release.name)
     dtype = resolve_dtype(home, source, asked, device)
     say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
@@ -96,7 +103,7 @@ def serve(
         config = EngineConfig(
             model=str(source.folder), serve=settings, home=home, device=device, gauges=folder.gauges if folder else None
         )
-        run(source, config, listen, ranks=tp, say=say)
+        run(source, config, listen, ranks=tp, follow=follow, say=say)
 
 
 def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None) -> Recipe:

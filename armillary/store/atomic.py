@@ -33,6 +33,7 @@ _REFUSED = {
 }
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
@@ -56,6 +57,56 @@ def write_bytes(path: Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
             raise
         _sync(path.parent)
+
+
+def create_bytes(path: Path, data: bytes) -> bool:
+    """Create `path` with its complete content; False where it exists. Of many writers at once, one succeeds."""
+    with plain_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(path)
+        try:
+            with open(partial, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            created = _link_new(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        _sync(path.parent)
+        return created
+
+
+def _link_new(source: Path, target: Path) -> bool:
+    """A second name for a file, where the name is free; by a rename on file systems without hard links."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            rename_new(source, target)
+        except FileExistsError:
+            return False
+    return True
+
+
+@contextmanager
+def staged_file(target: Path) -> Iterator[Path]:
+    """A hidden file to write, which replaces `target` at the end of the block, or is removed after an exception."""
+    with plain_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target)
+        partial = _partial(target)
+        try:
+            yield partial
+            _sync(partial)
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync(target.parent)
 
 
 def write_text(path: Path, text: str) -> None:

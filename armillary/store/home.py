@@ -49,6 +49,11 @@ class Home:
         return self.work / "registry"
 
     @property
+    def releases(self) -> Path:
+        """Local copies of releases that were loaded."""
+        return self.cache / "releases"
+
+    @property
     def peaks(self) -> Path:
         return self.cache / "peaks"
 

@@ -4,7 +4,7 @@ Every verb with a model argument calls `resolve_model`, so that all accept the s
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,10 +12,12 @@ from armillary.errors import BadInput, BadModel, NotFound, nearest
 from armillary.spec import catalogue
 from armillary.spec.hf.config import from_hf
 from armillary.spec.model import ModelConfig
-from armillary.store import hub, registry
+from armillary.store import hub
 from armillary.store.hf_folder import has_weights, read_config, weight_files
 from armillary.store.home import Home
 from armillary.store.progress import Progress, silent
+from armillary.store.registry.open_registry import PREFIX, open_registry, split_address
+from armillary.store.registry.release import Release
 from armillary.store.runs import Run, find_run, is_run_folder, list_runs, run_names
 
 Origin = Literal["catalogue", "folder", "config", "hub", "run", "release"]
@@ -30,20 +32,32 @@ class ModelSource:
     folder: Path | None = None
     files: Path | None = None
     origin: Origin
+    release: Release | None = None  # of the registry
 
 
 def resolve_model(
-    text: str, home: Home, *, need_weights: bool, fetch_progress: Progress | None = None, endpoint: str | None = None
+    text: str,
+    home: Home,
+    *,
+    need_weights: bool,
+    fetch_progress: Progress | None = None,
+    endpoint: str | None = None,
+    trusted_keys: str = "",
 ) -> ModelSource:
-    """The model that `text` names; BadModel where `need_weights` and it has none."""
+    """The model that `text` names; BadModel where `need_weights` and it has none. With a file of `trusted_keys`, a
+    release must be signed by one of them."""
     if not text.strip():
         raise BadInput("no model given; name a catalogue model, a folder, a run or a hub id (owner/name)")
     path = Path(os.path.expanduser(text))
+    if text.startswith(PREFIX):
+        release = _from_release(text, home, need_weights, fetch_progress, trusted_keys)
+        assert release is not None, "a release that is not there is an error"
+        return release
     source = (
         _from_path(path, need_weights)
         or _from_catalogue(text, need_weights)
         or _from_run(text, home, need_weights)
-        or _from_release(text, home, need_weights)
+        or _from_release(text, home, need_weights, fetch_progress, trusted_keys)
     )
     if source is not None:
         return source
@@ -106,12 +120,21 @@ def _progress(run: Run) -> str:
     return f"{state.state} at step {state.step}" + (f" of {state.steps}" if state.steps else "")
 
 
-def _from_release(text: str, home: Home, need_weights: bool) -> ModelSource | None:
-    name = text.partition("@")[0].partition(":")[0]
-    if not registry.versions(home, name):
+def _from_release(
+    text: str, home: Home, need_weights: bool, progress: Progress | None, keys: str
+) -> ModelSource | None:
+    url, reference = split_address(text) if text.startswith(PREFIX) else ("", text)
+    registry = open_registry(home, url, keys)
+    if not text.startswith(PREFIX) and not registry.versions(text.partition("@")[0].partition(":")[0]):
         return None
-    release = registry.resolve(home, text)
-    return _from_folder(release.folder, release.text, "release", need_weights)
+    release = registry.resolve(reference)
+    folder = registry.load(release, progress or silent)
+    return release_source(release, folder, need_weights=need_weights)
+
+
+def release_source(release: Release, folder: Path, *, need_weights: bool) -> ModelSource:
+    """A release whose files are in `folder`."""
+    return replace(_from_folder(folder, release.text, "release", need_weights), release=release)
 
 
 def _from_hub(text: str, need_weights: bool, progress: Progress | None, endpoint: str | None) -> ModelSource | None:
@@ -163,6 +186,6 @@ def _next_step(text: str) -> str:
 def _no_model(text: str, home: Home) -> NotFound:
     models = catalogue.models()
     names = [*models, *(alias for entry in models.values() for alias in entry.aliases)]
-    guess = nearest(text, [*names, *run_names(list_runs(home)), *registry.release_names(home)])
+    guess = nearest(text, [*names, *run_names(list_runs(home)), *open_registry(home).names()])
     hint = f"did you mean {guess}?" if guess else "give a catalogue name, a folder, a run or a hub id (owner/name)"
     return NotFound(f"no model '{text}'; {hint} (armillary models lists {len(models)})")

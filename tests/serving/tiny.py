@@ -98,11 +98,23 @@ class Server:
 
 
 @contextmanager
-def run_server(folder: Path, *flags: str, before: Sequence[str] = ()) -> Iterator[Server]:
+def run_server(folder: Path, *flags: str, before: Sequence[str] = (), model: str = "") -> Iterator[Server]:
     """`armillary serve`, as a user starts it, on a free port; gone at the end, however that came about. `before` is
-    what the command begins with."""
+    what the command begins with; `model` is served instead of the folder itself."""
     log = folder.parent / f"server-{time.monotonic_ns()}.log"
-    line = [*before, sys.executable, "-m", "armillary", "serve", str(folder), "--port", "0", "--device", "cpu", *flags]
+    line = [
+        *before,
+        sys.executable,
+        "-m",
+        "armillary",
+        "serve",
+        model or str(folder),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        *flags,
+    ]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:

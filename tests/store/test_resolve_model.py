@@ -11,7 +11,7 @@ import pytest
 from armillary.errors import ArmillaryError, BadInput, BadModel, NotFound
 from armillary.spec import catalogue
 from armillary.store.home import Home
-from armillary.store.registry import publish, set_alias
+from armillary.store.registry.open_registry import open_registry
 from armillary.store.resolve_model import ModelSource, resolve_model
 from armillary.store.runs import create_run
 from tests.store.conftest import write_model
@@ -77,9 +77,10 @@ def test_a_runs_latest_export(home: Home) -> None:
 
 def test_a_release_by_name_version_and_alias(home: Home, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "other" / "model")
-    for _ in range(2):
-        publish(home, "support-bot", folder)
-    set_alias(home, "support-bot", "production", 1)
+    registry = open_registry(home)
+    for note in ("first", "second"):
+        registry.push("support-bot", folder, note=note)
+    registry.promote("support-bot:1", "production")
     versions = {text: weights(text, home).name for text in ("support-bot", "support-bot:1", "support-bot@production")}
     assert list(versions.values()) == ["support-bot:2", "support-bot:1", "support-bot:1"]
     assert weights("support-bot", home).origin == "release"
@@ -182,7 +183,7 @@ def test_a_run_without_an_export(home: Home) -> None:
 
 
 def test_a_release_that_has_no_such_version(home: Home, model_folder: Path) -> None:
-    publish(home, "support-bot", model_folder)
+    open_registry(home).push("support-bot", model_folder)
     assert refusal("support-bot:3", home, NotFound) == "no version 3 of support-bot; it has 1"
 
 
@@ -193,7 +194,7 @@ def test_names_that_are_nearly_right(home: Home, model_folder: Path) -> None:
     )
     run = create_run(home, {})
     assert f"did you mean {run.name}?" in refusal(run.name + "x", home, NotFound)
-    publish(home, "zebra-bot", model_folder)
+    open_registry(home).push("zebra-bot", model_folder)
     assert "did you mean zebra-bot?" in refusal("zebrabot", home, NotFound)
 
 

@@ -3,6 +3,7 @@
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,7 @@ class Api:
         self.metrics = metrics
         self.tracing = tracing
         self.draining = False
+        self._users: Counter[int] = Counter()  # requests by the id of the model that serves them
         self._keys = ApiKeys(keys)
         self._bodies = BodyLimits(
             limit=served.serve.max_body_bytes, total=_MAX_BODY_BYTES_IN_FLIGHT, timeout_s=_BODY_TIMEOUT_S
@@ -140,12 +142,14 @@ class Api:
         body: SamplingFields = await self._body(connection, schema)
         refuse_priority(body, self.served.serve)
         self._check_admission()
+        served = self.served  # the model of this request, also where another one replaces it meanwhile
         self.metrics.inflight += 1
+        self._users[id(served)] += 1
         try:
-            generation, formatter = await start(self.served, body, begin)
-            await ResponseWriter(
-                connection, generation, formatter, self.metrics, kind=kind, model=self.served.name
-            ).send(body)
+            generation, formatter = await start(served, body, begin)
+            await ResponseWriter(connection, generation, formatter, self.metrics, kind=kind, model=served.name).send(
+                body
+            )
         except Problem as problem:
             status = problem.status
             raise
@@ -154,8 +158,20 @@ class Api:
             raise
         finally:
             self.metrics.inflight -= 1
+            self._users[id(served)] -= 1
             if self.tracing is not None:
                 self.tracing.record(connection, kind, generation, begin, connection.status or status)
+
+    def replace_model(self, served: ServedModel) -> ServedModel:
+        """Serve new requests with another model; the old one, which still has its requests, is returned."""
+        old, self.served = self.served, served
+        self.metrics.engine_lost()
+        old.engine.retired = True
+        return old
+
+    def requests_of(self, served: ServedModel) -> int:
+        """Requests in flight on a model."""
+        return self._users[id(served)]
 
     def _check_admission(self) -> None:
         """Problem 503 or 429 where the request cannot be accepted now."""

@@ -7,7 +7,9 @@ import gc
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from armillary.model.generation_config import sampling_defaults
@@ -23,6 +25,7 @@ from armillary.serving.http.server import (
     run_event_loop,
     serve_until_signal,
 )
+from armillary.serving.openai.promotion import FollowedAlias, PromotionWatcher
 from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.openai.tokenization import Tokenization
 from armillary.serving.openai.tool_calls import family_of
@@ -30,20 +33,28 @@ from armillary.serving.openai.tracing import Tracing
 from armillary.serving.processes.engine_client import EngineClient
 from armillary.serving.processes.engine_ipc import EngineConfig
 from armillary.serving.processes.server_metrics import Metrics
-from armillary.store.resolve_model import ModelSource
+from armillary.store.registry.release import Release
+from armillary.store.resolve_model import ModelSource, release_source
 
 if TYPE_CHECKING:
     from armillary.serving.openai.app import Api
 
-_PRIVATE = ("api_key_file", "otlp")
+_PRIVATE = ("api_key_file", "otlp", "trusted_keys")
 _GRACE_S = 10
 """seconds after drain_s until uvicorn cuts connections itself"""
 
 
 def serve(
-    source: ModelSource, config: EngineConfig, listen: ListenOptions, *, ranks: int = 1, say: Say = print
+    source: ModelSource,
+    config: EngineConfig,
+    listen: ListenOptions,
+    *,
+    ranks: int = 1,
+    follow: FollowedAlias | None = None,
+    say: Say = print,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; ArmillaryError where the model cannot be loaded or the port is in use."""
+    """Serve until SIGTERM or SIGINT; ArmillaryError where the model cannot be loaded or the port is in use. With
+    `follow`, what is promoted to an alias of the registry is served as soon as it is loaded."""
     require_http()
     say, metrics = ignore_broken_pipe(say), Metrics()
     served = served_model(source, config, ranks, metrics, say)
@@ -52,7 +63,9 @@ def serve(
 
     tracing = Tracing(config.serve.otlp, served.name) if config.serve.otlp else None
     api = Api(served, metrics, keys=listen.keys, tracing=tracing, say=say)
-    run_event_loop(_serve(api, bind(listen), say))
+    successor = partial(_successor, config=config, ranks=ranks, metrics=metrics, say=say, name=served.name)
+    watcher = None if follow is None else PromotionWatcher(api, follow, successor, say)
+    run_event_loop(_serve(api, bind(listen), say, watcher))
     if tracing is not None:
         tracing.close()
 
@@ -80,6 +93,16 @@ def served_model(source: ModelSource, config: EngineConfig, ranks: int, metrics:
     )
 
 
+def _successor(
+    release: Release, folder: Path, *, config: EngineConfig, ranks: int, metrics: Metrics, say: Say, name: str
+) -> ServedModel:
+    """The model of another release, served under the same name with the same settings; its gauges go to a file of their
+    own."""
+    source = replace(release_source(release, folder, need_weights=True), name=name)
+    gauges = config.gauges and config.gauges.with_name(f"gauges.{release.version}-{release.digest[:8]}.jsonl")
+    return served_model(source, replace(config, model=str(folder), gauges=gauges), ranks, metrics, say)
+
+
 def _info(served: ServedModel, config: EngineConfig) -> dict[str, str]:
     """Labels of armillary_serve_info: the keys of [serve] as `--set serve.KEY=` takes them, and the run whose gauges
     the engine writes. /metrics needs no API key, so the place of the key file and the trace collector are left out."""
@@ -92,13 +115,13 @@ def _info(served: ServedModel, config: EngineConfig) -> dict[str, str]:
     return {"model": served.name, **run, **values}
 
 
-async def _serve(api: Api, sock: socket.socket, say: Say) -> None:
+async def _serve(api: Api, sock: socket.socket, say: Say, watcher: PromotionWatcher | None) -> None:
     """Serve while the engine starts; an engine that cannot start ends the server."""
-    engine, drain_s = api.served.engine, api.served.serve.drain_s
+    drain_s = api.served.serve.drain_s
     server = http_server(api.app(), graceful_s=int(drain_s) + _GRACE_S)
 
     def abort() -> None:
-        engine.abort_all("the server is shutting down; send the request to another server")
+        api.served.engine.abort_all("the server is shutting down; send the request to another server")
 
     def drain() -> None:
         api.draining = True
@@ -109,6 +132,8 @@ async def _serve(api: Api, sock: socket.socket, say: Say) -> None:
     serving = asyncio.create_task(serve_until_signal(server, sock, drain=drain, kill=abort))
     try:
         starting = asyncio.create_task(_start(api, sock, say))
+        if watcher is not None:
+            starting.add_done_callback(watcher.start)
         await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and starting.exception() is not None:
             server.should_exit = True
@@ -118,7 +143,9 @@ async def _serve(api: Api, sock: socket.socket, say: Say) -> None:
             await starting
         await serving
     finally:
-        await engine.stop()
+        if watcher is not None:
+            await watcher.stop()
+        await api.served.engine.stop()
 
 
 async def _start(api: Api, sock: socket.socket, say: Say) -> None:

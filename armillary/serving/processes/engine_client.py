@@ -70,6 +70,7 @@ class EngineClient:
         self.config = config
         self.metrics = metrics
         self.state: State = "loading"
+        self.retired = False  # another engine serves new requests, and reports its state
         self.started: EngineReady | None = None
         self._ranks = Ranks(ranks)
         self._say = say
@@ -310,7 +311,7 @@ class EngineClient:
                     observe(gap)
         for key, finish, error, gauges in output.ends:
             self._end(key, FinishEvent(finish, error, gauges), now)
-        if output.state is not None:
+        if output.state is not None and not self.retired:
             self.metrics.engine_state = output.state
 
     def _end(self, key: int, end: FinishEvent, now: float) -> None:

@@ -92,6 +92,10 @@ class Serve:
     trust_request_chat_template: bool = False
     """server: requests may have their own chat template; Jinja's sandbox isolates it, but does not limit its time and
     memory"""
+    registry_poll_s: float = 5.0
+    """server of registry:NAME@ALIAS: seconds between two looks at the alias; 0: the version at the start stays"""
+    trusted_keys: str = ""
+    """file of Ed25519 public keys, one per line; a release is loaded only where one of them signed it; empty: any"""
     otlp: str = ""
     """server: OpenTelemetry collector for a trace of every request; empty: none"""
 
@@ -103,7 +107,9 @@ class Serve:
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running", "prefill_tokens")
         at_least(self, "serve", 1, *sizes, "threads", "max_answer", "max_body_bytes")
-        at_least(self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every", "drain_s")
+        at_least(
+            self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every", "drain_s", "registry_poll_s"
+        )
         above_zero(self, "serve", "max_wait_s", "timeout_s", "frozen_s", "hung_s")
         above_zero(self, "serve", "memory_fraction", most=1)
         if self.prefill_slowdown is not None and not 1.0 < self.prefill_slowdown < float("inf"):

@@ -1,0 +1,79 @@
+"""Marks by which writers and the garbage collector of a registry know of each other, on any store.
+
+    marks/write-ID.json     a push or promotion in progress: the blobs and versions that it is going to refer to
+    marks/collect.json      a garbage collection in progress, and when it ends at the latest
+
+Each side writes its mark before it looks for the other's. So either the collector sees the writer's mark and spares
+what it names, or the writer sees the collector's and waits.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from armillary.errors import BadInput
+from armillary.store.registry.object_store import ObjectStore
+
+_FOLDER, _COLLECT = "marks", "marks/collect.json"
+_ABANDONED_S = 86_400.0
+"""age after which the mark of a writer that was killed counts no more"""
+COLLECT_S = 1800.0
+"""time limit of a collection"""
+_POLL_S = 0.5
+
+
+@contextmanager
+def writing(store: ObjectStore, *, blobs: Collection[str] = (), versions: Collection[str] = ()) -> Iterator[None]:
+    """Announce what will be referred to, and wait for a collection that is in progress."""
+    path = f"{_FOLDER}/write-{secrets.token_hex(8)}.json"
+    mark = {"time": time.time(), "blobs": sorted(blobs), "versions": sorted(versions)}
+    store.create(path, json.dumps(mark).encode())
+    try:
+        while _is_collecting(store):
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        store.remove(path)
+
+
+@contextmanager
+def collecting(store: ObjectStore) -> Iterator[float]:
+    """Announce a collection; gives the time (unix seconds) at which it has to be over."""
+    until = time.time() + COLLECT_S
+    if not _is_collecting(store):
+        store.remove(_COLLECT)  # of a collector that was killed
+    if not store.create(_COLLECT, json.dumps({"until": until}).encode()):
+        raise BadInput("another collection of this registry is in progress; wait until it is over")
+    try:
+        yield until - 60.0
+    finally:
+        store.remove(_COLLECT)
+
+
+def announced(store: ObjectStore) -> tuple[set[str], set[str]]:
+    """(blobs, versions) that writers in progress refer to; marks of writers that were killed long ago are removed."""
+    blobs, versions = set[str](), set[str]()
+    for name in store.names(_FOLDER):
+        if not name.startswith("write-"):
+            continue
+        mark = _read(store, f"{_FOLDER}/{name}")
+        if float(mark.get("time", 0)) < time.time() - _ABANDONED_S:
+            store.remove(f"{_FOLDER}/{name}")
+        blobs |= set(mark.get("blobs", ()))
+        versions |= set(mark.get("versions", ()))
+    return blobs, versions
+
+
+def _is_collecting(store: ObjectStore) -> bool:
+    return float(_read(store, _COLLECT).get("until", 0)) > time.time()
+
+
+def _read(store: ObjectStore, path: str) -> dict[str, Any]:
+    data = store.read(path)
+    table = json.loads(data) if data else {}
+    return table if isinstance(table, dict) else {}
