@@ -22,7 +22,7 @@ from armillary.store.registry.object_store import ObjectStore
 _GIVE_UP_S = 60.0
 _MOST_EARLIER = 100
 """versions that an alias can be rolled back through"""
-Kind = Literal["promote", "rollback"]
+MoveKind = Literal["promote", "rollback"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Move:
 
     number: int
     time: float  # unix seconds
-    kind: Kind
+    kind: MoveKind
     alias: str
     version: int
     previous: int | None = None
@@ -48,7 +48,7 @@ class Move:
     aliases: Mapping[str, Target] = field(default_factory=dict)
 
 
-Change = Callable[[Mapping[str, Target]], tuple[Kind, Target] | None]
+Change = Callable[[Mapping[str, Target]], tuple[MoveKind, Target] | None]
 """from the table now to the new target of an alias; None: nothing to do"""
 
 
@@ -126,7 +126,7 @@ def _encode(move: Move) -> bytes:
 def promotion(alias: str, version: int, digest: str, expect: int | None) -> Change:
     """Point `alias` at a version; BadInput where it is not at `expect` any more."""
 
-    def change(table: Mapping[str, Target]) -> tuple[Kind, Target] | None:
+    def change(table: Mapping[str, Target]) -> tuple[MoveKind, Target] | None:
         now = table.get(alias)
         if expect is not None and (now.version if now else 0) != expect:
             at = f"at version {now.version}" if now else "not set"
@@ -142,7 +142,7 @@ def promotion(alias: str, version: int, digest: str, expect: int | None) -> Chan
 def rollback(alias: str, digest_of: Callable[[int], str | None]) -> Change:
     """Point `alias` at the version it had before its last promotion; versions that are gone are passed over."""
 
-    def change(table: Mapping[str, Target]) -> tuple[Kind, Target] | None:
+    def change(table: Mapping[str, Target]) -> tuple[MoveKind, Target] | None:
         now = table.get(alias)
         if now is None:
             raise BadInput(f"alias {alias} is not set; promote a version to it first")
