@@ -1,9 +1,10 @@
 """What an asynchronous checkpoint costs training on this machine, and what deltas save on a real AdamW run.
 
-    python benchmarks/checkpoint_stall.py [--steps 47] [--every 11] [--model armillary-25m]
+    python benchmarks/checkpoint_stall.py [--saves 4] [--every 40] [--model armillary-25m] [--deltas]
 
-Trains twice, with blocking and with asynchronous saves, and compares their `checkpoint_stall_s`; then once with deltas.
-Prints the tables of checkpoint_stall.md.
+Trains twice, with blocking and with asynchronous saves, and compares their `checkpoint_stall_s`; with --deltas once
+more. Saves must be so far apart that none waits for the one before: the tables say how many did. Prints the tables of
+checkpoint_stall.md.
 """
 
 from __future__ import annotations
@@ -24,20 +25,25 @@ from armillary.training.loop import train
 from armillary.training.prepare_run import model_source, resolve_run
 from armillary.units import bytes_text, seconds_text
 
+TERMS = ("checkpoint_s", "checkpoint_stall_s", "checkpoint_wait_s")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=47)
+    parser.add_argument("--saves", type=int, default=4, help="that count; one before makes the buffer")
+    parser.add_argument("--every", type=int, default=40, help="steps between saves")
     parser.add_argument("--model", default="armillary-25m")
-    parser.add_argument("--every", type=int, default=11)
+    parser.add_argument("--deltas", action="store_true")
     options = parser.parse_args()
+    options.steps = options.every * (options.saves + 2) - 1
     print(here().text())
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         home = Home.at(folder)
         blocking = run(home, options, "train.checkpoint_async=false")
         beside = run(home, options)
         stalls(blocking, beside, options.every)
-        deltas(run(home, options, "train.checkpoint_full_every=4"))
+        if options.deltas:
+            deltas(run(home, options, "train.checkpoint_full_every=4"))
 
 
 def run(home: Home, options: argparse.Namespace, *overrides: str) -> list[dict[str, Any]]:
@@ -68,20 +74,21 @@ def run(home: Home, options: argparse.Namespace, *overrides: str) -> list[dict[s
 
 def stalls(blocking: list[dict[str, Any]], beside: list[dict[str, Any]], every: int) -> None:
     """The last save of a run is waited for in both, and the first one makes the buffer: both are left out."""
-    print("\n| | blocking | asynchronous |\n|---|---|---|")
     columns = [[record for record in records[:-1] if "checkpoint_s" in record][1:] for records in (blocking, beside)]
-    for name in ("checkpoint_s", "checkpoint_stall_s", "checkpoint_wait_s"):
-        cells = [seconds_text(statistics.median(record[name] for record in column)) for column in columns]
-        print(f"| {name}, median of {len(columns[0])} and {len(columns[1])} | {cells[0]} | {cells[1]} |")
-    slower = [step_cost(records, every) for records in (blocking, beside)]
-    print(f"| step after a save, over the median step | {seconds_text(slower[0])} | {seconds_text(slower[1])} |")
-    size = bytes_text(columns[0][0]["checkpoint_bytes"])
-    blocked, stalled = (
-        statistics.median(record["checkpoint_stall_s"] - record["checkpoint_wait_s"] for record in column)
-        for column in columns
-    )
     print(
-        f"\n{size} per checkpoint; without waits for the save before, the stall is {seconds_text(stalled)}: "
+        "\n| noted at step | blocking: whole | stall | asynchronous: whole | stall | of it, wait for the save before |"
+    )
+    print("|---|---|---|---|---|---|")
+    for one, other in zip(*columns, strict=False):
+        cells = [one["checkpoint_s"], one["checkpoint_stall_s"], *(other[name] for name in TERMS)]
+        print(f"| {other['step']} | " + " | ".join(map(seconds_text, cells)) + " |")
+    slower = [step_cost(records, every) for records in (blocking, beside)]
+    print(f"\nstep after a save, over the median step: {' and '.join(map(seconds_text, slower))}")
+    waited = sum(record["checkpoint_wait_s"] > 0.001 for record in columns[1])
+    blocked, stalled = (statistics.median(record["checkpoint_stall_s"] for record in column) for column in columns)
+    print(
+        f"{bytes_text(columns[0][0]['checkpoint_bytes'])} per checkpoint; {waited} of {len(columns[1])} saves waited "
+        f"for the one before; the median stall is {seconds_text(stalled)} of {seconds_text(blocked)}: "
         f"{stalled / blocked:.1%} of a blocking save (target: below 5 %)"
     )
 

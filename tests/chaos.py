@@ -1,57 +1,104 @@
-"""Chaos: train in ranks of its own while an outside process kills them at random, and compare what is left.
+"""Chaos: train in ranks of their own while an outside process (attacker.py) strikes at random, and compare what is left
+with the uninterrupted run.
 
-    python -m tests.chaos PID SEED KILLS GAP_S      kills ranks of launcher PID, at gaps drawn uniformly up to GAP_S
-
-The killer knows nothing of the run: it may strike imports, rendezvous, loads, steps or saves.
+Every scenario ends with the weights of the run, bit for bit, and with what it had to notice.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+import json
 import random
-import signal
+import shutil
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from armillary.store import nan_safe_json
+from armillary.errors import ArmillaryError
 from armillary.store.home import Home
-from armillary.store.runs import find_run
+from armillary.store.run_events import RunEvent, read_events
+from armillary.store.runs import Run, find_run
+from tests.attacker import FILLER
+from tests.fork_server import Training, environment
 
-ROOT = Path(__file__).parents[1]
+DISK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """What the attacker did, and what it met."""
+
+    time: float
+    rank: int
+    action: str
+    saving: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """How a run under fire ended: `kills` are (seconds since its ranks started, rank, signal)."""
+    """How a training under attack ended."""
 
+    run: str
+    home: Home
     code: int
-    out: str
     err: str
-    kills: list[tuple[float, int, int]] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return find_run(self.home, self.run).folder
+
+    @property
+    def restarts(self) -> int:
+        return self.err.count("the ranks start again from")
 
 
-def train_under_fire(
-    recipe: Path, home: Home, name: str, *, ranks: int = 4, seed: int, kills: int, gap_s: float
-) -> Round:
-    """`armillary train RECIPE --run NAME`, whose ranks are killed `kills` times."""
-    line = [sys.executable, "-m", "armillary", "train", str(recipe), "--run", name, "--home", str(home.work)]
-    line += ["--devices", str(ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    killer = [sys.executable, "-m", "tests.chaos", *map(str, (child.pid, seed, kills, gap_s))]
-    striking = subprocess.Popen(killer, stdout=subprocess.PIPE, text=True, env=environment)
+@dataclass(frozen=True, kw_only=True)
+class Chaos:
+    """A recipe, where it is trained, and what starts the command line: `ForkServer.start`, or `start_process`."""
+
+    recipe: Path
+    home: Home
+    start: Callable[[Sequence[str], Path], Training]
+    ranks: int = 4
+
+    def train(
+        self, run: str, *overrides: str, action: str = "", seed: int = 0, count: int = 1, gap_s: float = 0.0
+    ) -> Round:
+        """`armillary train RECIPE --run NAME`, attacked where an action is given."""
+        training = self.begin(run, *overrides)
+        attacker = self._attacker(action, training.pid, seed, count, gap_s) if action else None
+        try:
+            code = training.wait()
+        finally:
+            struck = _strikes(attacker)
+        return Round(run=run, home=self.home, code=code, err=training.err, strikes=struck)
+
+    def begin(self, run: str, *overrides: str) -> Training:
+        args = ["train", str(self.recipe), "--run", run, "--home", str(self.home.work), "--devices", str(self.ranks)]
+        args += [part for text in overrides for part in ("--set", text)]
+        self.home.work.mkdir(parents=True, exist_ok=True)
+        return self.start(args, self.home.work / f"{run}.log")
+
+    def _attacker(self, *args: Any) -> subprocess.Popen[str]:
+        line = [sys.executable, "-m", "tests.attacker", *map(str, (*args, self.home.work))]
+        return subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment({}))
+
+
+def _strikes(attacker: subprocess.Popen[str] | None) -> list[Strike]:
+    """It ends with the launcher; a gap that it sleeps through is of no use to anybody."""
+    if attacker is None:
+        return []
     try:
-        out, err = child.communicate(timeout=600)
-        struck, _ = striking.communicate(timeout=60)
-    finally:
-        child.kill()
-        striking.kill()
-    rows = [tuple(nan_safe_json.loads(line)) for line in struck.splitlines()]
-    return Round(code=child.returncode, out=out, err=err, kills=rows)
+        out, _ = attacker.communicate(timeout=2)
+    except subprocess.TimeoutExpired:
+        attacker.kill()
+        out, _ = attacker.communicate()
+    return [Strike(**json.loads(line)) for line in out.splitlines()]
 
 
 def weights_digest(home: Home, name: str) -> str:
@@ -64,54 +111,135 @@ def weights_digest(home: Home, name: str) -> str:
     return digest.hexdigest()
 
 
-# --- the killer
+# --- scenarios: each is a run that ends well, or an AssertionError
 
 
-def kill_at_random(launcher: int, seed: int, kills: int, gap_s: float) -> None:
-    """The first gap begins when there are ranks."""
-    draw = random.Random(seed)
-    _wait_for_ranks(launcher)
-    begin = time.monotonic()
-    for _ in range(kills):
-        time.sleep(draw.uniform(0, gap_s))
-        ranks = _wait_for_ranks(launcher)
-        if not ranks:
-            return
-        number = draw.randrange(len(ranks))
-        try:
-            os.kill(ranks[number], signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        print(nan_safe_json.dumps([round(time.monotonic() - begin, 3), number, int(signal.SIGKILL)]), flush=True)
+def killed(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> list[Round]:
+    """Ranks are killed one after the other; every death is noticed, and all ranks start again."""
+    done = chaos.train(run, action="kill", seed=seed, count=count, gap_s=gap_s)
+    assert done.code == 0, done.err
+    assert done.restarts <= len(done.strikes), (done.strikes, done.err)
+    return [done]
 
 
-def _wait_for_ranks(launcher: int) -> list[int]:
-    """None where the launcher has ended."""
-    while not (ranks := children(launcher)) and _is_alive(launcher):
-        time.sleep(0.01)
-    return ranks
+def stopped(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> list[Round]:
+    """A rank is stopped; the verdict names it, and all ranks start again."""
+    done = chaos.train(run, "train.on_hang=restart", action="stop", seed=seed, gap_s=gap_s)
+    assert done.code == 0, done.err
+    assert not done.strikes or "is stopped (SIGSTOP)" in done.err, (done.strikes, done.err)
+    return [done]
 
 
-def children(pid: int) -> list[int]:
-    """Ranks of a launcher that are alive, in order."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            status, line = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
-        except OSError:
-            continue  # it has ended
-        state, parent = status.rpartition(")")[2].split()[:2]
-        if int(parent) == pid and state != "Z" and b"armillary.cli.train.rank" in line:
-            found.append(int(folder.name))
-    return sorted(found)
+def flipped(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> list[Round]:
+    """All processes are killed and a bit of the newest checkpoint flips: it is set aside and named."""
+    first = chaos.train(run, action="power", seed=seed, gap_s=gap_s)
+    damaged = flip_a_bit(find_run(chaos.home, run), seed) if _exists(chaos.home, run) and first.code else None
+    done = chaos.train(run) if first.code else first
+    assert done.code == 0, done.err
+    if damaged is not None:
+        assert f"checkpoint {damaged} of run {run} is damaged" in done.err, (damaged, done.err)
+    return [first, done]
 
 
-def _is_alive(pid: int) -> bool:
+def filled(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> list[Round]:
+    """The disk fills up: one line says so, no checkpoint is lost, and the run goes on once there is space again."""
+    with small_disk(chaos.home.work) as home:
+        there = replace(chaos, home=home)
+        first = there.train(run, action="fill", seed=seed, gap_s=gap_s)
+        before = find_run(home, run).checkpoint_steps() if _exists(home, run) else []
+        assert first.code in (0, 2), first.err
+        assert first.code == 0 or "disk full" in first.err or "No space left" in first.err, first.err
+        assert "Traceback" not in first.err, first.err
+        (home.work / FILLER).unlink(missing_ok=True)
+        done = there.train(run) if first.code else first
+        assert done.code == 0 and "is damaged" not in done.err, done.err
+        assert not before or first.code == 0 or f"from step {before[-1]:,}" in done.err, (before, done.err)
+        chaos.home.runs.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(done.folder, chaos.home.runs / done.folder.name)
+    return [replace(first, home=chaos.home), replace(done, home=chaos.home)]
+
+
+def unreliable(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> list[Round]:
+    """Every third write to the store fails, and then the machine is lost: another one goes on from the store."""
+    url = f"train.checkpoint_url=unreliable://{chaos.home.work / 'store'}"
+    lost = replace(chaos, home=Home.at(chaos.home.work / f"lost-{run}"))
+    first = lost.train(run, url, action="power", seed=seed, gap_s=gap_s)
+    shutil.rmtree(lost.home.work)
+    done = chaos.train(run, url)
+    assert done.code == 0 and "on the local disk only" not in first.err + done.err, done.err
+    stored = sorted(int(path.parent.name) for path in (chaos.home.work / "store" / run).glob("*/manifest.json"))
+    assert stored == find_run(chaos.home, run).checkpoint_steps(), stored
+    return [replace(done, strikes=first.strikes)]
+
+
+SCENARIOS = {"kill": killed, "stop": stopped, "flip": flipped, "fill": filled, "store": unreliable}
+
+
+def _exists(home: Home, run: str) -> bool:
     try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return bool(find_run(home, run))
+    except ArmillaryError:
         return False
 
 
-if __name__ == "__main__":
-    kill_at_random(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+def flip_a_bit(run: Run, seed: int) -> int | None:
+    """One bit of one file of the newest checkpoint; returns its step, or None where there is none."""
+    steps, draw = run.checkpoint_steps(), random.Random(seed)
+    if not steps:
+        return None
+    path = draw.choice(sorted(run.checkpoint(steps[-1]).iterdir()))
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+    return steps[-1]
+
+
+def unreliable_store(folder: Path) -> Path:
+    """A folder for PYTHONPATH with which fsspec knows unreliable:// in every process."""
+    facts = folder / "unreliable_store-1.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: unreliable-store\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text(
+        "[fsspec.specs]\nunreliable = tests.unreliable_store:UnreliableFileSystem\n"
+    )
+    return folder
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Home]:
+    """A file system of its own where this user may mount one, else a folder (see attacker.py)."""
+    place = folder / "disk"
+    place.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(place)]
+    mounted = shutil.which("mount") is not None and not subprocess.run(mount, capture_output=True).returncode
+    try:
+        yield Home.at(place)
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(place)], check=True)
+        shutil.rmtree(place)
+
+
+# --- what a round cost
+
+
+def steps_lost(folder: Path) -> list[int]:
+    """Per failure: how many steps further the run had been, as far as its events tell, than where it went on."""
+    lost, last, failed = [], 0, False
+    for event in read_events(folder):
+        if event.event == "steps":
+            step = int(event.number("step"))
+            if failed:
+                lost.append(max(0, last - step))
+            last, failed = step, False
+        elif event.event in ("restarting", "resumed"):
+            failed = True
+    return lost
+
+
+def phase_of(strike: Strike, events: Sequence[RunEvent]) -> str:
+    """What the run was doing when it was struck."""
+    before = [event for event in events if event.time <= strike.time]
+    if not before:
+        return "starting"
+    return "saving" if strike.saving and before[-1].event == "steps" else str(before[-1].event)

@@ -59,6 +59,8 @@ _PART_OF: Mapping[EventName, Part] = {
 _ENDS = ("failed", "stopped", "finished")
 _STARTS = ("created", "resumed", "restarting", "waiting")
 """events that the main rank's `loading` follows"""
+_BY_A_SURVIVOR = ("steps", "validation", "saving", "exporting")
+"""events that the main rank may still write after the launcher has seen another rank fail"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,8 @@ class _Ledger:
     is_restart: bool = False  # a failure was the last, no step yet
 
     def add(self, event: RunEvent) -> None:
+        if self.event == "failed" and event.event in _BY_A_SURVIVOR:
+            return
         now = event.time if self.event is None else max(event.time, self.since)  # a clock may be set back
         begin = now - max(0.0, event.number("preparing_s"))
         if self.event is not None:

@@ -82,8 +82,17 @@ def test_steps_after_the_last_checkpoint_are_repeated() -> None:
 
 
 def test_a_step_span_is_split_where_the_run_resumed() -> None:
-    rows = events((0, "steps", {"step": 0}), (10, "steps", {"step": 10}), (10, "failed"), (10, "steps", {"step": 4}))
-    assert spent(rows) == {"useful": 4, "repeated": 6}
+    begun = events((0, "steps", {"step": 0}), (10, "steps", {"step": 10}), (10, "failed"))
+    assert spent([*begun, *events((10, "restarting"), (10, "steps", {"step": 4}))]) == {"useful": 4, "repeated": 6}
+
+
+def test_what_survivors_write_after_a_failure_is_no_progress() -> None:
+    """The launcher has seen a rank die; the main rank ends a save, and is then ended."""
+    rows = events((0, "steps", {"step": 0}), (10, "saving", {"step": 10}), (11, "failed"), (12, "steps", {"step": 10}))
+    rows += events((14, "restarting"), (20, "loading"), (22, "steps", {"step": 10}))
+    account = account_of(rows)
+    assert spent(rows) == {"useful": 10, "saving": 1, "restarting": 9, "loading": 2}
+    assert (account.num_failures, account.restart_s) == (1, 11)
 
 
 def test_a_run_that_died_unseen_is_idle_from_when_it_was_last_alive() -> None:

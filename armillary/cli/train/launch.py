@@ -23,6 +23,7 @@ from armillary.errors import ArmillaryError
 from armillary.spec.tables.train import OnHang
 from armillary.store import nan_safe_json
 from armillary.store.hang_verdict import HangVerdict, write_verdict
+from armillary.store.run_events import add_event
 
 if TYPE_CHECKING:
     from armillary.training.resilience.watcher import Watcher
@@ -175,9 +176,12 @@ def _wait(ranks: Any, watch: HangWatch | None = None) -> dict[int, int]:
         if watcher is not None and watch is not None and (verdict := watcher.poll()) is not None:
             _tell(verdict, watch)
             if watch.on_hang != "wait":
+                add_event(watch.folder, "failed")
                 ranks.close(death_sig=signal.SIGKILL, timeout=10)  # a rank in a collective reacts to nothing else
                 raise RunHung(verdict.text)
     if killed:
+        if watch is not None:
+            add_event(watch.folder, "failed")  # now: what follows is a part of the restart
         _end_survivors(ranks)
         if watcher is not None and watch is not None and (verdict := watcher.judge_ended(killed)) is not None:
             _tell(verdict, watch)

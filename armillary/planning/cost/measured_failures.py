@@ -5,6 +5,7 @@ first failure the published rate per device stands in for the last.
 """
 
 from dataclasses import dataclass
+from math import log1p
 
 from armillary.planning.cost.failures import Failures, Goodput, expected_goodput
 from armillary.store.goodput import GoodputAccount
@@ -48,11 +49,12 @@ def measured_failures(account: GoodputAccount, *, num_devices: int = 1) -> Measu
         return None
     covered_s = stepped_s + account.seconds["saving"] + account.restart_s
     if account.num_failures:
+        mtbf_s = covered_s / account.num_failures
         failures = Failures(
             num_devices=1,
-            device_mtbf_s=covered_s / account.num_failures,
+            device_mtbf_s=mtbf_s,
             checkpoint_s=account.save_s,
-            restart_s=account.restart_s / account.num_failures,
+            restart_s=_whole_restart_s(account.restart_s / account.num_failures, mtbf_s),
         )
     else:
         failures = Failures(num_devices=num_devices, checkpoint_s=account.save_s)
@@ -62,3 +64,9 @@ def measured_failures(account: GoodputAccount, *, num_devices: int = 1) -> Measu
         as_run=expected_goodput(failures, stepped_s / account.num_saves),
         best=expected_goodput(failures),
     )
+
+
+def _whole_restart_s(mean_s: float, mtbf_s: float) -> float:
+    """The time R of a restart that nothing interrupts, from the mean over all: the next failure cuts some short, so the
+    mean is M·(1 − e^(−R/M)). The formula of goodput takes R and adds those interruptions by itself."""
+    return -mtbf_s * log1p(-mean_s / mtbf_s)

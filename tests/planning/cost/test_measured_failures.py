@@ -54,6 +54,17 @@ def test_the_predicted_goodput_meets_a_simulated_run(seed: int) -> None:
     assert found.best.interval_s == pytest.approx(best_interval_s(found.best.failures))
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("restart_s", [25.0, 60.0])
+def test_restarts_that_take_as_long_as_the_time_between_failures(restart_s: float, seed: int) -> None:
+    """As on a small machine, where imports take longer than the steps between two failures."""
+    account = simulated(mtbf_s=60, save_s=0.1, restart_s=restart_s, every=5, steps=5_000, seed=seed)
+    found = measured_failures(account)
+    assert found is not None and account.share("restarting") > 0.3
+    assert found.as_run.failures.restart_s == pytest.approx(restart_s, rel=0.2)
+    assert found.as_run.goodput_fraction == pytest.approx(found.measured_fraction, rel=0.1)
+
+
 def test_a_run_without_failures_takes_the_published_rate() -> None:
     steady = simulated(mtbf_s=1e12, save_s=1, restart_s=0, every=10, steps=100, seed=0)
     found = measured_failures(steady, num_devices=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,12 +172,19 @@ def trained(begun: ResolvedRun) -> tuple[Run, Trained, list[str]]:
     return run, train(begun.plan, run, say=said.append), said
 
 
+LIBRARY = (f"data.source={sysconfig.get_path('stdlib')}/asyncio/*.py", "train.seed=7", "data.seed=7")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("other", [(), LIBRARY], ids=["made", "library"])
 @pytest.mark.parametrize("action", ["skip", "rewind"])
-def test_a_corrupt_shard_is_named_and_left_out(action: str, begun: Callable[..., ResolvedRun], home: Home) -> None:
-    _, clean, quiet = trained(begun("train.on_spike=stop"))
+def test_a_corrupt_shard_is_named_and_left_out(
+    action: str, other: tuple[str, ...], begun: Callable[..., ResolvedRun], home: Home
+) -> None:
+    """The guard was set up on the made text; the library is other text, with another seed."""
+    _, clean, quiet = trained(begun("train.on_spike=stop", *other))
     assert not [text for text in quiet if "spike" in text]
-    faulty = begun(f"train.on_spike={action}")
+    faulty = begun(f"train.on_spike={action}", *other)
     shard = corrupt(faulty, 45)
     run, done, said = trained(faulty)
     skipped = [json.loads(line) for line in (run.folder / "skipped_batches.jsonl").read_text().splitlines()]
