@@ -171,6 +171,7 @@ _TRAINING: _Rows = (
         "steps whose update was skipped: fp16 overflow, values that are not finite, loss spikes",
     ),
     ("tokens_total", "tokens", "tokens trained so far"),
+    ("batch_checksum", "1", "sum of the CRC-32 of the batch's rows over all ranks: equal for equal samples"),
     ("rank_spread_s", "s", "step time of the slowest rank minus that of the median rank"),
     ("slowest_rank", "rank", "rank with the longest step"),
     ("slowest_rank_data_s", "s", "time that the slowest rank waited for its batch beyond the median rank"),

@@ -42,6 +42,9 @@ class Layout:
     """expert-parallel ranks, among dp × cp (or dp × cp × tp)"""
     micro_batch: int = 1
     """sequences per rank and micro-batch"""
+    uneven: bool = False
+    """dp need not divide the batch: ranks with a row less get a blank one, which counts nowhere (elastic runs; not with
+    pp or experts)"""
     recompute: Recompute = "none"
     """what the backward pass recomputes: nothing; all but GEMMs and attention (selective); entire layers (full)"""
     recompute_every: int = 1
@@ -85,8 +88,8 @@ class Layout:
         return self.tp if (self.dp * self.cp) % self.ep == 0 else 1
 
     def num_micro_batches(self, batch_tokens: int, sequence: int) -> int:
-        """Micro-batches per rank and step (gradient accumulation)."""
-        return batch_tokens // (sequence * self.micro_batch * self.dp)
+        """Micro-batches per rank and step (gradient accumulation); the last may have fewer rows where `uneven`."""
+        return -(-batch_tokens // (sequence * self.micro_batch * self.dp))
 
     def on_devices(self, num_devices: int) -> Layout:
         """The same layout with the dp that fills `num_devices`."""

@@ -169,7 +169,7 @@ class _Ledger:
         self.is_restart = self.is_restart or failed
 
     def _is_failure(self, event: EventName) -> bool:
-        if self.event in _ENDS:
+        if self.event in _ENDS or (self.event, event) == ("waiting", "restarting"):
             return False
         died = event == "loading" and self.event not in _STARTS
         return died or event in ("failed", "restarting", "created", "resumed")

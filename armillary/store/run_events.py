@@ -25,7 +25,7 @@ EventName = Literal[
     "saving",
     "exporting",
     "restarting",  # launcher: a rank failed, and the ranks are started again
-    "waiting",  # launcher: for nodes
+    "waiting",  # launcher: for nodes; `restarting` follows when they are there
     "failed",
     "stopped",  # on request
     "finished",

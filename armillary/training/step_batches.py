@@ -40,6 +40,7 @@ class StepBatch(NamedTuple):
     work_s: tuple[float, ...] = ()
     copy: bool = False
     data_s: tuple[float, ...] = ()  # how long each rank waited for its rows of the step that `work_s` is of
+    checksum: float = 0.0  # of the rows of all ranks
 
 
 class StepBatches:
@@ -99,19 +100,19 @@ class StepBatches:
             times[rank], times[size + rank] = self._work_s(), self._last_wait_s
         save = DUE.index(self.save_due(step)) if self._ranks.is_main else 0
         flags = float(stop()), float(error is not None), float(save)
-        num_targets = float(rows.num_targets if rows is not None else 0)
-        targets, stops, errors, saves, *all_times = self._ranks.total(num_targets, *flags, *times)
+        counts = (float(rows.num_targets), float(rows.checksum)) if rows is not None else (0.0, 0.0)
+        targets, checksum, stops, errors, saves, *all_times = self._ranks.total(*counts, *flags, *times)
         consensus_s = time.perf_counter() - begin if several else 0.0
         if errors:
             self._ranks.raise_first(error)
         assert rows is not None and self._loader is not None
-        targets /= self._ranks.size / self._mesh.dp_size  # ranks of tp, cp and pp read the same rows
+        same = self._ranks.size // self._mesh.dp_size  # ranks of tp, cp and pp read the same rows
         wait_s = self._last_wait_s = self._loader.wait_s
         request = DUE[round(saves)]
         return StepBatch(
             step,
             rows,
-            targets,
+            targets / same,
             stops > 0,
             wait_s,
             request == "checkpoint",
@@ -119,6 +120,7 @@ class StepBatches:
             tuple(all_times[:size]),
             request == "copy",
             tuple(all_times[size:]),
+            checksum / same,
         )
 
     def _checked_rows(self, step: int) -> DeviceBatch:

@@ -175,3 +175,10 @@ def test_a_run_as_it_stands(home: Home) -> None:
     run.update(state="interrupted")
     stopped = account_of_run(run, now=99.0)
     assert stopped is not None and stopped.total_s == 0.0
+
+
+def test_an_elastic_run_that_waits_for_nodes_has_failed_once() -> None:
+    start = ((0, "loading"), (10, "steps"), (20, "failed"), (21, "restarting"))
+    account = account_of(events(*start, (22, "waiting"), (30, "restarting"), (35, "loading"), (40, "steps")))
+    assert account.num_failures == 1
+    assert (account.seconds["waiting"], account.seconds["restarting"]) == (8, 7)

@@ -6,10 +6,8 @@ down; the first that had something to say is quoted.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from armillary.cli.train.rank_processes import POLL_S, SIGNALS, Place, RankProcesses
 from armillary.cli.train.restarts import Restarts
 from armillary.errors import ArmillaryError
 from armillary.spec.tables.train import OnHang
@@ -28,11 +27,8 @@ from armillary.store.run_events import add_event
 if TYPE_CHECKING:
     from armillary.training.resilience.watcher import Watcher
 
-POLL_S = 0.1
-SURVIVORS_S = 5.0
-"""for ranks to end by themselves after another was killed: their collectives fail at once with gloo, and never with
-a device that waits"""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Meanwhile = Callable[[RankProcesses], None]
+"""called while ranks run; may raise what ends them"""
 
 
 class RankFailed(ArmillaryError):
@@ -45,6 +41,10 @@ class RankDied(RankFailed):
 
 class RunHung(ArmillaryError):
     """The ranks stood still and were ended; the message is the verdict."""
+
+
+class EndRanks(ArmillaryError):
+    """Raised by what is called meanwhile: the ranks must end, for a reason that is not theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +83,31 @@ def launch(
     allows."""
     while True:
         try:
-            return _launch_once(program, task, num_ranks, threads, logs, then, watch)
+            return launch_once(program, task, Place.alone(num_ranks), threads, logs, then=then, watch=watch)
         except (RankDied, RunHung) as error:
             ends = isinstance(error, RunHung) and watch is not None and watch.on_hang != "restart"
             if ends or restarts is None or not restarts.allows(str(error).partition(";")[0]):
                 raise
 
 
-def _launch_once(
+def launch_once(
     program: str,
     task: Mapping[str, Any],
-    num_ranks: int,
+    place: Place,
     threads: int | None,
     logs: Path,
-    then: str,
-    watch: HangWatch | None,
+    *,
+    then: str = "the same command continues from the last checkpoint",
+    watch: HangWatch | None = None,
+    meanwhile: Meanwhile = lambda ranks: None,
 ) -> Launched:
+    """The same for the ranks of one machine among several, without restarts."""
     with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
         logs.mkdir(parents=True, exist_ok=True)
         text = nan_safe_json.dumps({**task, "answers": folder, "logs": str(logs), "parent": os.getpid()})
-        ranks = _start(program, text, num_ranks, threads, folder)
+        ranks = RankProcesses(program, text, place, threads, folder)
         with _forwarding_signals(ranks) as forwarded:
-            failed = _wait(ranks, watch)
+            failed = _wait(ranks, watch, meanwhile)
         outcome, interrupted = Path(folder, "outcome.json"), bool(forwarded)
         if outcome.is_file():
             return Launched(outcome=nan_safe_json.read_table(outcome), interrupted=interrupted)
@@ -113,54 +116,16 @@ def _launch_once(
         return Launched(outcome={}, interrupted=interrupted)
 
 
-def _start(program: str, task: str, num_ranks: int, threads: int | None, folder: str) -> Any:
-    from torch.distributed import TCPStore
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we say how it ended
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "armillary",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCH_FR_BUFFER_SIZE": "256",  # torch records the last collectives, for the verdict on a hang
-    }
-    if threads is not None:
-        common |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
-    envs = {n: {**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(num_ranks)}
-    before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGQUIT)}
-    try:
-        ranks = start_processes(
-            name="rank",
-            entrypoint=sys.executable,
-            args={n: ("-m", program, task) for n in range(num_ranks)},
-            envs=envs,
-            logs_specs=DefaultLogsSpecs(folder),
-        )
-    finally:
-        for number, handler in before.items():  # torch takes the signals; they are forwarded here
-            signal.signal(number, handler)
-    ranks.store = store  # the ranks meet there: it lives as long as they do
-    return ranks
-
-
 @contextmanager
-def _forwarding_signals(ranks: Any) -> Iterator[list[int]]:
+def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     """Signals go to every rank: the first asks them to save and end, the second to end at once."""
     forwarded: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
         forwarded.append(number)
-        for pid in ranks.pids().values():
-            with suppress(ProcessLookupError):  # it may have ended by itself
-                os.kill(pid, signal.SIGTERM)
+        ranks.signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         yield forwarded
     finally:
@@ -168,41 +133,39 @@ def _forwarding_signals(ranks: Any) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Any, watch: HangWatch | None = None) -> dict[int, int]:
+def _wait(ranks: RankProcesses, watch: HangWatch | None, meanwhile: Meanwhile) -> dict[int, int]:
     """Rank -> exit code of those that failed, once all have ended."""
     watcher = _watcher(ranks, watch) if watch is not None else None
-    while not (killed := _killed(ranks)) and not _has_ended(ranks):
+    while not (killed := ranks.killed()) and not ranks.has_ended():
         time.sleep(POLL_S)
         if watcher is not None and watch is not None and (verdict := watcher.poll()) is not None:
             _tell(verdict, watch)
             if watch.on_hang != "wait":
                 add_event(watch.folder, "failed")
-                ranks.close(death_sig=signal.SIGKILL, timeout=10)  # a rank in a collective reacts to nothing else
+                ranks.kill()
                 raise RunHung(verdict.text)
+        try:
+            meanwhile(ranks)
+        except BaseException:
+            ranks.end_survivors()
+            raise
     if killed:
         if watch is not None:
             add_event(watch.folder, "failed")  # now: what follows is a part of the restart
-        _end_survivors(ranks)
+        ranks.end_survivors()
         if watcher is not None and watch is not None and (verdict := watcher.judge_ended(killed)) is not None:
             _tell(verdict, watch)
         return killed
-    result = ranks.wait(timeout=POLL_S, period=POLL_S)
-    assert result is not None, "a rank has ended"
-    if not result.is_failed():
-        return {}
-    first = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    ranks.close(death_sig=signal.SIGTERM, timeout=10)
-    codes = first | {rank: handler.proc.poll() or 0 for rank, handler in ranks.subprocess_handlers.items()}
-    by_itself = {rank: code for rank, code in codes.items() if code not in (0, -signal.SIGTERM)}
-    return by_itself or first  # the others were told to end
+    return ranks.failures()
 
 
-def _watcher(ranks: Any, watch: HangWatch) -> Watcher:
+def _watcher(ranks: RankProcesses, watch: HangWatch) -> Watcher:
     from armillary.training.resilience.rank_heartbeat import HeartbeatBoard, board_name
     from armillary.training.resilience.watcher import Watcher
 
-    board, pids = HeartbeatBoard(ranks.store, board_name(watch.folder, "0")), ranks.pids()
-    return Watcher(board, len(pids), remote_data=watch.remote_data, pids=pids, crashes=watch.folder / "logs")
+    place = ranks.place
+    board, crashes = HeartbeatBoard(place.store, board_name(watch.folder, "0")), watch.folder / "logs"
+    return Watcher(board, place.world, remote_data=watch.remote_data, pids=ranks.pids, crashes=crashes)
 
 
 def _tell(verdict: HangVerdict, watch: HangWatch) -> None:
@@ -210,28 +173,6 @@ def _tell(verdict: HangVerdict, watch: HangWatch) -> None:
     watch.say("\n".join(verdict.lines))
     with suppress(ArmillaryError, OSError):
         write_verdict(watch.folder, verdict)
-
-
-def _codes(ranks: Any) -> dict[int, int | None]:
-    return {rank: handler.proc.poll() for rank, handler in ranks.subprocess_handlers.items()}
-
-
-def _killed(ranks: Any) -> dict[int, int]:
-    """Rank -> exit code of those that a signal ended."""
-    return {rank: code for rank, code in _codes(ranks).items() if code is not None and code < 0}
-
-
-def _has_ended(ranks: Any) -> bool:
-    """Whether a rank has failed or all have ended."""
-    codes = _codes(ranks).values()
-    return any(codes) or all(code is not None for code in codes)
-
-
-def _end_survivors(ranks: Any) -> None:
-    end = time.monotonic() + SURVIVORS_S
-    while None in _codes(ranks).values() and time.monotonic() < end:
-        time.sleep(POLL_S)
-    ranks.close(death_sig=signal.SIGKILL, timeout=10)
 
 
 def _failure(folder: Path, failed: Mapping[int, int], logs: Path, then: str, *, interrupted: bool) -> BaseException:

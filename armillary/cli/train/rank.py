@@ -34,7 +34,8 @@ def main(task: dict[str, Any], work: Work) -> int:
         known, lost = user_error(error), lost_a_peer(error)
         if known is None and not lost:
             raise
-        said = {"lost": " ".join(str(error).split())[:300]} if lost or known is None else {"error": known[0]}
+        why = " ".join(str(error).partition("This is typically caused")[0].split())[:300]  # gloo adds advice
+        said = {"lost": why} if lost or known is None else {"error": known[0]}
         write_json(Path(task["answers"]) / f"{next(iter(said))}-{rank}.json", said)
         return USER_ERROR
     if rank == 0:

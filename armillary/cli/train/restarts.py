@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from armillary.store.lease import renew
 from armillary.store.run_events import add_event
@@ -20,6 +21,13 @@ class Restarts:
     say: Callable[[str], None] = lambda text: None
     _since: list[int] = field(default_factory=list)  # checkpoints at the last restart
     _count: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """For another launcher of the same run."""
+        return {"since": self._since, "count": self._count}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._since, self._count = list(state["since"]), int(state["count"])
 
     def allows(self, why: str) -> bool:
         """Whether the ranks are to be started again; says so, and keeps the run for this process meanwhile."""

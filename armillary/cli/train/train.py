@@ -12,6 +12,7 @@ from armillary.cli.data import on_bar, say_prepared
 from armillary.cli.main import USER_ERROR
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output
+from armillary.cli.train.nodes import fitted_to, train_on_nodes
 from armillary.cli.train.parity import parity, the_recipe
 from armillary.cli.train.planning import begin, planned, refuse_days, seconds_left
 from armillary.cli.train.view import TrainView, outcome_of, say_end
@@ -20,6 +21,7 @@ from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
+from armillary.store.runs import find_run
 from armillary.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 @set_option
 @yes_option
 @click.option("--devices", type=int, metavar="N", help="Use N devices: dp is as large as fills them.")
+@click.option("--nodes", metavar="MIN:MAX[@HOST:PORT]", help="Let so many nodes of --devices each come and go.")
 @click.option("--run", "name", metavar="NAME", help="Resume this run, or begin one of this name.")
 @click.option("--new", is_flag=True, help="Begin a new run, even where unfinished ones exist.")
 @click.option("--take-over", is_flag=True, help="Resume a run that another process is running, and stop that process.")
@@ -50,6 +53,7 @@ def train(
     words: tuple[str, ...],
     overrides: tuple[str, ...],
     devices: int | None,
+    nodes: str | None,
     name: str | None,
     new: bool,
     take_over: bool,
@@ -66,6 +70,9 @@ def train(
 
     Starts its own processes on this machine, or joins those of torchrun and srun. Ctrl-C saves and stops.
 
+    --nodes MIN:MAX runs on MIN to MAX nodes, which meet at HOST:PORT: start the same command on each. When one is lost
+    or joins, the run goes on from its newest checkpoint with fewer or more data-parallel ranks and the same batches.
+
     --parity trains a tiny model on --devices ranks (2, 4 or 8) by every strategy and in one process, and writes the
     differences to a page (parallel_agreement.md); exit code 1 where one does not hold. In place of RECIPE it takes
     names of strategies or parts of them, dense, experts, fp32, fp64, and another page (FILE.md).
@@ -77,13 +84,18 @@ def train(
     if as_parity:
         return parity(out, home, words, overrides, devices=devices, dry_run=dry_run)
     recipe = the_recipe(words)
-    asked = _asked(load_recipe(recipe, overrides), devices)
+    asked = _asked(load_recipe(recipe, overrides), devices if nodes is None else None)
     settings: dict[str, Any] = {"device": device, "until": Until.of(asked.train)}
     choice = {"name": name or "", "new": new, "take_over": take_over, "file": str(recipe.absolute())}
     texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, **choice}
     planning: dict[str, Any] = settings | {"devices": devices, "fills": devices}
     if is_launched() and not dry_run:
-        return train_joined(out, home, asked, planning, **texts, **settings)
+        return train_joined(out, home, asked, planning, elastic=nodes is not None, **texts, **settings)
+    if nodes is not None and not dry_run:
+        opener = lambda shown, begun: _open_run(shown, begun, recipe.read_text(), overrides, choice)  # noqa: E731
+        outcome = train_on_nodes(out, home, asked, nodes, devices, planning=settings, open_run=opener)
+        say_end(out, find_run(home, outcome["run"]), outcome)
+        return out.result(outcome, quiet=outcome["run"])
     begun = begin(out, home, asked, **planning)
     refuse_days(begun, yes=yes)
     if dry_run:
@@ -276,22 +288,30 @@ def train_joined(
     recipe: Recipe,
     planning: dict[str, Any],
     *,
+    elastic: bool = False,
     text: str,
     overrides: tuple[str, ...],
     device: str | None,
     until: Until | None,
     **choice: Any,
 ) -> None:
-    """Train as one of the ranks that torchrun or srun started: the main rank prints, and opens the run for all."""
+    """Train as one of the ranks that torchrun or srun started: the main rank prints, and opens the run for all. With
+    `elastic`, dp follows the number of ranks."""
     from armillary.parallel.world import join_world
     from armillary.training.prepare_run import train_on_ranks
+
+    def find() -> ResolvedRun:
+        fitted = fitted_to(shown, home, recipe, world.size) if elastic else recipe
+        fills = None if elastic else planning["fills"]
+        begun = begin(shown, home, fitted, **{**planning, "devices": world.size, "fills": fills})
+        return replace(begun, recipe=recipe)  # as it was given, so that a run resumes with any number of ranks
 
     with join_world(device) as world:
         shown = out if world.is_main else Output("silent")
         try:
             done = train_on_ranks(
                 world,
-                lambda: begin(shown, home, recipe, **{**planning, "devices": world.size}),
+                find,
                 lambda begun: _open_run(shown, begun, text, overrides, choice)[1],
                 lambda plan, run: TrainView(shown, plan, run),
                 device=device,

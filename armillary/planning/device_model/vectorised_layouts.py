@@ -53,6 +53,7 @@ class Layouts:
     cp: Ints
     ep: Ints
     micro_batch: Ints
+    uneven: Bools
     recompute: Ints
     recompute_every: Ints
     precision: Ints
@@ -95,6 +96,7 @@ class Layouts:
             **values,
             shard=None if unsharded else int(self.shard[i]),
             sequence_parallel=bool(self.sequence_parallel[i]),
+            uneven=bool(self.uneven[i]),
             schedule=SCHEDULES[int(self.schedule[i])],  # type: ignore[arg-type]
             recompute=RECOMPUTES[int(self.recompute[i])],  # type: ignore[arg-type]
             precision=name if name in get_args(Precision) else "fp8",  # type: ignore[arg-type]
@@ -146,6 +148,7 @@ def as_arrays(layouts: Sequence[Layout], precision: str | None = None) -> Layout
         **columns,
         shard=_ints([layout.shard or layout.dp for layout in layouts]),
         sequence_parallel=np.array([layout.sequence_parallel for layout in layouts]),
+        uneven=np.array([layout.uneven for layout in layouts]),
         schedule=_ints([SCHEDULES.index(layout.schedule) for layout in layouts]),
         recompute=_ints([RECOMPUTES.index(layout.recompute) for layout in layouts]),
         precision=_ints([PRECISIONS.index(precision or resolved_precision(layout)) for layout in layouts]),

@@ -108,8 +108,10 @@ class TrainCase:
         return network(self.cluster, self.measured)
 
     def micro_batches(self, layouts: Layouts) -> Array:
-        """Micro-batches per rank and step."""
-        return np.maximum(self.batch_tokens / (self.sequence * layouts.micro_batch * layouts.dp), 1.0)
+        """Micro-batches per rank and step; where rows are uneven, the rank with most rows counts."""
+        rows = self.batch_tokens / (self.sequence * layouts.dp)
+        rows = np.where(layouts.uneven, np.ceil(rows), rows)
+        return np.maximum(rows / layouts.micro_batch, 1.0)
 
     def tokens(self, layouts: Layouts) -> Array:
         """Tokens per micro-batch on one device; context parallelism splits them."""

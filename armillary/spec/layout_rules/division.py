@@ -70,6 +70,8 @@ def _unit(layout: Layout, case: Case) -> int:
 def batch_holds(layout: Layout, case: Case) -> bool:
     if case.sequence is None or case.batch_tokens is None or not case.for_training:
         return True
+    if layout.uneven and layout.pp == 1 and not case.model.num_moe_layers:
+        return case.batch_tokens % case.sequence == 0 and case.batch_tokens // case.sequence >= layout.dp
     return case.batch_tokens >= 1 and case.batch_tokens % _unit(layout, case) == 0
 
 

@@ -3,6 +3,9 @@
 Names end in shapes: B rows of T tokens.
 """
 
+from __future__ import annotations
+
+import zlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +38,28 @@ class Batch:
         """Positions that count in the loss."""
         return int((self.targets_BT != IGNORED).sum())
 
+    @property
+    def checksum(self) -> int:
+        """Sum of the rows' CRC-32 over their token ids: the same for the same rows in any order and on any number of
+        ranks; blank rows count nothing."""
+        return sum(zlib.crc32(row.tobytes()) for row in self.tokens_BT.astype(np.int32) if row.any())
+
+    def padded(self, rows: int) -> Batch:
+        """With blank rows at the end, so that there are `rows`."""
+        missing = rows - len(self.tokens_BT)
+        if not missing:
+            return self
+        blank = blank_rows(missing, self.tokens_BT.shape[1])
+        return Batch(**{name: np.concatenate([getattr(self, name), blank[name]]) for name in LAYOUT})
+
+
+def blank_rows(rows: int, sequence: int) -> dict[str, np.ndarray]:
+    """Rows in which nothing counts: one document each, without targets."""
+    arrays: dict[str, np.ndarray] = {name: np.zeros((rows, sequence), dtype) for name, dtype in LAYOUT.items()}
+    arrays["targets_BT"].fill(IGNORED)
+    arrays["positions_BT"][:] = np.arange(sequence)
+    return arrays
+
 
 class BatchSource(Protocol):
     """What a trainer and its loader read from: token shards, blends of them, or conversations. It must pickle, because
@@ -53,4 +78,10 @@ class BatchSource(Protocol):
         """Steps after which everything was seen once."""
 
     def at(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
-        """The rows of one rank at a step, batch / world of them: a pure function of its arguments and the seed."""
+        """The rows of one rank at a step: a pure function of its arguments and the seed. All ranks have the same
+        number (`rows_per_rank`); where the batch does not divide among them, some end with a blank row."""
+
+
+def rows_per_rank(batch: int, world: int) -> int:
+    """Rows of each rank, blank ones included."""
+    return -(-batch // world)

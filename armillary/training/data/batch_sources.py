@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from armillary.errors import ArmillaryError, BadData, BadInput
-from armillary.training.data.batch import IGNORED, LAYOUT, Batch
+from armillary.training.data.batch import LAYOUT, Batch, blank_rows, rows_per_rank
 from armillary.training.data.remote import Remote
 from armillary.training.data.row_packing import Packing, Rows, make_rows
 from armillary.training.data.sample_order import group_at, ids_at, shard_order
@@ -104,8 +104,8 @@ class Batches:
         return self.num_samples / self.batch
 
     def at(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
-        """The rows of one rank at a step; the ranks' rows in order are the batch of `world=1`."""
-        return self.rows_at(positions_of(step, self.batch, rank, world))
+        """The rows of one rank at a step; the ranks' rows in order, without blank ones, are the batch of `world=1`."""
+        return self.rows_at(positions_of(step, self.batch, rank, world)).padded(rows_per_rank(self.batch, world))
 
     def rows_at(self, positions: np.ndarray) -> Batch:
         """The rows at these positions of the endless order of epochs."""
@@ -115,12 +115,13 @@ class Batches:
 
 
 def positions_of(step: int, batch: int, rank: int, world: int) -> np.ndarray:
-    """Where the rows of one rank at a step stand in the endless order."""
-    if batch % world:
-        raise BadInput(f"a batch of {batch} rows does not divide among {world} ranks; use a multiple of {world}")
-    rows = batch // world
-    first = step * batch + rank * rows
-    return np.arange(first, first + rows, dtype=np.int64)
+    """Where the rows of one rank at a step stand in the endless order; the first ranks have one more where the batch
+    does not divide among them."""
+    if world > batch:
+        raise BadInput(f"a batch of {batch} rows is too small for {world} ranks; use {batch} ranks or a larger batch")
+    rows, more = divmod(batch, world)
+    first = step * batch + rank * rows + min(rank, more)
+    return np.arange(first, first + rows + (rank < more), dtype=np.int64)
 
 
 # --- blends
@@ -206,8 +207,9 @@ class Blend:
         return max(part.num_samples * sum(self.order.counts) / count for part, count in each) / self.batch
 
     def at(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
-        """The rows of one rank at a step; the ranks' rows in order are the batch of `world=1`."""
-        return blended(self.parts, *self.order.at(positions_of(step, self.batch, rank, world)))
+        """The rows of one rank at a step; the ranks' rows in order, without blank ones, are the batch of `world=1`."""
+        positions = positions_of(step, self.batch, rank, world)
+        return blended(self.parts, *self.order.at(positions)).padded(rows_per_rank(self.batch, world))
 
 
 def blended(parts: Sequence[Part], sources: np.ndarray, positions: np.ndarray) -> Batch:
@@ -246,10 +248,7 @@ class HeldOut:
 
     def rows_at(self, positions: np.ndarray) -> Batch:
         """The rows with these numbers; blank ones beyond the end."""
-        shape = (len(positions), self.sequence)
-        arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in LAYOUT.items()}
-        arrays["targets_BT"].fill(IGNORED)
-        arrays["positions_BT"][:] = np.arange(self.sequence)
+        arrays = blank_rows(len(positions), self.sequence)
         there = positions < self.num_samples
         if there.any():
             part_rows = self._rows.make(positions[there])
@@ -272,4 +271,5 @@ class Validation:
         last = max((-(-part.num_samples * total // (count * rows)) for part, count in each), default=0)
         order = SourceOrder(counts=self.counts)
         for number in range(last)[:limit]:
-            yield blended(self.parts, *order.at(positions_of(number, rows, rank, world)))
+            positions = positions_of(number, rows, rank, world)
+            yield blended(self.parts, *order.at(positions)).padded(rows_per_rank(rows, world))

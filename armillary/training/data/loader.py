@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from armillary.errors import BadInput
 from armillary.training.data.batch import IGNORED, LAYOUT, Batch, BatchSource
 from armillary.training.data.workers import Workers
 
@@ -43,6 +42,7 @@ class DeviceBatch:
     documents_BT: Tensor
     row_targets: tuple[int, ...]
     row_documents: tuple[int, ...]
+    checksum: int = 0  # of all its rows, see Batch
 
     @property
     def num_targets(self) -> int:
@@ -78,7 +78,8 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
 
 def _known(batch: Batch) -> dict[str, Any]:
     targets = (batch.targets_BT != IGNORED).sum(1)
-    return {"row_targets": tuple(targets.tolist()), "row_documents": tuple((batch.documents_BT[:, -1] + 1).tolist())}
+    documents = tuple((batch.documents_BT[:, -1] + 1).tolist())
+    return {"row_targets": tuple(targets.tolist()), "row_documents": documents, "checksum": batch.checksum}
 
 
 class Loader:
@@ -88,10 +89,6 @@ class Loader:
     def __init__(
         self, batches: BatchSource, *, device: torch.device, rank: int, world: int, workers: int, start: int, stop: int
     ) -> None:
-        if batches.batch % world:
-            raise BadInput(
-                f"a batch of {batches.batch} rows does not divide among {world} ranks; use a multiple of {world}"
-            )
         if device.type == "cuda" and device.index is None:  # a thread has a current device of its own
             device = torch.device("cuda", torch.cuda.current_device())
         self._batches, self._device, self._rank, self._world = batches, device, rank, world

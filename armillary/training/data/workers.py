@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 import numpy as np
 
 from armillary.errors import ArmillaryError
-from armillary.training.data.batch import LAYOUT, Batch, BatchSource
+from armillary.training.data.batch import LAYOUT, Batch, BatchSource, rows_per_rank
 
 _GRACE_S = 5.0
 """how long a worker may take to end by itself"""
@@ -136,7 +136,7 @@ class Workers:
         self._asked: deque[tuple[Worker, int]] = deque()
 
     def __enter__(self) -> Workers:
-        shape = (2 * self._count, self._batches.batch // self._world, self._batches.sequence)
+        shape = (2 * self._count, rows_per_rank(self._batches.batch, self._world), self._batches.sequence)
         pickled = pickle.dumps(self._batches)
         descriptor = _unnamed_file()
         self._slots = Slots(descriptor, *shape)

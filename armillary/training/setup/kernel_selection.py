@@ -176,7 +176,7 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, weights_16bit: W
     """Blocks as two passes; on one device gradients are summed where they are made, or have the dtype of their GEMM,
     which is exact, where there is one micro-batch and so nothing to sum."""
     alone = layout.num_devices == 1
-    micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
+    micro_batches = layout.num_micro_batches(job.batch_tokens, job.sequence)
     scaling = layout.fp8_scaling
     fp8 = Fp8Gemms(scaling=scaling, weights=Fp8Weights(scaling)) if layout.precision == "fp8" else None
     fused = FusedOptions(weights_16bit=weights_16bit, accumulate=alone and micro_batches > 1, fp8=fp8, **how)

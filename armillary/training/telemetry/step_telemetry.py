@@ -95,7 +95,8 @@ class NullTelemetry:
 
     def report(self, batch: StepBatch, values: Mapping[str, float], counters: Mapping[str, float]) -> StepReport:
         self.progress.mark(BETWEEN)
-        return StepReport(step=batch.step, gauges={**values, **counters}, save=batch.save, copy=batch.copy)
+        gauges = {**values, **counters, "batch_checksum": batch.checksum}
+        return StepReport(step=batch.step, gauges=gauges, save=batch.save, copy=batch.copy)
 
 
 class StepTelemetry(NullTelemetry):
@@ -176,7 +177,8 @@ class StepTelemetry(NullTelemetry):
         parts = without_rank_waits(self._parts, bubble_s, waited)
         parts = without_core_contention(parts, self._seconds, values["host_cpu_s"], values["host_queue_s"])
         step_s = self._fetch_s + self._seconds
-        gauges = {**values, **counters, "comm_exposed_s": waited} | self._process_memory() | memory | idle | recompute
+        gauges = {**values, **counters, "comm_exposed_s": waited, "batch_checksum": batch.checksum}
+        gauges |= self._process_memory() | memory | idle | recompute
         gauges |= (
             self.throughput.gauges(step_s, batch.wait_s)
             | self._offloaded.gauges()

@@ -48,11 +48,11 @@ def test_only_ranks_that_died_are_started_again(
     """What a rank says of itself, as nan, would come back."""
     started = []
 
-    def start(*_: Any) -> Launched:
+    def start(*_: Any, **__: Any) -> Launched:
         started.append(1)
         raise error("rank 0 was killed; see its log")
 
-    monkeypatch.setattr(launching, "_launch_once", start)
+    monkeypatch.setattr(launching, "launch_once", start)
     with pytest.raises(RankFailed, match="was killed"):
         launch("program", {}, num_ranks=1, threads=1, logs=tmp_path, restarts=Restarts(run, 2))
     assert len(started) == starts

@@ -55,14 +55,19 @@ def test_an_epoch_has_every_window_once(make_shards) -> None:
     assert [row[0] for step in range(7, 14) for row in batches.at(step).tokens_BT] != firsts
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 6])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6])
 def test_ranks_tile_the_batch(make_shards, world: int) -> None:
+    """All have the same number of rows; blank ones, where the batch does not divide, have no targets and come last."""
     batches = Batches(shards=make_shards([[*range(1, 99), 0]]), sequence=5, batch=6, seed=1)
     for step in (0, 5, 1000):
         whole = batches.at(step)
         parts = [batches.at(step, rank=rank, world=world) for rank in range(world)]
+        assert {len(part.tokens_BT) for part in parts} == {-(-6 // world)}
+        counts = [6 // world + (rank < 6 % world) for rank in range(world)]
+        assert all((p.targets_BT[n:] == IGNORED).all() for p, n in zip(parts, counts, strict=True))
         for name in Batch.__dataclass_fields__:
-            np.testing.assert_array_equal(np.concatenate([getattr(p, name) for p in parts]), getattr(whole, name))
+            rows = [getattr(part, name)[:count] for part, count in zip(parts, counts, strict=True)]
+            np.testing.assert_array_equal(np.concatenate(rows), getattr(whole, name))
 
 
 lists = st.lists(st.lists(st.integers(1, 99), max_size=9).map(lambda ids: [*ids, 0]), min_size=1, max_size=9)
@@ -93,9 +98,7 @@ def test_what_does_not_fit(make_shards) -> None:
     shards = make_shards(DOCUMENTS)
     with pytest.raises(BadData, match=r"has 11 training tokens, .* use more text or --set train.sequence=10"):
         Batches(shards=shards, sequence=11, batch=1)
-    with pytest.raises(BadInput, match="a batch of 4 rows does not divide among 3 ranks; use a multiple of 3"):
-        Batches(shards=shards, sequence=2, batch=4).at(0, world=3)
-    with pytest.raises(BadInput, match="does not divide among 3 ranks"):
-        next(held_out(shards, 2).batches(rows=4, world=3))
+    with pytest.raises(BadInput, match="a batch of 4 rows is too small for 5 ranks; use 4 ranks or a larger batch"):
+        Batches(shards=shards, sequence=2, batch=4).at(0, world=5)
     with pytest.raises(BadInput, match="sequence 0 and batch 4 must be at least 1"):
         Batches(shards=shards, sequence=0, batch=4)

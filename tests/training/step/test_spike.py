@@ -194,7 +194,8 @@ def test_a_corrupt_shard_is_named_and_left_out(
     assert len(random) > 2 and random[0] == skipped[0]
     assert all(shard in {row["shard"] for row in record["rows"]} for record in random), skipped
     assert done.finished and clean.val_loss and done.val_loss
-    assert done.val_loss == pytest.approx(clean.val_loss, rel=0.01)
+    worse = 0.01 if action == "rewind" else 0.03  # a skipped batch is an update less
+    assert done.val_loss == pytest.approx(clean.val_loss, rel=worse)
     steps = [record["step"] for record in read_gauges(run.gauges)]
     assert steps == list(range(STEPS)), "each step is recorded once"
     last = list(read_gauges(run.gauges))[-1]
