@@ -45,6 +45,7 @@ class Round:
     run: str
     home: Home
     code: int
+    out: str
     err: str
     strikes: list[Strike] = field(default_factory=list)
 
@@ -76,7 +77,7 @@ class Chaos:
             code = training.wait()
         finally:
             struck = _strikes(attacker)
-        return Round(run=run, home=self.home, code=code, err=training.err, strikes=struck)
+        return Round(run=run, home=self.home, code=code, out=training.out, err=training.err, strikes=struck)
 
     def begin(self, run: str, *overrides: str) -> Training:
         args = ["train", str(self.recipe), "--run", run, "--home", str(self.home.work), "--devices", str(self.ranks)]
@@ -153,7 +154,7 @@ def filled(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> li
         (home.work / FILLER).unlink(missing_ok=True)
         done = there.train(run) if first.code else first
         assert done.code == 0 and "is damaged" not in done.err, done.err
-        assert not before or first.code == 0 or f"from step {before[-1]:,}" in done.err, (before, done.err)
+        assert not before or first.code == 0 or f"from step {before[-1]:,}" in done.out, (before, done.out)
         chaos.home.runs.mkdir(parents=True, exist_ok=True)
         shutil.copytree(done.folder, chaos.home.runs / done.folder.name)
     return [replace(first, home=chaos.home), replace(done, home=chaos.home)]

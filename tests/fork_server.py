@@ -35,9 +35,12 @@ class Training:
     def wait(self, timeout_s: float = 600.0) -> int:
         """The exit code; one that takes longer is killed."""
         if self.process is not None:
-            return self.process.wait(timeout_s)
+            try:
+                return self.process.wait(timeout_s)
+            finally:
+                self.process.kill()
         assert self.server is not None
-        return int(self.server.ask({"wait": self.pid, "timeout_s": timeout_s})["code"])
+        return self.server.wait(self.pid, timeout_s)
 
     @property
     def out(self) -> str:
@@ -52,7 +55,7 @@ class ForkServer:
     """Starts command lines one after the other."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = environment or {}
+        self._environment, self._running = environment or {}, set[int]()
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -65,6 +68,8 @@ class ForkServer:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for pid in self._running:  # not waited for, so no other process has the number; its ranks end with it
+            os.kill(pid, signal.SIGKILL)
         self._process.kill()
         self._process.communicate()
 
@@ -77,7 +82,14 @@ class ForkServer:
         return dict(json.loads(answer))
 
     def start(self, args: Sequence[str], log: Path) -> Training:
-        return Training(pid=int(self.ask({"args": list(args), "log": str(log)})["pid"]), log=log, server=self)
+        pid = int(self.ask({"args": list(args), "log": str(log)})["pid"])
+        self._running.add(pid)
+        return Training(pid=pid, log=log, server=self)
+
+    def wait(self, pid: int, timeout_s: float) -> int:
+        code = int(self.ask({"wait": pid, "timeout_s": timeout_s})["code"])
+        self._running.discard(pid)
+        return code
 
 
 def start_process(args: Sequence[str], log: Path) -> Training:

@@ -5,6 +5,7 @@ the uninterrupted run, bit for bit. benchmarks/chaos.py does the same for many r
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +22,13 @@ from armillary.store.goodput import account_of_run
 from armillary.store.home import Home
 from armillary.store.run_events import read_events
 from armillary.store.runs import Run, find_run
+from armillary.training.checkpoint.checkpoint import saved_steps
 from armillary.training.checkpoint.peer_copies import memory_run
 from armillary.training.loop import train
 from armillary.training.prepare_run import model_source, resolve_run
-from tests.attacker import ranks_of
+from tests.attacker import is_alive, ranks_of
 from tests.chaos import SCENARIOS, Chaos, killed, steps_lost, unreliable_store, weights_digest
+from tests.conftest import Ran
 from tests.fork_server import ForkServer, start_process
 from tests.ranks import Ranks
 
@@ -61,11 +64,32 @@ def arena(made: Recipe, home: Home, start: Callable[..., object], *, size: int) 
 
 
 def test_two_ranks_killed_twice(recipe: Make, home: Home, ranks: Ranks, server: ForkServer) -> None:
-    made = recipe(*SETTINGS, "layout.dp=2", "train.steps=60")
+    made = recipe(*SETTINGS, "layout.dp=2", "train.steps=40")
     whole = uninterrupted(made, home, ranks, size=2)
-    (done,) = killed(arena(made, home, server.start, size=2), "killed", seed=3, count=2, gap_s=1.5)
+    (done,) = killed(arena(made, home, server.start, size=2), "killed", seed=3, count=2, gap_s=1.0)
     assert done.strikes and weights_digest(home, "killed") == whole
     assert max(steps_lost(done.folder), default=0) < 2 * EVERY
+
+
+def test_without_restarts_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
+    recipe: Make, home: Home, server: ForkServer, cli: Callable[..., Ran]
+) -> None:
+    made = recipe("train.steps=2000", "train.eval_every=0", "train.save_every=1", "layout.dp=2", "train.max_restarts=0")
+    chaos = arena(made, home, server.start, size=2)
+    training = chaos.begin("killed")
+    while not (folders := list(home.runs.glob("*killed"))) or len(Run(folder=folders[0]).checkpoint_steps()) < 2:
+        assert is_alive(training.pid), training.err
+        time.sleep(0.02)
+    victims = ranks_of(training.pid)
+    os.kill(victims[1], signal.SIGKILL)
+    assert training.wait() == 2 and len(victims) == 2
+    err, run = training.err, find_run(home, "killed")
+    assert err.count("error:") == 1 and "Traceback" not in err and "elastic" not in err
+    assert re.search(r"error: rank 1 was killed by signal 9 .*continues from the last checkpoint", err)
+    assert run.state.state == "failed" and saved_steps(run), "no half checkpoint counts"
+    assert not any(is_alive(pid) for pid in victims)
+    again = cli("train", str(chaos.recipe), "--devices", "1", "--set", "train.until=loss=100")
+    assert again.code == 0 and f"continues run {run.id} from step" in again.out
 
 
 @pytest.mark.slow
@@ -101,6 +125,7 @@ def test_a_lost_rank_comes_back_from_memory_in_seconds(
     whole = uninterrupted(made, home, ranks, size=4)
     training = arena(made, home, server.start, size=4).begin("killed")
     while not (folder := list(home.runs.glob("*killed"))) or not memory_run(Run(folder=folder[0])).checkpoint_steps():
+        assert is_alive(training.pid), training.err
         time.sleep(0.02)
     os.kill(ranks_of(training.pid)[2], signal.SIGKILL)
     assert training.wait() == 0 and "which is still in memory" in training.err, training.err
@@ -129,4 +154,5 @@ def test_three_kills_in_one_account(recipe: Make, home: Home, ranks: Ranks) -> N
     assert sum(share for _, share, _ in account.amdahl()) == pytest.approx(1)
     found = measured_failures(account)
     assert found is not None
+    print(found.goodput_text(), account.rows(), sep="\n")
     assert found.as_run.goodput_fraction == pytest.approx(found.measured_fraction, rel=0.1), account.rows()

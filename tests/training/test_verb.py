@@ -175,45 +175,6 @@ def test_a_run_that_another_process_has_is_taken_over_only_when_asked(
     assert re.search(rf"continues run {run.id} from step \d+", taken.out) and run.state.state == "finished"
 
 
-def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
-    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
-) -> None:
-    path = file("train.steps=2000", "train.eval_every=0", "train.save_every=1", "layout.dp=2", "train.max_restarts=0")
-    child = process("train", path)
-    wait_for(lambda: list_runs(home) and len(saved_steps(newest(home))) >= 2, child)
-    victims = _children(child.pid)
-    assert len(victims) == 2
-    os.kill(victims[1], signal.SIGKILL)
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 2, (out, err)
-    assert err.count("error:") == 1 and "Traceback" not in err and "elastic" not in err
-    assert re.search(r"error: rank 1 was killed by signal 9 .*continues from the last checkpoint", err)
-    run = newest(home)
-    assert run.state.state == "failed" and saved_steps(run), "no half checkpoint counts"
-    assert all(not _alive(pid) for pid in victims)
-    again = cli("train", path, "--devices", "1", "--set", "train.until=loss=100")
-    assert again.code == 0 and f"continues run {run.id} from step" in again.out
-
-
-def _children(pid: int) -> list[int]:
-    """Ranks of a launcher, in order."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-            environment = path.joinpath("environ").read_bytes()
-        except OSError:
-            continue
-        if parent == pid and (rank := re.search(rb"\0RANK=(\d+)", environment)):
-            found.append((int(rank.group(1)), int(path.name)))
-    return [child for _, child in sorted(found)]
-
-
-def _alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize(
     "layout", [["layout.dp=1"], pytest.param(["layout.dp=2", "layout.zero=3"], marks=pytest.mark.slow)]
 )

@@ -101,8 +101,8 @@ class SpikeGuard:
         if isinstance(self._optimizer, AdamW):
             self._optimizer.uncount()
         if action == "stop" or self._in_a_row >= MOST_IN_A_ROW:
-            text = f"{why}{where}; the step was not taken: look at the samples, or try --set train.on_spike=skip"
-            self._ranks.raise_first(ArmillaryError(text))
+            after = f"the step was not taken: look at the samples, or try {_next(self._job)}"
+            self._ranks.raise_first(ArmillaryError(f"{why}{where}; {after}"))
         self.skipped += 1
         self.rewinds = action == "rewind"
         self.said(f"{why}{where}; the batch was skipped{' and the run goes back' if self.rewinds else ''}")
@@ -121,3 +121,9 @@ class SpikeGuard:
         self._norms.clear()
         self._losses.extend(state.get("losses", ()))
         self._norms.extend(state.get("norms", ()))
+
+
+def _next(job: TrainJob) -> str:
+    """What to try where a run ends because of spikes; where it skips batches already, there were too many."""
+    lower = f"--set train.lr={job.lr / 2:g}" if job.lr else "a lower train.lr"
+    return "--set train.on_spike=skip" if job.on_spike == "stop" else lower
