@@ -35,7 +35,11 @@ FILES = [
     for top in ("armillary", "tests", "benchmarks", "examples")
     for path in (ROOT / top).rglob("*.py")
 ]
-PAGES = sorted(path for place in (".", "docs", "docs/exercises", "benchmarks") for path in (ROOT / place).glob("*.md"))
+PAGES = sorted(
+    path
+    for place in (".", "docs", "docs/exercises", "docs/launch", "benchmarks")
+    for path in (ROOT / place).glob("*.md")
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

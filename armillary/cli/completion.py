@@ -56,3 +56,14 @@ def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[st
     except (ArmillaryError, OSError):
         return []
     return [name for name in names if name.startswith(incomplete)]
+
+
+def jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of the jobs that were started from here, newest first."""
+    from armillary.cluster.job import list_jobs
+
+    try:
+        names = [job.name for job in list_jobs(home_at(ctx.params.get("home_dir")))]
+    except (ArmillaryError, OSError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]

@@ -39,6 +39,7 @@ _ROWS = (
     ),
     Verb("data", "armillary.cli.data:data", "train", "Prepare text as token shards."),
     Verb("train", "armillary.cli.train.train:train", "train", "Train the model of a recipe."),
+    Verb("launch", "armillary.cli.launch.launch:launch", "train", "Start training on nodes: ssh, Slurm; jobs, logs."),
     Verb(
         "checkpoints",
         "armillary.cli.checkpoints:checkpoints",

@@ -5,7 +5,6 @@ neighbours in a machine, so the axis with most communication gets the fastest li
 processes. Ranks that share a row (cp) replicate the weights too.
 """
 
-import socket
 from math import prod
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.errors import BadLayout
+from armillary.machine.node_id import node_id
 from armillary.parallel.world import World, new_group, new_mesh
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import axis_sizes, expert_axis_sizes
@@ -116,7 +116,7 @@ def _own_group(lines: torch.Tensor, world: World) -> dist.ProcessGroup | None:
 def _neighbours(world: World) -> list[tuple[str, int]]:
     """(machine, number on it) of every rank."""
     places: list[tuple[str, int]] = [("", 0)] * world.size
-    dist.all_gather_object(places, (socket.gethostname(), world.local_rank))
+    dist.all_gather_object(places, (node_id(), world.local_rank))
     return places
 
 

@@ -168,6 +168,13 @@ class Cluster:
         return prod(tier.count for tier in self.tiers)
 
     @property
+    def num_nodes(self) -> int:
+        """Machines: by the node's number of chips where it is known, else by the tiers that are a network."""
+        if self.node is not None:
+            return -(-self.num_devices // self.node.num_chips)
+        return prod(tier.count for tier in self.tiers if tier.link.kind == "scale_out")
+
+    @property
     def fast_domain(self) -> int:
         """Devices that share the innermost link."""
         return self.tiers[0].count if self.tiers else 1

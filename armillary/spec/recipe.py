@@ -17,6 +17,7 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.hardware import HardwareTable
+from armillary.spec.tables.launch import Launch
 from armillary.spec.tables.model import ModelTable, apply_model_overrides, model_table, table_to_plain
 from armillary.spec.tables.resume_class import Defining, Free, KeyClass, Noted, classes_of
 from armillary.spec.tables.serve import Cost, Load, Objective, Predict, Serve, Traffic
@@ -41,6 +42,7 @@ class Recipe:
     predict: Free[Predict] = field(default_factory=Predict)
     load: Free[Load] = field(default_factory=Load)
     cost: Free[Cost] = field(default_factory=Cost)
+    launch: Free[Launch] = field(default_factory=Launch)
 
     def model_config(self, base: ModelConfig | None = None) -> ModelConfig:
         """The model's shape with the recipe's overrides: of `base`, or of the named catalogue model."""
@@ -140,9 +142,9 @@ def parse_set(text: str) -> tuple[tuple[str, ...], Any]:
 _EXCLUSIVE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("model", "name"): ("path",),
     ("model", "path"): ("name",),
-    ("hardware", "on"): ("chip", "tiers"),
-    ("hardware", "chip"): ("on",),
-    ("hardware", "tiers"): ("on",),
+    ("hardware", "on"): ("chip", "tiers", "nodes", "network"),
+    ("hardware", "chip"): ("on", "nodes", "network"),
+    ("hardware", "tiers"): ("on", "nodes", "network"),
     ("data", "source"): ("blend", "paths"),
     ("data", "path"): ("blend", "paths"),
     ("data", "blend"): ("source", "path"),

@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "passes": ("dtype", "tokens", "bytes_per_s"),
     "fma": ("dtype", "flops"),
     "collective": ("op", "world", "alpha_s", "bytes_per_s"),
+    "link": ("link", "alpha_s", "bytes_per_s"),
     "collective_time": ("op", "world", "bytes", "seconds"),
     "launch": ("seconds",),
     "host_copy": ("direction", "bytes", "bytes_per_s"),
@@ -73,6 +74,11 @@ class Peaks:
     def best_copy(self) -> float | None:
         """bytes/s of the fastest copy in device memory."""
         return self.best("copy", "bytes_per_s")
+
+    def link(self, name: str) -> tuple[float, float] | None:
+        """(bytes/s, latency in s) of a link between nodes as it was measured last; None where it was not."""
+        points = [point for point in self.points.get("link", ()) if point["link"] == name]
+        return (float(points[-1]["bytes_per_s"]), float(points[-1]["alpha_s"])) if points else None
 
     def with_points(self, kind: str, points: Iterable[Point]) -> Peaks:
         """With these points added; a point replaces an older one of the same case."""

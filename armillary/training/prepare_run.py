@@ -235,6 +235,11 @@ def model_source(recipe: Recipe, home: Home) -> ModelSource:
 def refuse_elsewhere(plan: Plan) -> None:
     """What is planned for other machines cannot be started from here; under torchrun or srun it is there already."""
     machine, cluster = here(), plan.cluster
+    if cluster.name == "here" and cluster.num_nodes > 1:
+        raise BadRecipe(
+            f"hardware.nodes={cluster.num_nodes} and this is one machine; try armillary launch, which starts all of "
+            "them, or --set hardware.nodes=1"
+        )
     same = machine.chip.name == cluster.chip.name and machine.num_devices >= plan.layout.num_devices
     if cluster.name != "here" and not same:
         raise BadRecipe(

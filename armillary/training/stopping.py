@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM as a request to stop after the current step, so that what was learnt is kept.
 
-A second Ctrl-C stops at once.
+A second Ctrl-C stops at once; a second SIGTERM does not, because schedulers send it to every process of a job while
+torchrun sends it to its ranks as well.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._asked = True
 

@@ -69,7 +69,7 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
     from armillary.planning.past_prediction_errors import confidence
     from armillary.planning.training.training_plan import training_plan
 
-    problem, prediction, how = _priced(out, home, asked)
+    problem, prediction, how = priced(out, home, asked)
     planned = training_plan(problem, prediction)
     known = confidence(home, problem.case.cluster.chip)
     say_training(out, planned, how, str(known) if known else "")
@@ -85,7 +85,7 @@ def _say_next(out: Output, asked: dict[str, Any]) -> None:
     out.say(f"why:     armillary plan explain {what}\nothers:  armillary plan search {what}")
 
 
-def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, str]:
+def priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, str]:
     """(question, the layout priced, where it is from): the recipe's layout, else the best that a search finds."""
     from armillary.planning.device_model.vectorised_layouts import as_arrays
     from armillary.planning.training.layout_prediction import predict as price
@@ -206,7 +206,7 @@ def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     from armillary.planning.training.explain import explain as explain_terms
     from armillary.planning.training.training_plan import training_plan
 
-    problem, prediction, how = _priced(out, home, asked)
+    problem, prediction, how = priced(out, home, asked)
     terms, planned = explain_terms(prediction), training_plan(problem, prediction)
     out.say(f"{problem.model.name} on {problem.case.cluster.text()}\n{layout_text(prediction)}{how}")
     out.table("", ["term", "formula", "numbers", "result"], [[t.name, t.formula, t.numbers, t.text] for t in terms])

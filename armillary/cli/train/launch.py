@@ -122,8 +122,9 @@ def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     forwarded: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
+        kind = signal.SIGINT if forwarded else signal.SIGTERM
         forwarded.append(number)
-        ranks.signal(signal.SIGTERM)
+        ranks.signal(kind)
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:

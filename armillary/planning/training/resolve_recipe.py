@@ -5,7 +5,7 @@ Defaults for what a recipe leaves out are derived here and noted, so that every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log2
 from typing import TYPE_CHECKING
@@ -97,14 +97,26 @@ def _devices(cluster: Cluster, layout: Layout, home: Home) -> tuple[Cluster, Pea
     if cluster.chip.kind == "cpu" and cluster.name == "here":
         return _cpu(cluster, layout.num_devices, home)
     measured = measured_peaks(home, cluster.chip)
-    unknown = [tier.link.title for tier in cluster.tiers if tier.link.bytes_per_s is None]
-    notes = tuple(f"the speed of {title} is unknown: armillary bench collectives measures it" for title in unknown)
-    return cluster, measured, 1.0, notes
+    return cluster, measured, 1.0, _unknown_links(cluster.tiers, measured)
+
+
+def _unknown_links(tiers: Sequence[Tier], measured: Peaks | None) -> tuple[str, ...]:
+    """A note for each link whose speed is neither in the catalogue nor measured."""
+    unknown = [tier.link for tier in tiers if tier.link.bytes_per_s is None]
+    return tuple(
+        f"the speed of {link.title} is unknown: {_REMEDY[link.kind == 'scale_out']}"
+        for link in unknown
+        if measured is None or measured.link(link.name) is None
+    )
+
+
+_REMEDY = {False: "armillary bench collectives measures it", True: "name the link with --set hardware.network=NAME"}
 
 
 def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
-    """All cores of a CPU work for one process; several processes share them evenly."""
-    cores, chip = cluster.num_devices, cluster.chip
+    """All cores of a CPU work for one process; several processes share them evenly, on each of the nodes."""
+    nodes, chip = cluster.num_nodes, cluster.chip
+    cores, processes = cluster.num_devices // nodes, -(-processes // nodes)
     measured, share = cpu_peaks(home, chip, cores, processes)
     notes: tuple[str, ...] = ()
     if measured is None:
@@ -119,9 +131,16 @@ def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks |
         memory_bytes_per_s=chip.memory_bytes_per_s / ranks if chip.memory_bytes_per_s else None,
         title=title if own == 1 else f"{own:.3g} × {title}",
     )
-    link = cluster.tiers[0].link if cluster.tiers else catalogue.link("pcie4-x16")
+    network = tuple(tier for tier in cluster.tiers if tier.link.kind == "scale_out")
+    inner = [tier.link for tier in cluster.tiers if tier.link.kind != "scale_out"]
+    link = inner[0] if inner else catalogue.link("pcie4-x16")
     tiers = (Tier(link=link, count=processes),) if processes > 1 else ()
-    return Cluster(name="here", chip=part, tiers=tiers), measured, share, notes
+    return (
+        Cluster(name="here", chip=part, tiers=(*tiers, *network)),
+        measured,
+        share,
+        (*notes, *_unknown_links(network, measured)),
+    )
 
 
 def _catalogue_cpu(chip: Chip, cores: int) -> Chip:

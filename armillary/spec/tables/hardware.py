@@ -1,11 +1,13 @@
 """The recipe's [hardware] table: a hardware string, or a chip and the nested tiers that connect its copies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from armillary.errors import BadRecipe
 from armillary.spec import catalogue
-from armillary.spec.hardware import Cluster, Tier
+from armillary.spec.hardware import Cluster, Link, Tier
+
+UNKNOWN_NETWORK = Link(name="network", title="a network", bytes_per_s=None, latency_s=None, kind="scale_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +34,20 @@ class HardwareTable:
     """instead of on: a chip of the catalogue"""
     tiers: tuple[TierTable, ...] = ()
     """with chip: links between its copies, innermost first; none: a single chip"""
+    nodes: int = 1
+    """with here: machines like this one, which armillary launch starts; other strings state their number themselves"""
+    network: str = ""
+    """with nodes: link between them (a name in the catalogue); empty: unknown"""
 
     def __post_init__(self) -> None:
         if self.on != "here" and (self.chip or self.tiers):
             raise BadRecipe("[hardware] takes on, or chip with tiers, not both; leave one out")
         if self.tiers and not self.chip:
             raise BadRecipe("[hardware] tiers need a chip; try --set hardware.chip=h100-sxm")
+        if self.nodes < 1:
+            raise BadRecipe(f"hardware.nodes={self.nodes} is no machine; try --set hardware.nodes=1")
+        if self.nodes > 1 and not self.is_here:
+            raise BadRecipe("hardware.nodes counts machines like this one; state others like hardware.on=dgx-h200x8")
 
     @property
     def is_here(self) -> bool:
@@ -48,9 +58,19 @@ class HardwareTable:
         """The devices; `here` stands for this machine."""
         if self.is_here:
             assert here is not None, "the caller resolves `here`"
-            return here
+            return self._copies(here)
         if not self.chip:
             return catalogue.cluster(self.on)
+        return self._by_tiers()
+
+    def _copies(self, here: Cluster) -> Cluster:
+        """So many machines like this one, connected by the network."""
+        if self.nodes == 1:
+            return here
+        link = catalogue.link(self.network) if self.network else UNKNOWN_NETWORK
+        return replace(here, tiers=(*here.tiers, Tier(link=link, count=self.nodes)))
+
+    def _by_tiers(self) -> Cluster:
         tiers = tuple(
             Tier(link=catalogue.link(t.link), count=t.count, oversubscription=t.oversubscription, shape=t.shape)
             for t in self.tiers

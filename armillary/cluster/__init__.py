@@ -1,0 +1,1 @@
+"""Where a job runs: this machine, hosts over ssh, Slurm. Submits, watches and cancels; never imports torch."""

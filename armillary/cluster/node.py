@@ -1,0 +1,166 @@
+"""The start of a job on one node: `python -m armillary.cluster.node … -- train RECIPE …`, the same on every target.
+
+It finds out which node this is and which network leads to the others, and runs torchrun. A job whose run is finished
+already, as when a scheduler starts it once more, ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from armillary.errors import ArmillaryError, BadInput, NotFound, missing
+from armillary.machine.cores import compute_threads
+from armillary.machine.network_route import Route, route_to
+from armillary.machine.node_id import NODE_ID, node_id
+from armillary.store.home import Home
+from armillary.store.runs import find_run
+
+NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
+"""variables in which Slurm and Kubernetes number the nodes of a job"""
+USER_ERROR = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeStart:
+    """What a node is told: `rendezvous` is HOST:PORT on the first node, `stop_s` how long ranks may take to end when
+    asked to, and `command` what each rank runs."""
+
+    nodes: int
+    ranks: int
+    node_rank: int
+    rendezvous: str
+    id: str
+    restarts: int = 0
+    stop_s: float = 30.0
+    interface: str = ""
+    node_id: str = ""
+    command: tuple[str, ...]
+
+    @property
+    def host(self) -> str:
+        return self.rendezvous.rpartition(":")[0].strip("[]")
+
+    @property
+    def is_host(self) -> bool:
+        """Whether ranks meet on this node."""
+        return self.node_rank == 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        start = read_arguments(arguments, os.environ)
+        if is_finished(start.command):
+            print(f"run {_option(start.command, '--run')} is finished: nothing to do", flush=True)
+            return 0
+        route = route_to(start.host, interface=start.interface, is_host=start.is_host)
+        os.environ |= environment(start, route, os.environ)
+        arguments = torchrun_arguments(start, route)
+    except ArmillaryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    print(f"node {start.node_rank} of {start.nodes} is {os.environ[NODE_ID]}, {route.address} on {route.interface}")
+    sys.stdout.flush()
+    return run_torchrun(arguments)
+
+
+def run_torchrun(arguments: list[str]) -> int:
+    """torchrun in this process; its exit code, in place of tracebacks of what its ranks have reported already."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(arguments)
+    except SignalException as stopped:
+        print(f"stopped by signal {stopped.sigval.value}", flush=True)
+        return 128 + int(stopped.sigval.value)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        print(f"error: rank {rank} ended with exit code {failure.exitcode}; see what it said above", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_arguments(arguments: Sequence[str], env: Mapping[str, str]) -> NodeStart:
+    parser = argparse.ArgumentParser(prog="python -m armillary.cluster.node")
+    for name, kind in (("nodes", int), ("ranks", int), ("restarts", int), ("stop-s", float)):
+        parser.add_argument(f"--{name}", type=kind, default=0)
+    for name in ("rendezvous", "id"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("node-rank", "node-id", "interface"):
+        parser.add_argument(f"--{name}", default="")
+    parser.add_argument("command", nargs="+")
+    options = vars(parser.parse_args(arguments))
+    return NodeStart(**{**options, "node_rank": _node_rank(options, env), "command": tuple(options["command"])})
+
+
+def _node_rank(options: Mapping[str, str | int], env: Mapping[str, str]) -> int:
+    given = str(options["node_rank"]) or next((env[name] for name in NODE_RANKS if name in env), "")
+    if not given and options["nodes"] == 1:
+        return 0
+    if not given.isdecimal() or int(given) >= int(options["nodes"]):
+        raise BadInput(f"node rank '{given}' is none of {options['nodes']} nodes; give --node-rank")
+    return int(given)
+
+
+def is_finished(command: Sequence[str]) -> bool:
+    """Whether the run that the command names has done all its steps."""
+    name, home = _option(command, "--run"), _option(command, "--home")
+    if not name:
+        return False
+    try:
+        run = find_run(Home.at(home) if home else Home.default(), name)
+    except NotFound:
+        return False
+    return run.state.state == "finished" and run.state.step >= _steps(command)
+
+
+def _steps(command: Sequence[str]) -> int:
+    from armillary.spec.recipe import load_recipe
+
+    return load_recipe(command[1]).train.steps
+
+
+def _option(command: Sequence[str], name: str) -> str:
+    return command[command.index(name) + 1] if name in command else ""
+
+
+def environment(start: NodeStart, route: Route, env: Mapping[str, str]) -> dict[str, str]:
+    """What ranks find in their environment: their node, the interface of gloo and NCCL, and threads per rank; what a
+    user has set stays."""
+    values = {NODE_ID: start.node_id or node_id(env), "OMP_NUM_THREADS": str(compute_threads(start.ranks))}
+    if route.interface:
+        values |= {"GLOO_SOCKET_IFNAME": route.interface, "TP_SOCKET_IFNAME": route.interface}
+        values |= {} if route.is_loopback else {"NCCL_SOCKET_IFNAME": route.interface}
+    return {name: value for name, value in values.items() if name not in env or name == NODE_ID}
+
+
+def torchrun_arguments(start: NodeStart, route: Route) -> list[str]:
+    """What torchrun is told; ranks of all nodes meet in a store on the first."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise missing("torch", "training", "torch")
+    options = {
+        "nnodes": start.nodes,
+        "nproc-per-node": start.ranks,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": start.rendezvous,
+        "rdzv-conf": f"is_host={int(start.is_host)}",
+        "rdzv-id": start.id,
+        "local-addr": route.address,
+        "max-restarts": start.restarts,
+    }
+    if "--shutdown-timeout" in (Path(spec.origin).parent / "distributed/run.py").read_text():  # not in torch 2.11
+        options["shutdown-timeout"] = int(start.stop_s)
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return [*flags, "-m", "--", "armillary", *start.command]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
