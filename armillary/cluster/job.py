@@ -16,7 +16,7 @@ from typing import Literal
 from zlib import crc32
 
 from armillary.errors import ArmillaryError, BadInput, unknown
-from armillary.spec.tables.launch import Launch, TargetName
+from armillary.spec.tables.launch_target import Launch, TargetName
 from armillary.spec.toml.fields import build, to_plain
 from armillary.store import nan_safe_json
 from armillary.store.atomic import write_json
@@ -149,13 +149,13 @@ def read_job(folder: Path) -> Job:
 
 def list_jobs(home: Home) -> Iterator[Job]:
     """Newest first; folders without a readable job.json are left out."""
-    found = []
+    readable = []
     for path in jobs_folder(home).glob(f"*/{FILE}"):
         try:
-            found.append(read_job(path.parent))
+            readable.append(read_job(path.parent))
         except (ArmillaryError, OSError):
             continue
-    yield from sorted(found, key=lambda job: job.created, reverse=True)
+    yield from sorted(readable, key=lambda job: job.created, reverse=True)
 
 
 def find_job(home: Home, name: str) -> Job:

@@ -46,8 +46,8 @@ class _Reader:
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 new = file.read()
-            whole = len(new) if at_end else new.rfind(b"\n") + 1
-            self._read[path] = self._read.get(path, 0) + whole
+            complete = len(new) if at_end else new.rfind(b"\n") + 1
+            self._read[path] = self._read.get(path, 0) + complete
             name = f"{path.stem.replace('-', ' ')} | " if len(paths) > 1 else ""
-            for line in new[:whole].decode(errors="replace").splitlines():
+            for line in new[:complete].decode(errors="replace").splitlines():
                 yield f"{name}{line}"

@@ -11,7 +11,7 @@ from armillary.cluster.local import free_port
 from armillary.errors import BadInput, BadLayout, BadRecipe
 from armillary.spec.hardware import Cluster
 from armillary.spec.recipe import Recipe
-from armillary.spec.tables.launch import TargetName
+from armillary.spec.tables.launch_target import TargetName
 from armillary.store.home import Home
 from armillary.store.runs import list_runs, new_name
 

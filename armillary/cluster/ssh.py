@@ -22,8 +22,8 @@ def submit(job: Job) -> str:
 
 
 def state(job: Job) -> JobState:
-    found = hosts.state(job, _shell(job))
-    return JobState(state=found.state, detail=found.detail, where=", ".join(job.launch.hosts[: job.num_nodes]))
+    seen = hosts.state(job, _shell(job))
+    return JobState(state=seen.state, detail=seen.detail, where=", ".join(job.launch.hosts[: job.num_nodes]))
 
 
 def cancel(job: Job) -> None:
@@ -33,8 +33,8 @@ def cancel(job: Job) -> None:
 def address_of(host: str, options: tuple[str, ...] = ()) -> str:
     """The name or address behind a host of ~/.ssh/config, as ssh resolves it; nothing is contacted."""
     said = run_program(["ssh", *options, "-G", host], then="check launch.hosts and launch.ssh_options")
-    found = dict(line.partition(" ")[::2] for line in said.splitlines())
-    return found.get("hostname") or host.rpartition("@")[2]
+    settings = dict(line.partition(" ")[::2] for line in said.splitlines())
+    return settings.get("hostname") or host.rpartition("@")[2]
 
 
 def _checked(job: Job) -> bool:

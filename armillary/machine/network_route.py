@@ -38,18 +38,18 @@ def route_to(host: str, *, interface: str = "", is_host: bool = False) -> Route:
         route = Route(interface=own[target], address=target)
     else:
         route = _towards(target)
-    named = host not in ("localhost", target)
-    return _default_route(route) if is_host and named and route.is_loopback else route
+    by_name = host not in ("localhost", target)
+    return _default_route(route) if is_host and by_name and route.is_loopback else route
 
 
 def _resolve(host: str) -> str:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise NotFound(
             f"the name {host} has no address here ({error.strerror}); name the host by its address"
         ) from None
-    return str(found[0][4][0])
+    return str(infos[0][4][0])
 
 
 def _towards(target: str) -> Route:

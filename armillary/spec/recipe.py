@@ -17,7 +17,7 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.hardware import HardwareTable
-from armillary.spec.tables.launch import Launch
+from armillary.spec.tables.launch_target import Launch
 from armillary.spec.tables.model import ModelTable, apply_model_overrides, model_table, table_to_plain
 from armillary.spec.tables.resume_class import Defining, Free, KeyClass, Noted, classes_of
 from armillary.spec.tables.serve import Cost, Load, Objective, Predict, Serve, Traffic

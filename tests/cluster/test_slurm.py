@@ -10,7 +10,7 @@ import pytest
 
 from armillary.cluster.job import Job
 from armillary.cluster.slurm import allocation, files, read_state
-from armillary.spec.tables.launch import Launch
+from armillary.spec.tables.launch_target import Launch
 
 
 def a_job(**launch: object) -> Job:

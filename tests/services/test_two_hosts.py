@@ -1,0 +1,81 @@
+"""Training on two hosts over ssh: network namespaces with a throttled link; stopped, resumed, the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.services.small_training import RECIPE, same_weights, write_text
+from tests.services.two_hosts import Hosts, two_hosts, why_not
+
+pytestmark = [pytest.mark.services, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+ROOT = str(Path(__file__).parents[2])
+LONG_S = 1200.0
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    environment = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    with two_hosts(tmp_path_factory.mktemp("hosts"), environment) as made:
+        made.throttle("200mbit")
+        yield made
+
+
+@pytest.fixture
+def armillary(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """The command line on the first host, in a folder that both share."""
+    write_text(tmp_path / "text")
+
+    def run(*words: str) -> str:
+        command = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-m", "armillary", *words]
+        done = hosts.run(0, command, cwd=tmp_path, timeout=LONG_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    yield run
+    for file in tmp_path.glob("jobs/*/pid-*"):  # what a failed test left running
+        with suppress(ProcessLookupError):
+            os.killpg(int(file.read_text()), signal.SIGTERM)
+
+
+def wait_for(armillary: Callable[..., str], done: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+    end = time.monotonic() + LONG_S
+    while True:
+        (facts,) = json.loads(armillary("launch", "jobs", "--json"))
+        if done(facts):
+            return dict(facts)
+        assert time.monotonic() < end, armillary("launch", "logs", "fox")
+        time.sleep(1)
+
+
+def test_two_hosts_train_stop_and_resume(armillary: Callable[..., str], hosts: Hosts, tmp_path: Path) -> None:
+    recipe = RECIPE.format(text=tmp_path / "text", steps=300, more="")
+    options = json.dumps(list(hosts.ssh_options))
+    launch = f"[launch]\nhosts = {json.dumps(hosts.addresses)}\nssh_options = {options}\n"
+    (tmp_path / "r.toml").write_text(recipe + launch)
+    start = ("launch", "r.toml", "--on", "ssh", "--nodes", "2", "--run", "fox")
+    armillary(*start)
+    wait_for(armillary, lambda facts: (facts["step"] or "0")[0] != "0")
+    armillary("launch", "cancel", "fox")
+    wait_for(armillary, lambda facts: facts["state"] == "cancelled")
+    run = json.loads(armillary("runs", "fox", "--json"))
+    said = armillary("launch", "logs", "fox")
+    assert run["state"] == "interrupted" and 0 < run["step"] < 300 and run["checkpoints"], said
+    armillary(*start)
+    facts = wait_for(armillary, lambda facts: facts["state"] not in ("running", "pending"))
+    log = armillary("launch", "logs", "fox")
+    assert facts["state"] == "finished" and facts["where"] == "10.87.0.1, 10.87.0.2", log
+    for number, address in enumerate(hosts.addresses):
+        assert f"node {number} of 2 is host-{number}, {address} on link{number}" in log
+    assert f"from step {run['checkpoints'][-1]}" in log and "finished after 300 steps" in log
+    (tmp_path / "plain.toml").write_text(recipe)
+    armillary("train", "plain.toml", "--devices", "2", "--run", "hen")
+    assert same_weights(tmp_path, "fox", "hen")
