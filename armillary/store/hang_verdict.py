@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -76,9 +77,22 @@ class HangVerdict:
         """The verdict and one line per rank, those that differ from the others first where there are many."""
         return [self.text, *(f"  {place.text}" for place in self.ranks)]
 
+    @property
+    def goes_on(self) -> str:
+        """What to say when it was none after all, or is over."""
+        return f"the run goes on: {self.text.partition(';')[0]} no more"
+
 
 def write_verdict(folder: Path, verdict: HangVerdict) -> None:
     write_json(folder / NAME, to_plain(verdict))
+
+
+def resolve_verdict(folder: Path) -> None:
+    """Note that the run goes on, where it has a verdict; best effort, as the disk may be full."""
+    verdict = read_verdict(folder)
+    if verdict is not None and not verdict.resolved:
+        with suppress(ArmillaryError, OSError):
+            write_verdict(folder, replace(verdict, resolved=True))
 
 
 def read_verdict(folder: Path) -> HangVerdict | None:

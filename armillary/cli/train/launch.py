@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from armillary.cli.train.restarts import Restarts
 from armillary.errors import ArmillaryError
 from armillary.spec.tables.train import OnHang
 from armillary.store import nan_safe_json
-from armillary.store.hang_verdict import HangVerdict, write_verdict
+from armillary.store.hang_verdict import HangVerdict, resolve_verdict, write_verdict
 from armillary.store.run_events import add_event
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def launch_once(
         text = nan_safe_json.dumps({**task, "answers": folder, "logs": str(logs), "parent": os.getpid()})
         ranks = RankProcesses(program, text, place, threads, folder)
         with _forwarding_signals(ranks) as forwarded:
-            failed = _wait(ranks, watch, meanwhile)
+            failed = _wait(ranks, watch, meanwhile, forwarded)
         outcome, interrupted = Path(folder, "outcome.json"), bool(forwarded)
         if outcome.is_file():
             return Launched(outcome=nan_safe_json.read_table(outcome), interrupted=interrupted)
@@ -134,17 +134,18 @@ def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: RankProcesses, watch: HangWatch | None, meanwhile: Meanwhile) -> dict[int, int]:
-    """Rank -> exit code of those that failed, once all have ended."""
+def _wait(
+    ranks: RankProcesses, watch: HangWatch | None, meanwhile: Meanwhile, forwarded: Sequence[int] = ()
+) -> dict[int, int]:
+    """Rank -> exit code of those that failed, once all have ended; `forwarded` are signals that were passed on."""
     watcher = _watcher(ranks, watch) if watch is not None else None
     while not (killed := ranks.killed()) and not ranks.has_ended():
         time.sleep(POLL_S)
-        if watcher is not None and watch is not None and (verdict := watcher.poll()) is not None:
-            _tell(verdict, watch)
-            if watch.on_hang != "wait":
-                add_event(watch.folder, "failed")
-                ranks.kill()
-                raise RunHung(verdict.text)
+        verdict = _poll(watcher, watch) if watcher is not None and watch is not None else None
+        if verdict is not None and watch is not None and watch.on_hang != "wait":
+            add_event(watch.folder, "failed")
+            ranks.kill()
+            raise KeyboardInterrupt if forwarded else RunHung(verdict.text)  # who stops it does not restart it
         try:
             meanwhile(ranks)
         except BaseException:
@@ -169,6 +170,17 @@ def _watcher(ranks: RankProcesses, watch: HangWatch) -> Watcher:
     return Watcher(board, place.world, remote_data=watch.remote_data, pids=ranks.pids, crashes=crashes)
 
 
+def _poll(watcher: Watcher, watch: HangWatch) -> HangVerdict | None:
+    """A new verdict, which is told; also tells that the run goes on after one."""
+    before = watcher.verdict
+    if (verdict := watcher.poll()) is not None:
+        _tell(verdict, watch)
+    elif before is not None and watcher.verdict is None:
+        watch.say(before.goes_on)
+        resolve_verdict(watch.folder)
+    return verdict
+
+
 def _tell(verdict: HangVerdict, watch: HangWatch) -> None:
     """Print and write a verdict; the disk may be the reason for it."""
     watch.say("\n".join(verdict.lines))
@@ -178,18 +190,29 @@ def _tell(verdict: HangVerdict, watch: HangWatch) -> None:
 
 def _failure(folder: Path, failed: Mapping[int, int], logs: Path, then: str, *, interrupted: bool) -> BaseException:
     """What to tell: the line a rank left, the lowest rank's first; else how the rank ended."""
-    said = sorted(folder.glob("error-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    if said:
-        return RankFailed(nan_safe_json.read_table(said[0])["error"])
+    if said := _left_by_ranks(folder, "error"):
+        return RankFailed(next(iter(said.values())))
     if interrupted:
         return KeyboardInterrupt()
-    rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0]))  # who was killed is why others failed
-    lost = sorted(folder.glob("lost-*.json"))
-    if lost and code >= 0:
-        text = nan_safe_json.read_table(lost[0])["lost"]
-        return RankDied(f"rank {rank} lost the other ranks ({text}); see {logs}, and train again")
+    lost, bugs = _left_by_ranks(folder, "lost"), _left_by_ranks(folder, "bug")
+    killed = {rank: code for rank, code in failed.items() if code < 0}  # who was killed is why others failed
+    if bugs and not killed:
+        rank, text = min(bugs.items())
+        return RankFailed(f"rank {rank} failed ({text}); {_output_of(rank, logs)}, and {then}")
+    rank, code = min((killed or failed).items(), key=lambda item: (item[0] in lost, item[0]))
+    if rank in lost and code >= 0:
+        return RankDied(f"rank {rank} lost the other ranks ({lost[rank]}); see {logs}, and train again")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     why = " (the system kills what needs too much memory)" if code == -signal.SIGKILL else ""
-    where = "its output is above" if rank == 0 else f"its output is in {logs}/rank-{rank}.log"
     kind = RankDied if code < 0 else RankFailed
-    return kind(f"rank {rank} {how}{why}; {where}, and {then}")
+    return kind(f"rank {rank} {how}{why}; {_output_of(rank, logs)}, and {then}")
+
+
+def _left_by_ranks(folder: Path, kind: str) -> dict[int, str]:
+    """Rank -> what it left in a file of this kind (see rank.py)."""
+    paths = {int(path.stem.partition("-")[2]): path for path in folder.glob(f"{kind}-*.json")}
+    return {rank: nan_safe_json.read_table(path)[kind] for rank, path in sorted(paths.items())}
+
+
+def _output_of(rank: int, logs: Path) -> str:
+    return "its output is above" if rank == 0 else f"its output is in {logs}/rank-{rank}.log"

@@ -33,6 +33,8 @@ def main(task: dict[str, Any], work: Work) -> int:
     except Exception as error:
         known, lost = user_error(error), lost_a_peer(error)
         if known is None and not lost:
+            bug = {"bug": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+            write_json(Path(task["answers"]) / f"bug-{rank}.json", bug)
             raise
         why = " ".join(str(error).partition("This is typically caused")[0].split())[:300]  # gloo adds advice
         said = {"lost": why} if lost or known is None else {"error": known[0]}

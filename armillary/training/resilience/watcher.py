@@ -19,7 +19,7 @@ from armillary.errors import ArmillaryError
 from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.spec.tables.train import OnHang
-from armillary.store.hang_verdict import HangVerdict, write_verdict
+from armillary.store.hang_verdict import HangVerdict, resolve_verdict, write_verdict
 from armillary.store.runs import Run
 from armillary.store.writer_process import machine
 from armillary.training.data.remote import is_url
@@ -224,9 +224,8 @@ class RankWatch:
         self._end(verdict)
 
     def _resolve(self, verdict: HangVerdict) -> None:
-        self.say(f"the run goes on: {verdict.text.partition(';')[0]} no more")
-        with suppress(ArmillaryError, OSError):
-            write_verdict(self.folder, replace(verdict, resolved=True))
+        self.say(verdict.goes_on)
+        resolve_verdict(self.folder)
         self.board.post(replace(verdict, resolved=True))
 
     def _end(self, verdict: HangVerdict) -> None:
