@@ -46,6 +46,7 @@ _ROWS = (
         "train",
         "Checkpoints of a run: list, verify, prune, export, compare.",
     ),
+    Verb("canary", "armillary.cli.train.canary:canary", "train", "Compare a short run with golden values."),
     Verb("generate", "armillary.cli.generate:generate", "serve", "Generate text from a model."),
     Verb("serve", "armillary.cli.serve:serve", "serve", "Serve a model to OpenAI's clients over HTTP."),
     Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder, pt2 or ONNX."),

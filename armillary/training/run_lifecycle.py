@@ -19,6 +19,8 @@ from armillary.errors import ArmillaryError, BadData
 from armillary.parallel.consensus import Consensus
 from armillary.spec.plan import Plan
 from armillary.store.atomic import sweep_folder
+from armillary.store.goodput import account_of
+from armillary.store.run_events import read_events
 from armillary.store.runs import Run, Say
 from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.export import export, export_adapter
@@ -77,7 +79,8 @@ class RunLifecycle:
         self._startup: dict[str, float] = {}
         self._captured: dict[str, Any] = {}
         self.run_clock = clock or RunClock(run, writes=False)
-        self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"))
+        past = account_of(read_events(run.folder)) if trainer.job.adapt_interval and trainer.ranks.is_main else None
+        self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"), past=past)
         trainer.batches.save_due = self._due
         self._num_saves = 0
         self.peers = PeerCopies(run, trainer.ranks) if trainer.job.peer_copy_every else None

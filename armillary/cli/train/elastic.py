@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from armillary.cli.train.planning import begin
 from armillary.cli.train.rank_processes import Place, new_store
 from armillary.cli.train.restarts import Restarts
 from armillary.cli.train.round_check import CHECK_S, RoundCheck
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, BadLayout
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.elastic import elastic_layout, ranks_per_replica
 from armillary.spec.model import ModelConfig
@@ -67,6 +68,9 @@ class ElasticNode:
             members = meeting.join()
             try:
                 outcome = self._take_part(meeting, members)
+            except BaseException as error:
+                self._note_failure(meeting, members, error)
+                raise
             finally:
                 members.end()
             if outcome is not None:
@@ -176,7 +180,12 @@ class ElasticNode:
                 add_event(Path(job["folder"]), "waiting")
             inner, need = self.recipe.layout.text("tp", "pp", "cp"), ranks_per_replica(self.recipe.layout)
             return {"waits": f"{num_ranks} ranks are fewer than {inner} needs ({need}); waiting for more nodes"}
-        begun, run = self._open(meeting, layout)
+        try:
+            begun, run = self._open(meeting, layout)
+        except BadLayout as error:
+            if meeting.noted("run") is None:
+                raise
+            return {"waits": f"{error}; waiting for more nodes"}  # it fitted the memory of more devices
         job = begun.recipe.train
         self.out.say(f"{num_ranks} ranks on {layout.text()}: {rows_text(layout, job.batch_tokens // job.sequence)}")
         until, store = self.planning.get("until"), new_store(meeting.address)
@@ -226,7 +235,7 @@ class ElasticNode:
             return begun, run
         if not restarts.allows(failure):
             note = f"{failure}, and {most} restarts without a new checkpoint have been; see {run.folder / 'logs'}"
-            raise RankDied(f"{note}, and train again")
+            raise ArmillaryError(f"{note}, and train again")
         meeting.note("restarts", restarts.state())
         meeting.note("failure", None)
         return begun, run
@@ -275,6 +284,15 @@ class ElasticNode:
         if outcome is None:
             raise KeyboardInterrupt
         return outcome
+
+    def _note_failure(self, meeting: NodeRendezvous, members: Round, error: BaseException) -> None:
+        """The leader's, in the run's folder; what other nodes report of the same error adds nothing."""
+        from armillary.training.gauge_log import note_failure
+
+        with suppress(ArmillaryError):
+            if members.is_leader and (job := meeting.noted("run")):
+                note_failure(Run(folder=Path(job["folder"]), owner=job["owner"]), error)
+            self._say_bye(meeting, members)
 
     def _say_bye(self, meeting: NodeRendezvous, members: Round) -> None:
         """The store ends with its launcher: it waits until the others have read what they need."""

@@ -159,6 +159,9 @@ class TrainJob:
     save_every: Free[int | None] = None
     """steps between checkpoints; 0: only at the end and when the run is stopped; none: about every ten minutes, and at
     least 50 times as long as a save takes"""
+    adapt_interval: Free[bool] = False
+    """where save_every is none: once the run has failed, checkpoints are √(2·δ·M) of training apart, δ what a save has
+    cost it and M the time between its failures (Young–Daly)"""
     checkpoint_async: Free[bool] = True
     """write checkpoints while training continues, from a copy in host memory; false: training waits"""
     checkpoint_full_every: Free[int] = 1

@@ -11,7 +11,9 @@ import pytest
 
 from armillary.spec.recipe import Recipe
 from armillary.spec.tables.train import TrainJob
+from armillary.store.goodput import account_of
 from armillary.store.home import Home
+from armillary.store.run_events import RunEvent
 from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint.checkpoint import prune, saved_steps
 from armillary.training.checkpoint.interval import APART, EVERY_S, SaveClock, interval_steps
@@ -144,3 +146,18 @@ def test_all_ranks_save_after_the_same_steps(recipe: Make, home: Home, ranks: Ra
     run = begun.create_run()
     on_ranks(ranks, begun, run)
     assert saved_steps(run) == [2, 4, 5]
+
+
+def test_an_interval_follows_the_run_s_own_failures() -> None:
+    """√(2 · 2 s · 450 s) = 42.4 s: between the 10 s and the hour that it is kept within."""
+    account = account_of([RunEvent(time=0.0, event="steps")])
+    failed = replace(account, seconds={**account.seconds, "useful": 898.0, "saving": 2.0}, num_saves=1, num_failures=2)
+    adapts = TrainJob(adapt_interval=True)
+    assert SaveClock(adapts, 1.0, past=failed).interval_s == pytest.approx(42.43, abs=0.01)
+    assert SaveClock(TrainJob(), 1.0, past=failed).interval_s == EVERY_S
+    assert SaveClock(adapts, 1.0, past=replace(failed, num_failures=0)).interval_s == EVERY_S
+    clock = SaveClock(adapts, 1.0, past=failed)
+    clock.saved(8.0)  # four times as long: twice as far apart
+    assert clock.interval_s == pytest.approx(84.85, abs=0.01)
+    clock.committed(50.0)
+    assert clock.interval_s == 100.0, "none waits for the one before"

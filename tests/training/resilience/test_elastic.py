@@ -25,10 +25,10 @@ from armillary.store.home import Home
 from armillary.store.runs import find_run
 from armillary.training.prepare_run import model_source, resolve_run
 from armillary.training.trainer import Trainer
-from tests.chaos import ROOT
 from tests.ranks import Ranks
 
 Make = Callable[..., Recipe]
+ROOT = Path(__file__).parents[3]
 
 
 def losses(plan: str, steps: int = 3) -> list[tuple[float, float, float]]:

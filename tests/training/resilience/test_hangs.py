@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +14,16 @@ import pytest
 
 from armillary.cli.train.launch import HangWatch, RankFailed, RunHung, launch
 from armillary.cli.train.restarts import Restarts
-from armillary.spec.recipe import Recipe
+from armillary.spec.recipe import Recipe, to_toml
+from armillary.store import nan_safe_json
 from armillary.store.hang_verdict import HangVerdict, read_verdict
 from armillary.store.home import Home
-from armillary.store.runs import Run
+from armillary.store.runs import Run, list_runs
 from armillary.training.prepare_run import model_source, resolve_run
 from tests.training.resilience.hanging_rank import STEP
 
 Make = Callable[..., Recipe]
+ROOT = Path(__file__).parents[3]
 WITHIN_S = 30.0
 
 
@@ -57,6 +62,7 @@ def judged(run: Run) -> tuple[HangVerdict, float]:
     return verdict, verdict.time - Path(run.folder, "hung").stat().st_mtime
 
 
+SHORT = ("train.steps=30", "train.eval_every=0", "train.save_every=20", "layout.dp=2")
 LONG = ("train.steps=1000", "train.eval_every=0", "train.save_every=20", "layout.dp=2")
 
 
@@ -106,7 +112,28 @@ def test_a_rank_that_dies_is_diagnosed_at_once(recipe: Make, home: Home) -> None
 
 @pytest.mark.slow
 def test_a_run_that_hangs_starts_again_from_its_checkpoint(recipe: Make, home: Home) -> None:
-    short = ("train.steps=30", "train.eval_every=0", "train.save_every=20", "layout.dp=2")
-    _, said, ended = hang(recipe(*short), home, "stops", on_hang="restart")
+    _, said, ended = hang(recipe(*SHORT), home, "stops", on_hang="restart")
     assert ended.outcome["finished"] and ended.outcome["resumed_at"] == 20
     assert said[-1].startswith("rank 1 is stopped") and "start again from checkpoint 20 (restart 1 of 3)" in said[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "cause"), [("stops", "stopped_process"), ("loader", "stuck_data_loader")])
+def test_ranks_of_torchrun_are_watched_by_one_of_them(
+    fault: str, cause: str, recipe: Make, home: Home, tmp_path: Path
+) -> None:
+    """They exit, and torchrun starts them again from the newest checkpoint."""
+    path, mark = tmp_path / "recipe.toml", tmp_path / "hung"
+    path.write_text(to_toml(recipe(*SHORT, "train.on_hang=restart")))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    program = ["-m", "tests.training.resilience.hanging_cli", fault, str(mark), "train", str(path)]
+    line = [sys.executable, *torchrun, *program, "--home", str(home.work), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    (run,) = list_runs(home)
+    verdict = read_verdict(run.folder)
+    assert verdict is not None and (verdict.cause, verdict.rank) == (cause, 1), ended.stderr
+    assert verdict.time - mark.stat().st_mtime < WITHIN_S and verdict.text in ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    outcome = nan_safe_json.loads(ended.stdout.strip().splitlines()[-1])
+    assert outcome["finished"] and outcome["resumed_at"] == 20
