@@ -27,7 +27,7 @@ ROWS = (
     ("parallel",),
     ("training", "engine"),
     ("serving",),
-    ("cluster",),
+    ("fleet", "cluster"),
     ("planning",),
     ("diagnosis",),
     ("cli",),
@@ -54,7 +54,9 @@ TORCH_FREE = (
     "armillary.engine.scheduler*",
     "armillary.engine.output*",
     "armillary.engine.telemetry*",
+    "armillary.serving.http*",
     "armillary.serving.load*",
+    "armillary.fleet*",
     *(
         f"armillary.serving.predict.{name}"
         for name in ("batcher", "hot_reload", "model", "request", "schema", "versions")

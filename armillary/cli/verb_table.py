@@ -51,6 +51,7 @@ _ROWS = (
     Verb("serve", "armillary.cli.serve:serve", "serve", "Serve a model to OpenAI's clients over HTTP."),
     Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder, pt2 or ONNX."),
     Verb("registry", "armillary.cli.registry:registry", "serve", "Versions of models, and aliases that point at them."),
+    Verb("gateway", "armillary.cli.gateway:gateway", "serve", "Keys, limits and routing in front of servers."),
     Verb("load", "armillary.cli.load:load", "serve", "Test a server under load: latencies, goodput, highest rate."),
     Verb("diagnose", "armillary.cli.diagnose:diagnose", "all", "Name the loop that limits; price what would help."),
     Verb("demo", "armillary.cli.demo.demo:demo", "all", "Run the complete cycle, small, on this machine."),

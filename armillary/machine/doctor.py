@@ -23,6 +23,7 @@ TORCH_TESTED = ((2, 11), (2, 13))
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "data": ("fsspec", "pyarrow"),
+    "gateway": ("redis",),
     "http": ("aiohttp", "httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop"),
     "nvidia": ("pynvml",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
@@ -54,6 +55,7 @@ _LINUX_ONLY = ("triton",)
 _EXTRA_FOR = {
     "torch": "training, generating and converting",
     "data": "reading Parquet and stores (s3://, https://)",
+    "gateway": "limits that several gateways share through Redis",
     "http": "serving over HTTP",
     "nvidia": "reading clocks and power of NVIDIA GPUs",
     "onnx": "writing and serving ONNX files",

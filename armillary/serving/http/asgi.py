@@ -83,6 +83,7 @@ class AsgiConnection:
         self.path: str = scope["path"]
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         self.status = 0
+        self.extra_headers: Headers = []  # of every complete response
         self._receive = receive
         self._send = send
 
@@ -113,7 +114,13 @@ class AsgiConnection:
         """Send a complete response."""
         self.status = status
         size = (b"content-length", str(len(body)).encode())
-        await self._send({"type": "http.response.start", "status": status, "headers": [kind, size, *(headers or ())]})
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [kind, size, *(headers or ()), *self.extra_headers],
+            }
+        )
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def json(self, status: int, table: Any, headers: Headers | None = None) -> None:
@@ -127,15 +134,19 @@ class AsgiConnection:
         await self.event(b"data: " + encode(problem.body) + b"\n\n")
         return await self.end_events()
 
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Send the head of a response whose body follows in parts."""
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
     async def begin_events(self) -> None:
-        """Send the head of a streamed response."""
-        self.status = 200
+        """Send the head of a stream of events."""
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.begin(200, headers)
 
     async def event(self, data: bytes) -> None:
         """Send one or several complete events."""

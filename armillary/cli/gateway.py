@@ -1,0 +1,208 @@
+"""`armillary gateway`: keys, limits and routing in front of any OpenAI-compatible servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from armillary.cli.output import Output
+from armillary.cli.verb_decorator import VerbGroup
+from armillary.errors import BadInput
+from armillary.store.home import Home
+from armillary.units import seconds_text
+
+if TYPE_CHECKING:
+    from armillary.fleet.gateway.keys import ApiKey
+    from armillary.fleet.gateway.settings import GatewayConfig
+
+
+class GatewayGroup(VerbGroup):
+    """`gateway --config …` is short for `gateway run`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ("-h", "--help") and not ctx.resilient_parsing:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+gateway = GatewayGroup(
+    "gateway",
+    help="Keys, limits and routing in front of any OpenAI-compatible servers.\n\n"
+    "`armillary gateway --upstream NAME=http://127.0.0.1:8001` runs one; `armillary gateway keys` manages its keys.",
+)
+keys = VerbGroup("keys", help="API keys: add, list, rotate and revoke; a running gateway notices within a second.")
+gateway.add_command(keys)
+keys_option = click.option(
+    "--keys", "path", type=click.Path(path_type=Path), help="[default: gateway/keys.json in the home]"
+)
+_DAY_S = 86_400.0
+
+
+@gateway.verb
+@click.option("--config", "file", type=click.Path(path_type=Path, dir_okay=False), help="TOML with [[models]].")
+@click.option(
+    "--upstream", "upstreams", multiple=True, metavar="NAME=URL", help="A server of a model; may be repeated."
+)
+@click.option("--policy", type=click.Choice(["prefix", "least-load", "power-of-two", "round-robin"]), default="prefix")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", default=9000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
+@click.option("--redis", default="", help="redis://… for limits that several gateways share.")
+@keys_option
+def run(
+    out: Output,
+    home: Home,
+    file: Path | None,
+    upstreams: Sequence[str],
+    policy: str,
+    host: str,
+    port: int,
+    redis: str,
+    path: Path | None,
+) -> None:
+    """Run a gateway until SIGTERM. Models come from --config, or from --upstream, one per replica."""
+    from armillary.serving.http.server import ListenOptions, require_http
+
+    require_http()
+    config = _config(file, upstreams, policy, redis)
+    from armillary.fleet.gateway.run_gateway import run_gateway
+
+    say = partial(click.echo, err=out.mode != "human")
+    run_gateway(config, ListenOptions(host=host, port=port), keys=_key_path(home, path), say=say)
+
+
+def _config(file: Path | None, upstreams: Sequence[str], policy: str, redis: str) -> GatewayConfig:
+    from dataclasses import replace
+
+    from armillary.fleet.gateway.settings import GatewayConfig, load_config
+    from armillary.spec.toml.fields import build
+
+    if (file is None) == (not upstreams):
+        raise BadInput("give either --config FILE or --upstream NAME=URL, once per server")
+    if file is not None:
+        config = load_config(file)
+    else:
+        urls: dict[str, list[dict[str, str]]] = {}
+        for text in upstreams:
+            name, _, url = text.partition("=")
+            if not url:
+                raise BadInput(f"--upstream {text} lacks its address; write it like bot=http://127.0.0.1:8001")
+            urls.setdefault(name, []).append({"url": url})
+        models = [{"name": name, "policy": policy, "replicas": replicas} for name, replicas in urls.items()]
+        config = build(GatewayConfig, {"models": models}, "--upstream")
+    return replace(config, gateway=replace(config.gateway, redis=redis)) if redis else config
+
+
+@keys.verb
+@click.argument("name")
+@click.option("--model", "models", multiple=True, help="A model it may use; repeat.  [default: all]")
+@click.option("--requests", type=click.IntRange(1), help="Most requests per window and model.")
+@click.option("--tokens", type=click.IntRange(1), help="Most tokens per window and model, prompt and completion.")
+@click.option("--window", "window_s", type=click.FloatRange(min=0, min_open=True), default=60.0, help="Seconds.  [60]")
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Valid for so many days.")
+@click.option("--scope", "scopes", multiple=True, type=click.Choice(["inference", "metrics"]), default=["inference"])
+@keys_option
+def add(
+    out: Output,
+    home: Home,
+    name: str,
+    models: Sequence[str],
+    requests: int | None,
+    tokens: int | None,
+    window_s: float,
+    days: float | None,
+    scopes: Sequence[str],
+    path: Path | None,
+) -> None:
+    """Make a key for NAME, a client. It is shown this once; only its hash is stored."""
+    key, secret = _keys(home, path).add(
+        name,
+        models=list(models),
+        scopes=list(scopes),
+        limits={"requests": requests, "tokens": tokens, "window_s": window_s},
+        expires=time.time() + days * _DAY_S if days else None,
+    )
+    out.say(f"key {key.id} of {name}: {secret}")
+    out.say("clients send it as Authorization: Bearer KEY; it cannot be shown again")
+    out.result({"id": key.id, "name": name, "key": secret}, quiet=secret)
+
+
+@keys.verb
+@keys_option
+def ls(out: Output, home: Home, path: Path | None) -> None:
+    """List the keys."""
+    rows = [_row(key) for key in _keys(home, path).read().values()]
+    if rows:
+        out.table("keys", list(rows[0]), [list(row.values()) for row in rows])
+    else:
+        out.say("no keys yet, so the gateway serves everybody; armillary gateway keys add NAME makes one")
+    out.result(rows, quiet=[str(row["id"]) for row in rows])
+
+
+def _row(key: ApiKey) -> dict[str, Any]:
+    now, limits = time.time(), key.limits
+    return {
+        "id": key.id,
+        "client": key.name,
+        "models": ", ".join(key.models) or "all",
+        "scopes": ", ".join(key.scopes),
+        "requests": limits.requests,
+        "tokens": limits.tokens,
+        "per": seconds_text(limits.window_s),
+        "age": seconds_text(max(0.0, now - key.created)),
+        "state": "valid" if key.is_valid(now) else "expired",
+        "ends in": seconds_text(key.expires - now) if key.expires is not None and key.is_valid(now) else None,
+    }
+
+
+@keys.verb
+@click.argument("key")
+@keys_option
+def revoke(out: Output, home: Home, key: str, path: Path | None) -> None:
+    """Remove KEY, the id or name of one."""
+    gone = _keys(home, path).revoke(key)
+    out.say(f"key {gone.id} of {gone.name} works no more")
+    out.result({"id": gone.id, "name": gone.name}, quiet=gone.id)
+
+
+@keys.verb
+@click.argument("key")
+@click.option("--overlap", "overlap_s", default=3600.0, show_default=True, help="Seconds that the old secret works on.")
+@keys_option
+def rotate(out: Output, home: Home, key: str, overlap_s: float, path: Path | None) -> None:
+    """Give KEY, the id or name of one, a new secret; limits and id stay."""
+    rotated, secret = _keys(home, path).rotate(key, overlap_s)
+    out.say(f"key {rotated.id} of {rotated.name}: {secret}")
+    out.say(f"the old one works for another {seconds_text(overlap_s)}" if overlap_s else "the old one works no more")
+    out.result({"id": rotated.id, "name": rotated.name, "key": secret}, quiet=secret)
+
+
+@gateway.verb
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Of the last so many days.  [default: all]")
+@click.option("--audit", type=click.Path(path_type=Path), help="[default: gateway/audit.jsonl in the home]")
+def usage(out: Output, home: Home, days: float | None, audit: Path | None) -> None:
+    """Requests, tokens and dollars per client and model, from the audit log."""
+    from armillary.fleet.gateway.audit import usage_by_client
+
+    since = time.time() - days * _DAY_S if days else 0.0
+    totals = usage_by_client(audit or _key_path(home, None).with_name("audit.jsonl"), since)
+    rows = [{"client": client, "model": model, **total} for (client, model), total in sorted(totals.items())]
+    if rows:
+        out.table("usage", list(rows[0]), [list(row.values()) for row in rows])
+    else:
+        out.say("no requests in the audit log")
+    out.result(rows, quiet=[f"{row['client']} {row['model']} {row['usd']}" for row in rows])
+
+
+def _keys(home: Home, path: Path | None) -> Any:
+    from armillary.fleet.gateway.keys import KeyFile
+
+    return KeyFile(_key_path(home, path))
+
+
+def _key_path(home: Home, path: Path | None) -> Path:
+    return path.expanduser() if path is not None else home.work / "gateway" / "keys.json"

@@ -1,0 +1,125 @@
+"""Who may ask for what now: the key of a request, its models and scopes, and its limits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from armillary.fleet.gateway.body import RequestBody
+from armillary.fleet.gateway.keys import ApiKey, KeyRing
+from armillary.fleet.gateway.limits import Charge, Limiter, Refusal
+from armillary.fleet.gateway.redis_limits import LimiterUnavailable
+from armillary.fleet.gateway.settings import ModelSettings
+from armillary.fleet.gateway.token_usage import TokenUsage
+from armillary.serving.http.problem import Problem
+
+Headers = Mapping[bytes, bytes]
+NO_KEY = "the API key is missing, wrong or expired; send a valid one as Authorization: Bearer KEY"
+
+
+@dataclass(slots=True)
+class Reservation:
+    """What a request has reserved; `max_tokens` is set where the request named none."""
+
+    request: str
+    charges: list[Charge] = field(default_factory=list)
+    max_tokens: int | None = None
+
+
+class Admission:
+    """Checks keys and limits; without a file of keys, a gateway serves everybody."""
+
+    def __init__(self, keys: KeyRing, limiter: Limiter, *, allow_uncounted: bool = False) -> None:
+        """`allow_uncounted`: serve requests with limits while the limiter is not available."""
+        self._keys, self._limiter, self._allow_uncounted = keys, limiter, allow_uncounted
+
+    def key_of(self, headers: Headers, scope: str = "inference") -> ApiKey | None:
+        """The key of a request; Problem 401 or 403 where it may not pass."""
+        self._keys.refresh()
+        if not self._keys.required:
+            return None
+        given = headers.get(b"authorization", b"")
+        secret = given[7:].strip() if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        key = self._keys.find(secret)
+        if key is None:
+            raise Problem(401, NO_KEY, code="invalid_api_key")
+        if scope not in key.scopes:
+            raise Problem(403, f"this key lacks the scope {scope}; ask for one that has it", code="missing_scope")
+        return key
+
+    def check_model(self, key: ApiKey | None, model: str) -> None:
+        if key is not None and not key.allows(model):
+            raise Problem(403, f"this key may not use the model '{model}'; GET /v1/models lists its own", param="model")
+
+    async def reserve(self, key: ApiKey | None, body: RequestBody, model: ModelSettings) -> Reservation:
+        """Reserve a request and its tokens; Problem 429 where a limit is reached."""
+        reservation = Reservation(secrets.token_hex(12))  # not the client's id, which it may use twice
+        if key is None:
+            return reservation
+        limits, bucket = key.limits_of(body.model), f"{key.id}:{body.model}"
+        if limits.requests is not None:
+            reservation.charges.append(Charge(f"{bucket}:requests", 1, limits.requests, limits.window_s))
+        if limits.tokens is not None:
+            tokens = self._most_tokens(body, model, reservation)
+            if tokens > limits.tokens:
+                raise Problem(
+                    400,
+                    f"prompt and max_tokens may take {tokens:,} tokens, and this key's limit is {limits.tokens:,}; "
+                    "lower max_tokens or shorten the prompt",
+                    code="token_limit_exceeded",
+                )
+            reservation.charges.append(Charge(f"{bucket}:tokens", tokens, limits.tokens, limits.window_s))
+        if reservation.charges:
+            await self._reserve(reservation)
+        return reservation
+
+    def _most_tokens(self, body: RequestBody, model: ModelSettings, reservation: Reservation) -> int:
+        most = body.max_tokens if body.generates else 0
+        if most is None:
+            reservation.max_tokens = model.default_max_tokens
+            most = model.default_max_tokens * body.choices
+        return body.most_prompt_tokens(model.bytes_per_token) + most
+
+    async def _reserve(self, reservation: Reservation) -> None:
+        try:
+            refusal = await self._limiter.reserve(reservation.request, reservation.charges)
+        except LimiterUnavailable:
+            if not self._allow_uncounted:
+                text = "limits cannot be counted now; try again in a moment"
+                raise Problem(503, text, code="limiter_unavailable", retry_after_s=2) from None
+            reservation.charges.clear()
+            return
+        if refusal is not None:
+            raise _over(refusal)
+
+    async def correct(self, reservation: Reservation, usage: TokenUsage | None) -> None:
+        """Return the tokens that were reserved and not used; all stay where the response had no counts."""
+        if usage is None or not reservation.charges:
+            return
+        total = usage.prompt + usage.completion
+        costs = [total if charge.bucket.endswith(":tokens") else charge.cost for charge in reservation.charges]
+        try:
+            await self._limiter.correct(reservation.request, reservation.charges, costs)
+        except LimiterUnavailable:
+            return
+
+    async def cancel(self, reservation: Reservation) -> None:
+        """Return everything: no replica has worked on the request."""
+        if reservation.charges:
+            try:
+                await self._limiter.correct(reservation.request, reservation.charges, [0] * len(reservation.charges))
+            except LimiterUnavailable:
+                return
+
+
+def _over(refusal: Refusal) -> Problem:
+    charge = refusal.charge
+    kind = charge.bucket.rpartition(":")[2]
+    return Problem(
+        429,
+        f"the limit of {charge.limit:,} {kind} per {charge.window_s:g} s is reached; try again in "
+        f"{max(1, round(refusal.retry_after_s))} s",
+        code="rate_limit_exceeded",
+        retry_after_s=refusal.retry_after_s,
+    )

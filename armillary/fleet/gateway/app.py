@@ -1,0 +1,218 @@
+"""The gateway as an ASGI application: request ids, keys, limits, forwarding, audit and metrics."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from armillary.fleet.gateway.admission import Admission, Reservation
+from armillary.fleet.gateway.audit import AuditLog
+from armillary.fleet.gateway.body import RequestBody, decode
+from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
+from armillary.fleet.gateway.keys import ApiKey
+from armillary.fleet.gateway.models import Models
+from armillary.fleet.gateway.proxy import Outcome, ProxiedRequest
+from armillary.fleet.gateway.settings import GatewaySettings, ModelSettings
+from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
+from armillary.serving.http.cors import Cors
+from armillary.serving.http.problem import Problem
+
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/rerank",
+    "/v1/score",
+    "/tokenize",
+    "/detokenize",
+)
+"""what is forwarded to replicas; nothing else ever is"""
+_BODY_TIMEOUT_S = 30.0
+_BODIES = 512_000_000
+_TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+_REQUEST_ID = b"x-request-id"
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request as it came in."""
+
+    connection: AsgiConnection
+    request_id: str
+    begin: float
+    key: ApiKey | None = None
+    body: RequestBody | None = None
+    outcome: Outcome | None = None
+
+
+class Gateway:
+    """Routes of the gateway."""
+
+    def __init__(
+        self, models: Models, admission: Admission, settings: GatewaySettings, audit: AuditLog, metrics: GatewayMetrics
+    ) -> None:
+        self._models, self._admission, self._settings = models, admission, settings
+        self._audit, self.metrics = audit, metrics
+        self.draining = False
+        self._bodies = BodyLimits(limit=settings.max_body_bytes, total=_BODIES, timeout_s=_BODY_TIMEOUT_S)
+        self._cors = Cors(settings.cors_origins)
+        get: dict[str, Callable[[Arrival], Awaitable[None]]] = {
+            "/v1/models": self._list_models,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._metrics_page,
+        }
+        self._routes = {("GET", path): handler for path, handler in get.items()}
+        self._routes |= {("POST", path): self._forward for path in PATHS}
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        send = self._cors.headers_on(scope, send)
+        connection = AsgiConnection(scope, receive, send)
+        connection.path = connection.path.removeprefix(self._settings.root_path)
+        arrival = Arrival(connection, _request_id(connection), time.monotonic())
+        try:
+            if await self._cors.answered_preflight(connection):
+                return
+            await self._handler(connection)(arrival)
+        except Problem as problem:
+            await self._problem(arrival, problem)
+        except ClientDisconnected:
+            connection.status = 499  # nginx's code for a client that closed the connection
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            await self._problem(arrival, Problem(500, "internal error; see the gateway's log", code="bug"))
+        if arrival.body is not None or arrival.connection.method == "POST":
+            self._record(arrival)
+
+    def _handler(self, connection: AsgiConnection) -> Callable[[Arrival], Awaitable[None]]:
+        handler = self._routes.get((connection.method, connection.path))
+        if handler is not None:
+            return handler
+        allowed = [method for method, path in self._routes if path == connection.path]
+        if allowed:
+            raise Problem(405, f"{connection.path[:100]} takes {allowed[0]}, not {connection.method}; use that")
+        raise Problem(
+            404, f"no path {connection.path[:100]}; /v1/chat/completions and /v1/models are two", code="no_route"
+        )
+
+    async def _problem(self, arrival: Arrival, problem: Problem) -> None:
+        arrival.connection.extra_headers = [(_REQUEST_ID, arrival.request_id.encode())]
+        await arrival.connection.problem(problem)
+
+    # --- forwarding
+
+    async def _forward(self, arrival: Arrival) -> None:
+        self._check_capacity()
+        arrival.key = self._admission.key_of(arrival.connection.headers)
+        arrival.body = body = decode(await arrival.connection.body(self._bodies), arrival.connection.path)
+        self._admission.check_model(arrival.key, body.model)
+        model, _ = self._models.find(body.model)
+        self._check_capacity()
+        self.metrics.in_flight += 1
+        try:
+            await self._reserved(arrival, body, model)
+        finally:
+            self.metrics.in_flight -= 1
+
+    async def _reserved(self, arrival: Arrival, body: RequestBody, model: ModelSettings) -> None:
+        """Reserve, forward, and return what was not used."""
+        reservation: Reservation = await self._admission.reserve(arrival.key, body, model)
+        request = ProxiedRequest(
+            arrival.connection,
+            body,
+            self._models,
+            self._settings,
+            request_id=arrival.request_id,
+            max_tokens=reservation.max_tokens,
+            headers=[(_REQUEST_ID, arrival.request_id.encode())],
+            arrived=arrival.begin,
+        )
+        arrival.outcome = request.outcome
+        try:
+            await request.run()
+        finally:
+            if request.outcome.begun:
+                await self._admission.correct(reservation, request.outcome.usage)
+            else:
+                await self._admission.cancel(reservation)
+
+    def _check_capacity(self) -> None:
+        if self.draining:
+            raise Problem(503, "the gateway is shutting down; use another one", code="shutting_down", retry_after_s=5)
+        if self.metrics.in_flight >= self._settings.max_in_flight:
+            text = f"{self.metrics.in_flight:,} requests are in flight, the most that are accepted; try again later"
+            raise Problem(429, text, code="rate_limit_exceeded", retry_after_s=1)
+
+    # --- after a response
+
+    def _record(self, arrival: Arrival) -> None:
+        body, outcome, key = arrival.body, arrival.outcome, arrival.key
+        asked = body.model if body is not None else ""
+        model = asked if asked in self._models.names else ""
+        self.metrics.requests[model, arrival.connection.status] += 1
+        took_s = time.monotonic() - arrival.begin
+        usage = outcome.usage if outcome is not None else None
+        usd = None
+        if outcome is not None:
+            self.metrics.retries += max(0, outcome.attempts - 1)
+            if outcome.added_s is not None:
+                self.metrics.added(outcome.added_s)
+            if usage is not None:
+                usd = self._models.find(outcome.model)[0].usd(usage.prompt, usage.completion)
+                self.metrics.used(key.name if key is not None else "", outcome.model, usage, usd)
+        self._audit.add(
+            request=arrival.request_id,
+            key=key.id if key is not None else None,
+            client=key.name if key is not None else None,
+            path=arrival.connection.path[:100],
+            model=asked[:100],
+            answered_by=outcome.model if outcome is not None and outcome.begun else None,
+            replica=outcome.replica if outcome is not None else None,
+            attempts=outcome.attempts if outcome is not None else 0,
+            status=arrival.connection.status,
+            stream=body.stream if body is not None else None,
+            seconds=round(took_s, 4),
+            first_byte_s=round(outcome.first_byte_s, 4) if outcome is not None and outcome.first_byte_s else None,
+            prompt_tokens=usage.prompt if usage is not None else None,
+            completion_tokens=usage.completion if usage is not None else None,
+            usd=usd,
+        )
+
+    # --- pages
+
+    async def _list_models(self, arrival: Arrival) -> None:
+        key = self._admission.key_of(arrival.connection.headers)
+        names = [name for name in self._models.names if key is None or key.allows(name)]
+        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "armillary"} for name in names]
+        await arrival.connection.json(200, {"object": "list", "data": cards})
+
+    async def _health(self, arrival: Arrival) -> None:
+        await arrival.connection.json(200, {"status": "ok"})
+
+    async def _ready(self, arrival: Arrival) -> None:
+        """Ready while every model has a replica that gets requests."""
+        up: dict[str, int] = dict.fromkeys(self._models.names, 0)
+        for model, replica in self._models.replicas():
+            up[model.name] += replica.breaker.retry_at is None
+        ready = bool(up) and all(up.values()) and not self.draining
+        state = {"status": "ready" if ready else "not ready", "replicas_up": up}
+        await arrival.connection.json(200 if ready else 503, state)
+
+    async def _metrics_page(self, arrival: Arrival) -> None:
+        self._admission.key_of(arrival.connection.headers, "metrics")
+        await arrival.connection.respond(200, self.metrics.page(self._models), _TEXT)
+
+
+def _request_id(connection: AsgiConnection) -> str:
+    """The client's own id where it is a plain word, else a new one."""
+    given = connection.headers.get(_REQUEST_ID, b"")[:64].decode("ascii", "replace")
+    return given if given and given.replace("-", "").replace("_", "").isalnum() else f"req-{secrets.token_hex(12)}"

@@ -1,0 +1,116 @@
+"""What the gateway reads of a request's body, and the few fields that it changes before it forwards it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from armillary.serving.http.problem import bad_request
+
+_SEPARATOR = b"\x1e"
+_MAX_TOKENS = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+"""paths whose responses have tokens, and their field for the most"""
+_TEMPLATE_TOKENS, _MESSAGE_TOKENS = 64, 16
+"""most tokens that chat templates add: a default system prompt, and marks around each message"""
+_STREAM_OPTIONS = ("/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(frozen=True)
+class RequestBody:
+    """A request for tokens."""
+
+    table: dict[str, Any]
+    model: str
+    stream: bool
+    path: str
+
+    @property
+    def generates(self) -> bool:
+        """Whether the response has tokens of its own, unlike an embedding."""
+        return self.path in _MAX_TOKENS
+
+    @cached_property
+    def prompt(self) -> bytes:
+        """The text of the prompt, to compare beginnings and to bound its tokens."""
+        parts = [
+            _text(self.table.get(name)) for name in ("instructions", "system", "tools", "messages", "prompt", "input")
+        ]
+        return _SEPARATOR.join(part for part in parts if part)
+
+    def most_prompt_tokens(self, bytes_per_token: float) -> int:
+        """An upper bound of the prompt's tokens: bytes of its text, and what a chat template adds."""
+        messages = self.table.get("messages")
+        count = len(messages) if isinstance(messages, list) else 0
+        return int(len(self.prompt) / bytes_per_token) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * count
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of all choices together; None where the request does not say."""
+        for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+            value = self.table.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value * self.choices
+        return None
+
+    @property
+    def choices(self) -> int:
+        counts = [self.table.get(name) for name in ("n", "best_of")]
+        return max([1, *(count for count in counts if isinstance(count, int) and 0 < count <= 1024)])
+
+    @property
+    def reports_usage(self) -> bool:
+        """Whether its stream ends with the token counts."""
+        options = self.table.get("stream_options")
+        return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def decode(data: bytes, path: str) -> RequestBody:
+    try:
+        table = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON ({error}); correct it") from None
+    if not isinstance(table, dict):
+        raise bad_request('the body is not a JSON object; send {"model": …}')
+    model = table.get("model")
+    if not isinstance(model, str) or not model:
+        raise bad_request('the body names no model; add "model", as GET /v1/models lists them', "model")
+    return RequestBody(table, model, table.get("stream") is True, path)
+
+
+def forwarded(body: RequestBody, *, model: str, max_tokens: int | None, usage: bool) -> bytes:
+    """The body for a replica: with its own name of the model, a max_tokens where one was reserved, and a request for
+    token counts at the end of a stream. It is written anew even where nothing changes, so that the replica reads the
+    same values that were checked here, also of a key that is there twice."""
+    changes: dict[str, Any] = {}
+    if model != body.model:
+        changes["model"] = model
+    if max_tokens is not None:
+        changes[_MAX_TOKENS[body.path]] = max_tokens
+    if usage and body.path in _STREAM_OPTIONS and not body.reports_usage:
+        options = body.table.get("stream_options")
+        changes["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return bytes(msgspec.json.encode({**body.table, **changes}))
+
+
+def _text(value: Any) -> bytes:
+    """Text of a prompt, a list of messages, or any other JSON."""
+    if value is None:
+        return b""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, list):
+        return _SEPARATOR.join(_text(item) for item in value)
+    if isinstance(value, dict):
+        content = value.get("content")
+        if isinstance(content, str | list):
+            return str(value.get("role", "")).encode("utf-8", "surrogatepass") + b":" + _text(content)
+        return bytes(msgspec.json.encode(value))
+    return str(value).encode()

@@ -1,0 +1,56 @@
+"""Circuit breaker of a replica: after failures in a row it gets no requests, then a single trial, then all again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FAILURES = 3
+"""failed requests in a row that open the circuit"""
+FAILED_PROBES = 2
+"""failed health checks in a row that open it"""
+_FIRST_S, _MOST_S = 1.0, 30.0
+
+
+@dataclass(slots=True)
+class Breaker:
+    """closed: requests pass; open: none do until `retry_at`, or until a health check passes."""
+
+    failures: int = 0
+    failed_probes: int = 0
+    opened: int = 0  # times in a row, without a success between
+    retry_at: float | None = None  # none: closed
+    trial: bool = False  # a request is testing an open circuit
+
+    def admits(self, now: float) -> bool:
+        return self.retry_at is None or (now >= self.retry_at and not self.trial)
+
+    def begin(self) -> None:
+        """A request goes to this replica."""
+        if self.retry_at is not None:
+            self.trial = True
+
+    def succeeded(self) -> None:
+        self.failures = self.failed_probes = self.opened = 0
+        self.retry_at, self.trial = None, False
+
+    def failed(self, now: float) -> None:
+        self.failures += 1
+        if self.failures >= FAILURES or self.retry_at is not None:
+            self._open(now)
+
+    def abandoned(self) -> None:
+        """A request ended without saying anything about the replica, as when its client left."""
+        self.trial = False
+
+    def probe_passed(self) -> None:
+        self.succeeded()
+
+    def probe_failed(self, now: float) -> None:
+        self.failed_probes += 1
+        if self.failed_probes >= FAILED_PROBES:
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        self.trial = False
+        self.retry_at = now + min(_MOST_S, _FIRST_S * 2**self.opened)
+        self.opened = min(self.opened + 1, 10)

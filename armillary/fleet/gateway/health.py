@@ -1,0 +1,93 @@
+"""Health checks of replicas: each is asked every second, and leaves the rotation after two failures in a row.
+
+A deep check says whether the engine works, not only whether the port answers: `/ready` of this project's server, or a
+completion of one token where a server has no such path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from armillary.fleet.gateway.models import Link, Models
+from armillary.fleet.gateway.routing import Replica
+from armillary.fleet.gateway.settings import GatewaySettings, ModelSettings
+from armillary.fleet.gateway.upstream import UpstreamError
+
+_COMPLETION_EVERY = 3
+"""of health checks, where a check costs the replica a token"""
+
+
+class HealthChecker:
+    """Checks every replica until cancelled."""
+
+    def __init__(self, models: Models, settings: GatewaySettings, say: Callable[[str], None]) -> None:
+        self._models, self._settings, self._say = models, settings, say
+        self._has_ready: dict[Replica, bool] = {}
+
+    async def run(self) -> None:
+        checks = [self._watch(model, replica) for model, replica in self._models.replicas() if model.probe != "none"]
+        await asyncio.gather(*checks)
+
+    async def _watch(self, model: ModelSettings, replica: Replica) -> None:
+        count = 0
+        while True:
+            await asyncio.sleep(self._settings.health_interval_s)
+            deep = self._is_completion(model, replica)
+            count += 1
+            if deep and replica.breaker.retry_at is None and count % _COMPLETION_EVERY:
+                continue
+            await self.check(model, replica)
+
+    async def check(self, model: ModelSettings, replica: Replica) -> bool:
+        """One check, and what follows from it."""
+        was_out = replica.breaker.retry_at is not None
+        reason = await self._problem(model, replica)
+        if reason is None:
+            replica.breaker.probe_passed()
+        else:
+            replica.breaker.probe_failed(time.monotonic())
+        is_out = replica.breaker.retry_at is not None
+        if was_out != is_out:
+            url = replica.link.settings.url
+            self._say(f"{url} gets no requests: {reason}" if is_out else f"{url} works again")
+        return reason is None
+
+    def _is_completion(self, model: ModelSettings, replica: Replica) -> bool:
+        return model.probe == "completion" or (model.probe == "auto" and not self._has_ready.get(replica, True))
+
+    async def _problem(self, model: ModelSettings, replica: Replica) -> str | None:
+        """Why a replica is not healthy."""
+        if self._is_completion(model, replica):
+            return await self._ask(replica.link, "POST", "/v1/completions", _one_token(model, replica.link))
+        path = "/v1/models" if model.probe == "models" else "/ready"
+        reason = await self._ask(replica.link, "GET", path)
+        if model.probe == "auto" and reason == "it answered 404":
+            self._has_ready[replica] = False
+            return await self._problem(model, replica)
+        return reason
+
+    async def _ask(self, link: Link, method: str, path: str, body: bytes = b"") -> str | None:
+        """None where the answer is 200."""
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        try:
+            async with asyncio.timeout(self._settings.health_timeout_s):
+                connection = await link.pool.connect_new()
+                try:
+                    connection.send(link.head(method, path, headers) + body)
+                    status = await connection.head(self._settings.health_timeout_s)
+                finally:
+                    connection.abort()
+        except UpstreamError as error:
+            return str(error)
+        except TimeoutError:
+            return f"it did not answer within {self._settings.health_timeout_s:g} s"
+        return None if status == 200 else f"it answered {status}"
+
+
+def _one_token(model: ModelSettings, link: Link) -> bytes:
+    name = link.settings.model or model.name
+    return bytes(msgspec.json.encode({"model": name, "prompt": "1", "max_tokens": 1, "temperature": 0}))

@@ -1,0 +1,221 @@
+"""Sends a request to a replica, and its response to the client part by part.
+
+Before the first byte of a response another replica may be tried; after it, an error ends the stream with an event that
+says so. A client that leaves ends the request at the replica too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from armillary.fleet.gateway.body import RequestBody, forwarded
+from armillary.fleet.gateway.models import Link, Models
+from armillary.fleet.gateway.routing import Replica, Router
+from armillary.fleet.gateway.settings import GatewaySettings
+from armillary.fleet.gateway.token_usage import TokenUsage, UsageReader
+from armillary.fleet.gateway.upstream import UpstreamConnection, UpstreamError
+from armillary.serving.http.asgi import AsgiConnection, ClientDisconnected, Headers
+from armillary.serving.http.problem import Problem
+
+_BUSY, _FAILED = (429, 503), (500, 502, 504)
+_TO_REPLICA = (b"accept", b"user-agent", b"traceparent", b"tracestate", b"openai-beta", b"anthropic-version")
+_TO_CLIENT = (b"content-type", b"cache-control", b"retry-after")
+_EVENTS = b"text/event-stream"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request."""
+
+    model: str = ""  # that answered; a fallback changes it
+    replica: str = ""
+    attempts: int = 0
+    first_byte_s: float | None = None  # from the start of the last attempt
+    added_s: float | None = None  # from the arrival of the request until it was sent on
+    usage: TokenUsage | None = None
+    begun: bool = False  # a replica has begun to answer
+    failures: list[str] = field(default_factory=list)
+
+
+class ProxiedRequest:
+    """One request on its way."""
+
+    def __init__(
+        self,
+        connection: AsgiConnection,
+        body: RequestBody,
+        models: Models,
+        settings: GatewaySettings,
+        *,
+        request_id: str,
+        max_tokens: int | None = None,
+        headers: Headers,
+        arrived: float,
+    ) -> None:
+        """`max_tokens` is set where the body has none; `headers` are sent with the response; `arrived` is when the
+        request came in, by the monotonic clock."""
+        self._connection, self._body, self._models, self._settings = connection, body, models, settings
+        self._id, self._max_tokens, self._headers = request_id, max_tokens, headers
+        self._arrived = arrived
+        self._upstream: UpstreamConnection | None = None
+        self._client_left = False
+        self.outcome = Outcome(model=body.model)
+
+    async def run(self) -> None:
+        """Answer the client; Problem where no replica could."""
+        watcher = asyncio.create_task(self._connection.disconnected())
+        watcher.add_done_callback(self._left)
+        try:
+            await self._run()
+        finally:
+            watcher.cancel()
+
+    def _left(self, watcher: asyncio.Task[None]) -> None:
+        if watcher.cancelled():
+            return
+        self._client_left = True
+        if self._upstream is not None:
+            self._upstream.fail("the client left")
+
+    async def _run(self) -> None:
+        name = self._body.model
+        while True:
+            model, router = self._models.find(name)
+            self.outcome.model = name
+            if await self._try_replicas(router):
+                return
+            if not model.fallback:
+                raise self._no_answer()
+            name = model.fallback
+
+    def _no_answer(self) -> Problem:
+        failures = self.outcome.failures
+        why = f" ({'; '.join(failures[-3:])})" if failures else ""
+        busy = not failures or all(text.endswith("is busy") for text in failures)
+        text = f"no replica of '{self._body.model}' could answer{why}; try again later"
+        return Problem(503 if busy else 502, text, code="no_replica", retry_after_s=2)
+
+    async def _try_replicas(self, router: Router) -> bool:
+        """Whether a replica has answered."""
+        tried: list[Replica] = []
+        prompt = self._body.prompt if router.needs_prompt else b""
+        while len(tried) <= self._settings.retries:
+            replica = router.pick(prompt, time.monotonic(), tried)
+            if replica is None:
+                return False
+            tried.append(replica)
+            self.outcome.attempts += 1
+            self.outcome.replica = replica.name
+            if await self._attempt(replica):
+                return True
+        return False
+
+    async def _attempt(self, replica: Replica) -> bool:
+        """One replica; False where it failed before the first byte of its response."""
+        replica.in_flight += 1
+        replica.breaker.begin()
+        try:
+            return await self._answered_by(replica)
+        except UpstreamError as error:
+            if self._client_left:
+                replica.breaker.abandoned()
+                raise ClientDisconnected from None
+            self._failed(replica, f"{replica.name}: {error}")
+            if self._connection.status:
+                text = f"the replica failed in the middle of its answer: {error}; send the request again"
+                raise Problem(502, text, code="replica_failed") from None
+            return False
+        except (ClientDisconnected, asyncio.CancelledError):
+            replica.breaker.abandoned()
+            raise
+        finally:
+            replica.in_flight -= 1
+            if self._upstream is not None:
+                self._upstream.release()
+                self._upstream = None
+
+    def _failed(self, replica: Replica, reason: str) -> None:
+        self.outcome.failures.append(reason)
+        replica.failures += 1
+        replica.breaker.failed(time.monotonic())
+
+    async def _answered_by(self, replica: Replica) -> bool:
+        begin = time.monotonic()
+        upstream = await self._begin(replica.link)
+        if upstream.status in _BUSY:
+            self.outcome.failures.append(f"{replica.name} is busy")
+            replica.breaker.abandoned()
+            return False
+        if upstream.status in _FAILED:
+            self._failed(replica, f"{replica.name} answered {upstream.status}")
+            return False
+        first = await upstream.read(self._settings.first_token_timeout_s)
+        now, self.outcome.begun = time.monotonic(), True
+        self.outcome.first_byte_s = now - begin
+        if self.outcome.attempts == 1:
+            self.outcome.added_s = begin - self._arrived
+        await self._relay(upstream, first)
+        replica.breaker.succeeded()
+        return True
+
+    async def _begin(self, link: Link) -> UpstreamConnection:
+        """Send the request and wait for the head of the response. A kept connection that the server has just closed is
+        replaced by a new one."""
+        data = self._request(link)
+        upstream = await link.pool.connect()
+        while True:
+            if self._client_left:
+                raise ClientDisconnected
+            self._upstream = upstream
+            upstream.send(data)
+            try:
+                await upstream.head(self._settings.first_token_timeout_s)
+                return upstream
+            except UpstreamError as error:
+                if not error.reused or self._client_left:
+                    raise
+                upstream.abort()
+                upstream = await link.pool.connect_new()
+
+    def _request(self, link: Link) -> bytes:
+        """The request as the replica gets it: its own head, never the client's key or framing."""
+        body = forwarded(
+            self._body,
+            model=link.settings.model or self.outcome.model,
+            max_tokens=self._max_tokens,
+            usage=self._body.stream and self._models.find(self.outcome.model)[0].stream_usage,
+        )
+        given = self._connection.headers
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", self._id.encode()),
+            *((name, given[name]) for name in _TO_REPLICA if name in given),
+        ]
+        return link.head("POST", self._connection.path, headers) + body
+
+    async def _relay(self, upstream: UpstreamConnection, first: bytes) -> None:
+        """Send the response on as it arrives."""
+        received = dict(upstream.headers)
+        stream = received.get(b"content-type", b"").startswith(_EVENTS)
+        reader = UsageReader(stream=stream, hidden=stream and not self._body.reports_usage)
+        headers = [(name, received[name]) for name in _TO_CLIENT if name in received] + self._headers
+        if stream:
+            headers.append((b"x-accel-buffering", b"no"))
+        connection, idle_s = self._connection, self._settings.idle_timeout_s
+        data = first
+        if not stream and (length := received.get(b"content-length")) is not None and int(length) == len(first):
+            reader.feed(first)
+            await connection.begin(upstream.status, [*headers, (b"content-length", length)])
+            await connection.end_events(first)
+        else:
+            await connection.begin(upstream.status, headers)
+            while data:
+                shown = reader.feed(data)
+                if shown:
+                    await connection.event(shown)
+                data = await upstream.read(idle_s)
+            await connection.end_events(reader.rest())
+        self.outcome.usage = reader.usage()

@@ -1,0 +1,140 @@
+"""The same sliding windows in Redis, exact across any number of gateways: one Lua script per request.
+
+A window is a sorted set of request ids by time and a hash with their costs and the sum. Redis' own clock is used, so
+the clocks of gateways do not matter. A script that is sent twice, because the connection broke before its answer,
+counts once. For limits that survive a restart of Redis, run it with `appendonly yes` and `appendfsync always`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from armillary.errors import missing
+from armillary.fleet.gateway.limits import Charge, Refusal
+
+RESERVE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local request = ARGV[1]
+for i = 1, #KEYS / 2 do
+  local set, costs = KEYS[2 * i - 1], KEYS[2 * i]
+  local cost, limit, window = tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i]), tonumber(ARGV[3 * i + 1])
+  if redis.call('ZSCORE', set, request) then return {0, 0} end
+  local gone = redis.call('ZRANGEBYSCORE', set, '-inf', now - window)
+  for _, id in ipairs(gone) do
+    redis.call('HINCRBY', costs, '', -(redis.call('HGET', costs, id) or 0))
+    redis.call('HDEL', costs, id)
+  end
+  if #gone > 0 then redis.call('ZREMRANGEBYSCORE', set, '-inf', now - window) end
+  local needed = (tonumber(redis.call('HGET', costs, '')) or 0) + cost - limit
+  if needed > 0 then
+    local entries = redis.call('ZRANGE', set, 0, -1, 'WITHSCORES')
+    for j = 1, #entries, 2 do
+      needed = needed - (redis.call('HGET', costs, entries[j]) or 0)
+      if needed <= 0 then return {i, math.max(0, tonumber(entries[j + 1]) + window - now)} end
+    end
+    return {i, window}
+  end
+end
+for i = 1, #KEYS / 2 do
+  local set, costs = KEYS[2 * i - 1], KEYS[2 * i]
+  local cost, window = tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i + 1])
+  redis.call('ZADD', set, now, request)
+  redis.call('HSET', costs, request, cost)
+  redis.call('HINCRBY', costs, '', cost)
+  local life = math.ceil(window / 1000) + 60000
+  redis.call('PEXPIRE', set, life)
+  redis.call('PEXPIRE', costs, life)
+end
+return {0, 0}
+"""
+CORRECT = """
+for i = 1, #KEYS do
+  local before = redis.call('HGET', KEYS[i], ARGV[1])
+  if before then
+    local cost = math.min(tonumber(ARGV[i + 1]), tonumber(before))
+    redis.call('HSET', KEYS[i], ARGV[1], cost)
+    redis.call('HINCRBY', KEYS[i], '', cost - before)
+  end
+end
+return 0
+"""
+_PREFIX = "armillary:limit:"
+_RETRY_S = 3.0
+"""how long a request waits for Redis to come back, before the documented failure behaviour"""
+_TIMEOUT_S = 1.0
+_DOWN_S = 1.0
+"""after a failure, requests do not wait for Redis for this long"""
+
+
+class LimiterUnavailable(Exception):
+    """Redis does not answer."""
+
+
+class RedisLimiter:
+    """Windows in Redis."""
+
+    def __init__(self, url: str, say: Callable[[str], None], *, retry_s: float = _RETRY_S) -> None:
+        try:
+            from redis.asyncio import Redis
+        except ImportError:
+            raise missing("redis", "limits shared by several gateways", "gateway") from None
+        self._redis: Any = Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+        self._reserve, self._correct = self._redis.register_script(RESERVE), self._redis.register_script(CORRECT)
+        self._say, self._retry_s = say, retry_s
+        self._down_since: float | None = None
+        self._probe_at = 0.0
+
+    async def reserve(self, request: str, charges: Sequence[Charge]) -> Refusal | None:
+        keys = [key for charge in charges for key in (_set(charge), _costs(charge))]
+        numbers = [n for c in charges for n in (c.cost, c.limit, int(c.window_s * 1e6))]
+        index, wait_us = await self._call(self._reserve, keys, [request, *numbers])
+        return Refusal(charges[int(index) - 1], int(wait_us) / 1e6) if index else None
+
+    async def correct(self, request: str, charges: Sequence[Charge], costs: Sequence[int]) -> None:
+        await self._call(self._correct, [_costs(charge) for charge in charges], [request, *costs])
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _call(self, script: Any, keys: list[str], arguments: list[Any]) -> Any:
+        """The script's answer, retried for a moment; both scripts give the same result when they run twice."""
+        from redis.exceptions import RedisError
+
+        deadline = time.monotonic() + self._retry_s
+        if self._down_since is not None and time.monotonic() < self._probe_at:
+            raise LimiterUnavailable
+        while True:
+            try:
+                answer = await script(keys=keys, args=arguments)
+            except (TimeoutError, RedisError, OSError) as error:
+                if time.monotonic() > deadline:
+                    self._failed(error)
+                    raise LimiterUnavailable from None
+                await asyncio.sleep(0.05)
+                continue
+            self._worked()
+            return answer
+
+    def _failed(self, error: BaseException) -> None:
+        now = time.monotonic()
+        self._probe_at = now + _DOWN_S
+        if self._down_since is None:
+            self._down_since = now
+            self._say(f"Redis does not answer ({type(error).__name__}); limits are not counted until it does")
+
+    def _worked(self) -> None:
+        if self._down_since is not None:
+            self._say(f"Redis answers again after {time.monotonic() - self._down_since:.0f} s")
+            self._down_since = None
+
+
+def _set(charge: Charge) -> str:
+    return f"{_PREFIX}{{{charge.bucket}}}:times"
+
+
+def _costs(charge: Charge) -> str:
+    return f"{_PREFIX}{{{charge.bucket}}}:costs"

@@ -1,0 +1,84 @@
+"""Run a gateway: bind, check replicas, serve until a signal, drain, and exit with 0."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from armillary.errors import BadInput
+from armillary.fleet.gateway.admission import Admission
+from armillary.fleet.gateway.app import Gateway
+from armillary.fleet.gateway.audit import AuditLog
+from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
+from armillary.fleet.gateway.health import HealthChecker
+from armillary.fleet.gateway.keys import KeyRing
+from armillary.fleet.gateway.limits import Limiter, LocalLimiter
+from armillary.fleet.gateway.models import Models
+from armillary.fleet.gateway.redis_limits import RedisLimiter
+from armillary.fleet.gateway.settings import GatewayConfig
+from armillary.fleet.gateway.upstream import sweep
+from armillary.serving.http.server import (
+    ListenOptions,
+    Say,
+    address_of,
+    bind,
+    http_server,
+    ignore_broken_pipe,
+    run_event_loop,
+    serve_until_signal,
+)
+
+_DRAIN_S = 30
+
+
+def run_gateway(config: GatewayConfig, listen: ListenOptions, *, keys: Path, say: Say = print) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    if not config.models:
+        raise BadInput("the gateway has no model; give --config FILE with [[models]], or --upstream NAME=URL")
+    say = ignore_broken_pipe(say)
+    sock = bind(listen)
+    audit = AuditLog(Path(config.gateway.audit).expanduser() if config.gateway.audit else keys.with_name("audit.jsonl"))
+    ring = KeyRing(keys)
+    if not ring.required:
+        say("no API key is needed; armillary gateway keys add NAME makes the first, and from then on one is")
+    try:
+        run_event_loop(_serve(config, sock, ring, audit, say))
+    finally:
+        audit.close()
+
+
+def make_gateway(config: GatewayConfig, ring: KeyRing, limiter: Limiter, audit: AuditLog) -> tuple[Gateway, Models]:
+    """The parts of a gateway, put together."""
+    models = Models(config)
+    allow = config.gateway.on_redis_failure == "allow"
+    admission = Admission(ring, limiter, allow_uncounted=allow)
+    return Gateway(models, admission, config.gateway, audit, GatewayMetrics()), models
+
+
+async def _serve(config: GatewayConfig, sock: socket.socket, ring: KeyRing, audit: AuditLog, say: Say) -> None:
+    limiter: LocalLimiter | RedisLimiter
+    limiter = RedisLimiter(config.gateway.redis, say) if config.gateway.redis else LocalLimiter()
+    gateway, models = make_gateway(config, ring, limiter, audit)
+    pools = [replica.link.pool for _, replica in models.replicas()]
+    work = [sweep(pools), HealthChecker(models, config.gateway, say).run(), audit.run()]
+    tasks = [asyncio.create_task(each) for each in work]
+    server = http_server(gateway, graceful_s=_DRAIN_S)
+
+    def drain() -> None:
+        gateway.draining = True
+
+    say(f"ready on {address_of(sock)} with {', '.join(models.names)}")
+    try:
+        await serve_until_signal(server, sock, drain=drain)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        for pool in pools:
+            pool.close()
+        if isinstance(limiter, RedisLimiter):
+            await limiter.close()

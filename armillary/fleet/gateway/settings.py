@@ -1,0 +1,161 @@
+"""The gateway's configuration: models, their replicas, routing, limits and timeouts, as a TOML file.
+
+[gateway]
+redis = "redis://127.0.0.1:6379/0"      # limits shared by several gateways; empty: in this process
+
+[[models]]
+name = "support-bot"
+policy = "prefix"
+replicas = [{ url = "http://127.0.0.1:8001" }, { url = "http://127.0.0.1:8002" }]
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from armillary.errors import BadRecipe, NotFound
+from armillary.spec.toml.fields import build
+
+Policy = Literal["round-robin", "least-load", "power-of-two", "prefix"]
+Probe = Literal["auto", "ready", "models", "completion", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSettings:
+    """One server of a model."""
+
+    url: str
+    """its address, like http://127.0.0.1:8001; the path before /v1, if any, included"""
+    model: str = ""
+    """the server's own name of the model; empty: the same"""
+    api_key_file: str = ""
+    """file whose first line is the key that this server wants"""
+    canary: bool = False
+    """a canary: it gets the model's canary_fraction of requests, and nothing else while others work"""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise BadRecipe(f"replica url '{self.url}' is not an address; write it like http://127.0.0.1:8001")
+        if parts.username or parts.password:
+            raise BadRecipe("a replica's url holds a password; put its key into api_key_file instead")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A model that clients may ask for."""
+
+    name: str
+    replicas: tuple[ReplicaSettings, ...]
+    policy: Policy = "prefix"
+    """prefix: the replica that has seen the longest part of the prompt, unless it is busier than others"""
+    canary_fraction: float = 0.05
+    """share of requests for replicas marked as canaries"""
+    fallback: str = ""
+    """model that answers instead where no replica of this one works"""
+    probe: Probe = "auto"
+    """health check: ready: GET /ready; models: GET /v1/models; completion: one token; auto: ready where the server has
+    it, else completion; none: only failed requests count"""
+    bytes_per_token: float = 1.0
+    """bytes of prompt text that count as a token when tokens are reserved; 1 is never too few, English has 3 to 4"""
+    stream_usage: bool = True
+    """ask replicas for token counts at the end of streams, also where the client did not; it does not see them"""
+    default_max_tokens: int = 1024
+    """max_tokens of requests that have none, where their key has a token limit"""
+    input_usd_per_million: float = 0.0
+    """price of a million prompt tokens, for accounting"""
+    output_usd_per_million: float = 0.0
+    """price of a million completion tokens"""
+
+    def __post_init__(self) -> None:
+        if not self.replicas:
+            raise BadRecipe(f'model {self.name} has no replicas; add replicas = [{{ url = "http://…" }}]')
+        if self.input_usd_per_million < 0 or self.output_usd_per_million < 0:
+            raise BadRecipe(f"a price of {self.name} is negative; correct it")
+        if not 0 <= self.canary_fraction <= 1:
+            raise BadRecipe(f"canary_fraction = {self.canary_fraction} of {self.name} is no share; try 0.05")
+        if self.bytes_per_token < 1 or self.default_max_tokens < 1:
+            raise BadRecipe(f"bytes_per_token and default_max_tokens of {self.name} are at least 1; correct them")
+
+    def usd(self, prompt_tokens: int, completion_tokens: int) -> float:
+        return (prompt_tokens * self.input_usd_per_million + completion_tokens * self.output_usd_per_million) / 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """Everything but the models."""
+
+    redis: str = ""
+    """redis://… for limits that several gateways share; empty: this process alone"""
+    on_redis_failure: Literal["refuse", "allow"] = "refuse"
+    """requests with limits while Redis does not answer: refused with 503, or served without counting"""
+    retries: int = 2
+    """further replicas tried before the first byte of a response"""
+    connect_timeout_s: float = 2.0
+    first_token_timeout_s: float = 120.0
+    """until a response begins"""
+    idle_timeout_s: float = 60.0
+    """between two parts of a response"""
+    max_body_bytes: int = 4_000_000
+    health_interval_s: float = 1.0
+    health_timeout_s: float = 2.0
+    max_in_flight: int = 4096
+    """requests of all clients; more get 429"""
+    audit: str = ""
+    """file for one JSON line per request, without prompt text; empty: audit.jsonl beside the keys"""
+    cors_origins: tuple[str, ...] = ()
+    """origins of browser pages that may call the gateway; * for all"""
+    root_path: str = ""
+    """path before /v1, where a proxy adds one"""
+
+    def __post_init__(self) -> None:
+        names = (
+            "connect_timeout_s",
+            "first_token_timeout_s",
+            "idle_timeout_s",
+            "health_interval_s",
+            "health_timeout_s",
+        )
+        for name in names:
+            if getattr(self, name) <= 0:
+                raise BadRecipe(f"gateway.{name} must be above 0; leave it out for its default")
+        if self.retries < 0 or self.max_in_flight < 1 or self.max_body_bytes < 1:
+            raise BadRecipe("gateway.retries, max_in_flight and max_body_bytes cannot be negative; correct them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """A gateway's configuration file."""
+
+    gateway: GatewaySettings = GatewaySettings()
+    models: tuple[ModelSettings, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [model.name for model in self.models]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise BadRecipe(f"model {twice} is there twice; give it one table with all replicas")
+        for model in self.models:
+            if model.fallback and (model.fallback not in names or model.fallback == model.name):
+                raise BadRecipe(f"fallback '{model.fallback}' of {model.name} is no other model; name one of {names}")
+
+
+def load_config(path: Path) -> GatewayConfig:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFound(f"no file {path}; write [[models]] with name and replicas into it") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadRecipe(f"{path} is not TOML ({error}); correct it") from None
+    return build(GatewayConfig, _as_tuples(table), str(path))
+
+
+def _as_tuples(table: dict[str, Any]) -> dict[str, Any]:
+    models = table.get("models", [])
+    if not isinstance(models, list):
+        raise BadRecipe("models is a list of tables; write [[models]] with two brackets")
+    return table

@@ -1,0 +1,115 @@
+"""Token counts in a response as it passes through: complete JSON, or the last events of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_LAST, _LAST_EVENTS = 65_536, 4096
+"""bytes at the end of a complete response, and of a stream, that are looked at for the counts"""
+_MARKS = (b'"usage":{', b'"usage": {')
+_DATA = b"data:"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """Tokens of a request."""
+
+    prompt: int
+    completion: int
+
+
+class UsageReader:
+    """Looks at a response's bytes without delaying them; `hidden`: the event with the counts was not asked for by the
+    client, so it is taken out, for which a stream is passed on event by event."""
+
+    def __init__(self, *, stream: bool, hidden: bool) -> None:
+        self._stream, self._hidden = stream, hidden
+        self._tail = b""  # of a complete response, or of an event whose end has not arrived
+        self._usage: TokenUsage | None = None
+        self.events = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """What to send to the client now."""
+        if not self._stream:
+            self._tail = (self._tail + data)[-_LAST:]
+            return data
+        self.events += data.count(b"\n\n")
+        if not self._hidden:
+            self._tail = (self._tail + data)[-_LAST_EVENTS:]
+            return data
+        return self._without_usage(data)
+
+    def _without_usage(self, data: bytes) -> bytes:
+        data = self._tail + data
+        end = data.rfind(b"\n\n") + 2
+        if end == 1:
+            self._tail = data
+            return b""
+        data, self._tail = data[:end], data[end:]
+        if not any(mark in data for mark in _MARKS):
+            return data
+        shown = []
+        for event in data.split(b"\n\n")[:-1]:
+            table = _json(event)
+            usage = _usage_of(table)
+            if usage is not None:
+                self._usage = usage
+            if usage is None or table.get("choices"):
+                shown.append(event + b"\n\n")
+        return b"".join(shown)
+
+    def rest(self) -> bytes:
+        """Bytes after the last complete event, at the end of a stream."""
+        rest, self._tail = (self._tail, b"") if self._stream and self._hidden else (b"", self._tail)
+        return rest
+
+    def usage(self) -> TokenUsage | None:
+        """The counts, once the response has ended; None where it has none."""
+        if self._usage is not None or (self._stream and self._hidden):
+            return self._usage
+        if self._stream:
+            events = [event for event in self._tail.split(b"\n\n") if any(mark in event for mark in _MARKS)]
+            return next((usage for event in reversed(events) if (usage := _usage_of(_json(event)))), None)
+        at = max(self._tail.rfind(mark) for mark in _MARKS)
+        if at < 0:
+            return None
+        try:
+            return _usage_of(msgspec.json.decode(self._tail))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return _usage_of({"usage": _object_at(self._tail, self._tail.index(b"{", at))})
+
+
+def _object_at(data: bytes, start: int) -> Any:
+    """The innermost JSON object that begins at `start`, of a response whose beginning was not kept."""
+    depth = 0
+    for position in range(start, len(data)):
+        depth += {123: 1, 125: -1}.get(data[position], 0)
+        if not depth:
+            try:
+                return msgspec.json.decode(data[start : position + 1])
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return None
+    return None
+
+
+def _json(event: bytes) -> dict[str, Any]:
+    lines = [line[len(_DATA) :].strip() for line in event.split(b"\n") if line.startswith(_DATA)]
+    try:
+        table = msgspec.json.decode(b"".join(lines))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _usage_of(table: Any) -> TokenUsage | None:
+    usage = table.get("usage") if isinstance(table, dict) else None
+    if not isinstance(usage, dict):
+        return None
+    prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+    completion = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    if isinstance(prompt, int) and isinstance(completion, int):
+        return TokenUsage(prompt, completion)
+    return None

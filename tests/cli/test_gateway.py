@@ -1,0 +1,40 @@
+"""`armillary gateway keys`, and what `armillary gateway` refuses to start with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from armillary.fleet.gateway.keys import KeyRing
+from armillary.store.home import Home
+
+Cli = Callable[..., Any]
+
+
+def test_keys_from_add_to_revoke(cli: Cli, home: Home) -> None:
+    assert "no keys yet, so the gateway serves everybody" in cli("gateway", "keys", "ls").out
+    secret = cli(
+        "gateway", "keys", "add", "alice", "--model", "bot", "--requests", "60", "--days", "7", "-q"
+    ).out.strip()
+    path = home.work / "gateway" / "keys.json"
+    key = KeyRing(path).find(secret.encode())
+    assert key is not None and (key.models, key.limits.requests, key.limits.window_s) == (("bot",), 60, 60.0)
+    rows = cli("gateway", "keys", "ls", "--json").json
+    assert (rows[0]["client"], rows[0]["state"], rows[0]["requests"]) == ("alice", "valid", 60)
+    assert secret not in cli("gateway", "keys", "ls").out
+    second = cli("gateway", "keys", "rotate", "alice", "--overlap", "0", "-q").out.strip()
+    assert KeyRing(path).find(secret.encode()) is None and KeyRing(path).find(second.encode()) is not None
+    assert cli("gateway", "keys", "revoke", key.id, "-q").out.strip() == key.id
+    assert KeyRing(path).find(second.encode()) is None
+
+
+def test_what_cannot_be_started(cli: Cli, tmp_path: Path) -> None:
+    for words, says in (
+        (["--port", "0"], "give either --config FILE or --upstream NAME=URL"),
+        (["--upstream", "bot"], "lacks its address; write it like bot=http://127.0.0.1:8001"),
+        (["--upstream", "bot=file:///etc/passwd"], "is not an address"),
+        (["--config", str(tmp_path / "missing.toml")], "no file"),
+    ):
+        ran = cli("gateway", *words)
+        assert ran.code == 2 and says in ran.err, ran.err

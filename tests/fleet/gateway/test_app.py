@@ -1,0 +1,166 @@
+"""The gateway as clients meet it: paths, ids, CORS, hostile requests over a real socket, streams with a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from armillary.errors import ArmillaryError
+from armillary.fleet.gateway.settings import GatewayConfig, load_config
+from armillary.serving.http.server import ListenOptions, bind, http_server
+from armillary.spec.toml.fields import build
+from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario
+
+ASK = {"model": "bot", "prompt": "hello"}
+
+
+@scenario
+async def test_request_ids(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with gateway_of(tmp_path, replica) as client:
+        first = await client.post(ASK, x_request_id="trace-7_a")
+        assert first.headers["x-request-id"] == "trace-7_a" and "x-request-id: trace-7_a\r\n" in replica.heads[0]
+        second = await client.post(ASK, x_request_id="evil\nline")
+        assert second.headers["x-request-id"].startswith("req-")
+        refused = await client.post({"prompt": "x"})
+        assert refused.headers["x-request-id"].startswith("req-"), "errors have one too"
+        assert client.lines()[0]["request"] == "trace-7_a"
+
+
+@scenario
+async def test_only_known_paths_are_forwarded_and_only_to_configured_addresses(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with gateway_of(tmp_path, replica) as client:
+        for path in ("/v1/../admin", "/", "/v1/completions/", "//evil/v1/completions", "http://evil/v1/completions"):
+            assert (await client.post(ASK, path)).status == 404
+        assert (await client.get("/v1/completions")).status == 405
+        for model in ("http://169.254.169.254/", "../bot", "bot\r\nx: y", "bot@evil"):
+            refused = await client.post({"model": model, "prompt": "x"})
+            assert (refused.status, refused.json["error"]["code"]) == (404, "model_not_found")
+        assert replica.bodies == []
+        for body in (b"", b"[]", b"{", b'{"model": 3}', b"\xff", b"[" * 100_000):
+            assert (await client.post(body)).status == 400
+
+
+@scenario
+async def test_a_key_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
+    """A replica never reads another value than the one that was checked."""
+    replica = FakeReplica()
+    async with gateway_of(tmp_path, replica) as client:
+        assert (await client.post(b'{"model": "x", "model": "bot", "prompt": "a", "prompt": "b"}')).status == 200
+        assert replica.bodies == [{"model": "bot", "prompt": "b"}]
+
+
+@scenario
+async def test_cors_and_root_path(tmp_path: Path) -> None:
+    settings = {"cors_origins": ["https://app.example"], "root_path": "/llm"}
+    async with gateway_of(tmp_path, FakeReplica(), gateway=settings) as client:
+        allowed = await client.post(ASK, "/llm/v1/completions", origin="https://app.example")
+        assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, "https://app.example")
+        other = await client.post(ASK, "/llm/v1/completions", origin="https://evil.example")
+        assert "access-control-allow-origin" not in other.headers
+        preflight = await client.call("OPTIONS", "/llm/v1/completions", origin="https://app.example")
+        assert preflight.status == 204 and "POST" in preflight.headers["access-control-allow-methods"]
+
+
+@scenario
+async def test_more_requests_than_are_accepted(tmp_path: Path) -> None:
+    replica = FakeReplica(tokens=3, gap_s=0.1)
+    async with gateway_of(tmp_path, replica, gateway={"max_in_flight": 2}) as client:
+        answers = await asyncio.gather(*(client.post(ASK | {"stream": True}) for _ in range(5)))
+        assert sorted(answer.status for answer in answers) == [200, 200, 429, 429, 429]
+        assert client.gateway.metrics.in_flight == 0
+        client.gateway.draining = True
+        assert (await client.post(ASK)).status == 503
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"models": [{"name": "a", "replicas": [{"url": "ftp://x"}]}]}, "is not an address"),
+        ({"models": [{"name": "a", "replicas": [{"url": "http://u:p@x"}]}]}, "holds a password"),
+        ({"models": [{"name": "a", "replicas": []}]}, "has no replicas"),
+        ({"models": [{"name": "a", "replicas": [{"url": "http://x"}], "fallback": "b"}]}, "is no other model"),
+        ({"models": [{"name": "a", "polcy": "prefix"}]}, "did you mean policy"),
+        ({"gateway": {"retries": -1}}, "cannot be negative"),
+        ({"gateway": {"idle_timeout_s": 0}}, "must be above 0"),
+    ],
+)
+def test_a_configuration_that_cannot_work(table: dict[str, object], says: str) -> None:
+    with pytest.raises(ArmillaryError, match=says):
+        build(GatewayConfig, table, "gateway.toml")
+
+
+def test_a_configuration_file(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text('[[models]]\nname = "bot"\nreplicas = [{ url = "http://127.0.0.1:1" }]\n[gateway]\nretries = 1\n')
+    config = load_config(path)
+    assert (config.models[0].replicas[0].url, config.gateway.retries) == ("http://127.0.0.1:1", 1)
+    path.write_text("[models")
+    with pytest.raises(ArmillaryError, match="is not TOML"):
+        load_config(path)
+
+
+# --- over a socket
+
+
+@asynccontextmanager
+async def listening(folder: Path, replica: FakeReplica) -> AsyncIterator[tuple[str, int]]:
+    async with gateway_of(folder, replica) as client:
+        sock = bind(ListenOptions(port=0))
+        server = http_server(client.gateway, graceful_s=1)
+        task = asyncio.create_task(server.serve(sockets=[sock]))
+        try:
+            yield sock.getsockname()
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def raw(address: tuple[str, int], data: bytes) -> bytes:
+    """Everything that comes back within a moment after these bytes."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(data)
+    found = b""
+    try:
+        async with asyncio.timeout(0.5):
+            while part := await reader.read(65536):
+                found += part
+    except (TimeoutError, ConnectionError):
+        pass
+    writer.close()
+    return found
+
+
+@scenario
+async def test_smuggled_requests_are_refused(tmp_path: Path) -> None:
+    body = json.dumps(ASK).encode()
+    length = b"content-length: %d\r\n" % len(body)
+    chunked = b"transfer-encoding: chunked\r\n"
+    hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    replica = FakeReplica()
+    attacks = {
+        "both framings": start + length + chunked + b"\r\n0\r\n\r\n" + hidden,
+        "two lengths": start + length + b"content-length: 0\r\n\r\n" + body + hidden,
+        "obscured chunking": start + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n" + hidden,
+        "a space before the colon": start + b"content-length : 5\r\n\r\nhello" + hidden,
+        "a bare line feed": start + b"x: y\ncontent-length: 0\r\n\r\n" + hidden,
+        "a negative length": start + b"content-length: -1\r\n\r\n" + hidden,
+        "a huge head": start + b"x: " + b"y" * 300_000 + b"\r\n\r\n",
+    }
+    async with listening(tmp_path, replica) as address:
+        answers = dict(
+            zip(attacks, await asyncio.gather(*(raw(address, each) for each in attacks.values())), strict=True)
+        )
+        for name, found in answers.items():
+            assert b" 200 " not in found, (name, found)
+        good = await raw(address, start + length + b"connection: close\r\n\r\n" + body)
+        assert good.startswith(b"HTTP/1.1 200")
+        assert len(replica.bodies) == 1, "nothing of the attacks arrived"
+        assert replica.heads[0].count("content-length") == 1 and "transfer-encoding" not in replica.heads[0]
