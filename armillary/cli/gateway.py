@@ -52,6 +52,7 @@ _DAY_S = 86_400.0
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", default=9000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
 @click.option("--redis", default="", help="redis://… for limits that several gateways share.")
+@click.option("--nginx-config", "nginx", type=click.Path(path_type=Path), help="Write nginx's configuration, and end.")
 @keys_option
 def run(
     out: Output,
@@ -62,9 +63,12 @@ def run(
     host: str,
     port: int,
     redis: str,
+    nginx: Path | None,
     path: Path | None,
 ) -> None:
     """Run a gateway until SIGTERM. Models come from --config, or from --upstream, one per replica."""
+    if nginx is not None:
+        return _write_nginx(out, nginx, host, port, file)
     from armillary.serving.http.server import ListenOptions, require_http
 
     require_http()
@@ -73,6 +77,20 @@ def run(
 
     say = partial(click.echo, err=out.mode != "human")
     run_gateway(config, ListenOptions(host=host, port=port), keys=_key_path(home, path), say=say)
+
+
+def _write_nginx(out: Output, target: Path, host: str, port: int, file: Path | None) -> None:
+    """Write the configuration of an nginx in front of a gateway on this address."""
+    from armillary.fleet.gateway.nginx_config import NginxSettings, nginx_config
+    from armillary.fleet.gateway.settings import GatewaySettings, load_config
+    from armillary.store.atomic import write_text
+
+    settings = load_config(file).gateway if file is not None else GatewaySettings()
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    limits = {"max_body_bytes": settings.max_body_bytes, "idle_timeout_s": settings.idle_timeout_s}
+    write_text(target, nginx_config(NginxSettings(gateways=[address], **limits)))  # type: ignore[arg-type]
+    out.say(f"wrote {target}: put it into /etc/nginx/conf.d, add further gateways under upstream, and run nginx -t")
+    out.result({"file": str(target), "gateway": address}, quiet=str(target))
 
 
 def _config(file: Path | None, upstreams: Sequence[str], policy: str, redis: str) -> GatewayConfig:

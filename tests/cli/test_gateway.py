@@ -29,6 +29,12 @@ def test_keys_from_add_to_revoke(cli: Cli, home: Home) -> None:
     assert KeyRing(path).find(second.encode()) is None
 
 
+def test_an_nginx_configuration(cli: Cli, tmp_path: Path) -> None:
+    assert cli("gateway", "--nginx-config", str(tmp_path / "gateway.conf"), "--port", "9001").code == 0
+    text = (tmp_path / "gateway.conf").read_text()
+    assert "server 127.0.0.1:9001 max_fails=2" in text and "proxy_buffering off;" in text
+
+
 def test_what_cannot_be_started(cli: Cli, tmp_path: Path) -> None:
     for words, says in (
         (["--port", "0"], "give either --config FILE or --upstream NAME=URL"),

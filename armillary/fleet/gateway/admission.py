@@ -52,15 +52,17 @@ class Admission:
         if key is not None and not key.allows(model):
             raise Problem(403, f"this key may not use the model '{model}'; GET /v1/models lists its own", param="model")
 
-    async def reserve(self, key: ApiKey | None, body: RequestBody, model: ModelSettings) -> Reservation:
-        """Reserve a request and its tokens; Problem 429 where a limit is reached."""
+    async def reserve(
+        self, key: ApiKey | None, body: RequestBody, model: ModelSettings, *, free: bool = False
+    ) -> Reservation:
+        """Reserve a request and its tokens (none where it is `free` of them); Problem 429 where a limit is reached."""
         reservation = Reservation(secrets.token_hex(12))  # not the client's id, which it may use twice
         if key is None:
             return reservation
         limits, bucket = key.limits_of(body.model), f"{key.id}:{body.model}"
         if limits.requests is not None:
             reservation.charges.append(Charge(f"{bucket}:requests", 1, limits.requests, limits.window_s))
-        if limits.tokens is not None:
+        if limits.tokens is not None and not free:
             tokens = self._most_tokens(body, model, reservation)
             if tokens > limits.tokens:
                 raise Problem(

@@ -17,6 +17,7 @@ from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
 from armillary.fleet.gateway.keys import ApiKey
 from armillary.fleet.gateway.models import Models
 from armillary.fleet.gateway.proxy import Outcome, ProxiedRequest
+from armillary.fleet.gateway.response_cache import CachedResponse, ResponseCache
 from armillary.fleet.gateway.settings import GatewaySettings, ModelSettings
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.cors import Cors
@@ -50,6 +51,7 @@ class Arrival:
     key: ApiKey | None = None
     body: RequestBody | None = None
     outcome: Outcome | None = None
+    cached: bool = False  # answered by a response that was kept
 
 
 class Gateway:
@@ -62,6 +64,7 @@ class Gateway:
         self._audit, self.metrics = audit, metrics
         self.draining = False
         self._bodies = BodyLimits(limit=settings.max_body_bytes, total=_BODIES, timeout_s=_BODY_TIMEOUT_S)
+        self._cache = ResponseCache(settings.cache_bytes)
         self._cors = Cors(settings.cors_origins)
         get: dict[str, Callable[[Arrival], Awaitable[None]]] = {
             "/v1/models": self._list_models,
@@ -125,7 +128,11 @@ class Gateway:
 
     async def _reserved(self, arrival: Arrival, body: RequestBody, model: ModelSettings) -> None:
         """Reserve, forward, and return what was not used."""
-        reservation: Reservation = await self._admission.reserve(arrival.key, body, model)
+        cache_key = self._cache_key(arrival, body) if model.cache_s else None
+        response = self._cache.get(cache_key) if cache_key is not None else None
+        reservation: Reservation = await self._admission.reserve(arrival.key, body, model, free=response is not None)
+        if response is not None:
+            return await self._replay(arrival, response)
         request = ProxiedRequest(
             arrival.connection,
             body,
@@ -135,15 +142,34 @@ class Gateway:
             max_tokens=reservation.max_tokens,
             headers=[(_REQUEST_ID, arrival.request_id.encode())],
             arrived=arrival.begin,
+            record=cache_key is not None,
         )
         arrival.outcome = request.outcome
         try:
             await request.run()
         finally:
+            if cache_key is not None and request.outcome.response is not None:
+                self._cache.put(cache_key, request.outcome.response, model.cache_s)
             if request.outcome.begun:
                 await self._admission.correct(reservation, request.outcome.usage)
             else:
                 await self._admission.cancel(reservation)
+
+    def _cache_key(self, arrival: Arrival, body: RequestBody) -> bytes | None:
+        tenant = arrival.key.id if arrival.key is not None else ""
+        return self._cache.key(tenant, body, arrival.connection.headers)
+
+    async def _replay(self, arrival: Arrival, response: CachedResponse) -> None:
+        """Send a response that was kept, a stream as a stream."""
+        connection, arrival.cached = arrival.connection, True
+        headers = [(b"content-type", response.content_type), (b"x-cache", b"hit")]
+        headers.append((_REQUEST_ID, arrival.request_id.encode()))
+        if not response.stream:
+            headers.append((b"content-length", str(sum(map(len, response.parts))).encode()))
+        await connection.begin(200, headers)
+        for part in response.parts:
+            await connection.event(part)
+        await connection.end_events()
 
     def _check_capacity(self) -> None:
         if self.draining:
@@ -185,6 +211,7 @@ class Gateway:
             prompt_tokens=usage.prompt if usage is not None else None,
             completion_tokens=usage.completion if usage is not None else None,
             usd=usd,
+            cached=arrival.cached,
         )
 
     # --- pages
@@ -209,7 +236,7 @@ class Gateway:
 
     async def _metrics_page(self, arrival: Arrival) -> None:
         self._admission.key_of(arrival.connection.headers, "metrics")
-        await arrival.connection.respond(200, self.metrics.page(self._models), _TEXT)
+        await arrival.connection.respond(200, self.metrics.page(self._models, self._cache), _TEXT)
 
 
 def _request_id(connection: AsgiConnection) -> str:

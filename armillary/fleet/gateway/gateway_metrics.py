@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from armillary.fleet.gateway.models import Models
+from armillary.fleet.gateway.response_cache import ResponseCache
 from armillary.fleet.gateway.token_usage import TokenUsage
 
 _BOUNDS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
@@ -35,9 +36,9 @@ class GatewayMetrics:
         self.tokens[client, model, "completion"] += usage.completion
         self.usd[client, model] = self.usd.get((client, model), 0.0) + usd
 
-    def page(self, models: Models) -> bytes:
+    def page(self, models: Models, cache: ResponseCache) -> bytes:
         """The page of /metrics."""
-        return ("\n".join(self._lines(models)) + "\n").encode()
+        return ("\n".join([*self._lines(models), *_cache_lines(cache)]) + "\n").encode()
 
     def _lines(self, models: Models) -> Iterator[str]:
         yield from _family("gateway_in_flight", "gauge", "requests in flight")
@@ -81,6 +82,14 @@ class GatewayMetrics:
                 }
                 labels = f'model="{_text(model.name)}",url="{_text(replica.link.settings.url)}"'
                 yield f"armillary_gateway_{kind}{{{labels}}} {values[kind]}"
+
+
+def _cache_lines(cache: ResponseCache) -> Iterator[str]:
+    yield from _family("gateway_cache_bytes", "gauge", "bytes of kept responses")
+    yield f"armillary_gateway_cache_bytes {cache.bytes}"
+    yield from _family("gateway_cache_requests_total", "counter", "requests that could be answered by a kept response")
+    yield f'armillary_gateway_cache_requests_total{{result="hit"}} {cache.hits}'
+    yield f'armillary_gateway_cache_requests_total{{result="miss"}} {cache.misses}'
 
 
 def _family(name: str, kind: str, meaning: str) -> Iterator[str]:

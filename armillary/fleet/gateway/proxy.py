@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from armillary.fleet.gateway.body import RequestBody, forwarded
 from armillary.fleet.gateway.models import Link, Models
+from armillary.fleet.gateway.response_cache import CachedResponse, ResponseRecorder
 from armillary.fleet.gateway.routing import Replica, Router
 from armillary.fleet.gateway.settings import GatewaySettings
 from armillary.fleet.gateway.token_usage import TokenUsage, UsageReader
@@ -35,6 +36,7 @@ class Outcome:
     first_byte_s: float | None = None  # from the start of the last attempt
     added_s: float | None = None  # from the arrival of the request until it was sent on
     usage: TokenUsage | None = None
+    response: CachedResponse | None = None  # where it is to be kept for equal requests
     begun: bool = False  # a replica has begun to answer
     failures: list[str] = field(default_factory=list)
 
@@ -53,12 +55,13 @@ class ProxiedRequest:
         max_tokens: int | None = None,
         headers: Headers,
         arrived: float,
+        record: bool = False,
     ) -> None:
         """`max_tokens` is set where the body has none; `headers` are sent with the response; `arrived` is when the
-        request came in, by the monotonic clock."""
+        request came in, by the monotonic clock; `record`: the response is collected, to be kept."""
         self._connection, self._body, self._models, self._settings = connection, body, models, settings
         self._id, self._max_tokens, self._headers = request_id, max_tokens, headers
-        self._arrived = arrived
+        self._arrived, self._record = arrived, record
         self._upstream: UpstreamConnection | None = None
         self._client_left = False
         self.outcome = Outcome(model=body.model)
@@ -205,17 +208,27 @@ class ProxiedRequest:
         if stream:
             headers.append((b"x-accel-buffering", b"no"))
         connection, idle_s = self._connection, self._settings.idle_timeout_s
+        recorder = ResponseRecorder(received.get(b"content-type", b""), stream=stream) if self._record else None
         data = first
         if not stream and (length := received.get(b"content-length")) is not None and int(length) == len(first):
             reader.feed(first)
+            if recorder is not None:
+                recorder.add(first)
             await connection.begin(upstream.status, [*headers, (b"content-length", length)])
             await connection.end_events(first)
         else:
             await connection.begin(upstream.status, headers)
             while data:
                 shown = reader.feed(data)
+                if recorder is not None:
+                    recorder.add(shown)
                 if shown:
                     await connection.event(shown)
                 data = await upstream.read(idle_s)
-            await connection.end_events(reader.rest())
+            rest = reader.rest()
+            if recorder is not None:
+                recorder.add(rest)
+            await connection.end_events(rest)
         self.outcome.usage = reader.usage()
+        if recorder is not None and upstream.status == 200 and self.outcome.model == self._body.model:
+            self.outcome.response = recorder.response()

@@ -64,6 +64,9 @@ class ModelSettings:
     """bytes of prompt text that count as a token when tokens are reserved; 1 is never too few, English has 3 to 4"""
     stream_usage: bool = True
     """ask replicas for token counts at the end of streams, also where the client did not; it does not see them"""
+    cache_s: float = 0.0
+    """seconds for which a response is kept for equal requests of the same key, where chance plays no part (temperature
+    0, embeddings); 0: never"""
     default_max_tokens: int = 1024
     """max_tokens of requests that have none, where their key has a token limit"""
     input_usd_per_million: float = 0.0
@@ -76,6 +79,8 @@ class ModelSettings:
             raise BadRecipe(f'model {self.name} has no replicas; add replicas = [{{ url = "http://…" }}]')
         if self.input_usd_per_million < 0 or self.output_usd_per_million < 0:
             raise BadRecipe(f"a price of {self.name} is negative; correct it")
+        if self.cache_s < 0:
+            raise BadRecipe(f"cache_s of {self.name} is negative; leave it out to keep no responses")
         if not 0 <= self.canary_fraction <= 1:
             raise BadRecipe(f"canary_fraction = {self.canary_fraction} of {self.name} is no share; try 0.05")
         if self.bytes_per_token < 1 or self.default_max_tokens < 1:
@@ -105,6 +110,8 @@ class GatewaySettings:
     health_timeout_s: float = 2.0
     max_in_flight: int = 4096
     """requests of all clients; more get 429"""
+    cache_bytes: int = 64_000_000
+    """memory for kept responses of all models"""
     audit: str = ""
     """file for one JSON line per request, without prompt text; empty: audit.jsonl beside the keys"""
     cors_origins: tuple[str, ...] = ()
