@@ -35,6 +35,10 @@ class BadData(BadInput):
     """Text, shards or an index that cannot be read."""
 
 
+class Unreadable(BadData):
+    """A file that is there, and that the disk fails to read."""
+
+
 class ContextLengthExceeded(BadInput):
     """A prompt, alone or with its completion, that is longer than the model's context."""
 

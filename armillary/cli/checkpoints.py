@@ -124,10 +124,11 @@ def verify(out: Output, home: Home, name: str, step: int | None) -> None:
 def prune(
     out: Output, home: Home, name: str, keep: int | None, interval: int | None, best: int | None, dry_run: bool
 ) -> None:
-    """Delete the checkpoints of RUN that its recipe, or these options, do not keep."""
+    """Delete the checkpoints of RUN that its recipe, or these options, do not keep, and what runs left in memory."""
     from dataclasses import replace
 
     from armillary.training.checkpoint import checkpoint
+    from armillary.training.checkpoint.peer_copies import sweep_memory
     from armillary.training.checkpoint.retention import removable
 
     run = find_run(home, name)
@@ -143,12 +144,18 @@ def prune(
     entries = [checkpoint.entry(run, step) for step in run.checkpoint_steps()]
     gone = removable(entries, policy)
     size = sum(_bytes(run.checkpoint(step)) for step in gone)
+    freed = 0
     if not dry_run:
         checkpoint.prune(run, policy)
+        freed = sweep_memory()
     what = "would delete" if dry_run else "deleted"
     steps = ", ".join(map(str, gone)) or "nothing"
     out.say(f"{what} {steps} ({bytes_text(size)}) of {len(entries)} checkpoints of run {run.name}")
-    out.result({"deleted": gone, "bytes": size, "dry_run": dry_run}, quiet=[str(step) for step in gone])
+    if freed:
+        out.say(f"freed {bytes_text(freed)} of memory with copies of runs that do not need them any more")
+    out.result(
+        {"deleted": gone, "bytes": size, "memory_bytes": freed, "dry_run": dry_run}, quiet=[str(step) for step in gone]
+    )
 
 
 @checkpoints.verb

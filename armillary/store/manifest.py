@@ -7,17 +7,23 @@ checkpoints have sizes only, or their checksums in a table of their own. Release
 
 import hashlib
 import os
-from collections.abc import Mapping
+import stat
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, Unreadable
 from armillary.spec.toml.fields import build
 from armillary.store import nan_safe_json
 
 NAME = "manifest.json"
+RETRIES_S = (0.2, 1.0, 4.0)
+"""waits before a failed read is tried again"""
 _HASHED_BLOCK, _THREADS = 16 << 20, 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +59,15 @@ def block_sha256(path: Path) -> str:
 
 
 def size_faults(folder: Path) -> list[str]:
-    """How the sizes of a checkpoint's files differ from its manifest, a few words per file."""
+    """How the sizes of a checkpoint's files differ from its manifest, a few words per file; Unreadable where the disk
+    fails."""
     try:
         entries = _checkpoint_entries(folder)
+    except Unreadable:
+        raise
     except (ArmillaryError, KeyError) as error:
         return [f"no manifest ({error})"]
-    sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else 0 for name in entries}
+    sizes = {name: _size(folder / name) for name in entries}
     return [
         f"{name} is {sizes[name]} bytes, not {entry.bytes}"
         for name, entry in entries.items()
@@ -67,26 +76,46 @@ def size_faults(folder: Path) -> list[str]:
 
 
 def content_faults(folder: Path, *, share: int = 0, of: int = 1) -> list[str]:
-    """Files of a checkpoint whose content is not what was written; of several readers each reads its share."""
+    """Files of a checkpoint whose content is not what was written; of several readers each reads its share. Unreadable
+    where the disk fails."""
     hashed = sorted((name, entry.block_sha256) for name, entry in _checkpoint_entries(folder).items())
     return [
         f"the content of {name} has changed"
         for name, expected in [(name, digest) for name, digest in hashed if digest][share::of]
-        if _readable_hash(folder / name) != expected
+        if retry_read(folder / name, block_sha256) != expected
     ]
 
 
-def _readable_hash(path: Path) -> str | None:
-    """None where the disk fails to read it."""
+def _size(path: Path) -> int:
+    """In bytes; 0 where it is no file."""
     try:
-        return block_sha256(path)
-    except OSError:
-        return None
+        status = retry_read(path, os.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def retry_read(path: Path, read: Callable[[Path], T]) -> T:
+    """`read(path)`, tried again where the disk fails, and then Unreadable: only what was read can be damaged."""
+    for wait_s in (*RETRIES_S, None):
+        try:
+            return read(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except (OSError, Unreadable) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if wait_s is None or isinstance(cause, PermissionError):
+                why = getattr(cause, "strerror", None) or error
+                raise Unreadable(
+                    f"{path} cannot be read ({why}); check the disk, or remove that checkpoint to use the one before"
+                ) from error
+            time.sleep(wait_s)
+    raise AssertionError("the last try returns or raises")
 
 
 def _checkpoint_entries(folder: Path) -> dict[str, FileEntry]:
     """Older manifests have `files` with sizes only, and the hashes, if any, in `sums`."""
-    table = nan_safe_json.read_table(folder / NAME)
+    table = retry_read(folder / NAME, nan_safe_json.read_table)
     hashes = table.get("sums", {})
     return {
         name: build(FileEntry, entry, name)

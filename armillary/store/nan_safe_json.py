@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from armillary.errors import BadData, NotFound
+from armillary.errors import BadData, NotFound, Unreadable
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -42,7 +42,7 @@ def read(path: Path) -> Any:
     except FileNotFoundError:
         raise NotFound(f"no file {path}; check the name") from None
     except OSError as error:
-        raise BadData(f"{path} cannot be read ({error.strerror}); check its type and permissions") from None
+        raise Unreadable(f"{path} cannot be read ({error.strerror}); check its type and permissions") from error
     except (ValueError, RecursionError) as error:
         raise BadData(f"{path} is not readable JSON ({error}); restore it or delete it") from None
 

@@ -213,14 +213,15 @@ def create_run(
     steps: int | None = None,
     name: str = "",
     file: str = "",
+    taken: Collection[str] = (),
 ) -> Run:
     """Create a run folder atomically: recipe (with `text`, the file as given, and `file`, its path), plan (a Plan or
-    its table) and state. Without `name` it gets a new one."""
+    its table) and state. Without `name` it gets a new one, which is not `taken` elsewhere."""
     if name and not _NAME.fullmatch(name):
         raise BadInput(f"'{name}' is no name for a run; use letters, digits and - like quiet-otter")
     lease = Lease.new()
     while True:
-        names = {_short(path.name) for path in _folders(home)}
+        names = {*taken, *(_short(path.name) for path in _folders(home))}
         folder = home.runs / f"{time.strftime('%Y-%m-%d')}-{name or new_name(names)}"
         try:
             with staged_folder(folder) as partial:

@@ -19,6 +19,7 @@ from armillary.store.home import Home
 from armillary.store.lease import HeldLease, LeaseLost
 from armillary.store.runs import Run, Say
 from armillary.training.checkpoint import checkpoint
+from armillary.training.checkpoint.peer_copies import sweep_memory
 from armillary.training.checkpoint.staging import call_before_steps
 from armillary.training.gauge_log import Recorder, Watch, note_failure
 from armillary.training.resilience.sigterm_grace import NoPreemption, Preemption, UpdateGate
@@ -88,6 +89,8 @@ def _train(
         stop = stack.enter_context(StopRequest(parent, (lambda: lease.lost) if lease is not None else None))
         progress = stack.enter_context(watched(plan, run, world, say, by_launcher=bool(parent)))
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
+        if world.local_rank == 0:
+            sweep_memory()
         saved = checkpoint.newest(run, ranks, say, url=job.checkpoint_url, copies=job.peer_copy_every > 0)
         kernels = ranks.run_on_all(lambda: checkpoint.kernels_of(run, saved))
         trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home, folder=run.folder))

@@ -35,6 +35,7 @@ from armillary.store.resolve_model import ModelSource, resolve_model
 from armillary.store.run_events import add_event
 from armillary.store.runs import Run, Say, create_run
 from armillary.training.checkpoint.resume import Choice, changes_since, run_to_resume, unfinished_run
+from armillary.training.checkpoint.stored_run import begin_own, stored_names
 from armillary.training.data.corpus_survey import Progress
 from armillary.training.gauge_log import Watch
 from armillary.training.loop import make_consensus, train
@@ -72,7 +73,7 @@ class ResolvedRun:
         unfinished = self.to_resume(choice)
         more: dict[str, Any] = {"text": text, "overrides": overrides, "preparing_s": preparing_s}
         if unfinished is None:
-            return self.create_run(name=choice.name, file=choice.file, **more)
+            return self.create_run(name=choice.name, new=choice.new, file=choice.file, **more)
         return self.with_settings_of(unfinished).take_over(unfinished, choice, **more)
 
     def to_resume(self, choice: Choice, say: Say = lambda text: None) -> Run | None:
@@ -126,13 +127,14 @@ class ResolvedRun:
         self,
         *,
         name: str = "",
+        new: bool = False,
         file: str = "",
         text: str = "",
         overrides: Sequence[str] = (),
         preparing_s: float = 0.0,
     ) -> Run:
         """The run's folder with recipe and plan; `text` is the recipe file as it was given, and `preparing_s` how long
-        the data took."""
+        the data took. A run with a `name` continues the one of that name in its store, unless it is to be `new`."""
         run = create_run(
             self.home,
             to_dict(self.recipe),
@@ -143,7 +145,10 @@ class ResolvedRun:
             steps=self.recipe.train.steps,
             name=name,
             file=file,
+            taken=() if name else stored_names(self.recipe.train.checkpoint_url),
         )
+        if new or not name:
+            begin_own(run)
         add_event(run.folder, "created", preparing_s=preparing_s)
         return run
 

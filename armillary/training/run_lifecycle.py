@@ -92,6 +92,7 @@ class RunLifecycle:
             committed=self._prune,
             full_every=self.job.checkpoint_full_every,
             url=self.job.checkpoint_url,
+            policy=Policy.of(self.job),
             peers=self.peers,
         )
         trainer.batches.check = self.saver.check

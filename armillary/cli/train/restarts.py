@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from armillary.store.lease import renew
@@ -19,26 +19,31 @@ class Restarts:
     run: Run
     most: int
     say: Callable[[str], None] = lambda text: None
-    _since: list[int] = field(default_factory=list)  # checkpoints at the last restart
+    _newest: int = 0  # step of the newest checkpoint, on disk or in memory, at the last restart
     _count: int = 0
 
     def state(self) -> dict[str, Any]:
         """For another launcher of the same run."""
-        return {"since": self._since, "count": self._count}
+        return {"newest": self._newest, "count": self._count}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._since, self._count = list(state["since"]), int(state["count"])
+        self._newest, self._count = int(state["newest"]), int(state["count"])
 
     def allows(self, why: str) -> bool:
         """Whether the ranks are to be started again; says so, and keeps the run for this process meanwhile."""
-        steps = self.run.checkpoint_steps()
-        self._count = self._count + 1 if steps == self._since or not self._count else 1
-        self._since = steps
+        from armillary.training.checkpoint.peer_copies import memory_run
+
+        steps, copies = self.run.checkpoint_steps(), memory_run(self.run).checkpoint_steps()
+        on_disk, in_memory = max(steps, default=0), max(copies, default=0)
+        newest = max(on_disk, in_memory)
+        self._count = 1 if newest > self._newest else self._count + 1
+        self._newest = newest
         if self._count > self.most:
             return False
         renew(self.run.folder, self.run.owner)
         add_event(self.run.folder, "restarting", error=why)
         self.run.update(state="running", error="")
-        where = f"checkpoint {steps[-1]:,}" if steps else "the beginning: there is no checkpoint yet"
+        where = f"checkpoint {on_disk:,}" if steps else "the beginning: there is no checkpoint yet"
+        where = f"step {in_memory:,}, which is in memory" if in_memory > on_disk else where
         self.say(f"{why}; the ranks start again from {where} (restart {self._count} of {self.most})")
         return True

@@ -167,7 +167,7 @@ def _open_run(
         origin = _resumed_text(out, begun, before)
         run = begun.take_over(before, chosen, say=out.say, **more)
     else:
-        run = begun.create_run(name=chosen.name, file=chosen.file, **more)
+        run = begun.create_run(name=chosen.name, new=chosen.new, file=chosen.file, **more)
         origin = f"new run {run.id}"
     job, planned = begun.recipe.train, begun.plan.predicted
     out.say(

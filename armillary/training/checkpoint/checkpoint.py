@@ -21,11 +21,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from armillary.errors import ArmillaryError, BadData, one_line
+from armillary.errors import ArmillaryError, BadData, Unreadable, one_line
 from armillary.parallel.consensus import Consensus
 from armillary.store import nan_safe_json
 from armillary.store.atomic import remove_folder
-from armillary.store.manifest import content_faults, size_faults
+from armillary.store.manifest import content_faults, retry_read, size_faults
 from armillary.store.runs import Run
 from armillary.training.checkpoint.commit import RANDOM, STATE
 from armillary.training.checkpoint.delta_reader import DeltaReader
@@ -33,7 +33,7 @@ from armillary.training.checkpoint.disk_errors import plain_errors
 from armillary.training.checkpoint.peer_copies import gather_newest, memory_run
 from armillary.training.checkpoint.retention import Entry, Policy, removable
 from armillary.training.checkpoint.saver import VERSION, Saved, Saver
-from armillary.training.checkpoint.uploader import fetch_newer
+from armillary.training.checkpoint.stored_run import fetch_newest
 from armillary.training.step.numerics import set_random_state
 
 
@@ -92,6 +92,8 @@ def base_of(folder: Path) -> Path | None:
     """The full checkpoint that a delta needs; None where it is full itself, or cannot be read."""
     try:
         base = read_facts(folder).get("delta_of")
+    except Unreadable:
+        raise
     except ArmillaryError:
         return None
     return None if base is None else folder.with_name(str(base))
@@ -105,7 +107,7 @@ def missing_parts(folder: Path) -> list[str]:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    about = nan_safe_json.read_table(folder / STATE)
+    about = retry_read(folder / STATE, nan_safe_json.read_table)
     if about.get("version", 0) > VERSION:
         raise BadData(f"{folder} was written by a newer armillary; upgrade armillary to resume it")
     return about
@@ -127,6 +129,8 @@ def entry(run: Run, step: int) -> Entry:
     folder = run.checkpoint(step)
     try:
         about = read_facts(folder)
+    except Unreadable:
+        raise
     except ArmillaryError:
         about = {}
     value, base = about.get("val_loss"), about.get("delta_of")
@@ -152,18 +156,27 @@ def newest(
     url: str = "",
     copies: bool = False,
 ) -> int:
-    """The step of the newest undamaged checkpoint, or 0, also of those in the store `url` and of peer `copies`. Damaged
-    ones are renamed, so that nothing uses them, and the main rank names them."""
-    if url:
-        ranks.run_long("fetch a checkpoint", lambda: fetch_newer(run, url, say) if ranks.is_main else None)
+    """The step of the newest undamaged checkpoint, or 0. Damaged ones are renamed, so that nothing uses them, and the
+    main rank names them. Newer ones of the store `url` are fetched, and of peer `copies` the newest is used."""
     steps, damaged = ranks.broadcast([0, *run.checkpoint_steps()]), []
     while (step := steps.pop()) and (damage := _damage(run.checkpoint(step), ranks)):
         damaged.append((step, damage[0]))
     places = ranks.run_on_all(lambda: [quarantine(run, number) for number, _ in damaged] if ranks.is_main else [])
+    if url:
+        step = max(step, _from_store(run, url, ranks, say, newer_than=step, lost=bool(damaged)))
     continues = f"continues from step {step:,}" if step else "starts from the beginning"
     for (number, fault), place in zip(damaged, places, strict=False):
         say(f"checkpoint {number} of run {run.name} is damaged ({fault}), kept as {place.name}; the run {continues}")
     return (_newest_copy(run, ranks, step, say) if copies else 0) or step
+
+
+def _from_store(
+    run: Run, url: str, ranks: Consensus, say: Callable[[str], None], *, newer_than: int, lost: bool
+) -> int:
+    def fetch() -> int:
+        return fetch_newest(run, url, say, newer_than=newer_than, lost=lost) if ranks.is_main else 0
+
+    return ranks.broadcast(ranks.run_long("fetch a checkpoint", fetch))
 
 
 def _newest_copy(run: Run, ranks: Consensus, step: int, say: Callable[[str], None]) -> int:
@@ -202,7 +215,8 @@ def faults(run: Run, step: int) -> list[str]:
 
 def _damage(folder: Path, ranks: Consensus) -> list[str]:
     """What is wrong with a checkpoint, the same on every rank; each rank reads a share."""
-    sizes, base = ranks.broadcast((missing_parts(folder), base_of(folder)))
+    seen = ranks.run_on_all(lambda: (missing_parts(folder), base_of(folder)) if ranks.is_main else ([], None))
+    sizes, base = ranks.broadcast(seen)
     if sizes:
         return sizes
     parts = [folder] if base is None else [folder, base]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from armillary.errors import Unreadable
 from armillary.store.manifest import size_faults
 from armillary.store.runs import Run
 
@@ -22,7 +23,10 @@ class DeltaSchedule:
         """The step that the next checkpoint is a delta of; None where it is a full one."""
         if self.off or self.base is None or self.deltas + 1 >= self.full_every:
             return None
-        return None if size_faults(run.checkpoint(self.base)) else self.base
+        try:
+            return None if size_faults(run.checkpoint(self.base)) else self.base
+        except Unreadable:
+            return None
 
     def committed(self, step: int, base: int | None, saved_fraction: float) -> str:
         """Count a checkpoint; returns what there is to say about it."""

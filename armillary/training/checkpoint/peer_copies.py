@@ -4,6 +4,7 @@ Each machine keeps the files of its ranks in shared memory, which outlives their
 another machine's ranks, so that losing one machine loses nothing.
 
     /dev/shm/armillary-UID/RUN/checkpoints/STEP/    a checkpoint as on disk, with the files that this machine has
+    /dev/shm/armillary-UID/RUN/run                  the path of the run's folder
 """
 
 import mmap
@@ -31,6 +32,7 @@ from armillary.training.checkpoint.save_plan import file_name
 
 ROOT = Path("/dev/shm")
 _PIECE = 64 << 20
+_PATH = "run"
 
 
 def memory_run(run: Run, root: Path | None = None) -> Run:
@@ -43,7 +45,7 @@ class PeerCopies:
     """The machines of the ranks, and which rank's file each rank keeps a copy of; every rank makes one."""
 
     def __init__(self, run: Run, ranks: Consensus, *, node: str | None = None, root: Path | None = None) -> None:
-        self.run, self._ranks = memory_run(run, root), ranks
+        self.run, self._on_disk, self._ranks = memory_run(run, root), run, ranks
         nodes = ranks.gather(node or machine())
         self._shift = peer_shift(nodes)
         self.leads = nodes.index(nodes[ranks.rank]) == ranks.rank
@@ -58,12 +60,18 @@ class PeerCopies:
         try:
             folder = self.run.checkpoint(0).parent
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (self.run.folder / _PATH).write_text(str(self._on_disk.folder.resolve()))
             for path in folder.glob(".*"):
                 shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             raise ArmillaryError(
                 f"no copies can be kept in {self.run.folder} ({error.strerror}); try --set train.peer_copy_every=0"
             ) from error
+
+    @property
+    def copies(self) -> int:
+        """How many times a rank's file may be in memory: the last copy and the next one, here and at the peer."""
+        return 4 if self._shift else 2
 
     def place(self, folder: Path) -> Path:
         """This machine's folder of the same name."""
@@ -127,6 +135,31 @@ def peer_shift(nodes: Sequence[str]) -> int:
 def small_files(folder: Path) -> dict[str, bytes]:
     """Everything but the ranks' files."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".distcp"}
+
+
+# --- what runs leave behind
+
+
+def sweep_memory(root: Path | None = None) -> int:
+    """Free the memory of runs that failed and will not need it: they were finished or deleted since, or have a
+    checkpoint on disk that is as new. Returns the bytes."""
+    freed = 0
+    for path in (root or ROOT).glob(f"armillary-{os.getuid()}/*/{_PATH}"):
+        with suppress(OSError):
+            if _is_left_over(Run(folder=path.parent), Run(folder=Path(path.read_text()))):
+                freed += sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
+                shutil.rmtree(path.parent, ignore_errors=True)
+    return freed
+
+
+def _is_left_over(copy: Run, on_disk: Run) -> bool:
+    if not on_disk.folder.exists():
+        return on_disk.folder.parent.is_dir()  # else its file system may be away
+    state, copies = on_disk.state.state, copy.checkpoint_steps()
+    if state == "running":
+        return False
+    newer = [step for step in on_disk.checkpoint_steps() if not copies or step >= copies[-1]]
+    return state == "finished" or not copies or any(not size_faults(on_disk.checkpoint(step)) for step in newer)
 
 
 # --- after a crash

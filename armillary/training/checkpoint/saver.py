@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from armillary.errors import ArmillaryError
+from armillary.machine.memory import available_bytes
 from armillary.parallel.consensus import Consensus
 from armillary.parallel.host_memory import CopyStream
 from armillary.store.manifest import FileEntry
 from armillary.store.runs import Run
+from armillary.store.writer_process import machine
 from armillary.training.checkpoint import save_plan
 from armillary.training.checkpoint.commit import (
     Abandoned,
@@ -35,9 +37,10 @@ from armillary.training.checkpoint.commit import (
 from armillary.training.checkpoint.delta_schedule import DeltaSchedule
 from armillary.training.checkpoint.disk_errors import plain_errors, write_error
 from armillary.training.checkpoint.peer_copies import PeerCopies, small_files
+from armillary.training.checkpoint.retention import Policy
 from armillary.training.checkpoint.save_plan import SavePlan
 from armillary.training.checkpoint.shard_writer import ShardWriter
-from armillary.training.checkpoint.staging import Copy, StagingBuffer
+from armillary.training.checkpoint.staging import Copy, StagingBuffer, fits_memory
 from armillary.training.checkpoint.uploader import Uploader
 from armillary.training.step.numerics import random_state
 
@@ -61,6 +64,12 @@ class Saved:
     wait_s: float = 0.0  # part of the stall in which it waited for the save before
     delta_of: int | None = None  # step of the full checkpoint that this one needs
     saved_fraction: float = 0.0  # share of the bytes of a full one that the delta saves
+
+
+def _use_device(device: torch.device) -> None:
+    """A thread begins with device 0, on which CUDA would make a context for each rank of the machine."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 @dataclass(kw_only=True)
@@ -91,13 +100,14 @@ class Saver:
         committed: Callable[[Saved], None] = lambda saved: None,
         full_every: int = 1,
         url: str = "",
+        policy: Policy | None = None,
         peers: PeerCopies | None = None,
     ) -> None:
         """`allowed()` raises where nothing may be written: it is called on the main rank before a save and before its
         commit. `committed` is called on the main rank, by another thread, after each commit. Of `full_every`
-        checkpoints one is full and the others are deltas of it. They are uploaded to the store `url`, if given.
-        `peers` keep those that are saved in memory."""
-        self._url, self._peers, self._peers_failed = url, peers, False
+        checkpoints one is full and the others are deltas of it. They are uploaded to the store `url`, if given, where
+        `policy` says which are kept (none: all). `peers` keep those that are saved in memory."""
+        self._url, self._policy, self._peers, self._peers_failed = url, policy or Policy(last=0), peers, False
         self._run, self._ranks, self._allowed, self._committed = run, ranks, allowed, committed
         self._deltas = DeltaSchedule(full_every=full_every)
         self._device = device or torch.device("cpu")
@@ -108,7 +118,7 @@ class Saver:
         self._writer: ShardWriter | None = None
         self._uploader: Uploader | None = None
         self._abandoned = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use_device, initargs=(self._device,))
         self._last: tuple[_Save, Future[None]] | None = None
         self._error: ArmillaryError | None = None
         self._done: list[Saved] = []
@@ -164,16 +174,24 @@ class Saver:
         token = ranks.broadcast(f"checkpoint/{secrets.token_hex(8)}")
         self._channel = StoreChannel(ranks, token, self._abandoned)
         self._plan = SavePlan(places=places, size=size, files=files)
-        self._making = self._thread.submit(self._make_buffer)
+        self._making = self._thread.submit(self._make_buffer, self._fits_memory(size))
         if self._url:
-            self._uploader = Uploader(self._run, self._url, ranks, self._channel)
+            self._uploader = Uploader(self._run, self._url, ranks, self._channel, self._policy)
 
-    def _make_buffer(self) -> StagingBuffer:
+    def _fits_memory(self, size: int) -> bool:
+        """Whether the buffers of this machine's ranks, and their copies in memory, are in memory: on all or on none."""
+        copies = 0 if self._peers is None else self._peers.copies
+        needs = self._ranks.gather((size * (1 + copies), machine(), available_bytes()))
+        sizes, machines, available = zip(*needs, strict=True)
+        first = machines.index(machines[self._ranks.rank])
+        return fits_memory(sizes, machines, self._ranks.rank, available[first])
+
+    def _make_buffer(self, in_memory: bool) -> StagingBuffer:
         assert self._plan is not None
         folder = self._run.checkpoint(0).parent
         with plain_errors(folder / "staging"):
             pin = self._device.type == "cuda"
-            return StagingBuffer(self._plan.places, self._plan.size, folder, pin=pin)
+            return StagingBuffer(self._plan.places, self._plan.size, folder, pin=pin, in_memory=in_memory)
 
     def before_update(self) -> None:
         """Called before the tensors change: a copy of them may be under way."""
@@ -281,6 +299,7 @@ class Saver:
                 self._channel.put(key, instruction)
                 self._write_and_report(save, instruction)
                 reports = [self._channel.take(f"{save.number}/{rank}") for rank in range(self._ranks.size)]
+                self._channel.forget(f"{save.number - 1}/committed")  # who reports this save is through with that one
                 refuse_failed(reports)
                 self._allowed()
                 about = save.about | ({} if begun is None else {"delta_of": begun})
@@ -325,8 +344,11 @@ class Saver:
         self._notes += filter(None, [self._deltas.committed(save.step, base, fraction)])
         if self._uploader is not None:
             self._uploader.add(save.step, base)
-        self._committed(saved)
         self._done.append(saved)
+        try:
+            self._committed(saved)
+        except (ArmillaryError, OSError) as error:  # the checkpoint is there: whatever else fails is no reason to stop
+            self._notes.append(f"old checkpoints are not deleted: {error}")
 
     def _write_and_report(self, save: _Save, instruction: Instruction | None) -> None:
         if instruction is None:

@@ -133,6 +133,8 @@ def upload(job: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     except OSError as error:  # of the local file
         return {"error": f"{error.filename} cannot be read ({error.strerror})"}
+    except Exception as error:
+        return {"error": f"it cannot be sent ({type(error).__name__}: {error})"}
 
 
 # --- deltas

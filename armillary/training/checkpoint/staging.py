@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armillary.machine.memory import available_bytes
 from armillary.parallel.host_memory import CopyStream, Event, computed, wait_for
 from armillary.training.checkpoint.container import container
 from armillary.training.checkpoint.save_plan import Place
@@ -29,16 +28,18 @@ SMALL = 64 << 10
 _PINNED_AT_ONCE = 1 << 30
 _PORTABLE = 1  # pinned for all devices, whichever thread asks
 _MEMORY_LEFT = 0.25
-"""share of the available memory that a buffer leaves free; a larger buffer is a file on disk"""
+"""share of the available memory that the buffers of a machine leave free; larger ones are files on disk"""
 
 
 class StagingBuffer:
-    """`size` bytes in memory that another process can map by the file descriptor `fd`; a file in `folder` where there
-    is not enough memory. Pinned for a GPU."""
+    """`size` bytes that another process can map by the file descriptor `fd`: in memory, or an unnamed file in `folder`.
+    Pinned for a GPU."""
 
-    def __init__(self, places: tuple[Place, ...], size: int, folder: Path, *, pin: bool) -> None:
+    def __init__(
+        self, places: tuple[Place, ...], size: int, folder: Path, *, pin: bool, in_memory: bool = True
+    ) -> None:
         self.size = size
-        self.fd = _open(max(size, 1), folder)
+        self.fd = _open(max(size, 1), folder, in_memory=in_memory)
         self._map = mmap.mmap(self.fd, max(size, 1))
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned: list[int] = []
@@ -71,9 +72,15 @@ class StagingBuffer:
         os.close(self.fd)
 
 
-def _open(size: int, folder: Path) -> int:
-    available = available_bytes()
-    if hasattr(os, "memfd_create") and (available is None or size < available * (1 - _MEMORY_LEFT)):
+def fits_memory(sizes: Sequence[int], machines: Sequence[str], rank: int, available: float | None) -> bool:
+    """Whether the memory of a rank's machine, of which this much is available before any of them is made, has enough
+    for what all its ranks need: pages are taken only when they are written to."""
+    needed = sum(size for size, machine in zip(sizes, machines, strict=True) if machine == machines[rank])
+    return available is None or needed < available * (1 - _MEMORY_LEFT)
+
+
+def _open(size: int, folder: Path, *, in_memory: bool) -> int:
+    if hasattr(os, "memfd_create") and in_memory:
         fd = os.memfd_create("armillary checkpoint", 0)
     else:
         folder.mkdir(parents=True, exist_ok=True)

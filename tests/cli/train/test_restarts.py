@@ -14,6 +14,7 @@ from armillary.store.home import Home
 from armillary.store.lease import read_lease
 from armillary.store.run_events import read_events
 from armillary.store.runs import Run, create_run
+from armillary.training.checkpoint.peer_copies import memory_run
 
 
 @pytest.fixture
@@ -39,6 +40,16 @@ def test_a_new_checkpoint_allows_more(run: Run) -> None:
         run.checkpoint(step).mkdir(parents=True)
         assert restarts.allows("killed")
     assert not restarts.allows("killed") and not Restarts(run, 0).allows("killed")
+
+
+def test_a_copy_in_memory_is_progress(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("armillary.training.checkpoint.peer_copies.ROOT", tmp_path)
+    said: list[str] = []
+    restarts = Restarts(run, 1, said.append)
+    for step in (10, 20):
+        memory_run(run).checkpoint(step).mkdir(parents=True)
+        assert restarts.allows("killed")
+    assert "again from step 20, which is in memory" in said[1] and not restarts.allows("killed")
 
 
 @pytest.mark.parametrize(("error", "starts"), [(RankDied, 3), (RankFailed, 1)])

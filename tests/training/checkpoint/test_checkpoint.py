@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import resource
 import shutil
@@ -12,17 +13,18 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from armillary.errors import ArmillaryError, BadData
+from armillary.errors import ArmillaryError, BadData, Unreadable
 from armillary.parallel.consensus import Consensus
 from armillary.parallel.world import World
 from armillary.spec.recipe import Recipe
-from armillary.store import atomic
+from armillary.store import atomic, manifest, nan_safe_json
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.manifest import size_faults
@@ -252,6 +254,31 @@ def test_one_changed_bit_anywhere_is_named_and_passed_over(two: Run, name: str, 
         "the run continues from step 1"
     ]
     assert newest(two, Consensus(rank=0, size=1)) == 2
+
+
+@pytest.mark.parametrize("times", [2, 100])
+@pytest.mark.parametrize("part", ["block_sha256", "stat", "read_table"])
+def test_a_disk_that_fails_to_read_is_no_damage(
+    part: str, times: int, two: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried again, and then said; nothing is set aside."""
+    module = {"stat": os, "read_table": nan_safe_json}.get(part, manifest)
+    read, failures = getattr(module, part), iter(range(times))
+
+    def failing(path: Any, *more: Any, **options: Any) -> Any:
+        if str(path).startswith(str(two.checkpoint(2))) and next(failures, None) is not None:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path, *more, **options)
+
+    monkeypatch.setattr(manifest, "RETRIES_S", (0.0, 0.0))
+    monkeypatch.setattr(module, part, failing)
+    if times == 2:
+        assert newest(two, Consensus(rank=0, size=1)) == 2
+    else:
+        with pytest.raises(Unreadable, match=r"2/\S+ cannot be read \(Input/output error\); check the disk, or remove"):
+            newest(two, Consensus(rank=0, size=1))
+    monkeypatch.undo()
+    assert two.checkpoint_steps() == [1, 2]
 
 
 @pytest.mark.parametrize("hashes", [False, True])

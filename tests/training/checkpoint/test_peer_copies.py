@@ -14,7 +14,7 @@ from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint import peer_copies
 from armillary.training.checkpoint.checkpoint import load, newest, save, saved_steps
-from armillary.training.checkpoint.peer_copies import PeerCopies, gather_newest, memory_run, peer_shift
+from armillary.training.checkpoint.peer_copies import PeerCopies, gather_newest, memory_run, peer_shift, sweep_memory
 from armillary.training.checkpoint.saver import Saver
 from armillary.training.loop import train
 from tests.ranks import Ranks
@@ -83,6 +83,35 @@ def test_memory_that_is_full_costs_a_line(tmp_path: Path, memory: Path, monkeypa
     (note,) = saver.take_notes()
     assert note.startswith("no more copies are kept in memory: disk full") and not saver.may_copy
     saver.close()
+
+
+def test_the_rendezvous_store_does_not_fill_up(tmp_path: Path, memory: Path) -> None:
+    run = create_run(Home.at(tmp_path), {})
+    saver = Saver(run, ALONE, peers=PeerCopies(run, ALONE))
+    for step in range(1, 5):
+        saver.save(step, {"w": torch.ones(4)}, {}, in_memory=step != 3)
+        saver.finish()
+    assert set(saver._channel._own) == {"4/committed"}
+    saver.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "copied", "gone"),
+    [("failed", 6, False), ("failed", 3, True), ("finished", 6, True), ("running", 3, False), ("deleted", 6, True)],
+)
+def test_memory_that_no_run_needs_is_freed(state: str, copied: int, gone: bool, tmp_path: Path, memory: Path) -> None:
+    run = create_run(Home.at(tmp_path), {})
+    save(run, 3, {"w": torch.ones(4)}, {}, ALONE)
+    saver = Saver(run, ALONE, peers=PeerCopies(run, ALONE))
+    saver.save(copied, {"w": torch.ones(4)}, {}, in_memory=True)
+    saver.finish()
+    saver.close()
+    if state == "deleted":
+        shutil.rmtree(run.folder)
+    else:
+        run.update(state=state)
+    freed = sweep_memory()
+    assert (memory_run(run).folder.exists(), freed > 0) == (not gone, gone)
 
 
 # --- ranks

@@ -19,11 +19,12 @@ from armillary.errors import ArmillaryError
 from armillary.parallel.consensus import Consensus
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
+from armillary.training.checkpoint import saver as saving
 from armillary.training.checkpoint import shard_writer_process
 from armillary.training.checkpoint.checkpoint import load, newest, saved_steps
-from armillary.training.checkpoint.saver import Saver
+from armillary.training.checkpoint.saver import Saved, Saver
 from armillary.training.checkpoint.shard_writer import ShardWriter
-from armillary.training.checkpoint.staging import call_before_steps
+from armillary.training.checkpoint.staging import call_before_steps, fits_memory
 from tests.ranks import Ranks
 
 ALONE = Consensus(rank=0, size=1)
@@ -67,14 +68,20 @@ def test_training_goes_on_and_the_state_of_the_request_is_saved(run: Run, monkey
 
 
 def test_a_save_waits_for_the_one_in_flight(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, write = Saver(run, ALONE), slow_writes(monkeypatch)
+    saver, write, join = Saver(run, ALONE), slow_writes(monkeypatch), Saver._join
     saver.save(1, {"w": torch.ones(4)}, {})
-    threading.Timer(0.3, write.set).start()
+    assert saved_steps(run) == []
+
+    def joining(self: Saver) -> None:
+        write.set()  # the second save is about to wait
+        join(self)
+
+    monkeypatch.setattr(Saver, "_join", joining)
     saver.save(2, {"w": torch.zeros(4)}, {})
-    assert saved_steps(run) == [1]
+    assert saved_steps(run)[0] == 1, "the second began when the first was committed"
     saver.finish()
     first, second = saver.take_saved()
-    assert second.wait_s > 0.2 > first.wait_s and second.stall_s >= second.wait_s
+    assert second.stall_s >= second.wait_s > first.wait_s
     saver.close()
 
 
@@ -129,26 +136,45 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_next_step(run: Run) 
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import torch
 from armillary.parallel.consensus import Consensus
 from armillary.store.runs import Run
-from armillary.training.checkpoint.saver import Saver
+from armillary.training.checkpoint import commit, saver as saving
 
-saver = Saver(Run(folder=Path(sys.argv[1])), Consensus(rank=0, size=1))
-tensors = {"w": torch.ones(8_000_000)}
-saver.save(1, tensors, {})
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+saver = saving.Saver(Run(folder=folder), Consensus(rank=0, size=1))
+
+def save(step):
+    saver.save(step, {"w": torch.full((8_000_000,), float(step))}, {})
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+save(1)
 saver.finish()
-print(saver._writer.process.pid, flush=True)
-saver.save(2, {"w": torch.zeros(8_000_000)}, {})
-os.kill(os.getpid(), signal.SIGKILL)
+writer = saver._writer.process.pid
+print(writer, flush=True)
+if moment == "before the rename":
+    saving.commit = lambda *four: commit.commit(*four[:4], die)
+for step in range(2, 100):
+    save(step)
+    while moment == "while it writes" and not (folder / "checkpoints" / str(step)).exists():
+        if list((folder / "checkpoints").glob(f".{step}.partial-*/__0_0.distcp")):
+            os.kill(writer, signal.SIGSTOP)  # wherever it is, it comes no further
+            die()
+    saver.finish()
 """
 
 
-def test_a_rank_killed_during_a_save_leaves_the_one_before(run: Run) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(run.folder)], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("moment", ["while it writes", pytest.param("before the rename", marks=pytest.mark.slow)])
+def test_a_rank_killed_during_a_save_leaves_the_one_before(moment: str, run: Run) -> None:
+    command = [sys.executable, "-c", KILLED, str(run.folder), moment]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == -signal.SIGKILL, done.stderr
+    (left,) = (run.folder / "checkpoints").glob(".*.partial-*/__0_0.distcp")
+    assert moment == "while it writes" or (left.parent / "manifest.json").exists()
     writer = int(done.stdout)
     for _ in range(200):
         if not Path(f"/proc/{writer}").exists():
@@ -157,10 +183,55 @@ def test_a_rank_killed_during_a_save_leaves_the_one_before(run: Run) -> None:
     else:
         os.kill(writer, signal.SIGKILL)
         pytest.fail("the writer outlived its rank")
-    assert newest(run, ALONE) == 1
+    step = int(left.parent.name.split(".")[1]) - 1
+    assert newest(run, ALONE) == step
     found = {"w": torch.zeros(8_000_000)}
-    load(run.checkpoint(1), found, ALONE)
-    assert bool((found["w"] == 1).all())
+    load(run.checkpoint(step), found, ALONE)
+    assert bool((found["w"] == step).all())
+
+
+def test_what_cannot_be_deleted_costs_a_line(run: Run) -> None:
+    def prune(saved: Saved) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    saver = Saver(run, ALONE, committed=prune)
+    saver.save(1, {"w": torch.ones(4)}, {})
+    saver.finish()
+    assert [saved.step for saved in saver.take_saved()] == [1]
+    assert saver.take_notes() == ["old checkpoints are not deleted: [Errno 16] Device or resource busy"]
+    saver.close()
+
+
+def test_the_thread_uses_the_devices_of_its_rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[str, object]] = []
+    monkeypatch.setattr(saving, "CopyStream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((threading.current_thread().name, device)))
+    saver = Saver(run, ALONE, device=torch.device("cuda", 3))
+    saver._thread.submit(lambda: None).result()
+    assert used == [("checkpoint_0", torch.device("cuda", 3))]
+    saver.close()
+
+
+# --- memory
+
+
+def test_the_buffers_of_all_ranks_of_a_machine_must_fit() -> None:
+    machines = ["a", "a", "b"]
+    assert fits_memory([40, 40, 40], machines, 2, 60.0), "alone on its machine"
+    assert not fits_memory([40, 40, 40], machines, 0, 100.0), "each alone would fit, both leave too little free"
+    assert fits_memory([40, 40, 40], machines, 1, 120.0) and fits_memory([40], ["a"], 0, None)
+
+
+@pytest.mark.parametrize("available", [600, 1e12])
+def test_a_buffer_that_does_not_fit_is_on_disk(available: float, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "available_bytes", lambda: available)
+    saver = Saver(run, ALONE)
+    saver.save(1, {"w": torch.ones(400)}, {})
+    saver.finish()
+    assert saver._buffer is not None
+    assert ("memfd" in os.readlink(f"/proc/self/fd/{saver._buffer.fd}")) == (available > 600)
+    saver.close()
+    assert saved_steps(run) == [1]
 
 
 # --- ranks
