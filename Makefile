@@ -38,7 +38,7 @@ test-all: $(READY) lint ## also the slow tests
 test-gpu: $(READY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu
 
-test-services: $(READY) $(RAY_READY) ## with real services: Redis, nginx, Slurm and Chromium from Debian, Ray from PyPI
+test-services: $(READY) $(RAY_READY) ## with real services: Redis, nginx, Slurm, Chromium and LibreOffice from Debian, Ray from PyPI
 	@$(call install_services)
 	@$(BIN)/pytest -q -m services
 
@@ -95,7 +95,8 @@ endef
 # Nothing is started: tests run each service themselves, on a free port and in a folder of their own.
 define install_services
 missing=''; \
-for pair in redis-server:redis-server nginx:nginx-light slurmctld:slurm-wlm chromium:chromium; do \
+for pair in redis-server:redis-server nginx:nginx-light slurmctld:slurm-wlm chromium:chromium \
+  soffice:'libreoffice-writer-nogui libreoffice-calc-nogui libreoffice-impress-nogui fonts-noto-cjk' pdftotext:poppler-utils; do \
   command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair##*:}"; \
 done; \
 test -z "$$missing" || { sudo=$$(test "$$(id -u)" = 0 || echo sudo); \

@@ -30,6 +30,7 @@ ROWS = (
     ("fleet", "cluster"),
     ("planning",),
     ("diagnosis",),
+    ("documents",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
@@ -46,6 +47,7 @@ TORCH_FREE = (
     "armillary.cluster*",
     "armillary.planning*",
     "armillary.diagnosis*",
+    "armillary.documents*",
     "armillary.engine",
     "armillary.engine.engine",
     "armillary.engine.engine_thread",

@@ -30,6 +30,9 @@ _ROWS = (
     Verb("runs", "armillary.cli.runs:runs", "know", "Runs of this home: state, step, loss."),
     Verb("doctor", "armillary.cli.doctor:doctor", "know", "What this machine has, what will work, what is missing."),
     Verb("plan", "armillary.cli.plan.plan:plan", "plan", "Predict memory, time, cost, layout; search, explain, judge."),
+    Verb(
+        "report", "armillary.cli.report:report", "plan", "Write a plan as Word, Excel, PDF, PowerPoint, HTML, Markdown."
+    ),
     Verb("bench", "armillary.cli.bench.bench:bench", "inner", "Measure what this machine can reach, and keep it."),
     Verb(
         "profile",

@@ -29,6 +29,16 @@ def section(title: str, inside: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{inside}</section>" if inside else ""
 
 
+def paragraph(text: str) -> str:
+    """A paragraph of plain text."""
+    return f"<p dir='auto'>{escape(text)}</p>"
+
+
+def note(text: str) -> str:
+    """A line in small letters, as over a table."""
+    return f"<h3>{escape(text)}</h3>"
+
+
 def side_by_side(*parts: str) -> str:
     """Parts in two columns where the screen is wide enough."""
     shown = [part for part in parts if part]

@@ -19,6 +19,7 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.tables.hardware import HardwareTable
 from armillary.spec.tables.launch_target import Launch
 from armillary.spec.tables.model import ModelTable, apply_model_overrides, model_table, table_to_plain
+from armillary.spec.tables.report import ReportTable
 from armillary.spec.tables.resume_class import Defining, Free, KeyClass, Noted, classes_of
 from armillary.spec.tables.serve import Cost, Load, Objective, Predict, Serve, Traffic
 from armillary.spec.tables.train import Data, TrainJob
@@ -43,6 +44,7 @@ class Recipe:
     load: Free[Load] = field(default_factory=Load)
     cost: Free[Cost] = field(default_factory=Cost)
     launch: Free[Launch] = field(default_factory=Launch)
+    report: Free[ReportTable] = field(default_factory=ReportTable)
 
     def model_config(self, base: ModelConfig | None = None) -> ModelConfig:
         """The model's shape with the recipe's overrides: of `base`, or of the named catalogue model."""

@@ -130,6 +130,9 @@ def test_extras_are_those_of_the_project_file() -> None:
         "nvidia_ml_py": "pynvml",
         "opentelemetry_exporter_otlp_proto_http": "opentelemetry",
         "pytest_xdist": "xdist",
+        "python_docx": "docx",
+        "python_pptx": "pptx",
+        "XlsxWriter": "xlsxwriter",
     }
     names = {
         line: re.split(r"[\[><=]", line)[0].replace("-", "_")

@@ -202,13 +202,13 @@ def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
         raise BadInput("--on any names no devices to explain; armillary plan search --on any ranks them")
     if purpose == "serve":
         return _serve(out, home, asked, "explain")
-    from armillary.cli.plan.plan_text import layout_text, money_plain, say_money, say_stages
+    from armillary.cli.plan.plan_text import money_plain, say_money, say_stages
     from armillary.planning.training.explain import explain as explain_terms
     from armillary.planning.training.training_plan import training_plan
 
     problem, prediction, how = priced(out, home, asked)
     terms, planned = explain_terms(prediction), training_plan(problem, prediction)
-    out.say(f"{problem.model.name} on {problem.case.cluster.text()}\n{layout_text(prediction)}{how}")
+    out.say(f"{problem.model.name} on {problem.case.cluster.text()}\n{prediction.layout_text()}{how}")
     out.table("", ["term", "formula", "numbers", "result"], [[t.name, t.formula, t.numbers, t.text] for t in terms])
     say_stages(out, prediction)
     say_money(out, planned)

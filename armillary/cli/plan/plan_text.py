@@ -21,7 +21,6 @@ from armillary.planning.cost.cost_report import (
     training_rows,
 )
 from armillary.planning.cost.failures import Goodput
-from armillary.planning.cost.storage import RunStorage, run_storage
 from armillary.planning.device_model.vectorised_layouts import OFFLOADS, take_rows
 from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.memory_breakdown import by_stage, memory
@@ -50,14 +49,14 @@ def say_training(out: Output, plan: TrainingPlan, how: str, confidence: str = ""
     )
     out.say("\n".join(wrap(head, width)))
     rows = [
-        ("layout", f"{layout_text(prediction)}{how}"),
+        ("layout", f"{prediction.layout_text()}{how}"),
         *((key.partition(".")[2], why) for key, why in plan.problem.chosen.items()),
         *_links(plan),
         ("memory / device", memory_text(prediction) + ("   fits" if plan.fits else "   does not fit")),
         ("", _bar(prediction.memory.parts(), prediction.memory_limit if plan.fits else None)),
         *offload_rows(prediction),
         ("step", step_text(prediction)),
-        ("", _bar(step_parts(prediction))),
+        ("", _bar(prediction.time.shown_parts())),
         ("throughput", throughput_text(prediction)),
         ("limit next", limit_text(prediction)),
         *([("confidence", confidence)] if confidence else []),
@@ -108,16 +107,6 @@ def say_stages(out: Output, prediction: Prediction) -> None:
     out.table("\nmemory by pipeline stage", ["stage", "layers", *names, "all"], cells)
 
 
-def layout_text(prediction: Prediction, i: int = 0) -> str:
-    """'tp=4 × pp=8 × dp=2 · 5 chunks per stage · zero 1 · micro-batch 1 · recompute none · fp8'."""
-    layout = prediction.layout(i)
-    parts = [layout.text("tp", "pp", "cp", "ep", "dp")]
-    parts += [f"{layout.interleave} chunks per stage"] if layout.interleave > 1 else []
-    parts += [f"zero {layout.zero}" + (f" in {layout.shard}s" if layout.shard else "")] if layout.zero else []
-    parts += [f"micro-batch {layout.micro_batch}", f"recompute {layout.recompute}", prediction.precision(i)]
-    return " · ".join(parts + ([f"offload {layout.offload}"] if layout.offload != "none" else []))
-
-
 def memory_text(prediction: Prediction, i: int = 0) -> str:
     parts = "  ".join(
         glued(f"{name} {bytes_text(size)}") for name, size in prediction.memory.parts(i).items() if size > 0
@@ -144,20 +133,6 @@ def offload_rows(prediction: Prediction, i: int = 0) -> list[tuple[str, str]]:
         seconds = host_adamw_s(prediction.case, single, take_rows(prediction.time.work.parameters, np.array([i])))
         text += f"  (AdamW there takes {seconds_text(float(seconds[0]))})"
     return [("offload", "  ".join(glued(part) for part in text.split("  ")))]
-
-
-def step_parts(prediction: Prediction, i: int = 0) -> dict[str, float]:
-    time = prediction.time
-    parts = {
-        "GEMM": time.gemm,
-        "attention": time.attention,
-        "memory-bound": time.memory,
-        "recompute": time.recompute + time.contention,
-        "comm exposed": time.exposed,
-        "bubble": time.bubble,
-        "overhead": time.overhead,
-    }
-    return {name: max(0.0, float(seconds[i])) for name, seconds in parts.items()}
 
 
 def step_text(prediction: Prediction, i: int = 0) -> str:
@@ -209,21 +184,6 @@ def stacked_bar(parts: Mapping[str, float], full: float | None = None, width: in
     return f"{bar}{free}  {legend}"
 
 
-_SHORTEST_S = 1.0
-
-
-def run_storage_of(plan: TrainingPlan) -> RunStorage:
-    """What the plan's run asks of storage: written beside the training, read by one copy of the model."""
-    job, seconds = plan.problem.recipe.train, float(plan.prediction.time.total[0])
-    return run_storage(
-        plan.problem.model,
-        tokens_per_s=job.batch_tokens / seconds,
-        total_tokens=job.total_tokens,
-        interval_s=max(_SHORTEST_S, plan.goodput.interval_s),
-        steps=job.steps,
-    )
-
-
 def say_money(out: Output, plan: TrainingPlan) -> None:
     """Offers, buying, failures and storage."""
     cluster, cost = plan.problem.case.cluster, plan.problem.recipe.cost
@@ -231,7 +191,7 @@ def say_money(out: Output, plan: TrainingPlan) -> None:
         out.table("\nprice per device and hour", OFFER_COLUMNS, [offer_cells(offer) for offer in offers(cost, cluster)])
         out.fields("", buying_rows(cost, cluster))
     out.fields("\nfailures", goodput_rows(plan.goodput))
-    out.table("\nstorage", STORAGE_COLUMNS, storage_cells(run_storage_of(plan), cluster))
+    out.table("\nstorage", STORAGE_COLUMNS, storage_cells(plan.storage(), cluster))
 
 
 def money_plain(plan: TrainingPlan) -> dict[str, Any]:
@@ -248,5 +208,5 @@ def money_plain(plan: TrainingPlan) -> dict[str, Any]:
             "goodput_fraction": goodput.goodput_fraction,
             "lost": goodput.lost(),
         },
-        "storage": [to_plain(need) for need in run_storage_of(plan).needs],
+        "storage": [to_plain(need) for need in plan.storage().needs],
     }

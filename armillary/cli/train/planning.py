@@ -101,7 +101,7 @@ def plan_of(begun: ResolvedRun) -> TrainingPlan:
 
 
 def say_start(out: Output, begun: ResolvedRun, predicted: TrainingPlan) -> None:
-    from armillary.cli.plan.plan_text import layout_text, line_text, memory_text, offload_rows, step_text
+    from armillary.cli.plan.plan_text import line_text, memory_text, offload_rows, step_text
     from armillary.spec.arithmetic.params import parameters
 
     plan = begun.plan
@@ -109,7 +109,7 @@ def say_start(out: Output, begun: ResolvedRun, predicted: TrainingPlan) -> None:
     count = count_text(parameters(plan.model).total)
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
     rows = [
-        ("layout", layout_text(predicted.prediction)),
+        ("layout", predicted.prediction.layout_text()),
         *[(key.partition(".")[2], why) for key, why in plan.chosen.items()],
         ("memory / device", memory_text(predicted.prediction)),
         *offload_rows(predicted.prediction),

@@ -79,6 +79,15 @@ class Prediction:
     def precision(self, i: int = 0) -> str:
         return PRECISIONS[int(self.layouts.precision[i])]
 
+    def layout_text(self, i: int = 0) -> str:
+        """'tp=4 × pp=8 × dp=2 · 5 chunks per stage · zero 1 · micro-batch 1 · recompute none · fp8'."""
+        layout = self.layout(i)
+        parts = [layout.text("tp", "pp", "cp", "ep", "dp")]
+        parts += [f"{layout.interleave} chunks per stage"] if layout.interleave > 1 else []
+        parts += [f"zero {layout.zero}" + (f" in {layout.shard}s" if layout.shard else "")] if layout.zero else []
+        parts += [f"micro-batch {layout.micro_batch}", f"recompute {layout.recompute}", self.precision(i)]
+        return " · ".join(parts + ([f"offload {layout.offload}"] if layout.offload != "none" else []))
+
     def take(self, index: Ints) -> Prediction:
         """The prediction for some of the layouts."""
         return replace(

@@ -105,6 +105,19 @@ class StepTime:
         """max(compute, communication) per overlap window + bubble + overhead."""
         return self.compute + self.exposed + self.bubble + self.overhead
 
+    def shown_parts(self, i: int = 0) -> dict[str, float]:
+        """Seconds of one layout by the names that people read; they add up to the step."""
+        parts = {
+            "GEMM": self.gemm,
+            "attention": self.attention,
+            "memory-bound": self.memory,
+            "recompute": self.recompute + self.contention,
+            "comm exposed": self.exposed,
+            "bubble": self.bubble,
+            "overhead": self.overhead,
+        }
+        return {name: max(0.0, float(seconds[i])) for name, seconds in parts.items()}
+
 
 def step_time(case: TrainCase, layouts: Layouts) -> StepTime:
     """T_step = max(T_compute, T_comm) + T_bubble + T_overhead, with each maximum as T_compute + T_exposed."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import TrainingCost, device_hour, training_cost
 from armillary.planning.cost.failures import Goodput, expected_goodput, of_cluster
-from armillary.planning.cost.storage import checkpoint_bytes
+from armillary.planning.cost.storage import RunStorage, checkpoint_bytes, run_storage
 from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.offload import host_capacity
 from armillary.planning.training.remedies import remedy_text
@@ -24,6 +24,8 @@ UNKNOWN_STORAGE_BYTES_PER_S = 1e9
 """write rate of a node whose storage is unknown"""
 CHECKPOINT_WEIGHT_BYTES = 4.0
 """bytes per weight in our checkpoints: only the fp32 master weight"""
+SHORTEST_INTERVAL_S = 1.0
+"""between checkpoints that cost nothing"""
 _DOLLARS = ("step_usd", "run_usd", "million_trained_tokens_usd")
 
 
@@ -86,6 +88,17 @@ class TrainingPlan:
         """Wall time of all steps, time lost to failures included."""
         useful_s = float(self.prediction.time.total[0]) * self.problem.recipe.train.steps
         return useful_s / self.goodput.goodput_fraction
+
+    def storage(self) -> RunStorage:
+        """What the run asks of storage: checkpoints written beside training, read by one copy of the model."""
+        job, seconds = self.problem.recipe.train, float(self.prediction.time.total[0])
+        return run_storage(
+            self.problem.model,
+            tokens_per_s=job.batch_tokens / seconds,
+            total_tokens=job.total_tokens,
+            interval_s=max(SHORTEST_INTERVAL_S, self.goodput.interval_s),
+            steps=job.steps,
+        )
 
     def notes(self) -> tuple[str, ...]:
         notes = list(self.problem.notes)

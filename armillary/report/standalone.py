@@ -1,0 +1,36 @@
+"""Charts and diagrams of report pages as SVG files of their own, in the colours of light pages.
+
+A page's charts take their colours and classes from its style sheet; a file has to bring them along.
+"""
+
+import re
+from functools import cache
+from importlib.resources import files
+
+_SVG = re.compile(r"<svg(?: class='(on-\w+)')? (.*?)</svg>", re.DOTALL)
+_VARIABLE = re.compile(r"--(\w+): (#[0-9a-fA-F]+);")
+FONTS = "Liberation Sans, Arial, DejaVu Sans, Noto Sans CJK SC, sans-serif"
+
+
+@cache
+def colours() -> dict[str, str]:
+    """Name -> colour, of light pages."""
+    page = (files("armillary") / "report/page.html").read_text(encoding="utf-8")
+    return dict(_VARIABLE.findall(page.partition("@media")[0]))
+
+
+def standalone_svg(html: str) -> str:
+    """The first drawing for wide screens in `html`, as a file; empty where there is none."""
+    drawings = [match for match in _SVG.finditer(html) if match.group(1) in (None, "on-wide")]
+    if not drawings:
+        return ""
+    body = re.sub(r"var\(--(\w+)\)", lambda match: colours()[match.group(1)], drawings[0].group(2))
+    style = (
+        f"<style>text{{fill:{colours()['dim']};font-family:{FONTS};font-size:11px}}"
+        f".bold{{font-weight:600;fill:{colours()['ink']}}}.grid{{stroke:{colours()['line']};stroke-width:1}}"
+        f".mark{{stroke:{colours()['bad']};stroke-width:1.2;stroke-dasharray:5 4}}"
+        f".limit{{stroke:{colours()['dim']};stroke-width:1.6;fill:none}}</style>"
+    )
+    head, _, inside = body.partition(">")
+    width, height = re.search(r"viewBox='0 0 ([\d.]+) ([\d.]+)'", head).groups()  # type: ignore[union-attr]
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' {head}>{style}{inside}</svg>"

@@ -1,0 +1,112 @@
+"""Sections are written from the figures: what they say agrees with the plan, for every kind of plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from armillary.documents.blocks import Bullets, Paragraph, Report, Table
+from armillary.documents.build import build_report
+from armillary.documents.facts import PlanFacts, purposes, with_devices
+from armillary.errors import BadRecipe
+from armillary.planning.training.training_plan import training_plan
+from armillary.spec import catalogue
+from armillary.spec.recipe import recipe_from_dict
+from armillary.spec.tables.report import ReportTable
+from tests.documents import made
+
+SECTIONS = (
+    "summary assumptions training capacity bill topology network storage reliability operations elasticity cost "
+    "sensitivity alternatives risks timeline security"
+)
+
+
+def prose(report: Report, key: str) -> str:
+    section = next(section for section in report.sections if section.key == key)
+    texts = [block.text for block in section.blocks if isinstance(block, Paragraph)]
+    texts += [text for block in section.blocks if isinstance(block, Bullets) for text in block.texts]
+    return " ".join(texts)
+
+
+def cells(report: Report, caption: str) -> list[list[str]]:
+    tables = [block for section in report.sections for block in section.blocks if isinstance(block, Table)]
+    table = next(table for table in tables if table.caption == caption)
+    return [[report.cell_text(cell) for cell in row] for row in table.rows]
+
+
+def test_a_plan_for_both_has_every_section(plan_report: Report) -> None:
+    assert " ".join(section.key for section in plan_report.sections) == SECTIONS
+    figures = plan_report.figures
+    assert figures.text("plan_cost") in prose(plan_report, "summary")
+    assert "within the budget of $500 k" in prose(plan_report, "summary")
+    assert figures.text("run_cost") in prose(plan_report, "cost")
+    total = cells(plan_report, "Cost of the first year")
+    assert sum(float(row[1].lstrip("$").replace(",", "")) for row in total[:-1]) == pytest.approx(
+        float(total[-1][1].lstrip("$").replace(",", "")), abs=0.02
+    )
+
+
+def test_the_timeline_follows_the_plan(plan_report: Report) -> None:
+    rows = cells(plan_report, "Milestones")
+    assert rows[0][:3] == ["Data preparation", "14.0 days", "2026-12-01"]
+    assert [row[2] for row in rows if row[0] == "Evaluation"] == [row[3] for row in rows if row[0] == "Training run"]
+    half = next(row for row in rows if "half" in row[0])
+    assert half[0] == "checkpoint “half” after step 10,000" and rows[2][2] < half[2] < rows[2][3]
+
+
+def test_a_plan_over_budget_and_at_its_limits_says_so(plan_facts: PlanFacts) -> None:
+    facts = plan_facts
+    tight = replace(facts.recipe, report=replace(facts.recipe.report, budget_usd=1000.0, data_class="personal"))
+    report = build_report(replace(facts, recipe=tight))
+    assert "above the budget of $1,000.00" in prose(report, "summary")
+    assert "Over budget" in [row[0] for row in cells(report, "Risks")]
+    assert "Personal data" in prose(report, "security") and "legal has to name it" in prose(report, "security")
+    assert "within the budget" not in prose(report, "cost")
+
+
+def test_devices_without_a_price_have_no_cost(plan_facts: PlanFacts) -> None:
+    assert plan_facts.training is not None
+    unpriced = replace(plan_facts.training, cost=None, price_source="no price of X is known")
+    report = build_report(replace(plan_facts, training=unpriced, serving=None))
+    assert "run_cost" not in report.figures and "plan_cost" not in report.figures
+    assert "No cost can be stated: no price of X is known" in prose(report, "cost")
+    assert "sensitivity" not in [section.key for section in report.sections]
+    assert "$" not in prose(report, "summary")
+
+
+def test_spot_and_owned_devices(plan_facts: PlanFacts) -> None:
+    assert plan_facts.training is not None
+    for override, selected in (("cost.spot=true", "spot_hour"), ("cost.owned=true", "owned_hour")):
+        recipe = recipe_from_dict(made.RECIPE, (override,))
+        problem = replace(plan_facts.training.problem, recipe=recipe)
+        plan = training_plan(problem, plan_facts.training.prediction)
+        report = build_report(replace(plan_facts, recipe=recipe, training=plan, serving=None))
+        assert report.figures["device_hour"].formula == selected
+        assert ("Procurement and installation" in str(cells(report, "Milestones"))) == (selected == "owned_hour")
+
+
+def test_what_a_recipe_is_for() -> None:
+    assert purposes({"model": {}, "train": {}}) == ("train",) == purposes({"model": {}})
+    assert purposes({"traffic": {}}) == ("serve",) and purposes({"train": {}, "objective": {}}) == ("train", "serve")
+
+
+def test_more_and_fewer_devices_of_a_cluster() -> None:
+    cluster = catalogue.cluster("h100x64")
+    assert with_devices(cluster, 128).text() == "128 × H100 SXM: 8 by NVLink 4, 16 by InfiniBand NDR"
+    assert with_devices(cluster, 4).text() == "4 × H100 SXM: 4 by NVLink 4"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"currency": "euro"}, "report.currency=euro must be a code of three letters"),
+        ({"currency": "EUR"}, "needs its rate; try --set report.currency_per_usd"),
+        ({"start": "soon"}, "report.start=soon must be a date like 2026-12-01"),
+        ({"days": {"sleep": 3}}, "report.days has sleep = 3"),
+        ({"date_format": "today"}, "report.date_format=today must be a format of strftime"),
+    ],
+)
+def test_a_bad_report_table_is_refused(values: dict[str, object], says: str) -> None:
+    with pytest.raises(BadRecipe, match=says.replace("(", "\\(")):
+        ReportTable(**values)  # type: ignore[arg-type]
