@@ -36,7 +36,7 @@ def words_outside(pdf: Path) -> list[str]:
     for page in re.findall(r"<page (.*?)</page>", boxes, re.DOTALL):
         width, height = map(float, re.findall(r'(?:width|height)="([\d.]+)"', page)[:2])
         words = re.findall(r'xMin="(.+?)" yMin="(.+?)" xMax="(.+?)" yMax="(.+?)">(.*?)</word>', page)
-        assert words, "no page is empty"
+        assert words or pdf.stem == "xlsx", "no page is empty, but a sheet may have one with a picture"
         for x0, y0, x1, y1, word in words:
             if float(x0) < -1 or float(y0) < -1 or float(x1) > width + 1 or float(y1) > height + 1:
                 outside.append(word)

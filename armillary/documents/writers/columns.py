@@ -2,19 +2,20 @@
 
 from collections.abc import Sequence
 
-LONGEST_WORD, LONGEST_TEXT = 20, 60
+LONGEST_WORD, LONGEST_TEXT = 20, 45
 """letters of a word that must fit on a line, and of a text beyond which a column does not grow"""
 WORDS = ("", "–", "never", "yes", "no")
 
 
 def column_shares(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[float]:
-    """Shares that add up to 1: none narrower than its longest word, the rest by the length of the texts."""
-    weights = []
+    """Shares that add up to 1: numbers on one line, no column narrower than its longest word, the rest by the length of
+    the texts."""
+    weights, numbers = [], number_columns(columns, rows)
     for i, head in enumerate(columns):
         texts = [head, *(row[i] for row in rows)]
         word = max(min(len(word), LONGEST_WORD) for text in texts for word in text.split() or [""])
         longest = min(LONGEST_TEXT, max(len(text) for text in texts))
-        weights.append(max(4.0, word + 2.0, longest**0.9))
+        weights.append(max(word, longest) + 3.0 if numbers[i] else max(word + 3.0, longest**0.88))
     return [weight / sum(weights) for weight in weights]
 
 

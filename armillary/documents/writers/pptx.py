@@ -162,8 +162,10 @@ class SlideWriter:
         shares = column_shares(columns, shown)
         for column, share in zip(shape.table.columns, shares, strict=True):
             column.width = int(self._at(width) * share)
+        most_letters = [max(8, int(2 * width * share * 72 / (0.62 * size / self.scale))) for share in shares]
         for i, row in enumerate([columns, *shown]):
-            for cell, text in zip(shape.table.rows[i].cells, row, strict=True):
+            texts = [clean(text, most) for text, most in zip(row, most_letters, strict=True)]
+            for cell, text in zip(shape.table.rows[i].cells, texts, strict=True):
                 cell.margin_top = cell.margin_bottom = self._at(0.03)
                 _write(cell.text_frame.paragraphs[0], text, size, bold=i == 0, colour="card" if i == 0 else "ink")
         if more:

@@ -106,6 +106,8 @@ class WorkbookWriter:
         for block in blocks:
             if isinstance(block, Table):
                 line = self._table(sheet, line, block, widths)
+            elif isinstance(block, Chart):
+                widths[0] = max(widths[0], *(min(len(name) + 3, WIDEST) for name in block.categories))
         for column, width in enumerate(widths):
             sheet.set_column(column, column, width)
         for block in blocks:
