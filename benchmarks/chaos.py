@@ -22,9 +22,8 @@ from pathlib import Path
 from armillary.machine.machine import here
 from armillary.spec.recipe import recipe_from_dict, to_toml
 from armillary.store.home import Home
-from armillary.store.run_events import read_events
 from armillary.store.runs import find_run
-from tests.chaos import SCENARIOS, Chaos, Round, phase_of, steps_lost, unreliable_store, weights_digest
+from tests.chaos import SCENARIOS, Chaos, Round, steps_lost, unreliable_store, weights_digest
 from tests.fork_server import ForkServer
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -124,11 +123,9 @@ def _round(chaos: Chaos, seed: int, options: argparse.Namespace) -> list[str]:
 def _cost(rounds: list[Round]) -> list[str]:
     if not rounds:
         return ["", "", ""]
-    folder = rounds[-1].folder
-    events = read_events(folder)
-    met = Counter(phase_of(strike, events) for each in rounds for strike in each.strikes)
+    met = Counter(strike.phase for each in rounds for strike in each.strikes)
     struck = ", ".join(f"{phase} {count}" if count > 1 else phase for phase, count in met.items())
-    lost = steps_lost(folder)
+    lost = steps_lost(rounds[-1].folder)
     return [struck or "nothing: it had ended", str(sum(each.restarts for each in rounds)), str(max(lost, default=0))]
 
 
@@ -144,7 +141,8 @@ def _page(rows: dict[int, list[str]], options: argparse.Namespace) -> str:
         f"whatever the ranks do then: `kill` sends SIGKILL to a random rank {options.kills} times, others strike once.",
         f"**{held} of {len(rows)} rounds ended with the weights of the whole run, bit for bit, and noticed each",
         f"failure**; ranks were started again {restarts} times. One save is in flight at a time, so a failure repeats",
-        f"fewer than {2 * SAVE_EVERY} steps, and a full disk at most that.",
+        f"fewer than {2 * SAVE_EVERY} steps, and a full disk at most that. A `flip` or `store` round that was struck",
+        "before the first checkpoint shows only that the run begins again.",
         "",
         "    python -m benchmarks.chaos    # goes on after the last round below",
         "",

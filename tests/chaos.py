@@ -36,6 +36,7 @@ class Strike:
     rank: int
     action: str
     saving: bool
+    phase: str = "starting"  # what the run was doing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,8 @@ class Chaos:
             code = training.wait()
         finally:
             struck = _strikes(attacker)
+        events = read_events(find_run(self.home, run).folder) if _exists(self.home, run) else []
+        struck = [replace(strike, phase=_phase(strike, events)) for strike in struck]
         return Round(run=run, home=self.home, code=code, out=training.out, err=training.err, strikes=struck)
 
     def begin(self, run: str, *overrides: str) -> Training:
@@ -132,14 +135,18 @@ def stopped(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> l
 
 
 def flipped(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> list[Round]:
-    """All processes are killed and a bit of the newest checkpoint flips: it is set aside and named."""
-    first = chaos.train(run, action="power", seed=seed, gap_s=gap_s)
-    damaged = flip_a_bit(find_run(chaos.home, run), seed) if _exists(chaos.home, run) and first.code else None
-    done = chaos.train(run) if first.code else first
+    """All processes are killed, again until there is a checkpoint, and a bit of the newest one flips: it is set aside
+    and named."""
+    rounds: list[Round] = []
+    damaged = None
+    while damaged is None and len(rounds) < 10 and not (rounds and rounds[-1].code == 0):
+        rounds.append(chaos.train(run, action="power", seed=seed + 1000 * len(rounds), gap_s=gap_s))
+        damaged = flip_a_bit(find_run(chaos.home, run), seed) if rounds[-1].code and _exists(chaos.home, run) else None
+    done = chaos.train(run) if rounds[-1].code else rounds[-1]
     assert done.code == 0, done.err
     if damaged is not None:
         assert f"checkpoint {damaged} of run {run} is damaged" in done.err, (damaged, done.err)
-    return [first, done]
+    return [*rounds, done]
 
 
 def filled(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -> list[Round]:
@@ -165,11 +172,11 @@ def unreliable(chaos: Chaos, run: str, *, seed: int, count: int, gap_s: float) -
     url = f"train.checkpoint_url=unreliable://{chaos.home.work / 'store'}"
     lost = replace(chaos, home=Home.at(chaos.home.work / f"lost-{run}"))
     first = lost.train(run, url, action="power", seed=seed, gap_s=gap_s)
-    shutil.rmtree(lost.home.work)
+    shutil.rmtree(lost.home.work, ignore_errors=True)  # a process may be ending just now
     done = chaos.train(run, url)
     assert done.code == 0 and "on the local disk only" not in first.err + done.err, done.err
     stored = sorted(int(path.parent.name) for path in (chaos.home.work / "store" / run).glob("*/manifest.json"))
-    assert stored == find_run(chaos.home, run).checkpoint_steps(), stored
+    assert stored and stored[-1] == find_run(chaos.home, run).checkpoint_steps()[-1], stored
     return [replace(done, strikes=first.strikes)]
 
 
@@ -238,8 +245,7 @@ def steps_lost(folder: Path) -> list[int]:
     return lost
 
 
-def phase_of(strike: Strike, events: Sequence[RunEvent]) -> str:
-    """What the run was doing when it was struck."""
+def _phase(strike: Strike, events: Sequence[RunEvent]) -> str:
     before = [event for event in events if event.time <= strike.time]
     if not before:
         return "starting"

@@ -93,6 +93,9 @@ def test_what_survivors_write_after_a_failure_is_no_progress() -> None:
     account = account_of(rows)
     assert spent(rows) == {"useful": 10, "saving": 1, "restarting": 9, "loading": 2}
     assert (account.num_failures, account.restart_s) == (1, 11)
+    nodes = [*rows[:4], *events((14, "waiting"), (18, "restarting"), (20, "loading"), (22, "steps", {"step": 10}))]
+    assert spent(nodes) == {"useful": 10, "saving": 1, "restarting": 5, "waiting": 4, "loading": 2}
+    assert account_of(nodes).num_failures == 1
 
 
 def test_a_run_that_died_unseen_is_idle_from_when_it_was_last_alive() -> None:
