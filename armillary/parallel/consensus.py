@@ -3,8 +3,11 @@
 A rank with an error tells the others before they wait for it in a collective, so that all raise the same error.
 """
 
+from __future__ import annotations
+
+import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,13 +26,37 @@ class AgreedError(ArmillaryError):
 class Consensus:
     """Over `size` ranks; with one rank nothing is sent."""
 
-    def __init__(self, *, rank: int, size: int, group: ProcessGroup | None = None) -> None:
-        """`group` must take CPU tensors; None is the default group."""
-        self.rank, self.size, self.group = rank, size, group
+    def __init__(self, *, rank: int, size: int, group: ProcessGroup | None = None, store: Any = None) -> None:
+        """`group` must take CPU tensors; None is the default group. `store` is where ranks meet; None is that of the
+        default group, which a launcher may hold."""
+        self.rank, self.size, self.group, self._store = rank, size, group, store
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def store(self) -> Any:
+        return dist.distributed_c10d._get_default_store() if self._store is None else self._store
+
+    def store_is_gone(self) -> bool:
+        """Whether the store has ended, as with the launcher that held it; the same on every rank."""
+        gone = False
+        if self.size > 1:
+            try:
+                self.store.check(["any"])
+            except dist.DistError:
+                gone = True
+        return self.total(float(gone))[0] > 0
+
+    def with_new_store(self) -> Consensus:
+        """The same ranks, with a store that the main rank holds."""
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
+        port = self.broadcast(store.port if store is not None else 0)
+        return Consensus(
+            rank=self.rank, size=self.size, group=self.group, store=store or dist.TCPStore(host, port, is_master=False)
+        )
 
     def total(self, *values: float) -> tuple[float, ...]:
         """The sums over all ranks; integers stay exact."""
@@ -67,7 +94,7 @@ class Consensus:
         collective times out, and a rank that ends is noticed."""
         if self.size == 1:
             return work()
-        with StoreBarrier(rank=self.rank, size=self.size).working(what):
+        with StoreBarrier(rank=self.rank, size=self.size, store=self.store).working(what):
             done, error = attempt(work)
         self.agree(error)
         return done  # type: ignore[return-value]

@@ -15,6 +15,7 @@ from armillary.errors import ArmillaryError
 from armillary.parallel.consensus import Consensus
 from armillary.parallel.world import World, join_world, new_group
 from armillary.spec.plan import Plan
+from armillary.store.hang_verdict import resolve_verdict
 from armillary.store.home import Home
 from armillary.store.lease import HeldLease, LeaseLost
 from armillary.store.runs import Run, Say
@@ -22,6 +23,7 @@ from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.peer_copies import sweep_memory
 from armillary.training.checkpoint.staging import call_before_steps
 from armillary.training.gauge_log import Recorder, Watch, note_failure
+from armillary.training.resilience.rank_heartbeat import BEAT_S, HeartbeatSender
 from armillary.training.resilience.sigterm_grace import NoPreemption, Preemption, UpdateGate
 from armillary.training.resilience.watcher import watched
 from armillary.training.run_lifecycle import RunLifecycle, Trained
@@ -82,19 +84,18 @@ def _train(
     parent: int,
     leaving: Callable[[Trained], None],
 ) -> Trained:
-    job = plan.train
+    job, ranks = plan.train, make_consensus(world)
     assert job is not None, "a plan for training"
-    ranks = make_consensus(world)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(parent, (lambda: lease.lost) if lease is not None else None))
-        progress = stack.enter_context(watched(plan, run, world, say, by_launcher=bool(parent)))
+        heartbeats = stack.enter_context(watched(plan, run, world, say, by_launcher=bool(parent)))
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
         if world.local_rank == 0:
             sweep_memory()
         saved = checkpoint.newest(run, ranks, say, url=job.checkpoint_url, copies=job.peer_copy_every > 0)
         kernels = ranks.run_on_all(lambda: checkpoint.kernels_of(run, saved))
         trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home, folder=run.folder))
-        trainer.telemetry.progress, trainer.spikes.said = progress, say
+        trainer.telemetry.progress, trainer.spikes.said = heartbeats.progress, say
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
@@ -105,46 +106,65 @@ def _train(
         stack.push(lifecycle.note)
         lifecycle.probe(first)
         record = stack.enter_context(Recorder(run, trainer, watch=watch, say=say, start=first))
-        step, done = first, first >= job.steps
-        preemption = stack.enter_context(_preemption(lifecycle, first, leaving))
+        lifecycle.preemption = stack.enter_context(_preemption(lifecycle, first, leaving, heartbeats))
+        if world.is_main:
+            resolve_verdict(run.folder)  # of an earlier start
         clock.enter("steps", first)
-        while not done:
-            try:
-                with preemption.step(step):
-                    report = trainer.step(step, stop=stop.asked, meanwhile=record.write)
-            except Exception:
-                if not preemption.was_abandoned():
-                    raise
-                return lifecycle.ended(first, step)
+        return _run_steps(lifecycle, record, stop, first)
+
+
+def _run_steps(lifecycle: RunLifecycle, record: Recorder, stop: StopRequest, first: int) -> Trained:
+    trainer, preemption = lifecycle.trainer, lifecycle.preemption
+    step, done = first, first >= trainer.job.steps
+    while not done:
+        report = None
+        try:
+            with preemption.step(step):
+                report = trainer.step(step, stop=stop.asked, meanwhile=record.write)
             if report is None:
-                ranks.run_on_all(lifecycle.allowed)  # a run that another process has taken over is not saved
+                trainer.ranks.run_on_all(lifecycle.allowed)  # a run that another process has taken over is not saved
                 break
             step += 1
             report, done = lifecycle.after(report, step)
-            record(report, last=done)
-            if trainer.spikes.rewinds and not done:
-                step = lifecycle.rewind(step)
-                record.rewind(step)
-        record.write()
-        return lifecycle.end(first, step, finished=done)
+        except Exception:
+            if not preemption.was_abandoned():
+                raise
+            if report is not None:  # what followed the step was abandoned
+                record(report, last=True)
+            return lifecycle.ended(first, step)
+        record(report, last=done)
+        if trainer.spikes.rewinds and not done:
+            step = lifecycle.rewind(step)
+            record.rewind(step)
+    record.write()
+    return lifecycle.end(first, step, finished=done)
 
 
-def _preemption(lifecycle: RunLifecycle, first: int, leaving: Callable[[Trained], None]) -> NoPreemption:
+def _preemption(
+    lifecycle: RunLifecycle, first: int, leaving: Callable[[Trained], None], heartbeats: HeartbeatSender
+) -> NoPreemption:
     """What answers SIGTERM within `train.grace_s`. An optimizer on the host changes its states beside the steps, so its
     steps are always completed."""
     trainer, ranks = lifecycle.trainer, lifecycle.trainer.ranks
     if not trainer.job.grace_s or isinstance(trainer.optimizer, HostAdamW):
         return NoPreemption()
     own = _with_own_group(ranks)
-    gate = UpdateGate()
+    gate = UpdateGate(trainer.device)
     call_before_steps(trainer.optimizer, gate.before_update)
     lifecycle.capture()
+
+    def before_exit() -> None:
+        heartbeats.end(wait_s=BEAT_S)
+        if own.is_main:
+            leaving(lifecycle.ended(first, lifecycle.done))
+
     return Preemption(
         own,
         gate,
         grace_s=trainer.job.grace_s,
-        save=lambda step, random: lifecycle.save_abandoned(step, random, own),
-        before_exit=lambda: leaving(lifecycle.ended(first, lifecycle.done)) if own.is_main else None,
+        save=lambda step, random: lifecycle.save_abandoned(step, random, own, gate.ready),
+        before_exit=before_exit,
+        say=lifecycle.say,
         token=ranks.broadcast(secrets.token_hex(8)),
     )
 

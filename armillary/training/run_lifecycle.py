@@ -17,6 +17,7 @@ from torch import Tensor
 
 from armillary.errors import ArmillaryError, BadData
 from armillary.parallel.consensus import Consensus
+from armillary.parallel.host_memory import Event
 from armillary.spec.plan import Plan
 from armillary.store.atomic import sweep_folder
 from armillary.store.goodput import account_of
@@ -31,6 +32,7 @@ from armillary.training.checkpoint.saver import Saved, Saver
 from armillary.training.checkpoint.staging import call_before_steps
 from armillary.training.data.shard_index import NAME as INDEX
 from armillary.training.resilience.replica_check import check_replicas
+from armillary.training.resilience.sigterm_grace import NoPreemption
 from armillary.training.skipped_batches import SkippedBatches
 from armillary.training.startup_probe import startup_costs
 from armillary.training.step.host_adamw import HostAdamW
@@ -73,9 +75,12 @@ class RunLifecycle:
         clock: RunClock | None = None,
     ) -> None:
         """`allowed()` raises where another process has taken the run over: nothing may be written then."""
-        self.allowed, self._say = allowed or (lambda: None), say
+        self.allowed, self.say = allowed or (lambda: None), say
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
-        self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
+        self.loss, self.done, self.restarts = float("nan"), 0, 0
+        self.saved = -1  # step of the last checkpoint on disk, or of the one being written
+        self._checked = -1  # step after which replicas were last compared
+        self.preemption = NoPreemption()
         self._startup: dict[str, float] = {}
         self._captured: dict[str, Any] = {}
         self.run_clock = clock or RunClock(run, writes=False)
@@ -122,9 +127,13 @@ class RunLifecycle:
             trainer.scaler.load_state_dict(about["scaler"])
         trainer.spikes.load(about.get("spikes", {}))
         trainer.batches.left_out = set(about.get("left_out_batches", ()))
-        self.done = self.saved = step
-        self.restarts = int(about["restarts_total"]) + 1
+        self.done, self.saved = step, trainer.ranks.broadcast(self._last_on_disk(step))
+        self.restarts, self._checked = int(about["restarts_total"]) + 1, -1
         return step
+
+    def _last_on_disk(self, step: int) -> int:
+        """The last checkpoint up to `step`, which itself may be a copy in memory only; -1: there is none."""
+        return max((number for number in self.run.checkpoint_steps() if number <= step), default=-1)
 
     def rewind(self, step: int) -> int:
         """After a spike in the last of `step` steps: back to the newest checkpoint, and on without that batch; each
@@ -165,12 +174,12 @@ class RunLifecycle:
         more |= self.run_clock.take_past()
         self._startup = {}
         if step == job.steps or (job.eval_every and step % job.eval_every == 0):
-            with self.run_clock.during("validation", step):
+            with self.run_clock.during("validation", step), self.preemption.after_step(step):
                 value = trainer.validate()
             more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
         done = step == job.steps or (self.until is not None and self.until.is_met(report.gauges | more))
         if job.replica_check_every and step % job.replica_check_every == 0:
-            check_replicas(self._tensors(), trainer.ranks, step)
+            self._check_replicas(step, self._tensors(), trainer.ranks)
         if done or report.save:
             more |= self.save(step, wait=done)
         else:
@@ -192,17 +201,20 @@ class RunLifecycle:
         with self.run_clock.during("saving", step):
             return self._save(step, wait=wait)
 
-    def save_abandoned(self, step: int, random: dict[str, Tensor], ranks: Consensus) -> None:
-        """Save what was complete before step number `step`, which is abandoned; called by another thread than that of
-        the steps, with `ranks` that share no process group with it."""
+    def save_abandoned(self, step: int, random: dict[str, Tensor], ranks: Consensus, ready: Event = None) -> None:
+        """Save what was complete before step number `step`, which is abandoned, and on the device by the event `ready`;
+        called by another thread than that of the steps, with `ranks` that share no process group with it."""
         if step == self.saved:
             ranks.run_on_all(self.saver.wait)
         elif step:
-            saver = Saver(self.run, ranks, device=self.trainer.device, allowed=self.allowed, committed=self._prune)
-            saver.save(step, self._captured, self._facts(), random=random)
-            saver.finish()
-            saver.close()
+            self.saver.hand_over(ranks)
+            with self.saver.stream.on(ready):
+                self._check_replicas(step, self._captured, ranks)
+            self.saver.save(step, self._captured, self._facts(), random=random, ready=ready)
+            self.saver.finish()
             self.saved = step
+        if self.peers is not None:
+            self.peers.clear()
         if ranks.is_main:
             self.run.update(state="interrupted", step=step, loss=self.loss)
         self.run_clock.enter("stopped", step)
@@ -211,25 +223,36 @@ class RunLifecycle:
         """Note the tensors, for a step that is abandoned: within a step the model may hold gathered ones instead."""
         self._captured = self._tensors()
 
-    def ended(self, first: int, step: int) -> Trained:
-        """A run that was stopped after `step` steps, all of which are saved."""
-        saved = self.saved if self.saved >= 0 else None
-        val_loss = self.trainer.val_loss
+    def ended(self, first: int, step: int, *, finished: bool = False, export: Path | None = None) -> Trained:
+        """A run that has ended after `step` steps, all of which are saved."""
         return Trained(
             run=self.run,
             steps=step,
-            finished=False,
+            finished=finished,
             loss=self.loss,
-            val_loss=val_loss,
-            export=None,
+            val_loss=self.trainer.val_loss,
+            export=export,
             resumed_at=first,
-            saved=saved,
+            saved=self.saved if self.saved >= 0 else None,
         )
 
+    def _check_replicas(self, step: int, tensors: Mapping[str, Any], ranks: Consensus) -> None:
+        """Before each checkpoint on disk, too, so that none has what a flipped bit made of the state."""
+        if not self.job.replica_check_every or step == self._checked:
+            return
+        try:
+            check_replicas(tensors, ranks, step, saved=self.saved)
+        except ArmillaryError:
+            if self.peers is not None:
+                self.peers.clear()  # copies in memory are not compared
+            raise
+        self._checked = step
+
     def _save(self, step: int, *, wait: bool) -> dict[str, float]:
-        begin = time.perf_counter()
+        begin, tensors = time.perf_counter(), self._tensors()
         self.trainer.telemetry.progress.mark("save")
-        self.saver.save(step, self._tensors(), self._facts())
+        self._check_replicas(step, tensors, self.trainer.ranks)
+        self.saver.save(step, tensors, self._facts())
         self.saved = step
         if wait or not self.job.checkpoint_async:
             self.saver.finish()
@@ -264,7 +287,7 @@ class RunLifecycle:
 
     def _say_notes(self) -> None:
         for text in self.saver.take_notes():
-            self._say(text)
+            self.say(text)
 
     def _prune(self, saved: Saved) -> None:
         checkpoint.prune(self.run, Policy.of(self.job), saved.step, busy=self.saver.busy)
@@ -275,8 +298,19 @@ class RunLifecycle:
 
     def end(self, first: int, step: int, *, finished: bool) -> Trained:
         """A stopped run is saved to be resumed; a finished one is exported."""
-        trainer, ranks = self.trainer, self.trainer.ranks
-        if step > self.saved and step > first:
+        self._finish_saves(step)
+        folder = self._export(step) if finished else None
+        if self.trainer.ranks.is_main:
+            self.run.update(state="finished" if finished else "interrupted", step=step, loss=self.loss)
+        self.run_clock.enter("finished" if finished else "stopped", step)
+        return self.ended(first, step, finished=finished, export=folder)
+
+    def _finish_saves(self, step: int) -> None:
+        """Save what is not on disk yet, and wait until all is where it belongs."""
+        self.trainer.telemetry.progress.mark("save")
+        if self.trainer.ranks.store_is_gone():
+            self._replace_store(step)
+        if step > max(self.saved, 0):
             self.save(step, wait=True)
         with self.run_clock.during("saving", step):
             self.saver.finish()
@@ -284,30 +318,26 @@ class RunLifecycle:
         self._say_notes()
         if self.peers is not None:
             self.peers.clear()
-        folder = None
-        if finished:
-            self.run_clock.enter("exporting", step)
-            trainer.telemetry.progress.mark("export")
-            trainer.close()
-            widen(trainer.model, trainer.optimizer)
-            tokenizer = trainer.text.tokenizer_folder
-            folder = export(trainer.sharded, self.job, self.run.export(step), ranks, tokenizer=tokenizer)
-            if self.job.lora_rank:
-                base = trainer.plan.weights or trainer.plan.model.name
-                export_adapter(trainer.sharded, self.job, self.run.folder / "adapter" / str(step), ranks, base=base)
-        if ranks.is_main:
-            self.run.update(state="finished" if finished else "interrupted", step=step, loss=self.loss)
-        self.run_clock.enter("finished" if finished else "stopped", step)
-        return Trained(
-            run=self.run,
-            steps=step,
-            finished=finished,
-            loss=self.loss,
-            val_loss=trainer.val_loss,
-            export=folder,
-            resumed_at=first,
-            saved=self.saved if self.saved >= 0 else None,
-        )
+
+    def _replace_store(self, step: int) -> None:
+        """The store that ranks meet in has ended with the launcher: what is saved last goes through another one."""
+        ranks = self.trainer.ranks
+        self.saver.close(failed=True)
+        self.saved = ranks.broadcast(self._last_on_disk(step))  # what was being written was lost
+        met = ranks.with_new_store()
+        self.saver = Saver(self.run, met, device=self.trainer.device, allowed=self.allowed, committed=self._prune)
+
+    def _export(self, step: int) -> Path:
+        trainer, ranks, job = self.trainer, self.trainer.ranks, self.job
+        self.run_clock.enter("exporting", step)
+        trainer.telemetry.progress.mark("export")
+        trainer.close()
+        widen(trainer.model, trainer.optimizer)
+        folder = export(trainer.sharded, job, self.run.export(step), ranks, tokenizer=trainer.text.tokenizer_folder)
+        if job.lora_rank:
+            base = trainer.plan.weights or trainer.plan.model.name
+            export_adapter(trainer.sharded, job, self.run.folder / "adapter" / str(step), ranks, base=base)
+        return folder
 
     def _tensors(self) -> dict[str, Any]:
         """Trained tensors and optimizer states, under names that do not depend on the layout."""

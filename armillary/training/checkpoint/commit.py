@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from armillary.errors import ArmillaryError
@@ -55,7 +54,7 @@ class StoreChannel:
     """Values by key that ranks leave for each other in the rendezvous store. One rank alone keeps them itself."""
 
     def __init__(self, ranks: Consensus, token: str, abandoned: threading.Event) -> None:
-        self._store = dist.distributed_c10d._get_default_store() if ranks.size > 1 else None
+        self._store = ranks.store if ranks.size > 1 else None
         self._own: dict[str, bytes] = {}
         self._token, self._abandoned = token, abandoned
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from armillary.errors import ArmillaryError
 from armillary.machine.memory import available_bytes
 from armillary.parallel.consensus import Consensus
-from armillary.parallel.host_memory import CopyStream
+from armillary.parallel.host_memory import CopyStream, Event
 from armillary.store.manifest import FileEntry
 from armillary.store.runs import Run
 from armillary.store.writer_process import machine
@@ -111,7 +111,7 @@ class Saver:
         self._run, self._ranks, self._allowed, self._committed = run, ranks, allowed, committed
         self._deltas = DeltaSchedule(full_every=full_every)
         self._device = device or torch.device("cpu")
-        self._stream = CopyStream(self._device)
+        self.stream = CopyStream(self._device)
         self._plan: SavePlan | None = None
         self._making: Future[StagingBuffer] | None = None
         self._buffer: StagingBuffer | None = None
@@ -135,9 +135,10 @@ class Saver:
         *,
         in_memory: bool = False,
         random: dict[str, Tensor] | None = None,
+        ready: Event = None,
     ) -> None:
         """Begin checkpoint `step`, on disk or as a peer copy; waits for the one in flight. `random` is the random state
-        that belongs to it, where that is not the one of this moment."""
+        that belongs to it and `ready` when the device has it, where that is not this moment."""
         begin = time.perf_counter()
         self._join()
         wait_s = time.perf_counter() - begin
@@ -146,7 +147,7 @@ class Saver:
         if self._buffer is None:
             self._buffer = self._ranks.run_on_all(self._making.result)
         copy = Copy(self._buffer, self._plan.places, self._device)
-        copy.start(tensors, self._stream)
+        copy.start(tensors, self.stream, ready)
         about = {"version": VERSION, "step": step, "ranks": self._ranks.size, **facts}
         self._count += 1
         save = _Save(
@@ -192,6 +193,11 @@ class Saver:
         with plain_errors(folder / "staging"):
             pin = self._device.type == "cuda"
             return StagingBuffer(self._plan.places, self._plan.size, folder, pin=pin, in_memory=in_memory)
+
+    def hand_over(self, ranks: Consensus) -> None:
+        """Another thread saves from now on, with `ranks` that share no process group with the training thread. It saves
+        in full, which takes less computing than a delta."""
+        self._ranks, self._deltas = ranks, DeltaSchedule()
 
     def before_update(self) -> None:
         """Called before the tensors change: a copy of them may be under way."""

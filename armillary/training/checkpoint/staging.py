@@ -107,9 +107,10 @@ class Copy:
         self._waits: tuple[Event, Event] | None = None
 
     @torch.no_grad()
-    def start(self, tensors: Mapping[str, Tensor], stream: CopyStream) -> None:
-        """Launch the copies from the device, copy what is small, and leave large tensors of the host to `run`."""
-        ready = computed(self._device)
+    def start(self, tensors: Mapping[str, Tensor], stream: CopyStream, ready: Event = None) -> None:
+        """Launch the copies from the device, copy what is small, and leave large tensors of the host to `run`. By the
+        event `ready` the device has computed the tensors; without one, when it is through with all it has to do."""
+        ready = computed(self._device) if ready is None else ready
         for place in self._places:
             source, target = part(tensors[place.chunk.name], place), self._buffer.tensor(place)
             if source.device.type == "cuda":

@@ -13,7 +13,7 @@ from typing import Any
 
 import armillary
 
-_MODULE = "armillary.training.checkpoint.shard_writer_process"
+MODULE = "armillary.training.checkpoint.shard_writer_process"
 _STARTS = 3
 """times a process that dies during one job is started"""
 
@@ -55,7 +55,7 @@ class WorkerProcess:
         root = str(Path(armillary.__file__).parent.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, str(os.getpid()), *([] if self._fd is None else [str(self._fd)])],
+            [sys.executable, "-m", MODULE, str(os.getpid()), *([] if self._fd is None else [str(self._fd)])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=() if self._fd is None else (self._fd,),

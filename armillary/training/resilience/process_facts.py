@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from armillary.training.checkpoint.worker_process import MODULE as WRITER_MODULE
+
 ProcessState = Literal["running", "sleeping", "disk", "stopped", "gone", "unknown"]
 _STATES: dict[str, ProcessState] = {
     "R": "running",
@@ -30,10 +32,11 @@ def process_state(pid: int, born: int = 0) -> ProcessState:
     return _STATES.get(fields[0], "unknown")
 
 
-def tree_runnable_s(pid: int) -> float:
+def tree_runnable_s(pid: int, *, writers: bool = True) -> float:
     """Seconds in which the threads of a process and its children ran, or were ready to run and waited for a core: on a
-    busy machine a rank that computes may get little of it. Loader workers are children."""
-    return sum(_runnable_s(each) for each in (pid, *_children(pid)))
+    busy machine a rank that computes may get little of it. Loader workers are children; so are those that write and
+    upload checkpoints, which `writers` counts."""
+    return sum(_runnable_s(each) for each in _tree(pid, writers=writers))
 
 
 def _runnable_s(pid: int) -> float:
@@ -46,14 +49,19 @@ def _runnable_s(pid: int) -> float:
     return total
 
 
-def tree_io_bytes(pid: int) -> int:
-    """Bytes that a process and its children have read and written, caches included."""
+def tree_io_bytes(pid: int, *, writers: bool = True) -> int:
+    """Bytes that a process and its children have read and written, caches included; `writers` as above."""
     total = 0
-    for each in (pid, *_children(pid)):
+    for each in _tree(pid, writers=writers):
         with suppress(OSError, ValueError):
             lines = Path(f"/proc/{each}/io").read_text().splitlines()[:2]
             total += sum(int(line.split()[1]) for line in lines)
     return total
+
+
+def is_writing(pid: int) -> bool:
+    """Whether a process that writes checkpoints for this one waits for the disk."""
+    return any(process_state(each) == "disk" for each in _children(pid) if _is_writer(each))
 
 
 def free_bytes(folder: Path) -> int:
@@ -63,6 +71,16 @@ def free_bytes(folder: Path) -> int:
     except OSError:
         return -1
     return facts.f_bavail * facts.f_frsize
+
+
+def _tree(pid: int, *, writers: bool) -> list[int]:
+    return [pid, *(each for each in _children(pid) if writers or not _is_writer(each))]
+
+
+def _is_writer(pid: int) -> bool:
+    with suppress(OSError):
+        return WRITER_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
 
 
 def _children(pid: int) -> list[int]:

@@ -23,7 +23,7 @@ from armillary.store import nan_safe_json
 from armillary.store.hang_verdict import Collective, HangVerdict
 from armillary.store.writer_process import Process, machine
 from armillary.training.resilience import source_lines
-from armillary.training.resilience.process_facts import free_bytes, tree_io_bytes, tree_runnable_s
+from armillary.training.resilience.process_facts import free_bytes, is_writing, tree_io_bytes, tree_runnable_s
 from armillary.training.resilience.rank_progress import Progress
 
 BEAT_S = 1.0
@@ -47,10 +47,13 @@ class Heartbeat:
     phase: str = "setup"
     progress: int = 0  # rises while the rank gets on
     marks: int = 0  # phases that it has entered, the same number on every rank at the same place of the program
+    in_step: bool = False
     is_steady: bool = False  # inside a step whose usual time is known
     step_s: float = 0.0  # that time
     on_gpu: bool = False
     in_loader: bool = False  # waits for its batch
+    in_barrier: bool = False  # waits for others at a store barrier, which has heartbeats of its own
+    is_writing: bool = False  # waits for a checkpoint, whose writer waits for the disk
     loader_line: str = ""  # where the thread is that reads batches
     lines: tuple[str, ...] = ()
     collective: Collective | None = None
@@ -135,10 +138,14 @@ class HeartbeatSender:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.end(failed=error[0] is not None)
+
+    def end(self, *, failed: bool = False, wait_s: float = 2 * STORE_S) -> None:
+        """Write the last heartbeat, as this rank leaves; `wait_s`: for the one that is being written."""
         self._ended.set()
-        self._thread.join(2 * STORE_S)
+        self._thread.join(wait_s)
         with suppress(RuntimeError, OSError):
-            self._board.write(self.beat(ended=True, failed=error[0] is not None))
+            self._board.write(self.beat(ended=True, failed=failed))
 
     def _run(self) -> None:
         while True:
@@ -169,27 +176,28 @@ class HeartbeatSender:
             phase=progress.phase,
             progress=self._moves,
             marks=progress.marks,
+            in_step=progress.in_step,
             is_steady=progress.is_steady,
             step_s=progress.step_s,
             on_gpu=self._world.device.type == "cuda",
             in_loader=source_lines.is_in_file(thread, "training/data/loader.py"),
+            in_barrier=source_lines.is_in_file(thread, "parallel/store_barrier.py"),
+            is_writing=still and not progress.in_step and is_writing(process.pid),
             loader_line=source_lines.loader_line() if still else "",
             lines=source_lines.own_lines(thread),
             collective=source_lines.collective_in_flight(thread, failed=failed) if with_collective else None,
-            runnable_s=tree_runnable_s(process.pid),
+            runnable_s=tree_runnable_s(process.pid, writers=not progress.in_step),
             free_bytes=free_bytes(self._folder),
             ended=ended,
             failed=failed,
         )
 
     def _has_moved(self) -> bool:
-        """Whether the rank got on since the last beat: by its marks, by the functions it is in, or by its files."""
+        """Whether the rank got on since the last beat: by its marks, by the functions it is in, or by its files. What
+        is written of a checkpoint beside a step is not the step's."""
         functions, marks = source_lines.functions(self.trainer_thread), self.progress.marks
-        io = tree_io_bytes(self._process.pid)
+        io = tree_io_bytes(self._process.pid, writers=not self.progress.in_step)
         moved = marks != self._marks or functions != self._functions or io - self._io > MUCH_IO
-        moved = moved or source_lines.is_in_file(
-            self.trainer_thread, "parallel/store_barrier.py"
-        )  # it has its own beats
         self._functions, self._marks, self._io = functions, marks, io
         self._moves += moved
         return moved

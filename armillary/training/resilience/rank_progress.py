@@ -48,6 +48,11 @@ class Progress:
         return median(steps) if len(steps) >= STEADY_STEPS else 0.0
 
     @property
+    def in_step(self) -> bool:
+        """Whether the rank is inside a step, where it never waits for a checkpoint to be written."""
+        return self.phase in STEP_PHASES
+
+    @property
     def is_steady(self) -> bool:
         """Whether the rank is inside a step, and knows how long one takes."""
-        return self.phase in STEP_PHASES and len(self._steps) >= STEADY_STEPS
+        return self.in_step and len(self._steps) >= STEADY_STEPS

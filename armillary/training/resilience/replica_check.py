@@ -1,7 +1,8 @@
 """The check that replicas are equal: a bit that flips in one rank's memory makes it train another model, silently.
 
 Each rank sums the bits of every tensor that a checkpoint would hold; ranks that hold the same part of the same tensor
-must have the same sum. One flipped bit always changes it. `train.replica_check_every` says how often.
+must have the same sum. One flipped bit always changes it. `train.replica_check_every` says how often;
+every checkpoint on disk is preceded by a check.
 """
 
 from collections import Counter, defaultdict
@@ -18,8 +19,9 @@ from armillary.parallel.consensus import Consensus
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_replicas(tensors: Mapping[str, Tensor], ranks: Consensus, step: int) -> None:
-    """Raise on all ranks where one differs from its replicas; nothing is compared on one rank."""
+def check_replicas(tensors: Mapping[str, Tensor], ranks: Consensus, step: int, *, saved: int = -1) -> None:
+    """Raise on all ranks where one differs from its replicas; nothing is compared on one rank. `saved` is the step of
+    the last checkpoint, -1 where there is none."""
     if ranks.size == 1:
         return
     differing = differing_ranks(ranks.gather(bit_sums(tensors)))
@@ -31,10 +33,13 @@ def check_replicas(tensors: Mapping[str, Tensor], ranks: Consensus, step: int) -
     ranks.raise_first(
         ArmillaryError(
             f"after step {step} {name.partition('@')[0]}{more} of {who} differs from its replicas: a bit flipped in "
-            "memory, or ranks computed differently; train again without that machine: the run continues from the last "
-            "checkpoint"
+            f"memory, or ranks computed differently; train again without that machine: the run {_continues(saved)}"
         )
     )
+
+
+def _continues(saved: int) -> str:
+    return f"continues from checkpoint {saved:,}" if saved > 0 else "starts from the beginning"
 
 
 def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:

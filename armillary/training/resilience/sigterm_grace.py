@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from armillary.errors import ArmillaryError
 from armillary.parallel.consensus import Consensus
+from armillary.parallel.host_memory import Event, computed
 from armillary.training.step.numerics import random_state
 
 COMPLETE_SHARE = 1 / 3
@@ -39,15 +41,17 @@ class StepAbandoned(Exception):
 class UpdateGate:
     """What the main thread passes before the optimizer changes anything, and the thread of the signal may close."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
         self._changed = threading.Condition()
         self._step: int | None = None  # that can still be abandoned
         self._closed = self._abandoned = False
         self.random: dict[str, Tensor] = {}  # random state before the step
+        self.ready: Event = None  # after which the device has the state before the step
 
     def start_step(self, step: int) -> None:
         with self._changed:
-            self._step, self.random = step, random_state()
+            self._step, self.random, self.ready = step, random_state(), computed(self._device)
 
     def before_update(self) -> None:
         """Waits while it is closed; StepAbandoned where the step is."""
@@ -85,6 +89,10 @@ class NoPreemption:
     def step(self, step: int) -> Iterator[None]:
         yield
 
+    @contextmanager
+    def after_step(self, num_steps: int) -> Iterator[None]:
+        yield
+
     def was_abandoned(self) -> bool:
         return False
 
@@ -106,10 +114,12 @@ class Preemption(NoPreemption):
         grace_s: float,
         save: Callable[[int, dict[str, Tensor]], None],
         before_exit: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
         token: str = "",
     ) -> None:
         """`ranks` have a process group of their own. `save(step, random)` saves what was complete before step number
         `step`; every rank calls it. `before_exit()` is called before a process ends whose main thread does not."""
+        self._say = say
         self._ranks, self._gate, self._grace_s, self._save, self._before_exit = ranks, gate, grace_s, save, before_exit
         self._store: Any = dist.distributed_c10d._get_default_store() if ranks.size > 1 else None
         self._key = f"preemption/{token}"
@@ -126,6 +136,13 @@ class Preemption(NoPreemption):
         self._gate.start_step(step)
         yield
         self._gate.end_step()
+
+    @contextmanager
+    def after_step(self, num_steps: int) -> Iterator[None]:
+        """Around what follows `num_steps` steps, may take long and changes no state, as validation."""
+        self._gate.start_step(num_steps)
+        yield
+        self._gate.before_update()
 
     def was_abandoned(self) -> bool:
         """Whether a step failed because it was abandoned: this rank at its gate, or a peer that has left since."""
@@ -167,26 +184,41 @@ class Preemption(NoPreemption):
         return self._store is not None and bool(self._store.check([f"{self._key}/asked"]))
 
     def _answer(self, begin: float) -> None:
-        self._ended.wait(COMPLETE_SHARE * self._grace_s)
-        attempt = 0
-        while not self._ended.is_set() and (step := self._close_all(attempt)) is None:
-            attempt += 1
-            self._ended.wait(POLL_S)
-        if self._ended.is_set():
-            return
-        assert step is not None
-        self._answers.set()
         try:
+            step = self._abandoned_step()
+            if step is None:
+                return
+            self._answers.set()
             self._save(step, self._gate.random)
             self.is_saved = True
-        except ArmillaryError:
-            return self._gate.open()  # the run stops after the step, and says what is wrong
+        except Exception as error:
+            self._gate.open()  # the run stops after the step, and says what is wrong
+            if not isinstance(error, ArmillaryError):
+                self._say(f"the step could not be abandoned ({error!r}); the run stops after it")
+            return
         finally:
             self._answered.set()
         self._gate.abandon()
-        left_s = self._grace_s - (time.monotonic() - begin)
-        if not self._ended.wait(min(UNWIND_S, max(0.5, left_s - 1.0))):
+        self._leave(self._grace_s - (time.monotonic() - begin))
+
+    def _abandoned_step(self) -> int | None:
+        """The step that no rank can complete any more; None where the run ends by itself."""
+        self._ended.wait(COMPLETE_SHARE * self._grace_s)
+        attempt = 0
+        while not self._ended.is_set():
+            if (step := self._close_all(attempt)) is not None:
+                return None if self._ended.is_set() else step
+            attempt += 1
+            self._ended.wait(POLL_S)
+        return None
+
+    def _leave(self, left_s: float) -> None:
+        """End the process where the main thread does not, as in a collective."""
+        if self._ended.wait(min(UNWIND_S, max(0.5, left_s - 1.0))):
+            return
+        try:
             self._before_exit()
+        finally:
             os._exit(0)
 
     def _close_all(self, attempt: int) -> int | None:

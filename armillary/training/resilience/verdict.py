@@ -50,7 +50,7 @@ class RankFacts:
     def is_idle(self) -> bool:
         """Whether it waits; a host that waits for its GPU may spin or sleep, so nothing is known of those."""
         on_gpu = self.beat is not None and self.beat.on_gpu
-        return not on_gpu and self.process != "disk" and self.cpu_share < IDLE_SHARE
+        return not on_gpu and not _is_writing(self) and self.process != "disk" and self.cpu_share < IDLE_SHARE
 
     @property
     def waits_in(self) -> Collective | None:
@@ -133,10 +133,12 @@ def _stopped(live: Sequence[RankFacts]) -> _Found:
 
 
 def _standing(facts: Sequence[RankFacts], live: Sequence[RankFacts], remote_data: bool) -> _Found:
-    if not live or any(each.stalled_s < limit_s(each, remote_data) for each in live):
+    """Ranks at a store barrier wait for the others' work, however long that takes: these are judged without them."""
+    standing = [each for each in live if not (each.beat is not None and each.beat.in_barrier)]
+    if not standing or any(each.stalled_s < limit_s(each, remote_data) for each in standing):
         return _NOTHING
-    for cause in (_full_disk, _loader, _slow):
-        if (result := cause(live))[2]:
+    for result in (_full_disk(standing), _loader(standing), _slow(standing, alone=len(live) == 1)):
+        if result[2]:
             return result
     return _desync(facts, live)
 
@@ -176,16 +178,25 @@ def _loader(live: Sequence[RankFacts]) -> _Found:
     return _NOTHING
 
 
-def _slow(live: Sequence[RankFacts]) -> _Found:
-    """One that is in no collective; the busiest where several are not."""
-    outside = [each for each in live if each.waits_in is None]
-    if not outside or (len(live) == 1 and not live[0].is_idle):  # nobody waits for one that is alone and computes
+def _slow(standing: Sequence[RankFacts], *, alone: bool) -> _Found:
+    """One that is in no collective; the busiest where several are not, or one that waits for its disk."""
+    outside = [each for each in standing if each.waits_in is None]
+    if not outside or (alone and not outside[0].is_idle):  # nobody waits for one that is alone and computes
         return _NOTHING
-    slow = max(outside, key=lambda each: (each.cpu_share, -each.rank))
-    how = "waits for something else than ranks" if slow.is_idle else "computes"
-    wait = ", and the others wait for it" if len(live) > 1 else ""
-    text = f"rank {slow.rank} {how} at {slow.line} for {slow.stalled_s:.0f} s{wait}"
+    slow = max(outside, key=lambda each: (_is_writing(each), each.cpu_share, -each.rank))
+    wait = "" if alone else ", and the others wait for it"
+    text = f"rank {slow.rank} {_does(slow)} at {slow.line} for {slow.stalled_s:.0f} s{wait}"
     return "slow_rank", slow.rank, f"{text}; look at that line or at its machine"
+
+
+def _does(fact: RankFacts) -> str:
+    if fact.is_idle:
+        return "waits for something else than ranks"
+    return "waits for the disk" if _is_writing(fact) else "computes"
+
+
+def _is_writing(fact: RankFacts) -> bool:
+    return fact.beat is not None and fact.beat.is_writing
 
 
 def _desync(facts: Sequence[RankFacts], live: Sequence[RankFacts]) -> _Found:

@@ -25,7 +25,6 @@ from armillary.store.writer_process import machine
 from armillary.training.data.remote import is_url
 from armillary.training.resilience.process_facts import ProcessState, process_state, tree_runnable_s
 from armillary.training.resilience.rank_heartbeat import BEAT_S, Heartbeat, HeartbeatBoard, HeartbeatSender, board_of
-from armillary.training.resilience.rank_progress import Progress
 from armillary.training.resilience.source_lines import crash_lines, dumping_crashes
 from armillary.training.resilience.verdict import SILENT_S, RankFacts, find_verdict
 
@@ -136,7 +135,7 @@ class Watcher:
         if seen.beat is None or now - seen.progressed < _CPU_AFTER_S:
             return 0.0
         here = seen.beat.machine == machine()
-        used = tree_runnable_s(seen.beat.pid) if here else seen.beat.runnable_s
+        used = tree_runnable_s(seen.beat.pid, writers=not seen.beat.in_step) if here else seen.beat.runnable_s
         if seen.cpu is None:
             seen.cpu = (now, used)
         since, before = seen.cpu
@@ -248,9 +247,11 @@ def _state(beat: Heartbeat) -> ProcessState:
 
 
 @contextmanager
-def watched(plan: Plan, run: Run, world: World, say: Callable[[str], None], *, by_launcher: bool) -> Iterator[Progress]:
-    """Send heartbeats of this rank, and watch those of all ranks where no launcher of ours does. Gives what the rank
-    marks its progress on; raises Hung where this process was ended by a verdict."""
+def watched(
+    plan: Plan, run: Run, world: World, say: Callable[[str], None], *, by_launcher: bool
+) -> Iterator[HeartbeatSender]:
+    """Send heartbeats of this rank, and watch those of all ranks where no launcher of ours does. The rank marks its
+    progress on what is given; raises Hung where this process was ended by a verdict."""
     assert plan.train is not None
     board = board_of(world, run.folder)
     watch = RankWatch(
@@ -270,7 +271,7 @@ def watched(plan: Plan, run: Run, world: World, say: Callable[[str], None], *, b
         HeartbeatSender(world, run.folder, board, _nothing if by_launcher else watch) as sender,
     ):
         try:
-            yield sender.progress
+            yield sender
         except KeyboardInterrupt:
             if watch.verdict is None:
                 raise

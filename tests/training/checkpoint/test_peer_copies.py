@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def test_a_crash_costs_a_few_steps(recipe: Make, home: Home, memory: Path) -> No
     assert done.export is not None and expected.export is not None
     ours, theirs = ((folder / "model.safetensors").read_bytes() for folder in (done.export, expected.export))
     assert ours == theirs
+
+
+def test_a_copy_in_memory_is_saved_when_the_run_stops_before_its_first_step(
+    recipe: Make, home: Home, memory: Path
+) -> None:
+    begun = begin(recipe("train.steps=8", "train.save_every=0", "train.peer_copy_every=6"), home)
+    run = cut_off(begun, 6)
+    assert saved_steps(run) == [] and memory_run(run).checkpoint_steps() == [6]
+    done = train(begun.plan, run, parent=os.getppid() + 1)  # as if the launcher were gone
+    assert (done.resumed_at, done.steps, done.saved, done.finished) == (6, 6, 6, False)
+    assert saved_steps(run) == [6] and not list(memory.glob("*/*"))
 
 
 def test_a_copy_of_another_history_or_a_damaged_one_is_not_used(tmp_path: Path, memory: Path) -> None:

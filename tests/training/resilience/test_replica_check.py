@@ -58,20 +58,22 @@ def flip_a_bit(plan: str, folder: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "says"),
+    ("layout", "rank", "says", "kept"),
     [
-        (["layout.dp=2"], 1, "of ranks 0, 1 differs from its replicas"),
-        (["layout.dp=2", "layout.zero=1"], -1, "finished True"),
-        (["layout.tp=2"], -1, "finished True"),
+        (["layout.dp=2", "train.replica_check_every=2"], 1, "the run starts from the beginning", []),
+        (["layout.dp=2", "train.save_every=2"], 1, "the run continues from checkpoint 2", [2]),
+        (["layout.dp=2", "layout.zero=1", "train.replica_check_every=2"], -1, "finished True", [6]),
+        (["layout.tp=2", "train.replica_check_every=2"], -1, "finished True", [6]),
     ],
-    ids=["flipped", "healthy zero-1", "healthy tp"],
+    ids=["flipped", "flipped before a checkpoint", "healthy zero-1", "healthy tp"],
 )
-def test_a_flipped_bit_ends_the_run(
-    layout: list[str], rank: int, says: str, recipe: Callable[..., Recipe], home: Home, ranks: Ranks
+def test_a_flipped_bit_ends_the_run_and_is_never_saved(
+    layout: list[str], rank: int, says: str, kept: list[int], recipe: Callable[..., Recipe], home: Home, ranks: Ranks
 ) -> None:
-    asked = recipe("train.steps=6", "train.eval_every=0", "train.replica_check_every=2", *layout)
+    asked = recipe("train.steps=6", "train.eval_every=0", "train.save_every=0", *layout)
     begun = resolve_run(asked, home, model_source(asked, home), cpu_ranks=2)
     begun.prepare()
-    answers = ranks.run(2, flip_a_bit, begun.plan.to_json(), str(begun.create_run().folder), rank)
-    assert len(set(answers)) == 1 and says in answers[0]
-    assert rank < 0 or answers[0].startswith("after step 4 ")
+    run = begun.create_run()
+    answers = ranks.run(2, flip_a_bit, begun.plan.to_json(), str(run.folder), rank)
+    assert len(set(answers)) == 1 and answers[0].endswith(says) and run.checkpoint_steps() == kept
+    assert rank < 0 or (answers[0].startswith("after step 4 ") and "of ranks 0, 1 differs" in answers[0])

@@ -164,6 +164,18 @@ def test_one_process_that_computes_is_never_judged() -> None:
     assert found(fact(0, stalled_s=300.0, cpu=0.0, collective=None)) == ("slow_rank", 0)
 
 
+def test_ranks_that_wait_at_a_store_barrier_do_not_hide_one_that_hangs() -> None:
+    waits = fact(0, stalled_s=3.0, collective=None, in_barrier=True)
+    outside: dict[str, Any] = {"is_steady": False, "phase": "save", "collective": None}
+    assert found(waits, fact(1, stalled_s=130.0, **outside)) == ("slow_rank", 1)
+    assert found(waits, fact(1, stalled_s=100.0, **outside)) is None
+    assert found(waits, replace(waits, rank=1)) is None
+    writes = fact(2, stalled_s=700.0, **outside, is_writing=True)
+    verdict = find_verdict([waits, fact(1, stalled_s=700.0, **outside), writes])
+    assert verdict is not None and verdict.text.startswith("rank 2 waits for the disk at train.py:3")
+    assert found(waits, replace(writes, stalled_s=500.0)) is None, "a slow disk"
+
+
 def test_a_verdict_is_read_back_as_written(tmp_path: Path) -> None:
     verdict = find_verdict([fact(0), fact(1, process="gone", collective=None)])
     assert verdict is not None and read_verdict(tmp_path) is None
