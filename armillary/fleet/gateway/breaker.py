@@ -20,6 +20,7 @@ class Breaker:
     opened: int = 0  # times in a row, without a success between
     retry_at: float | None = None  # none: closed
     trial: bool = False  # a request is testing an open circuit
+    by_probe: bool = False  # it was opened by health checks, so that one which passes closes it
 
     def admits(self, now: float) -> bool:
         return self.retry_at is None or (now >= self.retry_at and not self.trial)
@@ -31,7 +32,7 @@ class Breaker:
 
     def succeeded(self) -> None:
         self.failures = self.failed_probes = self.opened = 0
-        self.retry_at, self.trial = None, False
+        self.retry_at, self.trial, self.by_probe = None, False, False
 
     def failed(self, now: float) -> None:
         self.failures += 1
@@ -42,12 +43,19 @@ class Breaker:
         """A request ended without saying anything about the replica, as when its client left."""
         self.trial = False
 
-    def probe_passed(self) -> None:
-        self.succeeded()
+    def probe_passed(self, now: float) -> None:
+        """Close a circuit that probes opened. One that failed requests opened closes when its time is over, and the
+        next failure opens it for longer."""
+        self.failed_probes = 0
+        if self.by_probe:
+            self.succeeded()
+        elif self.retry_at is not None and now >= self.retry_at:
+            self.retry_at, self.trial, self.failures = None, False, FAILURES - 1
 
     def probe_failed(self, now: float) -> None:
         self.failed_probes += 1
         if self.failed_probes >= FAILED_PROBES:
+            self.by_probe = True
             self._open(now)
 
     def _open(self, now: float) -> None:

@@ -17,6 +17,9 @@ from armillary.fleet.gateway.routing import Replica
 from armillary.fleet.gateway.settings import GatewaySettings, ModelSettings
 from armillary.fleet.gateway.upstream import UpstreamError
 
+_NO_READY = tuple(f"it answered {status}" for status in (401, 403, 404, 405))
+_NOT_SERVED = tuple(f"it answered {status}" for status in (400, 404, 405, 422, 429))
+"""answers of a server that works, but not on this path or not now"""
 _COMPLETION_EVERY = 3
 """of health checks, where a check costs the replica a token"""
 
@@ -47,7 +50,7 @@ class HealthChecker:
         was_out = replica.breaker.retry_at is not None
         reason = await self._problem(model, replica)
         if reason is None:
-            replica.breaker.probe_passed()
+            replica.breaker.probe_passed(time.monotonic())
         else:
             replica.breaker.probe_failed(time.monotonic())
         is_out = replica.breaker.retry_at is not None
@@ -62,10 +65,11 @@ class HealthChecker:
     async def _problem(self, model: ModelSettings, replica: Replica) -> str | None:
         """Why a replica is not healthy."""
         if self._is_completion(model, replica):
-            return await self._ask(replica.link, "POST", "/v1/completions", _one_token(model, replica.link))
+            reason = await self._ask(replica.link, "POST", "/v1/completions", _one_token(model, replica.link))
+            return None if reason in _NOT_SERVED else reason
         path = "/v1/models" if model.probe == "models" else "/ready"
         reason = await self._ask(replica.link, "GET", path)
-        if model.probe == "auto" and reason == "it answered 404":
+        if model.probe == "auto" and reason in _NO_READY:
             self._has_ready[replica] = False
             return await self._problem(model, replica)
         return reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ _LAST, _LAST_EVENTS = 65_536, 4096
 """bytes at the end of a complete response, and of a stream, that are looked at for the counts"""
 _MARKS = (b'"usage":{', b'"usage": {')
 _DATA = b"data:"
+_BOUNDARY = re.compile(rb"(\r\n\r\n|\n\n)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +32,12 @@ class UsageReader:
         self._stream, self._hidden = stream, hidden
         self._tail = b""  # of a complete response, or of an event whose end has not arrived
         self._usage: TokenUsage | None = None
-        self.events = 0
 
     def feed(self, data: bytes) -> bytes:
         """What to send to the client now."""
         if not self._stream:
             self._tail = (self._tail + data)[-_LAST:]
             return data
-        self.events += data.count(b"\n\n")
         if not self._hidden:
             self._tail = (self._tail + data)[-_LAST_EVENTS:]
             return data
@@ -44,22 +45,24 @@ class UsageReader:
 
     def _without_usage(self, data: bytes) -> bytes:
         data = self._tail + data
-        end = data.rfind(b"\n\n") + 2
-        if end == 1:
+        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
+        if end < 4 and len(data) < _LAST:  # no complete event yet
             self._tail = data
             return b""
+        end = end if end >= 4 else len(data)
         data, self._tail = data[:end], data[end:]
         if not any(mark in data for mark in _MARKS):
             return data
-        shown = []
-        for event in data.split(b"\n\n")[:-1]:
-            table = _json(event)
-            usage = _usage_of(table)
-            if usage is not None:
-                self._usage = usage
-            if usage is None or table.get("choices"):
-                shown.append(event + b"\n\n")
-        return b"".join(shown)
+        pieces = _BOUNDARY.split(data)  # event, boundary, event, boundary, …
+        return b"".join(filter(self._is_shown, map(b"".join, _paired(pieces))))
+
+    def _is_shown(self, event: bytes) -> bool:
+        """Whether an event is more than the counts, which are noted."""
+        table = _json(event)
+        usage = _usage_of(table)
+        if usage is not None:
+            self._usage = usage
+        return usage is None or bool(table.get("choices"))
 
     def rest(self) -> bytes:
         """Bytes after the last complete event, at the end of a stream."""
@@ -71,7 +74,7 @@ class UsageReader:
         if self._usage is not None or (self._stream and self._hidden):
             return self._usage
         if self._stream:
-            events = [event for event in self._tail.split(b"\n\n") if any(mark in event for mark in _MARKS)]
+            events = [event for event in _BOUNDARY.split(self._tail) if any(mark in event for mark in _MARKS)]
             return next((usage for event in reversed(events) if (usage := _usage_of(_json(event)))), None)
         at = max(self._tail.rfind(mark) for mark in _MARKS)
         if at < 0:
@@ -80,6 +83,12 @@ class UsageReader:
             return _usage_of(msgspec.json.decode(self._tail))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return _usage_of({"usage": _object_at(self._tail, self._tail.index(b"{", at))})
+
+
+def _paired(pieces: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Events with the boundary after each; the last may have none."""
+    for index in range(0, len(pieces), 2):
+        yield pieces[index], pieces[index + 1] if index + 1 < len(pieces) else b""
 
 
 def _object_at(data: bytes, start: int) -> Any:

@@ -92,10 +92,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, reused: bool = False) -> None:
         """End the request with an error."""
         if self._error is None:
-            self._error = UpstreamError(reason, reused=self.used > 1 and not self._has_head and self._head_bytes == 0)
+            self._error = UpstreamError(reason, reused=reused)
         self._wake()
 
     async def _wait(self, timeout_s: float) -> None:
@@ -145,7 +145,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._has_head and not self._complete and self._until_close():
             self._complete = True
         if not self._complete:
-            self.fail("it closed the connection")
+            self.fail("it closed the connection", reused=self.used > 1 and self._head_bytes == 0)
         self._wake()
 
     def _until_close(self) -> bool:

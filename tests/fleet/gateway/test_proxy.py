@@ -100,6 +100,18 @@ async def test_a_replica_that_hangs_never_hangs_a_client(tmp_path: Path) -> None
 
 
 @scenario
+async def test_a_kept_connection_that_falls_silent_is_not_tried_twice(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with gateway_of(tmp_path, replica, gateway={"first_token_timeout_s": 0.3}) as client:
+        assert (await client.post(ASK)).status == 200
+        replica.hangs = True
+        answer = await client.post(ASK)
+        assert answer.status == 502 and "it was silent for too long" in answer.message
+        await until(lambda: replica.disconnected == 1)
+        assert client.models.replicas()[0][1].failures == 1
+
+
+@scenario
 async def test_a_client_that_leaves_ends_the_request_at_the_replica(tmp_path: Path) -> None:
     slow, silent = FakeReplica(tokens=9, hangs_after=2), FakeReplica(hangs=True)
     async with gateway_of(tmp_path, slow) as client:

@@ -162,3 +162,20 @@ def test_a_circuit_opens_after_failures_lets_one_trial_pass_and_closes() -> None
     breaker.begin()
     breaker.succeeded()
     assert breaker.admits(0.0) and breaker.opened == 0
+
+
+def test_a_passing_probe_does_not_close_a_circuit_that_requests_opened() -> None:
+    """As where /ready answers and completions fail: it would flap once per second."""
+    breaker = Breaker()
+    for _ in range(FAILURES):
+        breaker.failed(0.0)
+    breaker.probe_passed(0.5)
+    assert not breaker.admits(0.5)
+    breaker.probe_passed(1.1)
+    assert breaker.retry_at is None
+    breaker.failed(1.2)
+    assert not breaker.admits(3.1) and breaker.admits(3.3), "for longer than before"
+    for _ in range(2):
+        breaker.probe_failed(4.0)
+    breaker.probe_passed(4.1)
+    assert breaker.admits(4.1), "a dead server that is back"
