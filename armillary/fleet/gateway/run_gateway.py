@@ -22,6 +22,7 @@ from armillary.fleet.gateway.upstream import sweep
 from armillary.serving.http.server import (
     ListenOptions,
     Say,
+    Tls,
     address_of,
     bind,
     http_server,
@@ -38,15 +39,25 @@ def run_gateway(config: GatewayConfig, listen: ListenOptions, *, keys: Path, say
     if not config.models:
         raise BadInput("the gateway has no model; give --config FILE with [[models]], or --upstream NAME=URL")
     say = ignore_broken_pipe(say)
+    tls = _tls(config)
     sock = bind(listen)
     audit = AuditLog(Path(config.gateway.audit).expanduser() if config.gateway.audit else keys.with_name("audit.jsonl"))
     ring = KeyRing(keys)
     if not ring.required:
         say("no API key is needed; armillary gateway keys add NAME makes the first, and from then on one is")
     try:
-        run_event_loop(_serve(config, sock, ring, audit, say))
+        run_event_loop(_serve(config, sock, ring, audit, say, tls))
     finally:
         audit.close()
+
+
+def _tls(config: GatewayConfig) -> Tls | None:
+    settings = config.gateway
+    if not settings.tls_certificate:
+        return None
+    tls = Tls(certificate=Path(settings.tls_certificate).expanduser(), key=Path(settings.tls_key).expanduser())
+    tls.check()
+    return tls
 
 
 def make_gateway(config: GatewayConfig, ring: KeyRing, limiter: Limiter, audit: AuditLog) -> tuple[Gateway, Models]:
@@ -57,19 +68,21 @@ def make_gateway(config: GatewayConfig, ring: KeyRing, limiter: Limiter, audit: 
     return Gateway(models, admission, config.gateway, audit, GatewayMetrics()), models
 
 
-async def _serve(config: GatewayConfig, sock: socket.socket, ring: KeyRing, audit: AuditLog, say: Say) -> None:
+async def _serve(
+    config: GatewayConfig, sock: socket.socket, ring: KeyRing, audit: AuditLog, say: Say, tls: Tls | None
+) -> None:
     limiter: LocalLimiter | RedisLimiter
     limiter = RedisLimiter(config.gateway.redis, say) if config.gateway.redis else LocalLimiter()
     gateway, models = make_gateway(config, ring, limiter, audit)
     pools = [replica.link.pool for _, replica in models.replicas()]
     work = [sweep(pools), HealthChecker(models, config.gateway, say).run(), audit.run()]
     tasks = [asyncio.create_task(each) for each in work]
-    server = http_server(gateway, graceful_s=_DRAIN_S)
+    server = http_server(gateway, graceful_s=_DRAIN_S, tls=tls)
 
     def drain() -> None:
         gateway.draining = True
 
-    say(f"ready on {address_of(sock)} with {', '.join(models.names)}")
+    say(f"ready on {address_of(sock, 'https' if tls is not None else 'http')} with {', '.join(models.names)}")
     try:
         await serve_until_signal(server, sock, drain=drain)
     finally:

@@ -116,6 +116,10 @@ class GatewaySettings:
     """file for one JSON line per request, without prompt text; empty: audit.jsonl beside the keys"""
     cors_origins: tuple[str, ...] = ()
     """origins of browser pages that may call the gateway; * for all"""
+    tls_certificate: str = ""
+    """PEM file of a certificate with its chain: serve HTTPS; empty: HTTP"""
+    tls_key: str = ""
+    """PEM file of the certificate's key"""
     root_path: str = ""
     """path before /v1, where a proxy adds one"""
 
@@ -130,6 +134,8 @@ class GatewaySettings:
         for name in names:
             if getattr(self, name) <= 0:
                 raise BadRecipe(f"gateway.{name} must be above 0; leave it out for its default")
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise BadRecipe("HTTPS needs both gateway.tls_certificate and gateway.tls_key; give both or neither")
         if self.retries < 0 or self.max_in_flight < 1 or self.max_body_bytes < 1:
             raise BadRecipe("gateway.retries, max_in_flight and max_body_bytes cannot be negative; correct them")
 

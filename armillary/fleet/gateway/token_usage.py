@@ -54,7 +54,7 @@ class UsageReader:
         if not any(mark in data for mark in _MARKS):
             return data
         pieces = _BOUNDARY.split(data)  # event, boundary, event, boundary, …
-        return b"".join(filter(self._is_shown, map(b"".join, _paired(pieces))))
+        return b"".join(event + boundary for event, boundary in _paired(pieces) if self._is_shown(event))
 
     def _is_shown(self, event: bytes) -> bool:
         """Whether an event is more than the counts, which are noted."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.errors import BadInput, missing
@@ -65,10 +67,10 @@ def bind(listen: ListenOptions) -> socket.socket:
     return sock
 
 
-def address_of(sock: socket.socket) -> str:
+def address_of(sock: socket.socket, scheme: str = "http") -> str:
     """http://HOST:PORT of a bound socket."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -82,7 +84,24 @@ def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-def http_server(app: Any, *, graceful_s: int, lifespan: str = "off") -> uvicorn.Server:
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Files in PEM format: a certificate with its chain, and its key."""
+
+    certificate: Path
+    key: Path
+
+    def check(self) -> None:
+        """BadInput where they cannot be used."""
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            why = getattr(error, "strerror", None) or getattr(error, "reason", None) or str(error)
+            text = f"the certificate {self.certificate} with the key {self.key} cannot be used ({why})"
+            raise BadInput(f"{text}; give two PEM files that belong together") from None
+
+
+def http_server(app: Any, *, graceful_s: int, lifespan: str = "off", tls: Tls | None = None) -> uvicorn.Server:
     """uvicorn's server without its signal handlers, which would end the process by the signal."""
     import uvicorn
 
@@ -103,6 +122,8 @@ def http_server(app: Any, *, graceful_s: int, lifespan: str = "off") -> uvicorn.
         timeout_graceful_shutdown=graceful_s,
         server_header=False,
         date_header=False,
+        ssl_certfile=tls.certificate if tls is not None else None,
+        ssl_keyfile=tls.key if tls is not None else None,
     )
     return Server(config)
 

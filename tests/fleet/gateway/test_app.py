@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
 from armillary.errors import ArmillaryError
 from armillary.fleet.gateway.settings import GatewayConfig, load_config
-from armillary.serving.http.server import ListenOptions, bind, http_server
+from armillary.serving.http.server import ListenOptions, Tls, bind, http_server
 from armillary.spec.toml.fields import build
-from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario
+from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario, until
 
 ASK = {"model": "bot", "prompt": "hello"}
 
@@ -89,6 +92,7 @@ async def test_more_requests_than_are_accepted(tmp_path: Path) -> None:
         ({"models": [{"name": "a", "polcy": "prefix"}]}, "did you mean policy"),
         ({"gateway": {"retries": -1}}, "cannot be negative"),
         ({"gateway": {"idle_timeout_s": 0}}, "must be above 0"),
+        ({"gateway": {"tls_key": "x"}}, "needs both"),
     ],
 )
 def test_a_configuration_that_cannot_work(table: dict[str, object], says: str) -> None:
@@ -110,12 +114,13 @@ def test_a_configuration_file(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def listening(folder: Path, replica: FakeReplica) -> AsyncIterator[tuple[str, int]]:
+async def listening(folder: Path, replica: FakeReplica, tls: Tls | None = None) -> AsyncIterator[tuple[str, int]]:
     async with gateway_of(folder, replica) as client:
         sock = bind(ListenOptions(port=0))
-        server = http_server(client.gateway, graceful_s=1)
+        server = http_server(client.gateway, graceful_s=1, tls=tls)
         task = asyncio.create_task(server.serve(sockets=[sock]))
         try:
+            await until(lambda: server.started)
             yield sock.getsockname()
         finally:
             server.should_exit = True
@@ -164,3 +169,37 @@ async def test_smuggled_requests_are_refused(tmp_path: Path) -> None:
         assert good.startswith(b"HTTP/1.1 200")
         assert len(replica.bodies) == 1, "nothing of the attacks arrived"
         assert replica.heads[0].count("content-length") == 1 and "transfer-encoding" not in replica.heads[0]
+
+
+def make_certificate(folder: Path) -> Tls:
+    """A certificate for 127.0.0.1 that signs itself."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    certificate = builder.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    encoding, private = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (folder / "tls.crt").write_bytes(certificate.public_bytes(encoding))
+    (folder / "tls.key").write_bytes(key.private_bytes(encoding, private, serialization.NoEncryption()))
+    return Tls(certificate=folder / "tls.crt", key=folder / "tls.key")
+
+
+@scenario
+async def test_https(tmp_path: Path) -> None:
+    tls = make_certificate(tmp_path)
+    tls.check()
+    context = ssl.create_default_context(cafile=str(tls.certificate))
+    async with listening(tmp_path, FakeReplica(), tls) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port, ssl=context)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+    with pytest.raises(ArmillaryError, match="cannot be used"):
+        Tls(certificate=tls.key, key=tls.certificate).check()
+    with pytest.raises(ArmillaryError, match="No such file"):
+        Tls(certificate=tmp_path / "missing", key=tls.key).check()
