@@ -22,7 +22,7 @@ from armillary.store import nan_safe_json
 from armillary.store.atomic import write_json
 from armillary.store.home import Home
 
-FILE, RECIPE = "job.json", "recipe.toml"
+FILE, RECIPE, CHECK = "job.json", "recipe.toml", "check.json"
 _FIRST_PORT, _NUM_PORTS = 20_000, 9_000
 """below the ports that Linux gives to outgoing connections (32768 and above)"""
 
@@ -59,6 +59,7 @@ class Job:
     python: str
     launch: Launch = field(default_factory=Launch)
     created: float = field(default_factory=time.time)
+    is_check: bool = False  # measures the nodes instead of training on them
     handle: str = ""  # the target's id of the job, once it is submitted
 
     @property
@@ -79,9 +80,11 @@ class Job:
         """Seconds that ranks may take to save and end when they are asked to."""
         return max(self.launch.signal_s, self.grace_s)
 
-    def train_command(self) -> tuple[str, ...]:
+    def rank_command(self) -> tuple[str, ...]:
         """What every rank runs, as arguments of `python -m armillary`."""
         home = ("--home", str(self.home)) if self.home else ()
+        if self.is_check:
+            return ("launch", "measure", str(self.folder / RECIPE), str(self.folder / CHECK), *home)
         return (
             "train",
             str(self.folder / RECIPE),
@@ -107,7 +110,7 @@ class Job:
             "--interface": shlex.quote(self.launch.interface) if self.launch.interface else "",
         }
         given = [f"{name} {value}" for name, value in options.items() if value]
-        return " ".join((self.python, "-m", "armillary.cluster.node", *given, "--", shlex.join(self.train_command())))
+        return " ".join((self.python, "-m", "armillary.cluster.node", *given, "--", shlex.join(self.rank_command())))
 
 
 # --- jobs/NAME

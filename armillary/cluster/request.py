@@ -71,13 +71,16 @@ def nodes_of(recipe: Recipe, cluster: Cluster) -> Nodes:
     return Nodes(count=count, ranks=per_node, gpus=per_node if has_gpus else 0)
 
 
-def make_job(recipe: Recipe, nodes: Nodes, home: Home, *, target: TargetName, name: str = "") -> Job:
-    """The job of a recipe; it is named after its run."""
+def make_job(
+    recipe: Recipe, nodes: Nodes, home: Home, *, target: TargetName, name: str = "", is_check: bool = False
+) -> Job:
+    """The job of a recipe, which is named after its run, or the check of its nodes."""
     launch = recipe.launch
     if target == "local" and launch.port is None:
         launch = replace(launch, port=free_port())
     taken = {run.name for run in list_runs(home)} | {job.name for job in list_jobs(home)}
     name = name or new_name(taken)
+    name = f"check-{name}" if is_check else name
     own_home = home.work if home.work == home.cache else None
     return Job(
         name=name,
@@ -88,8 +91,9 @@ def make_job(recipe: Recipe, nodes: Nodes, home: Home, *, target: TargetName, na
         num_nodes=nodes.count,
         ranks_per_node=nodes.ranks,
         gpus_per_node=nodes.gpus,
-        restarts=recipe.train.max_restarts,
+        restarts=0 if is_check else recipe.train.max_restarts,
         grace_s=recipe.train.grace_s,
         python=launch.python or ("python3" if launch.image else sys.executable),
         launch=launch,
+        is_check=is_check,
     )

@@ -74,6 +74,8 @@ class Link:
     bytes_per_s: float | None
     latency_s: float | None
     kind: Literal["scale_up", "scale_out", "host", "torus"]
+    is_measured: bool = False
+    """whether bandwidth and latency are what collectives reached on it, not what the wire has"""
     source: str = ""
     note: str = ""
 

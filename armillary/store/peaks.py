@@ -23,6 +23,8 @@ MEASURED = ("flops", "bytes_per_s", "alpha_s", "seconds", "resident_bytes")
 """Measured fields: FLOP/s, bytes/s, latency of a collective, seconds per run, memory in use."""
 BESIDE = "beside"
 """A sub-table of a point with circumstances of the result (spread, clocks, date), which do not identify the case."""
+NETWORK = "network"
+"""device under which links between nodes are stored: they belong to no single one"""
 KINDS: dict[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k", "dtype", "flops"),
     "copy": ("bytes", "bytes_per_s"),

@@ -47,6 +47,7 @@ launch = LaunchGroup(
 @click.option("--nodes", type=int, metavar="N", help="Use N nodes: dp is as large as fills their devices.")
 @click.option("--run", "name", metavar="NAME", help="Resume this run, or begin one of this name.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and what would be submitted; write nothing.")
+@click.option("--check", "is_check", is_flag=True, help="Measure the nodes and their links instead; name outliers.")
 @click.option("--interactive", is_flag=True, help="Slurm: open a shell on the nodes. Else: stay and show the log.")
 def start(
     out: Output,
@@ -57,24 +58,33 @@ def start(
     nodes: int | None,
     name: str | None,
     dry_run: bool,
+    is_check: bool,
     interactive: bool,
 ) -> None:
     """Plan RECIPE, and start its training as a job.
 
     [hardware] states the devices, [launch] how they are asked for. The job runs in this folder, which all nodes must
     share; it is named after its run, saves when it is told to stop, and resumes when it is started again.
+
+    --check starts the same ranks for a minute to measure every device, disk and link; exit code 1 where one is an
+    outlier. What it measures between nodes is used by later plans.
     """
     from armillary.cluster.job import RECIPE
     from armillary.cluster.request import make_job
     from armillary.cluster.targets import TARGETS
 
     asked, placed = _ask(out, home, recipe, overrides, nodes)
-    job = make_job(asked, placed, home, target=target or asked.launch.on, name=name or "")  # type: ignore[arg-type]
+    where: Any = target or asked.launch.on
+    job = make_job(asked, placed, home, target=where, name=name or "", is_check=is_check)
     files = {RECIPE: to_toml(asked), **TARGETS[job.target].files(job)}
     _warn_shared(out, job)
     if dry_run:
         return _show(out, job, placed, files)
     _refuse_live(job)
+    if is_check:
+        from armillary.cli.launch.check import check_nodes
+
+        return check_nodes(out, home, job, asked, files)
     _submit(out, job, placed, files, interactive=interactive)
 
 
@@ -169,6 +179,19 @@ def _stay(out: Output, job: Job) -> None:
         out.say(f"asking job {job.name} to save and end")
         TARGETS[job.target].cancel(job)
         _follow(out, job)
+
+
+@launch.verb
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path))
+def measure(out: Output, home: Home, recipe: Path, file: Path) -> None:
+    """One rank of a check, as `launch --check` starts it: writes FILE."""
+    from armillary.cli.launch.check import measure_rank
+
+    measure_rank(load_recipe(recipe), file)
+
+
+measure.hidden = True
 
 
 # --- jobs

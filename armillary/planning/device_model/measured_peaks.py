@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from armillary.spec.hardware import Chip
+from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.store import nan_safe_json
 from armillary.store.home import Home
 
@@ -23,6 +23,24 @@ def measured_peaks(home: Home, chip: Chip, device: str = "") -> Peaks | None:
     from armillary.store.peaks import load_peaks
 
     return next((peaks for name in names if (peaks := _useful(load_peaks(home, name))) is not None), None)
+
+
+def with_measured_links(home: Home, cluster: Cluster) -> Cluster:
+    """The cluster with the links between nodes as `armillary launch --check` measured them last."""
+    if cluster.num_nodes == 1 or not home.peaks.is_dir():
+        return cluster
+    from armillary.store.peaks import NETWORK, load_peaks
+
+    peaks = load_peaks(home, NETWORK)
+    return replace(cluster, tiers=tuple(_as_measured(tier, peaks) for tier in cluster.tiers)) if peaks else cluster
+
+
+def _as_measured(tier: Tier, peaks: Peaks) -> Tier:
+    seen = peaks.link(tier.link.name)
+    if seen is None:
+        return tier
+    link = replace(tier.link, bytes_per_s=seen[0], latency_s=seen[1], is_measured=True)
+    return replace(tier, link=link, oversubscription=1.0)
 
 
 def cpu_peaks(home: Home, chip: Chip, cores: int, processes: int) -> tuple[Peaks | None, float]:

@@ -93,14 +93,13 @@ class Network:
 
 
 def network(cluster: Cluster, measured: Peaks | None = None) -> Network:
-    """The cluster's tiers as rings; a single chip has none. What was `measured` replaces rate and latency: collectives
-    on this machine those of the innermost tier, and links between nodes those of their tiers."""
+    """The cluster's tiers as rings; a single chip has none. Collectives `measured` on this machine replace rate and
+    latency of the innermost tier, unless that is a network."""
     rings, reach = [], 1
     for tier in cluster.tiers:
         reach *= tier.count
-        seen = measured.link(tier.link.name) if measured else None
-        speed, latency = seen or link_speed(tier)
-        share = 1.0 if seen else SCALE_OUT if tier.link.kind == "scale_out" else SCALE_UP
+        speed, latency = link_speed(tier)
+        share = 1.0 if tier.link.is_measured else SCALE_OUT if tier.link.kind == "scale_out" else SCALE_UP
         rings.append(Ring(reach=reach, bytes_per_s=speed * share, latency_s=latency))
     on_machine = bool(rings) and cluster.tiers[0].link.kind != "scale_out"
     known = _measured_link(measured, cluster.fast_domain) if measured and on_machine else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, has_fused_block
-from armillary.planning.device_model.measured_peaks import cpu_peaks, measured_peaks
+from armillary.planning.device_model.measured_peaks import cpu_peaks, measured_peaks, with_measured_links
 from armillary.planning.training.train_case import Lora, TrainCase, lora_of, read_lora
 from armillary.profiling.dtypes.choice import Resolved, resolve_training
 from armillary.spec import catalogue
@@ -63,7 +63,7 @@ def resolve(
         else resolve_training(recipe.layout, model, job, cluster, home)
     )
     recipe = replace(recipe, layout=replace(recipe.layout, precision=resolved.dtype))
-    cluster, measured, share, notes = _devices(cluster, recipe.layout, home)
+    cluster, measured, share, notes = _devices(with_measured_links(home, cluster), recipe.layout, home)
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     case = TrainCase(
         model=model,
@@ -97,20 +97,16 @@ def _devices(cluster: Cluster, layout: Layout, home: Home) -> tuple[Cluster, Pea
     if cluster.chip.kind == "cpu" and cluster.name == "here":
         return _cpu(cluster, layout.num_devices, home)
     measured = measured_peaks(home, cluster.chip)
-    return cluster, measured, 1.0, _unknown_links(cluster.tiers, measured)
+    return cluster, measured, 1.0, _unknown_links(cluster.tiers)
 
 
-def _unknown_links(tiers: Sequence[Tier], measured: Peaks | None) -> tuple[str, ...]:
+def _unknown_links(tiers: Sequence[Tier]) -> tuple[str, ...]:
     """A note for each link whose speed is neither in the catalogue nor measured."""
     unknown = [tier.link for tier in tiers if tier.link.bytes_per_s is None]
-    return tuple(
-        f"the speed of {link.title} is unknown: {_REMEDY[link.kind == 'scale_out']}"
-        for link in unknown
-        if measured is None or measured.link(link.name) is None
-    )
+    return tuple(f"the speed of {link.title} is unknown: {_REMEDY[link.kind == 'scale_out']}" for link in unknown)
 
 
-_REMEDY = {False: "armillary bench collectives measures it", True: "name the link with --set hardware.network=NAME"}
+_REMEDY = {False: "armillary bench collectives measures it", True: "armillary launch --check measures it"}
 
 
 def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
@@ -139,7 +135,7 @@ def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks |
         Cluster(name="here", chip=part, tiers=(*tiers, *network)),
         measured,
         share,
-        (*notes, *_unknown_links(network, measured)),
+        (*notes, *_unknown_links(network)),
     )
 
 

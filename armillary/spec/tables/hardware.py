@@ -37,7 +37,7 @@ class HardwareTable:
     nodes: int = 1
     """with here: machines like this one, which armillary launch starts; other strings state their number themselves"""
     network: str = ""
-    """with nodes: link between them (a name in the catalogue); empty: unknown"""
+    """with nodes: link between them (a name in the catalogue); empty: unknown until armillary launch --check"""
 
     def __post_init__(self) -> None:
         if self.on != "here" and (self.chip or self.tiers):

@@ -1,0 +1,142 @@
+"""`armillary launch --check`: measure the nodes of a job before it starts, name outliers, keep the measured link."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from armillary.cli.main import BUG
+from armillary.cli.output import Output
+from armillary.errors import ArmillaryError
+from armillary.spec.recipe import Recipe
+from armillary.store.home import Home
+from armillary.units import bytes_text, scaled, seconds_text
+
+if TYPE_CHECKING:
+    from armillary.cluster.job import Job
+    from armillary.cluster.preflight import Verdict
+    from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe
+
+POLL_S = 1.0
+SHOWN_RANKS = 16
+REPEATS = 4
+"""times that outliers are measured again: a busy machine disturbs some measurements, a slow part is slow in all"""
+
+
+class CheckFailed(ArmillaryError):
+    """The ranks of a check did not come to an end."""
+
+
+# --- on a rank
+
+
+def measure_rank(recipe: Recipe, file: Path) -> None:
+    """Measure as one of the ranks that torchrun started; the main rank writes the file."""
+    from armillary.cluster.preflight import judge_probe
+    from armillary.parallel.probe_ranks import probe_ranks
+    from armillary.parallel.world import join_world
+    from armillary.store.cluster_probe import best_of, write_probe
+    from armillary.training.loop import make_consensus
+
+    with join_world() as world:
+        ranks = make_consensus(world)
+        probe = probe_ranks(recipe.layout, world, ranks, file.parent)
+        for _ in range(REPEATS):  # every rank has all figures, so that all come to the same verdict
+            if judge_probe(probe).is_healthy:
+                break
+            probe = best_of(probe, probe_ranks(recipe.layout, world, ranks, file.parent))
+        if world.is_main:
+            write_probe(file, probe)
+
+
+# --- where it was asked for
+
+
+def check_nodes(out: Output, home: Home, job: Job, recipe: Recipe, files: dict[str, str]) -> None:
+    """Start the check's ranks, wait for them, and say what they measured."""
+    from armillary.cli.plan.options import find_cluster
+    from armillary.cluster.preflight import judge_probe
+    from armillary.store.cluster_probe import read_probe
+
+    result = _run(out, job, files)
+    probe, cluster = read_probe(result), find_cluster(recipe)
+    verdict = judge_probe(probe, cluster)
+    _say(out, probe, verdict, job)
+    if probe.network is not None and job.target != "local":  # whose nodes are one machine
+        names = [tier.link.name for tier in cluster.tiers if tier.link.kind == "scale_out"]
+        keep_link(home, names[0] if names else "network", probe.network)
+    answer = {"healthy": verdict.is_healthy, "outliers": verdict.outliers, "excluded": verdict.excluded, "probe": probe}
+    out.result(answer, quiet=[outlier.text for outlier in verdict.outliers])
+    if not verdict.is_healthy:
+        click.get_current_context().exit(BUG)
+
+
+def _run(out: Output, job: Job, files: dict[str, str]) -> Path:
+    """The file that the ranks wrote."""
+    from armillary.cli.launch.launch import state_of
+    from armillary.cluster.job import CHECK, note_handle, write_job
+    from armillary.cluster.targets import TARGETS
+
+    result = job.folder / CHECK
+    result.unlink(missing_ok=True)
+    write_job(job, files)
+    job = note_handle(job, TARGETS[job.target].submit(job))
+    try:
+        with out.progress("checking", unit="s") as bar:
+            while (state := state_of(job)).is_live:
+                time.sleep(POLL_S)
+                bar.update(POLL_S, state=state.state)
+    except BaseException:
+        TARGETS[job.target].cancel(job)
+        raise
+    if not result.is_file():
+        why = f" ({state.detail})" if state.detail else ""
+        raise CheckFailed(f"the check {state.state}{why} without a result; see armillary launch logs {job.name}")
+    return result
+
+
+def keep_link(home: Home, name: str, network: LinkProbe) -> None:
+    """Store the link between nodes, for later plans."""
+    from armillary.store.peaks import BESIDE, NETWORK, new_peaks, save_peaks
+
+    point = {"link": name, "alpha_s": network.latency_s, "bytes_per_s": network.bytes_per_s}
+    circumstances = {"date": time.strftime("%Y-%m-%d"), "nodes": len(network.ranks)}
+    save_peaks(home, new_peaks(NETWORK).with_points("link", [{**point, BESIDE: circumstances}]))
+
+
+def _say(out: Output, probe: ClusterProbe, verdict: Verdict, job: Job) -> None:
+    out.table("", ["rank", "node", "GEMM", "memory", "disk"], [_row(each) for each in probe.ranks[:SHOWN_RANKS]])
+    if len(probe.ranks) > SHOWN_RANKS:
+        out.say(f"… and {len(probe.ranks) - SHOWN_RANKS} more ranks")
+    for what, links in (("links", probe.links), ("groups", probe.groups)):
+        for axis in dict.fromkeys(link.axis for link in links):
+            rates = sorted(link.bytes_per_s for link in links if link.axis == axis)
+            out.say(f"{axis}, {len(rates)} {what}: {bytes_text(rates[0])}/s to {bytes_text(rates[-1])}/s")
+    if probe.network is not None:
+        speed, latency = bytes_text(probe.network.bytes_per_s), seconds_text(probe.network.latency_s)
+        out.say(f"between nodes: {speed}/s, {latency} per step of a ring")
+    for outlier in verdict.outliers:
+        out.warn(outlier.text)
+    if verdict.is_healthy:
+        out.say(f"all {len(probe.ranks)} ranks and their links are alike ({probe.seconds:.0f} s)")
+    elif verdict.excluded:
+        out.say(exclude_text(job, verdict.excluded))
+
+
+def _row(probe: RankProbe) -> list[object]:
+    disk = f"{bytes_text(probe.disk_bytes_per_s)}/s" if probe.disk_bytes_per_s else None
+    gemm, memory = f"{scaled(probe.gemm_flops)}FLOP/s", f"{bytes_text(probe.copy_bytes_per_s)}/s"
+    return [probe.rank, probe.node, gemm, memory, disk]
+
+
+def exclude_text(job: Job, nodes: tuple[str, ...]) -> str:
+    """How to start the job without these nodes."""
+    names = ",".join(nodes)
+    if job.target == "slurm":
+        return f"leave them out with --set launch.options=--exclude={names}"
+    if job.target == "ssh":
+        return f"leave {names} out of launch.hosts"
+    return f"outliers: {names}"
