@@ -85,13 +85,25 @@ def _start(world: World, timeout_s: float) -> None:
     )  # torch records the last collectives, for the verdict on a hang
     if nccl:
         torch.cuda.set_device(world.device)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=_store_of_start(os.environ, timeout),
         rank=world.rank,
         world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=world.device if nccl else None,
     )
+
+
+def _store_of_start(env: Mapping[str, str], timeout: timedelta) -> dist.Store | None:
+    """The store of torchrun's agent, with keys of this start's own: the agent keeps it over restarts, and with it the
+    addresses of the ranks before. None: torch finds or makes the store."""
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    place = env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT")
+    agent = dist.TCPStore(*place, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"start/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", agent)
 
 
 # --- what a launcher set

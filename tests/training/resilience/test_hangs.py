@@ -135,5 +135,5 @@ def test_ranks_of_torchrun_are_watched_by_one_of_them(
     assert verdict is not None and (verdict.cause, verdict.rank) == (cause, 1), ended.stderr
     assert verdict.time - mark.stat().st_mtime < WITHIN_S and verdict.text in ended.stderr
     assert ended.returncode == 0, ended.stderr
-    outcome = nan_safe_json.loads(ended.stdout.strip().splitlines()[-1])
+    outcome = nan_safe_json.loads(ended.stdout)
     assert outcome["finished"] and outcome["resumed_at"] == 20
