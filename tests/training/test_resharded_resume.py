@@ -70,7 +70,9 @@ def trained(begun: ResolvedRun, run: Run, ranks: Ranks) -> tuple[int, dict[int, 
     count, plan = begun.plan.layout.num_devices, begun.plan.to_json()
     single = count == 1
     answers: list[Any] = (
-        [run_rank(plan, str(run.folder))] if single else ranks.run(count, run_rank, plan, str(run.folder))
+        [run_rank(plan, str(run.folder))]
+        if single
+        else ranks.run(count, run_rank, plan, str(run.folder), timeout_s=600)
     )
     read: Rows = {}
     for _, seen in answers:
