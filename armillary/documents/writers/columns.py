@@ -15,7 +15,7 @@ def column_shares(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list
         texts = [head, *(row[i] for row in rows)]
         word = max(min(len(word), LONGEST_WORD) for text in texts for word in text.split() or [""])
         longest = min(LONGEST_TEXT, max(len(text) for text in texts))
-        weights.append(max(word, longest) + 3.0 if numbers[i] else max(word + 3.0, longest**0.88))
+        weights.append(max(word, longest) + 5.0 if numbers[i] else max(word + 4.0, longest**0.88))
     return [weight / sum(weights) for weight in weights]
 
 
