@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images often forbid byte code, and every process would compile the whole package again: seconds each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-gpu test-services peers lint sizes docs setup clean
+.PHONY: help demo test test-all test-gpu test-nccl test-services peers lint sizes docs setup clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -37,6 +37,9 @@ test-all: $(READY) lint ## also the slow tests
 
 test-gpu: $(READY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu
+
+test-nccl: $(READY) ## on a machine with two GPUs: the agreement rows over NCCL, as a table to paste into docs/parallel.md
+	@$(BIN)/python -m tests.ranks_on_gpus --ranks 2
 
 test-services: $(READY) $(RAY_READY) ## with real services: Redis, nginx, Slurm, Chromium and LibreOffice from Debian, Ray from PyPI
 	@$(call install_services)

@@ -22,14 +22,17 @@ from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.sharded_weights import load_shard
 from armillary.engine.runner.tensor_parallel import Leader, check_shardable, follow, world_group
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import BadInput
+from armillary.kernels.core.dtype import parse_dtype
 from armillary.model.device import pick_device
 from armillary.model.generation_config import sampling_defaults
 from armillary.model.text.tokenizer import Tokenizer, eos_ids_of
 from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.collectives import Group, all_reduce
+from armillary.parallel.mesh import machines_of
 from armillary.parallel.world import World
 from armillary.profiling.ceilings.ceilings import name_of
 from armillary.profiling.dtypes.choice import resolve_serving, serving_shape
@@ -82,7 +85,18 @@ class LLM:
         serve = serve or Serve()
         where = world.device if world else pick_device(device)
         dtype = dtype or dtype_to_load(source, serve, home or Home.default(), where, group)
-        loaded = load_model(source.folder, dtype=dtype, device=where)
+        loaded = (
+            load_model(source.folder, dtype=dtype, device=where)
+            if world is None or group is None
+            else load_shard(
+                source.folder,
+                source.config,
+                dtype=parse_dtype(dtype),
+                device=where,
+                group=group,
+                machines=machines_of(world),
+            )
+        )
         if phase is not None:
             phase("weights", time.monotonic() - begin)
         has_text = (source.folder / "tokenizer.json").is_file()

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.model.transformer import Put, Transformer, generator_of
+from armillary.model.random_values import PartOf, all_of, fill_uniform
+from armillary.model.transformer import Transformer
 from armillary.spec.lora import Target
 
 # r rank, A matrices A of a module, I inputs, O outputs, P rows of B: those of the outputs that are adapted
@@ -77,13 +78,11 @@ def attach(model: Transformer, wanted: dict[str, Target], *, rank: int, scale: f
 
 
 @torch.no_grad()
-def draw(model: nn.Module, *, seed: int, put: Put = Tensor.copy_) -> None:
-    """Initialise adapters: A uniform within 1/√inputs (as in peft), seeded by name so that every layout starts alike; B
-    zero, so that the model starts unchanged."""
+def draw(model: nn.Module, *, seed: int, part_of: PartOf = all_of) -> None:
+    """Initialise adapters: A uniform within 1/√inputs (as in peft), the same in every layout; B zero, so that the model
+    starts unchanged. `part_of` gives this process's part of a sharded parameter."""
     for name, module in adapters(model):
-        generator = generator_of(seed, f"{name}.lora_a")
-        bound = module.target.inputs**-0.5
-        a, b = (module._parameters[name] for name in NAMES)  # as registered, not what a sharded class shows
+        a, b = (module._parameters[each] for each in NAMES)  # as registered, not what a sharded class shows
         assert a is not None and b is not None
-        put(a, torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        fill_uniform(part_of(a), seed=seed, name=f"{name}.lora_a", bound=module.target.inputs**-0.5)
         b.zero_()

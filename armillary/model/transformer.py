@@ -11,7 +11,6 @@ test_executor.py).
 """
 
 from collections.abc import Callable
-from hashlib import blake2b
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +25,12 @@ from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm, hidden_norm
 from armillary.model.layers.rope import RotaryTable
 from armillary.model.moe.experts import MixtureOfExperts, Router
+from armillary.model.random_values import PartOf, all_of, fill_normal
 from armillary.model.supported_shapes import refuse_unbuildable
 from armillary.spec.model import LayerKind, ModelConfig
 
 # B batch, T tokens, H hidden, V vocabulary
 Progress = Callable[[int, int], None]
-Put = Callable[[Tensor, Tensor], object]  # put(parameter, unsharded tensor): how a weight is filled
 
 
 class Block(nn.Module):
@@ -132,12 +131,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(
-        self, *, seed: int, std: float = 0.02, progress: Progress | None = None, put: Put = Tensor.copy_
+        self, *, seed: int, std: float = 0.02, progress: Progress | None = None, part_of: PartOf = all_of
     ) -> None:
         """Random weights: normal(std), projections back into the residual stream divided by sqrt(2·layers).
 
-        Each tensor has its own generator, seeded by (seed, name), so a pipeline stage draws the same weights as the
-        complete model. A tensor is drawn unsharded; `put` may keep a shard of it.
+        A value depends on the seed, the tensor's name and its position in the full tensor only: stages and shards
+        (`part_of` gives this process's) draw the same weights as the complete model.
         """
         into_residual = std / (2 * self.config.num_layers) ** 0.5
         for module in self.modules():
@@ -154,10 +153,8 @@ class Transformer(nn.Module):
                 continue
             if name == "output.weight" and self.config.tied:
                 name = "embedding.weight"  # a last stage without the embedding holds a copy
-            generator = generator_of(seed, name)
             width = into_residual if name.endswith(("out.weight", "down.weight", "down_EHF")) else std
-            drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, width, generator=generator)
-            put(parameter, drawn)
+            fill_normal(part_of(parameter), seed=seed, name=name, std=width)
 
 
 def build(
@@ -196,9 +193,3 @@ def _mlp(config: ModelConfig, kind: LayerKind) -> nn.Module:
 
 def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def generator_of(seed: int, name: str) -> torch.Generator:
-    """Seeded by (seed, name): the same in every process and version of Python."""
-    digest = blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))

@@ -113,6 +113,11 @@ def _own_group(lines: torch.Tensor, world: World) -> dist.ProcessGroup | None:
     return next(group for line, group in groups.items() if world.rank in line)
 
 
+def machines_of(world: World) -> tuple[str, ...]:
+    """The machine of every rank; every rank calls it."""
+    return tuple(machine for machine, _ in _neighbours(world))
+
+
 def _neighbours(world: World) -> list[tuple[str, int]]:
     """(machine, number on it) of every rank."""
     places: list[tuple[str, int]] = [("", 0)] * world.size

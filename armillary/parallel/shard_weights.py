@@ -1,9 +1,10 @@
-"""Weights into shards and out of them, one tensor at a time: no device ever holds a full model that it shards.
+"""Weights into shards and out of them, a block at a time: no rank ever holds a full tensor that it shards.
 
-A model is built on meta, sharded, given memory, and then every tensor is drawn or read in full on the host and this
-rank keeps its shard; so every layout starts from the same weights.
+A model is built on meta, sharded and given memory; then every rank draws its own values, or reads its own slices of the
+stored tensors. Every layout starts from the same weights, bit for bit.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +15,14 @@ from torch.distributed.tensor import DTensor, Placement
 
 from armillary.model import lora
 from armillary.model.moe.experts import Router
+from armillary.model.random_values import Part, all_of
 from armillary.model.transformer import Progress, Transformer
-from armillary.model.weights.hf_weights import check_head, fill
-from armillary.model.weights.safetensors_folder import TensorFolder
+from armillary.model.weights.hf_weights import full_names
 from armillary.parallel.collectives import Group, all_gather
+from armillary.parallel.consensus import Consensus
+from armillary.parallel.loading.model_folder import load_folder
+from armillary.parallel.loading.read_plan import Need, box_need, shard_box
+from armillary.parallel.loading.shard_loader import Loaded
 from armillary.parallel.local_tensors import local_shard
 
 
@@ -31,34 +36,55 @@ def materialise(model: Transformer, device: torch.device | str) -> None:
 
 @torch.no_grad()
 def fill_random(model: Transformer, *, seed: int, progress: Progress | None = None) -> None:
-    """This rank's shard of what (seed, name) draws for each tensor; adapters included."""
-    model.initialize(seed=seed, progress=progress, put=copy_shard)
+    """This rank's shard of the random weights of a seed; adapters included."""
+    model.initialize(seed=seed, progress=progress, part_of=local_part)
     fill_adapters(model, seed=seed)
 
 
 @torch.no_grad()
-def fill_from(model: Transformer, folder: Path | str, *, seed: int = 0, progress: Progress | None = None) -> None:
-    """The weights of a Hugging Face folder; adapters, which no folder has, are drawn."""
-    with TensorFolder(Path(folder)) as stored:
-        check_head(model.config, stored)
-        fill(model, stored, progress, put=copy_shard)
+def fill_from(
+    model: Transformer,
+    folder: Path | str,
+    *,
+    seed: int = 0,
+    ranks: Consensus | None = None,
+    machines: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Loaded:
+    """The weights of a Hugging Face folder; adapters, which no folder has, are drawn. With `ranks`, which all call this
+    together, and the machine of each of them, every byte is read once per machine."""
+    stored = {name: tensor for name, tensor in full_names(model).items() if not name.endswith(lora.NAMES)}
+    targets, needs = local_needs(stored)
+    loaded = load_folder(model, folder, targets, needs, ranks=ranks, machines=machines, progress=progress)
     fill_adapters(model, seed=seed)
+    return loaded
 
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, *, seed: int) -> None:
-    lora.draw(model, seed=seed, put=copy_shard)
+    lora.draw(model, seed=seed, part_of=local_part)
 
 
-@torch.no_grad()
-def copy_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of a full tensor into a parameter."""
+def local_needs(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Need]]:
+    """This rank's part of each tensor, and what of the tensor that is."""
+    parts = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
+    needs = {name: box_need(part.shape, part.offsets, part.local.shape) for name, part in parts.items()}
+    return {name: part.local for name, part in parts.items()}, needs
+
+
+def local_part(parameter: Tensor) -> Part:
+    """What this rank holds of a parameter."""
     if not isinstance(parameter, DTensor):
-        parameter.copy_(full)
-        return
-    for mesh, placement in _shardings(parameter):
-        full = local_shard(full, placement, mesh.size(), mesh.get_local_rank())
-    parameter._local_tensor.copy_(full)
+        return all_of(parameter)
+    shards = [
+        (int(placement.dim), mesh.size(), mesh.get_local_rank())  # type: ignore[attr-defined]
+        for mesh, placement in _shardings(parameter)
+        if not placement.is_replicate()
+    ]
+    offsets, sizes = shard_box(parameter.shape, shards)
+    local = parameter._local_tensor
+    assert tuple(local.shape) == sizes, f"a shard of {list(local.shape)} where {list(sizes)} are planned"
+    return Part(local, offsets, tuple(parameter.shape))
 
 
 @torch.no_grad()

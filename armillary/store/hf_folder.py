@@ -47,13 +47,18 @@ def _indexed(folder: Path) -> list[str]:
     """File names from the index of a sharded model."""
     if not (folder / INDEX).is_file():
         return []
-    table = _read_object(folder / INDEX).get("weight_map")
+    return index_files(_read_bytes(folder / INDEX), str(folder / INDEX))
+
+
+def index_files(content: bytes, where: str) -> list[str]:
+    """File names from an index; `where` it is, for errors."""
+    table = _parsed(content, where).get("weight_map")
     if not isinstance(table, dict) or not table:
-        raise BadModel(f"{folder / INDEX} has no weight_map; download or export the model again")
+        raise BadModel(f"{where} has no weight_map; download or export the model again")
     names = {str(name) for name in table.values()}
     outside = sorted(name for name in names if Path(name).name != name)
     if outside:
-        raise BadModel(f"{folder / INDEX} points outside its folder ({outside[0]}); take the model from its publisher")
+        raise BadModel(f"{where} points outside its folder ({outside[0]}); take the model from its publisher")
     return sorted(names)
 
 
@@ -77,16 +82,25 @@ def _no_weights(folder: Path) -> BadModel:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    return _parsed(_read_bytes(path), str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
-        value = json.loads(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
         raise NotFound(f"no file {path}; check the name") from None
     except OSError as error:
         raise BadModel(f"{path} cannot be read ({error.strerror}); check its type and permissions") from None
+
+
+def _parsed(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise BadModel(f"{path} is not JSON ({error}); download or export it again") from None
+        raise BadModel(f"{where} is not JSON ({error}); download or export it again") from None
     if not isinstance(value, dict):
-        raise BadModel(f"{path} is not a JSON object; download or export it again")
+        raise BadModel(f"{where} is not a JSON object; download or export it again")
     return value
 
 

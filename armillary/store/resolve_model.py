@@ -18,21 +18,30 @@ from armillary.store.home import Home
 from armillary.store.progress import Progress, silent
 from armillary.store.registry.open_registry import PREFIX, open_registry, split_address
 from armillary.store.registry.release import Release
+from armillary.store.remote import is_url
+from armillary.store.remote_model import local_files, weights_url
 from armillary.store.runs import Run, find_run, is_run_folder, list_runs, run_names
 
-Origin = Literal["catalogue", "folder", "config", "hub", "run", "release"]
+Origin = Literal["catalogue", "folder", "config", "hub", "run", "release", "store"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model and its source. `folder` has its weights; `files` has config.json and tokenizer even without them."""
+    """A model and its source. `folder` has its weights; `files` has config.json and tokenizer even without them. `url`
+    is set where the weights stay in a store."""
 
     name: str
     config: ModelConfig
     folder: Path | None = None
     files: Path | None = None
+    url: str = ""
     origin: Origin
     release: Release | None = None  # of the registry
+
+    @property
+    def weights(self) -> str:
+        """Where any machine finds the weights; empty without."""
+        return self.url or str(self.folder or "")
 
 
 def resolve_model(
@@ -53,6 +62,8 @@ def resolve_model(
         release = _from_release(text, home, need_weights, fetch_progress, trusted_keys)
         assert release is not None, "a release that is not there is an error"
         return release
+    if is_url(text):
+        return _from_store(text, home)
     source = (
         _from_path(path, need_weights)
         or _from_catalogue(text, need_weights)
@@ -69,6 +80,13 @@ def resolve_model(
 
 
 # --- one function per kind; None where `text` is not of that kind
+
+
+def _from_store(url: str, home: Home) -> ModelSource:
+    folder = local_files(url, home)
+    name = url.rstrip("/").rpartition("/")[2]
+    config = from_hf(read_config(folder), name=name)
+    return ModelSource(name=name, config=config, folder=folder, files=folder, url=weights_url(folder), origin="store")
 
 
 def _from_path(path: Path, need_weights: bool) -> ModelSource | None:

@@ -15,13 +15,13 @@ from armillary.errors import BadData, BadInput, NotFound
 from armillary.spec.tables.train import Data, TrainJob, shares
 from armillary.store.atomic import staged_folder
 from armillary.store.home import Home
+from armillary.store.remote import Remote, is_url
 from armillary.training.data.batch import BatchSource
 from armillary.training.data.batch_sources import Batches, Blend, HeldOut, SourceOrder, Validation
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.corpus_survey import Progress, survey
 from armillary.training.data.inspect_shards import document_lengths
 from armillary.training.data.object_store_cache import Cache
-from armillary.training.data.remote import Remote, is_url
 from armillary.training.data.row_packing import Packing
 from armillary.training.data.shard_index import NAME, SPLITS
 from armillary.training.data.shards import TokenShards

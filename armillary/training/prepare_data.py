@@ -16,11 +16,11 @@ from armillary.errors import ArmillaryError, BadInput, BadModel, one_line
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import LARGEST, SMALLEST
 from armillary.store.atomic import Taken, staged_folder
+from armillary.store.remote import is_url
 from armillary.training.chat_data.prepare import make_chat
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.corpus_survey import Progress
 from armillary.training.data.object_store_cache import Cache
-from armillary.training.data.remote import is_url
 from armillary.training.data.shard_index import NAME, SPLITS, Index
 from armillary.training.data.shards import SHARD_TOKENS, TokenShards
 from armillary.training.data.tokenize_corpus import encode_corpus

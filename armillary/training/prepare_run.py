@@ -201,7 +201,7 @@ def resolve_run(
         layout=replace(recipe.layout, precision=dtype.dtype),
         train=replace(job, compile=job.compiled),
         data=data,
-        weights=str(source.folder or ""),
+        weights=source.weights,
         chosen={"layout.precision": dtype.reason} if dtype.reason else {},
         notes=(*filter(None, [dtype.warning]), *notes_of(config, recipe.layout, job)),
     )
@@ -232,7 +232,7 @@ def model_source(recipe: Recipe, home: Home) -> ModelSource:
     release or a Hub id starts from its weights, unless the recipe asks for its shape only."""
     source = resolve_model(recipe.model.source, home, need_weights=False)
     if recipe.train.from_scratch:
-        return replace(source, folder=None)
+        return replace(source, folder=None, url="")
     shape_only = source.origin in ("catalogue", "config")
     return source if shape_only else resolve_model(recipe.model.source, home, need_weights=True)
 

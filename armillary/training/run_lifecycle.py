@@ -116,7 +116,7 @@ class RunLifecycle:
         trainer.telemetry.progress.step = step - 1
         about = trainer.ranks.run_on_all(lambda: checkpoint.read_facts(folder))
         trainer.ranks.run_on_all(lambda: self._check_text(about))
-        checkpoint.load(folder, self._tensors(), trainer.ranks)
+        checkpoint.load(folder, self._tensors(), trainer.ranks, trainer.mesh.machines)
         if isinstance(trainer.optimizer, HostAdamW):
             trainer.optimizer.upload_weights()
         if about["ranks"] != trainer.ranks.size:

@@ -11,6 +11,7 @@ from armillary.cli.output import Output, path_text
 from armillary.errors import BadInput, BadLayout
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
+from armillary.store.remote import is_url
 from armillary.units import count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def say_start(out: Output, begun: ResolvedRun, predicted: TrainingPlan) -> None:
     from armillary.spec.arithmetic.params import parameters
 
     plan = begun.plan
-    origin = f"from the weights in {path_text(Path(plan.weights))}" if plan.weights else "from scratch"
+    place = plan.weights if is_url(plan.weights) else path_text(Path(plan.weights))
+    origin = f"from the weights in {place}" if plan.weights else "from scratch"
     count = count_text(parameters(plan.model).total)
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
     rows = [

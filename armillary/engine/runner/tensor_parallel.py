@@ -14,6 +14,7 @@ from torch import Tensor
 
 from armillary.engine.runner.executor import FastExecutor, Launched
 from armillary.engine.runner.layer import Dense, Layer, LinearFn, free_weights, full_qk_norm, linears_of
+from armillary.engine.runner.sharded_weights import is_sharded, qkv_rows
 from armillary.engine.scheduler.decision import Decision
 from armillary.errors import BadLayout
 from armillary.model.moe.experts import MixtureOfExperts
@@ -49,10 +50,13 @@ def check_shardable(config: ModelConfig, size: int) -> None:
 
 
 def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
-    """Leave this rank its shard of every GEMM."""
+    """Leave this rank its shard of every GEMM: the weights are cut, or were loaded as shards (`load_shard`)."""
     check_shardable(config, group.size)
+    loaded = is_sharded(executor.forward.model)
     for layer in executor.forward.layers:
-        _shard_layer(layer, config, group)
+        if not loaded:
+            _shard_weights(layer, config, group)
+        _shard_rest(layer, config, group)
     forward = executor.forward
     forward.reduce = lambda x: all_reduce(x, group)
     if config.qk_norm == "all":
@@ -65,47 +69,52 @@ def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
         )
     if forward.kernels.small is not None:
         forward.kernels = replace(forward.kernels, small=None)  # every rank would add its residual
-    forward.head = _shard_head(forward.head, forward.model.config.vocab, group)
+    forward.head = _shard_head(forward.head, forward.model.config.vocab, group, loaded=loaded)
     for block in forward.model.blocks.values():
         free_weights(*linears_of(block))
 
 
-def _shard_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
-    heads, size, rank = config.heads, group.size, group.rank
-    local, dim = heads // size, config.head_dim
+def _shard_weights(layer: Layer, config: ModelConfig, group: Group) -> None:
+    size, rank = group.size, group.rank
+    local = config.heads // size * config.head_dim
     layer.qkv = _shard_qkv(_plain(layer.qkv), config, group)
-    columns = slice(rank * local * dim, (rank + 1) * local * dim)
-    layer.out = _columns(_plain(layer.out), columns, first=rank == 0)
+    layer.out = _columns(_plain(layer.out), slice(rank * local, (rank + 1) * local))
     if layer.up is not None and layer.down is not None:
         up, down = _plain(layer.up), _plain(layer.down)
         inner, rows = down.weight.shape[1] // size, len(up.weight) // size
         layer.up = _rows(up, slice(rank * rows, (rank + 1) * rows))
-        layer.down = _columns(down, slice(rank * inner, (rank + 1) * inner), first=rank == 0)
+        layer.down = _columns(down, slice(rank * inner, (rank + 1) * inner))
     else:
         assert isinstance(layer.mixture, MixtureOfExperts)
         _shard_mixture(layer.mixture, group)
-    local_heads = slice(rank * local, (rank + 1) * local)
+
+
+def _shard_rest(layer: Layer, config: ModelConfig, group: Group) -> None:
+    """What belongs to heads; and biases of sums over ranks, which the first rank adds."""
+    local = config.heads // group.size
+    local_heads = slice(group.rank * local, (group.rank + 1) * local)
     sinks, slopes = layer.options.sinks_N, layer.options.slopes_N
     layer.options = replace(
         layer.options,
         sinks_N=None if sinks is None else sinks[local_heads].contiguous(),
         slopes_N=None if slopes is None else slopes[local_heads].contiguous(),
     )
+    if not group.rank:
+        return
+    for summed in (layer.out, layer.down):
+        if summed is not None:
+            _plain(summed).bias = None
+    if layer.mixture is not None and layer.mixture.experts.down_bias_EH is not None:
+        layer.mixture.experts.down_bias_EH.data.zero_()
 
 
 def _shard_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
     """Full groups of [q…, k, v]; where ranks share a KV head, its queries are sharded and its key and value
     replicated."""
-    members, dim = config.heads // config.kv_heads, config.head_dim
-    rows = torch.arange(len(qkv.weight), device=qkv.weight.device).view(config.kv_heads, members + 2, dim)
-    if config.kv_heads >= group.size:
-        local_rows = rows.chunk(group.size)[group.rank].flatten()
-    else:
-        sharers = group.size // config.kv_heads
-        head, part = divmod(group.rank, sharers)
-        queries = rows[head, :members].chunk(sharers)[part].flatten()
-        local_rows = torch.cat((queries, rows[head, members:].flatten()))
-    return Dense(qkv.weight[local_rows].contiguous(), None if qkv.bias is None else qkv.bias[local_rows].contiguous())
+    spans = qkv_rows(config, group)
+    weight, bias = (None if x is None else torch.cat([x[a:b] for a, b in spans]) for x in (qkv.weight, qkv.bias))
+    assert weight is not None
+    return Dense(weight, bias)
 
 
 def _shard_mixture(mixture: MixtureOfExperts, group: Group) -> None:
@@ -118,14 +127,11 @@ def _shard_mixture(mixture: MixtureOfExperts, group: Group) -> None:
     experts.up_E2FH, experts.down_EHF = local_shard(experts.up_E2FH, 1), local_shard(experts.down_EHF, 2)
     if experts.up_bias_E2F is not None:
         experts.up_bias_E2F = local_shard(experts.up_bias_E2F, 1)
-    if experts.down_bias_EH is not None and group.rank:
-        zeros = torch.zeros_like(experts.down_bias_EH)
-        experts.down_bias_EH = torch.nn.Parameter(zeros, requires_grad=False)  # the first rank adds it
     if shared is not None:
         shared.up.weight, shared.down.weight = local_shard(shared.up.weight, 0), local_shard(shared.down.weight, 1)
 
 
-def _shard_head(head: LinearFn, vocab: int, group: Group) -> LinearFn:
+def _shard_head(head: LinearFn, vocab: int, group: Group, *, loaded: bool) -> LinearFn:
     """Vocabulary-parallel logits, all-gathered; a tied weight stays unsharded on each rank."""
     model: Any = getattr(head, "__self__", None)
     assert model is not None, "the head is the model's own"
@@ -133,9 +139,10 @@ def _shard_head(head: LinearFn, vocab: int, group: Group) -> LinearFn:
     share = -(-vocab // group.size)
     local_rows = slice(group.rank * share, min(vocab, (group.rank + 1) * share))
     short = share - (local_rows.stop - local_rows.start)
-    part = Dense(weight[local_rows], None if bias is None else bias[local_rows])
+    own = weight if loaded and model.output is not None else weight[local_rows]
+    part = Dense(own, None if bias is None else bias[local_rows])
     if model.output is not None:
-        part.weight = part.weight.clone()
+        part.weight = part.weight if loaded else part.weight.clone()
         free_weights(model.output)
 
     def logits(x: Tensor) -> Tensor:
@@ -149,9 +156,8 @@ def _rows(linear: Dense, rows: slice) -> Dense:
     return Dense(linear.weight[rows].contiguous(), None if linear.bias is None else linear.bias[rows].contiguous())
 
 
-def _columns(linear: Dense, columns: slice, *, first: bool) -> Dense:
-    """The bias is added once, by the first rank."""
-    return Dense(linear.weight[:, columns].contiguous(), linear.bias if first else None)
+def _columns(linear: Dense, columns: slice) -> Dense:
+    return Dense(linear.weight[:, columns].contiguous(), linear.bias)
 
 
 def _plain(linear: LinearFn) -> Dense:

@@ -21,7 +21,7 @@ from torch import Tensor
 from armillary.errors import BadInput, BadModel
 from armillary.kernels.core.dtype import HF_NAMES, parse_dtype
 from armillary.model.lora import NAMES as ADAPTERS
-from armillary.model.transformer import Progress, Put, Transformer, build
+from armillary.model.transformer import Progress, Transformer, build
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
 from armillary.model.weights.host_to_device import Sender
 from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
@@ -29,6 +29,8 @@ from armillary.spec.hf.config import from_hf, to_hf
 from armillary.spec.model import ModelConfig
 from armillary.store.atomic import staged_folder
 from armillary.store.hf_folder import read_config
+from armillary.store.remote import is_url
+from armillary.store.remote_model import local_files
 
 _ALONGSIDE = (
     "tokenizer.json",
@@ -37,6 +39,7 @@ _ALONGSIDE = (
     "chat_template.jinja",
     "generation_config.json",
 )
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Read = Callable[[str], Tensor]  # an unsharded parameter by our name
 
 
@@ -47,8 +50,8 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Transformer:
-    """The model of a Hugging Face folder; `dtype` None keeps the folder's own."""
-    folder = Path(folder)
+    """The model of a Hugging Face folder, or of its address in a store; `dtype` None keeps the folder's own."""
+    folder = local_files(str(folder)) if is_url(str(folder)) else Path(folder)
     raw = read_config(folder)
     config = from_hf(raw, name=folder.name)
     wanted = parse_dtype(dtype) if dtype is not None else _named_dtype(raw)
@@ -67,45 +70,68 @@ def _named_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
 
 def check_head(config: ModelConfig, stored: TensorFolder) -> None:
     """Check vocabulary rows and tied embeddings before anything is built."""
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    if embedding in stored:
-        shape = stored.read(embedding).shape
-        rows = shape[0] if shape else 0
-        if rows != config.vocab:
-            raise BadModel(
-                f"{config.name}: the embedding has {rows} rows but config.json says vocab_size {config.vocab}; "
-                f"set it to {rows}"
-            )
-    if not config.tied and embedding in stored and head not in stored:
+    check_vocabulary(config, stored)
+    if has_tied_copy(config, stored) and not torch.equal(stored.read(EMBEDDING), stored.read(HEAD)):
+        raise BadModel(tied_differs(config))
+
+
+def check_vocabulary(config: ModelConfig, stored: TensorFolder) -> None:
+    """Check the shapes of embedding and head, without reading them."""
+    if EMBEDDING not in stored:
+        return
+    shape = stored.where(EMBEDDING).shape
+    rows = shape[0] if shape else 0
+    if rows != config.vocab:
+        raise BadModel(
+            f"{config.name}: the embedding has {rows} rows but config.json says vocab_size {config.vocab}; "
+            f"set it to {rows}"
+        )
+    if not config.tied and HEAD not in stored:
         raise BadModel(
             f"{config.name}: config.json says untied but lm_head.weight is missing; set tie_word_embeddings to true"
         )
-    both = config.tied and embedding in stored and head in stored
-    if both and not torch.equal(stored.read(embedding), stored.read(head)):
-        raise BadModel(
-            f"{config.name}: config.json says tied but lm_head.weight differs from the embedding; set "
-            "tie_word_embeddings to false"
-        )
+    if has_tied_copy(config, stored) and stored.where(HEAD)[2:] != stored.where(EMBEDDING)[2:]:
+        raise BadModel(tied_differs(config))
+
+
+def has_tied_copy(config: ModelConfig, stored: TensorFolder) -> bool:
+    """Whether an embedding that is tied is stored a second time, as the head."""
+    return config.tied and EMBEDDING in stored and HEAD in stored
+
+
+def tied_differs(config: ModelConfig) -> str:
+    return (
+        f"{config.name}: config.json says tied but lm_head.weight differs from the embedding; set "
+        "tie_word_embeddings to false"
+    )
 
 
 @torch.no_grad()
-def fill(
-    model: Transformer, stored: TensorFolder, progress: Progress | None = None, *, put: Put = Tensor.copy_
-) -> None:
-    """Copy every stored tensor into the model, fused; `put` may keep a shard of it. On a GPU that takes unsharded
-    tensors they are fused there."""
+def fill(model: Transformer, stored: TensorFolder, progress: Progress | None = None) -> None:
+    """Copy every stored tensor into an unsharded model, fused; for a GPU they are fused there. Shards are filled by
+    `parallel.loading`."""
+    parameters = full_names(model)
+    mapped = [each for each in stored_parts(model, stored) if each[0].name in parameters]
+    device = next(iter(parameters.values())).device
+    with Sender(device) if device.type == "cuda" and not stored.url else nullcontext() as sender:
+        read = ([stored.read(name) for name in rule.hf_names] for rule, _ in mapped)
+        for i, parts in enumerate(read if sender is None else sender.send(places for _, places in mapped)):
+            rule = mapped[i][0]
+            parameters[rule.name].copy_(rule.join(parts))
+            if progress:
+                progress(i + 1, len(mapped))
+
+
+def stored_parts(model: Transformer, stored: TensorFolder) -> list[tuple[Rule, list[StoredTensor]]]:
+    """Every tensor of the complete model, and where its parts are stored. BadModel where some are missing, unknown, or
+    make other shapes than the model (which may be one stage of it) has."""
     all_rules = [_as_stored(rule, stored) for rule in rules(model.config)]
     _check_complete(model, all_rules, stored)
     parameters = full_names(model)
-    loaded = [rule for rule in all_rules if rule.name in parameters]  # a pipeline stage holds some
-    device = next(iter(parameters.values())).device
-    with Sender(device) if device.type == "cuda" and put is Tensor.copy_ else nullcontext() as sender:
-        places = (_checked(rule, stored, parameters[rule.name].shape, model.config.name) for rule in loaded)
-        read = ([stored.read(name) for name in rule.hf_names] for rule, _ in zip(loaded, places, strict=True))
-        for i, parts in enumerate(read if sender is None else sender.send(places)):
-            put(parameters[loaded[i].name], loaded[i].join(parts))
-            if progress:
-                progress(i + 1, len(loaded))
+    for rule in all_rules:
+        if rule.name in parameters:
+            _check_shape(rule, stored, parameters[rule.name].shape, model.config.name)
+    return [(rule, [stored.where(name) for name in rule.hf_names]) for rule in all_rules]
 
 
 def full_names(model: Transformer) -> dict[str, Tensor]:
@@ -122,8 +148,7 @@ def selection_biases(model: Transformer) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(SELECTION_BIAS)}
 
 
-def _checked(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) -> list[StoredTensor]:
-    """Where the parts of one of our tensors are stored; BadModel where they do not give its shape."""
+def _check_shape(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) -> None:
     parts = [stored.where(hf_name) for hf_name in rule.hf_names]
     shape = rule.joined_shape([part.shape for part in parts])
     if shape != wanted:
@@ -132,7 +157,6 @@ def _checked(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) ->
             f"{name}: {rule.hf_names[0]} makes {actual} where config.json says {list(wanted)}; config.json and "
             "weights are not of one model"
         )
-    return parts
 
 
 def _as_stored(rule: Rule, stored: TensorFolder) -> Rule:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from threading import local
 from typing import Any
 
@@ -32,7 +31,7 @@ class Sender:
         self.device = device
         self._pool = ThreadPoolExecutor(_THREADS)
         self._own = local()
-        self._files: dict[Path, int] = {}
+        self._files: dict[str, int] = {}
 
     def __enter__(self) -> Sender:
         return self

@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder, read by tensor name; errors are one line each.
+"""The safetensors files of a model folder, on disk or in a store, read by tensor name; errors are one line each.
 
 Nothing pickled is ever opened, and only plain floats are accepted: quantised weights have their own loaders.
 """
@@ -19,14 +19,18 @@ from torch import Tensor
 from armillary.errors import BadModel
 from armillary.kernels.core.dtype import HF_NAMES
 from armillary.store.hf_folder import weight_files
+from armillary.store.remote import Remote
+from armillary.store.remote_model import remote_weight_files, weights_url
 
+_NAMES = {"I8": "int8", "U8": "uint8", "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
+_LARGEST_HEADER = 100_000_000  # the format's own limit
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class StoredTensor(NamedTuple):
     """Where a tensor is on disk."""
 
-    path: Path
+    path: str  # file or address
     offset: int
     shape: torch.Size
     dtype: torch.dtype
@@ -39,8 +43,10 @@ class StoredTensor(NamedTuple):
 class TensorFolder:
     """The safetensors files of a folder, opened lazily and read by tensor name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | str) -> None:
         self.folder = folder
+        self.url = weights_url(folder)
+        """where the weights are in a store; empty: in the folder"""
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -54,12 +60,14 @@ class TensorFolder:
 
     def _index(self) -> dict[str, str]:
         """Tensor name -> file name."""
-        files = [path.name for path in weight_files(self.folder)]
+        if self.url:
+            return {name: file for file in remote_weight_files(self.url) for name in self._header(file)[1]}
+        files = [path.name for path in weight_files(Path(self.folder))]
         return {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            path = self.folder / name
+            path = Path(self.folder) / name
             if not os.access(path, os.R_OK):
                 raise BadModel(f"{path} may not be read; check its permissions")
             try:
@@ -76,9 +84,11 @@ class TensorFolder:
 
     def dtype(self) -> torch.dtype:
         """Of the first tensor: the dtype of a folder whose config.json names none."""
-        return self.read(next(iter(self.files))).dtype
+        return self.where(next(iter(self.files))).dtype
 
     def read(self, name: str) -> Tensor:
+        if self.url:
+            return self._fetch(self.where(name))
         try:
             tensor = self._file(self.files[name]).get_tensor(name)
         except SafetensorError as error:
@@ -91,14 +101,44 @@ class TensorFolder:
     def where(self, name: str) -> StoredTensor:
         """The location of a tensor, for callers that read it themselves."""
         file = self.files[name]
-        if file not in self._headers:
-            with open(self.folder / file, "rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                self._headers[file] = (8 + size, json.loads(opened.read(size)))
-        begin, header = self._headers[file]
+        begin, header = self._header(file)
         entry = header[name]
         if entry["dtype"] not in _FLOATS:
-            self.read(name)  # raises with the reason
-        return StoredTensor(
-            self.folder / file, begin + entry["data_offsets"][0], torch.Size(entry["shape"]), _FLOATS[entry["dtype"]]
-        )
+            raise BadModel(
+                f"{self.folder}: {name} is {_NAMES.get(entry['dtype'], entry['dtype'])}, not a plain float; use the "
+                "unquantised weights"
+            )
+        path = f"{self.url}/{file}" if self.url else str(Path(self.folder) / file)
+        return StoredTensor(path, begin + entry["data_offsets"][0], torch.Size(entry["shape"]), _FLOATS[entry["dtype"]])
+
+    def _header(self, file: str) -> tuple[int, dict[str, Any]]:
+        """(byte at which tensors begin, what and where they are)."""
+        if file not in self._headers:
+            size = int.from_bytes(self._bytes(file, 0, 8), "little")
+            try:
+                if size > _LARGEST_HEADER:
+                    raise ValueError(f"a header of {size} bytes")
+                header = json.loads(self._bytes(file, 8, size))
+            except ValueError as error:
+                raise BadModel(
+                    f"{self.url or self.folder}/{file} is truncated or not safetensors ({error}); fetch it again"
+                ) from None
+            header.pop("__metadata__", None)
+            self._headers[file] = (8 + size, header)
+        return self._headers[file]
+
+    def _bytes(self, file: str, begin: int, size: int) -> bytes:
+        if self.url:
+            return Remote(url=self.url).read_range(file, begin, size)
+        with open(Path(self.folder) / file, "rb") as opened:
+            opened.seek(begin)
+            return opened.read(size)
+
+    def _fetch(self, stored: StoredTensor) -> Tensor:
+        folder, _, file = stored.path.rpartition("/")
+        content = Remote(url=folder).read_range(file, stored.offset, stored.nbytes)
+        if len(content) < stored.nbytes:
+            raise BadModel(f"{stored.path} ends too early; upload it again")
+        if not content:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        return torch.frombuffer(bytearray(content), dtype=stored.dtype).view(stored.shape)

@@ -11,7 +11,7 @@ ones are deleted (`prune`) once a newer one is complete and on disk.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from armillary.training.checkpoint.disk_errors import plain_errors
 from armillary.training.checkpoint.peer_copies import gather_newest, memory_run
 from armillary.training.checkpoint.retention import Entry, Policy, removable
 from armillary.training.checkpoint.saver import VERSION, Saved, Saver
+from armillary.training.checkpoint.stored_chunks import read_shards
 from armillary.training.checkpoint.stored_run import fetch_newest
 from armillary.training.step.numerics import set_random_state
 
@@ -57,18 +58,26 @@ def save(
         saver.close()
 
 
-def load(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus) -> dict[str, Any]:
+def load(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus, machines: Sequence[str] = ()) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint of any layout, put the random state back where the number of ranks is
-    the same, and give the facts. All ranks call this, and all raise the same line when one of them cannot read."""
+    the same, and give the facts. All ranks call this, and all raise the same line when one of them cannot read. With
+    the machine of each rank, every byte is read once per machine."""
     about = ranks.run_on_all(lambda: read_facts(folder))
-    ranks.run_on_all(lambda: read_tensors(folder, tensors, ranks))
+    ranks.run_on_all(lambda: read_tensors(folder, tensors, ranks, machines))
     if about["ranks"] == ranks.size:
         set_random_state(torch.load(folder / RANDOM, weights_only=True)[ranks.rank])
     return about
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus) -> None:
-    """Fill tensors, which may be a part of those in the checkpoint, in place."""
+def read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus, machines: Sequence[str] = ()) -> None:
+    """Fill tensors, which may be a part of those in the checkpoint, in place. A rank reads the bytes of its own shards;
+    deltas, and files that another program wrote in another form, are read by torch's own reader."""
+    if base_of(folder) is not None or read_shards(folder, tensors, ranks, machines) is None:
+        _read_chunks(folder, tensors, ranks)
+
+
+def _read_chunks(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus) -> None:
+    """By torch's reader, or ours of deltas: every chunk that a rank needs a part of, in full."""
     try:
         with _quiet():
             dcp.load(

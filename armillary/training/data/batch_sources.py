@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from armillary.errors import ArmillaryError, BadData, BadInput
+from armillary.store.remote import Remote
 from armillary.training.data.batch import LAYOUT, Batch, blank_rows, rows_per_rank
-from armillary.training.data.remote import Remote
 from armillary.training.data.row_packing import Packing, Rows, make_rows
 from armillary.training.data.sample_order import group_at, ids_at, shard_order
 from armillary.training.data.shard_files import ShardFiles

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.errors import BadData, BadInput, NotFound, nearest
+from armillary.store.remote import Remote, is_url
 from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.readers import Document, Skipped, reader_of
-from armillary.training.data.remote import Remote, is_url
 
 STDLIB = "stdlib"
 # tests of the library are as large as the library, repetitive, and in part deliberately badly encoded; encodings and

@@ -16,7 +16,7 @@ from typing import IO
 from armillary.errors import ArmillaryError, BadData, BadInput
 from armillary.store.atomic import plain_errors
 from armillary.store.lock import locked
-from armillary.training.data.remote import Remote
+from armillary.store.remote import Remote
 from armillary.units import bytes_text
 
 _LOCKS = 64

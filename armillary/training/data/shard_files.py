@@ -16,8 +16,8 @@ import numpy as np
 from armillary.errors import BadData
 from armillary.store.atomic import Taken, staged_folder
 from armillary.store.lock import locked
+from armillary.store.remote import Remote
 from armillary.training.data.object_store_cache import Cache
-from armillary.training.data.remote import Remote
 from armillary.training.data.shard_index import Index, Shard, Split
 
 OFFSET = np.dtype("<u8")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from armillary.errors import BadData, BadInput, NotFound
 from armillary.spec.toml.fields import build, to_plain
 from armillary.store import atomic, nan_safe_json
-from armillary.training.data.remote import Remote
+from armillary.store.remote import Remote
 
 VERSION = 1
 NAME = "index.json"

@@ -16,8 +16,8 @@ from typing import IO, Any
 import numpy as np
 
 from armillary.errors import BadData
+from armillary.store.remote import Remote, is_url
 from armillary.training.data.object_store_cache import Cache
-from armillary.training.data.remote import Remote, is_url
 from armillary.training.data.shard_files import ANSWER, OFFSET, ShardFiles, check_sum, fetched_tokenizer
 from armillary.training.data.shard_index import Index, Shard, Split
 

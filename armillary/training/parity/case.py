@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from armillary.spec.tables.train import TrainJob
 from armillary.training.setup.kernel_selection import use_kernels
 from armillary.training.step.lora import add_lora
 from armillary.training.step.loss import loss_sum
+from armillary.training.step.numerics import autocast
 from armillary.training.step.optimizer import set_learning_rate
 from armillary.training.step.optimizer_offload import optimizer_of
 from armillary.training.step.router_balance import Routers
@@ -58,7 +59,7 @@ def mixture(**changes: Any) -> ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model on a layout for some steps. `capacity` is that of experts; with `meta` the model is built on the meta
-    device, and weights are drawn after sharding."""
+    device, and weights are drawn after sharding. Ranks may share one `device`."""
 
     layout: Layout
     config: ModelConfig = field(default_factory=tiny)
@@ -73,6 +74,7 @@ class Case:
     lora_on: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
     meta: bool = False
     compile: bool = False
+    device: str = "cpu"
 
     def alone(self) -> Case:
         """The same steps in one process, plainly."""
@@ -121,8 +123,8 @@ def _relative(measured: Tensor | float, wanted: Tensor | float) -> float:
 def steps(case: Case) -> Outcome:
     """On this rank; every rank gets the same outcome."""
     if case.layout.num_devices == 1:
-        return run(case, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
-    with join_world("cpu") as world:
+        return run(case, World(rank=0, size=1, local_rank=0, device=torch.device(case.device)))
+    with join_world(case.device) as world:
         return run(case, world)
 
 
@@ -157,7 +159,8 @@ def run(case: Case, world: World) -> Outcome:
         optimizer.zero_grad()
         losses.append(float(loss))
         norms.append(float(norm))
-    return Outcome(losses, norms, {name: sharded.full_tensor(name).clone() for name in names(sharded)}, gauges)
+    weights = {name: sharded.full_tensor(name).to("cpu", copy=True) for name in names(sharded)}
+    return Outcome(losses, norms, weights, gauges)
 
 
 def names(sharded: Sharded) -> list[str]:
@@ -181,14 +184,14 @@ def shard_model(case: Case, job: TrainJob, world: World) -> Sharded:
                 else Transformer(case.config)
             )
     else:
-        model = build(case.config, dtype=DTYPES[case.dtype], device="cpu", seed=1)
+        model = build(case.config, dtype=DTYPES[case.dtype], device=world.device, seed=1)
     add_lora(model, job)
-    use_kernels(model, job=job, layout=case.layout, device=torch.device("cpu"))
+    use_kernels(model, job=job, layout=case.layout, device=torch.device("cpu"))  # plain layers on every device
     sharded = apply(model.to(DTYPES[case.dtype]), case.layout, mesh, loss=loss_sum, compile=case.compile)
     if sharded.activations is not None:
         sharded.activations.least_bytes = 1  # all of a model this small would stay
     if later:
-        materialise(sharded.model, "cpu")
+        materialise(sharded.model, world.device)
         fill_random(sharded.model, seed=1)
     decide(sharded.model)
     return sharded
@@ -203,26 +206,32 @@ def decide(model: Transformer) -> None:
 
 
 def train_step(sharded: Sharded, case: Case, step: int) -> tuple[Tensor, Tensor]:
-    tokens, targets, documents = batch(case, step)
-    count = int((targets != -100).sum())
     mesh = sharded.mesh
+    tokens, targets, documents = (x.to(mesh.world.device) for x in batch(case, step))
+    count = int((targets != -100).sum())
     rows = slice(*(ROWS // mesh.dp_size * n for n in (mesh.dp_rank, mesh.dp_rank + 1)))
     if sharded.pipeline is not None:
         return pipelined(sharded, case, tokens[rows], targets[rows], documents[rows], count)
     micro = list(zip(*(x[rows].chunk(case.accumulate) for x in (tokens, targets, documents)), strict=True))
-    total = torch.zeros((), dtype=DTYPES[case.dtype])
+    total = torch.zeros((), dtype=DTYPES[case.dtype], device=tokens.device)
     for number, (tokens_bT, targets_bT, documents_bT) in enumerate(micro):
         attend = packed(documents_bT) if case.documents else plain
-        positions_bT = torch.arange(SEQUENCE).expand_as(tokens_bT)
+        positions_bT = torch.arange(SEQUENCE, device=tokens.device).expand_as(tokens_bT)
         if sharded.context is not None:
             attend = sharded.context.attend(documents_bT if case.documents else None)
             tokens_bT, targets_bT, positions_bT = map(sharded.context.shard, (tokens_bT, targets_bT, positions_bT))
         with sharded.accumulate(last=number + 1 == len(micro)):
-            hidden = sharded.model(tokens_bT, positions_bT, attend)
-            loss = sharded.loss_sum(hidden, targets_bT, chunk=case.chunk) / count
+            with _autocast(sharded):
+                hidden = sharded.model(tokens_bT, positions_bT, attend)
+                loss = sharded.loss_sum(hidden, targets_bT, chunk=case.chunk) / count
             loss.backward()
         total += loss.detach()
     return sharded.total(total), sharded.clip(case.clip)
+
+
+def _autocast(sharded: Sharded) -> AbstractContextManager[Any]:
+    device = sharded.mesh.world.device
+    return autocast(sharded.layout.precision, device, wanted=not sharded.is_fsdp)
 
 
 def pipelined(
@@ -231,7 +240,7 @@ def pipelined(
     """The same step through the stages."""
     assert sharded.pipeline is not None
     cut = sharded.context.shard if sharded.context is not None else lambda x: x
-    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    positions = torch.arange(SEQUENCE, device=tokens.device).expand_as(tokens)
     rows = Rows(
         tokens_BT=cut(tokens),
         targets_BT=cut(targets),
@@ -241,7 +250,7 @@ def pipelined(
     attends = sharded.context.attend if sharded.context is not None else lambda x: plain if x is None else packed(x)
     stage_fns = StageFns(
         attends=attends,
-        autocast=nullcontext,
+        autocast=lambda: _autocast(sharded),
         scale=lambda loss: loss,
         loss=lambda model, hidden, y: sharded.loss_sum(hidden, y, chunk=case.chunk, model=model) / count,
     )

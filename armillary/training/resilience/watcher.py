@@ -20,9 +20,9 @@ from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.spec.tables.train import OnHang
 from armillary.store.hang_verdict import HangVerdict, resolve_verdict, write_verdict
+from armillary.store.remote import is_url
 from armillary.store.runs import Run
 from armillary.store.writer_process import machine
-from armillary.training.data.remote import is_url
 from armillary.training.resilience.process_facts import ProcessState, process_state, tree_runnable_s
 from armillary.training.resilience.rank_heartbeat import BEAT_S, Heartbeat, HeartbeatBoard, HeartbeatSender, board_of
 from armillary.training.resilience.source_lines import crash_lines, dumping_crashes

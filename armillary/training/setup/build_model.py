@@ -38,16 +38,17 @@ def build_model(
 ) -> tuple[Sharded, Choices]:
     """The model with its initial weights, sharded by the layout, and its kernels. The main rank selects those for all,
     unless `names` has what was selected when the run began; new selections are cached in `home`. Where ranks share the
-    weights no rank ever has the full model: it is built on meta, sharded, and each rank fills its own shards."""
+    weights no rank ever has the full model: it is built on meta, sharded, and each rank fills its own shards. Stored
+    weights are read once per machine."""
     job, layout, device = plan.train, plan.layout, mesh.world.device
     assert job is not None
     dtype = base_dtype(job, layout.precision)
     replicated = layout.tp == layout.pp == layout.ep == 1 and (layout.zero == 0 or mesh.num_copies == 1)
 
     def full() -> Transformer:
-        if plan.weights:
+        if plan.weights and ranks.size == 1:
             return load_model(plan.weights, dtype=dtype, device=device)
-        return build(plan.model, dtype=dtype, device=device, seed=job.seed)
+        return build(plan.model, dtype=dtype, device=device, seed=None if plan.weights else job.seed)
 
     def on_meta() -> Transformer:
         with torch.device("meta"):
@@ -59,9 +60,10 @@ def build_model(
             return model.to(dtype)
 
     def fill() -> None:
-        materialise(model, device)
+        if not replicated:
+            materialise(model, device)
         if plan.weights:
-            fill_from(model, plan.weights, seed=job.seed)
+            fill_from(model, plan.weights, seed=job.seed, ranks=ranks, machines=mesh.machines)
         else:
             fill_random(model, seed=job.seed)
 
@@ -71,7 +73,7 @@ def build_model(
         partial(use_kernels, model, job=job, layout=layout, device=device, home=home), ranks, names or {}
     )
     sharded = ranks.run_on_all(lambda: apply(model, layout, mesh, loss=choices.loss, compile=job.compiled))
-    if not replicated:
+    if not replicated or (plan.weights and ranks.size > 1):
         ranks.run_long("load the model", fill)
     model.train()
     return sharded, choices

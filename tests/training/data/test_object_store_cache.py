@@ -13,8 +13,8 @@ import fsspec
 import pytest
 
 from armillary.errors import ArmillaryError, BadData, BadInput, MissingPart
+from armillary.store.remote import Remote
 from armillary.training.data.object_store_cache import Cache
-from armillary.training.data.remote import Remote
 
 
 @pytest.fixture

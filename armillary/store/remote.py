@@ -38,6 +38,12 @@ class Remote:
             while piece := file.read(_PIECE):
                 yield piece
 
+    def read_range(self, name: str, offset: int, size: int) -> bytes:
+        """`size` bytes of a file from `offset` on; fewer where it ends before."""
+        with self._file_system(name) as (system, path):
+            content: bytes = system.cat_file(path, start=offset, end=offset + size)
+            return content
+
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where the store does not report it."""
         with self._file_system(name) as (system, path):

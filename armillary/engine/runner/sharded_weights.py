@@ -1,0 +1,90 @@
+"""The weights of one tensor-parallel rank of the engine, read from a folder without the rest of the model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from armillary.model.device import refuse_too_big
+from armillary.model.transformer import Progress, Transformer
+from armillary.model.weights.hf_weights import full_names
+from armillary.model.weights.row_map import matrix_shape
+from armillary.parallel.collectives import Group
+from armillary.parallel.consensus import Consensus
+from armillary.parallel.loading.model_folder import load_folder
+from armillary.parallel.loading.read_plan import Need, Span, box_need, shard_box
+from armillary.parallel.shard_weights import materialise
+from armillary.spec.model import ModelConfig
+
+_SHARDED = {
+    "attention.out.weight": 1,
+    "mlp.up.weight": 0,
+    "mlp.up.bias": 0,
+    "mlp.down.weight": 1,
+    "mlp.shared.up.weight": 0,
+    "mlp.shared.down.weight": 1,
+    "experts.up_E2FH": 1,
+    "experts.down_EHF": 2,
+    "experts.up_bias_E2F": 1,
+}
+"""the dim that is sharded, by the end of a weight's name; others are replicated, but for QKV and the head"""
+
+
+def load_shard(
+    folder: Path | str,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    machines: Sequence[str],
+    progress: Progress | None = None,
+) -> Transformer:
+    """A model whose weights are this rank's shards, for `tensor_parallel.shard`; all ranks call this together."""
+    with torch.device("meta"):
+        full, model = Transformer(config).to(dtype), Transformer(config).to(dtype)
+    needs = {}
+    for name, tensor in full_names(full).items():
+        shape, needs[name] = local_part(name, tensor.shape, config, group)
+        if isinstance(tensor, nn.Parameter):
+            module, _, last = name.rpartition(".")
+            empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            setattr(model.get_submodule(module), last, nn.Parameter(empty, requires_grad=False))
+    refuse_too_big(config.name, sum(tensor.nbytes for tensor in full_names(model).values()), device)
+    materialise(model, device)
+    targets = {name: tensor.detach() for name, tensor in full_names(model).items()}
+    ranks = Consensus(rank=group.rank, size=group.size)
+    load_folder(full, folder, targets, needs, ranks=ranks, machines=machines, progress=progress)
+    return model
+
+
+def is_sharded(model: Transformer) -> bool:
+    """Whether `load_shard` made it."""
+    out = model.blocks["0"].attention.out
+    return bool(out.weight.shape[1] != out.in_features)
+
+
+def local_part(name: str, shape: Sequence[int], config: ModelConfig, group: Group) -> tuple[tuple[int, ...], Need]:
+    """(shape, what it holds) of a rank's part of a weight."""
+    if ".attention.qkv." in name:
+        need = Need(qkv_rows(config, group), Span(0, matrix_shape(shape)[1]))
+        return (sum(span.size for span in need.rows), *shape[1:]), need
+    dim = 0 if name == "output.weight" else next((dim for end, dim in _SHARDED.items() if name.endswith(end)), None)
+    offsets, sizes = shard_box(shape, [] if dim is None else [(dim, group.size, group.rank)])
+    return sizes, box_need(shape, offsets, sizes)
+
+
+def qkv_rows(config: ModelConfig, group: Group) -> tuple[Span, ...]:
+    """Full groups of [q…, k, v]; where ranks share a KV head, its queries are sharded and its key and value
+    replicated."""
+    members, dim = config.heads // config.kv_heads, config.head_dim
+    height = (members + 2) * dim
+    if config.kv_heads >= group.size:
+        local = config.kv_heads // group.size * height
+        return (Span(group.rank * local, (group.rank + 1) * local),)
+    head, part = divmod(group.rank, group.size // config.kv_heads)
+    queries = members // (group.size // config.kv_heads) * dim
+    begin = head * height
+    own = Span(begin + part * queries, begin + (part + 1) * queries)
+    return own, Span(begin + members * dim, begin + height)
