@@ -98,7 +98,7 @@ endef
 # Nothing is started: tests run each service themselves, on a free port and in a folder of their own.
 define install_services
 missing=''; \
-for pair in redis-server:redis-server nginx:nginx-light slurmctld:slurm-wlm chromium:chromium \
+for pair in redis-server:redis-server nginx:nginx-light slurmctld:slurm-wlm sshd:openssh-server tc:iproute2 chromium:chromium \
   soffice:'libreoffice-writer-nogui libreoffice-calc-nogui libreoffice-impress-nogui fonts-noto-cjk' pdftotext:poppler-utils; do \
   command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair##*:}"; \
 done; \
