@@ -80,3 +80,9 @@ def test_a_local_function_is_refused(ranks: Ranks) -> None:
 
     with pytest.raises(AssertionError, match="top of a module"):
         ranks.run(1, local)
+
+
+def test_two_workers_keep_tests_on_ranks_together(ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    """As the versions of pytest and pytest-xdist in constraints.txt do: else each worker starts a pool of its own."""
+    workers = request.config.getoption("loadgroup", False)
+    assert request.node.nodeid.endswith("@ranks") == bool(workers)
