@@ -136,9 +136,11 @@ class _Ledger:
     is_restart: bool = False  # a failure was the last, no step yet
 
     def add(self, event: RunEvent) -> None:
-        if self.event == "failed" and event.event in _BY_A_SURVIVOR:
-            return
         now = event.time if self.event is None else max(event.time, self.since)  # a clock may be set back
+        if self.event == "failed" and event.event in _BY_A_SURVIVOR:
+            self._book("restarting", now - self.since)
+            self.since = now
+            return
         begin = now - max(0.0, event.number("preparing_s"))
         if self.event is not None:
             begin = max(self.since, begin)

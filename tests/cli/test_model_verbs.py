@@ -143,12 +143,12 @@ def test_generate_penalises_repetitions_as_the_model_says(cli: Cli, tmp_path: Pa
     from tests.model.plain_generation import plain_completions
 
     folder = make_folder(tmp_path)
-    line = ("generate", str(folder), "def main", "--max-tokens=12", "--temperature=0", "--device=cpu", "--json")
+    line = ("generate", str(folder), "def main", "--max-tokens=40", "--temperature=0", "--device=cpu", "--json")
     plain = cli(*line).json["tokens"]
     (folder / "generation_config.json").write_text('{"repetition_penalty": 5.0, "min_p": 0.1, "temperature": 0}')
     penalised, sampling = cli(*line).json["tokens"], default_sampling(folder)
     assert penalised != plain and len(set(penalised)) >= len(set(plain))
-    ((tokens, _, _),) = plain_completions(folder, ["def main"], replace(sampling, max_tokens=12))
+    ((tokens, _, _),) = plain_completions(folder, ["def main"], replace(sampling, max_tokens=40))
     assert sampling.min_p == 0.1 and tokens == penalised
 
 

@@ -66,7 +66,7 @@ def test_documents_have_the_same_figures(plan_report: Report, files: dict[str, P
 
 def test_the_pdf_has_the_same_figures(plan_report: Report, files: dict[str, Path]) -> None:
     reader = PdfReader(files["pdf"])
-    last = len(plan_report.figures.rows) // 60 + 3  # pages of the appendix, at least
+    last = len(plan_report.figures.rows) // 60 + 6  # pages of the appendix, at least
     text = re.sub(r"\s|\u200b|\xad", "", "".join(page.extract_text() for page in reader.pages[-last:]))
     appendix = text.rpartition("Allfigures")[2]
     absent = []

@@ -60,7 +60,9 @@ def reasons(complete: Sequence[Entry], policy: Policy) -> dict[int, str]:
             stay[entry.step] = f"every {policy.interval}"
     names = {step: name for name, step in policy.milestones.items()}
     stay |= {entry.step: names[entry.step] for entry in complete if entry.step in names}
-    for entry in complete:
-        if entry.step in stay and entry.base is not None:
-            stay.setdefault(entry.base, f"base of {entry.step}")
+    bases = {entry.step: entry.base for entry in complete if entry.base is not None}
+    for step in list(stay):
+        while (base := bases.get(step)) is not None and base not in stay:
+            stay[base] = f"base of {step}"
+            step = base
     return stay

@@ -157,7 +157,14 @@ leave(60)
 tight = {f"{m.request.id}/{m.index}": m.tokens for m in engine.generate(wanted)}
 shrunk = engine.scheduler.totals.shrunk
 leave(0)
+rest = []  # what small tensors have left in the heap
+try:
+    while True:
+        rest.append(bytearray(200_000))
+except MemoryError:
+    pass
 (alone,) = engine.generate([ask("alone", [5, 6, 7], 4, seed=1)])
+rest.clear()
 leave(1000)
 (later,) = engine.generate([ask("later", wanted[0].prompt, 4, temperature=0.8, seed=0, top_k=20, ignore_eos=True)])
 print(json.dumps({"free": free, "tight": tight, "shrunk": [before, shrunk], "alone": alone.error,

@@ -56,7 +56,9 @@ def test_weights_are_bit_equal_without_telemetry(
     assert [report.gauges["loss"] for report in reports] == [report.gauges["loss"] for report in plain]
     profiled = [report.step for report in reports if "compute_s" in report.gauges]
     assert profiled == ([2, 5, 7, 8] if every else [])
-    assert set(plain[-1].gauges) == {"loss", "grad_norm", "lr", "tokens_total"}, "nothing was measured"
+    assert set(plain[-1].gauges) == {"loss", "grad_norm", "lr", "tokens_total", "batch_checksum"}, (
+        "nothing was measured"
+    )
     assert set(plain[-1].gauges) < set(reports[-1].gauges)
 
 
