@@ -57,7 +57,7 @@ def recipe_of(wish: Wish, tables: Mapping[str, Mapping[str, Any]], home: Home) -
         "model": model_of(wish.size),
         "hardware": {"on": "here"},
         "data": {"source": str(one_text(home)), "held_out": 0.0, "seed": wish.seed},
-        "layout": {"precision": "bf16", "micro_batch": 16},
+        "layout": {"precision": "auto", "micro_batch": 16},
         "train": {
             "sequence": 128,
             "batch_tokens": 4096,
