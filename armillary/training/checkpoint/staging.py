@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ class StagingBuffer:
         """The bytes of a chunk as the tensor they are."""
         chunk = place.chunk
         return self.bytes[place.data : place.data + chunk.bytes].view(chunk.dtype).view(chunk.sizes)
+
+    def piece_ends(self, place: Place) -> list[int]:
+        """Where pieces that were pinned by themselves end inside a chunk, in bytes of it: CUDA refuses one copy into
+        two of them."""
+        first = place.data // _PINNED_AT_ONCE + 1
+        last = (place.data + place.chunk.bytes - 1) // _PINNED_AT_ONCE
+        return [piece * _PINNED_AT_ONCE - place.data for piece in range(first, last + 1)]
 
     def _pin(self) -> None:
         """Page-locked, a piece at a time, so that other calls of the driver get their turn. Where it cannot be, copies
@@ -115,7 +123,7 @@ class Copy:
             source, target = part(tensors[place.chunk.name], place), self._buffer.tensor(place)
             if source.device.type == "cuda":
                 with stream.on(ready):
-                    target.copy_(source, non_blocking=True)
+                    copy_in_pieces(target, source, self._buffer.piece_ends(place))
             elif source.nbytes <= SMALL or not source.is_contiguous() or source.dtype != target.dtype:
                 target.copy_(source)
             else:
@@ -151,6 +159,16 @@ class Copy:
         if self._waits is None or not self._waits[1].query():
             return 0.0
         return self._waits[0].elapsed_time(self._waits[1]) / 1e3
+
+
+def copy_in_pieces(target: Tensor, source: Tensor, ends: Sequence[int]) -> None:
+    """Launch the copy of a tensor of the device to the host, as one copy up to each of these bytes and one to the end."""
+    if not ends:
+        target.copy_(source, non_blocking=True)
+        return
+    to, from_ = (tensor.reshape(-1).view(torch.uint8) for tensor in (target, source.to(target.dtype).contiguous()))
+    for begin, end in pairwise((0, *ends, to.numel())):
+        to[begin:end].copy_(from_[begin:end], non_blocking=True)
 
 
 def part(tensor: Tensor, place: Place) -> Tensor:
