@@ -162,7 +162,7 @@ class Copy:
 
 
 def copy_in_pieces(target: Tensor, source: Tensor, ends: Sequence[int]) -> None:
-    """Launch the copy of a tensor of the device to the host, as one copy up to each of these bytes and one to the end."""
+    """Launch the copy of a tensor of the device to the host, one up to each of these bytes and one to the end."""
     if not ends:
         target.copy_(source, non_blocking=True)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,6 @@ def test_a_tensor_is_copied_whole_over_any_pieces(
     borders = [0, *ends, chunk.bytes]
     assert borders == sorted(set(borders))
     assert all((place.data + end) % piece == 0 for end in ends)
-    assert all(end - begin <= piece for begin, end in zip(borders, borders[1:], strict=False))
+    assert all(end - begin <= piece for begin, end in pairwise(borders))
     copy_in_pieces(buffer.tensor(place), source, ends)
     assert torch.equal(buffer.tensor(place), source)
