@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from armillary.training.parity.case import error, steps
 from armillary.training.parity.matrix import alone, cases_of
 from armillary.training.parity.strategies import layout_of
-from tests.host_point_to_point import through_host
+from tests.gpu_through_host import through_host
 
 BARS = {"fp32": 1e-6, "bf16": 1e-3}
 """largest relative difference of a loss"""

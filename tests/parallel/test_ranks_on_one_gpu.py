@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.host_point_to_point import through_host
+from tests.gpu_through_host import through_host
 from tests.ranks import Ranks
 from tests.ranks_on_gpus import BARS, line, measure, rows_on
 
