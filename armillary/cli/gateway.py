@@ -17,8 +17,8 @@ from armillary.store.home import Home
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:
+    from armillary.fleet.gateway.gateway_config import GatewayConfig
     from armillary.fleet.gateway.keys import ApiKey
-    from armillary.fleet.gateway.settings import GatewayConfig
 
 
 class GatewayGroup(VerbGroup):
@@ -81,8 +81,8 @@ def run(
 
 def _write_nginx(out: Output, target: Path, host: str, port: int, file: Path | None) -> None:
     """Write the configuration of an nginx in front of a gateway on this address."""
+    from armillary.fleet.gateway.gateway_config import GatewaySettings, load_config
     from armillary.fleet.gateway.nginx_config import NginxSettings, nginx_config
-    from armillary.fleet.gateway.settings import GatewaySettings, load_config
     from armillary.store.atomic import write_text
 
     settings = load_config(file).gateway if file is not None else GatewaySettings()
@@ -96,7 +96,7 @@ def _write_nginx(out: Output, target: Path, host: str, port: int, file: Path | N
 def _config(file: Path | None, upstreams: Sequence[str], policy: str, redis: str) -> GatewayConfig:
     from dataclasses import replace
 
-    from armillary.fleet.gateway.settings import GatewayConfig, load_config
+    from armillary.fleet.gateway.gateway_config import GatewayConfig, load_config
     from armillary.spec.toml.fields import build
 
     if (file is None) == (not upstreams):

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from armillary.fleet.gateway.body import RequestBody
+from armillary.fleet.gateway.gateway_config import ModelSettings
 from armillary.fleet.gateway.keys import ApiKey, KeyRing
 from armillary.fleet.gateway.limits import Charge, Limiter, Refusal
 from armillary.fleet.gateway.redis_limits import LimiterUnavailable
-from armillary.fleet.gateway.settings import ModelSettings
 from armillary.fleet.gateway.token_usage import TokenUsage
 from armillary.serving.http.problem import Problem
 

@@ -20,6 +20,8 @@ _MAX_TOKENS = {
 """paths whose responses have tokens, and their field for the most"""
 _TEMPLATE_TOKENS, _MESSAGE_TOKENS = 64, 16
 """most tokens that chat templates add: a default system prompt, and marks around each message"""
+_NO_PROMPT = ("model", "user", "cache_salt", "stop", "stream_options")
+"""fields that never become part of a prompt; all others may, as tools, schemas and documents do"""
 _STREAM_OPTIONS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -49,7 +51,8 @@ class RequestBody:
         """An upper bound of the prompt's tokens: bytes of its text, and what a chat template adds."""
         messages = self.table.get("messages")
         count = len(messages) if isinstance(messages, list) else 0
-        return int(len(self.prompt) / bytes_per_token) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * count
+        size = sum(len(_text(value)) for name, value in self.table.items() if name not in _NO_PROMPT)
+        return int(size / bytes_per_token) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * count
 
     @property
     def max_tokens(self) -> int | None:
@@ -70,6 +73,11 @@ class RequestBody:
         """Whether its stream ends with the token counts."""
         options = self.table.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
+
+    @property
+    def usage_is_hidden(self) -> bool:
+        """Whether an event with the token counts is the gateway's own wish; other APIs always send it."""
+        return self.path in _STREAM_OPTIONS and not self.reports_usage
 
 
 def decode(data: bytes, path: str) -> RequestBody:
@@ -110,7 +118,9 @@ def _text(value: Any) -> bytes:
         return _SEPARATOR.join(_text(item) for item in value)
     if isinstance(value, dict):
         content = value.get("content")
-        if isinstance(content, str | list):
-            return str(value.get("role", "")).encode("utf-8", "surrogatepass") + b":" + _text(content)
-        return bytes(msgspec.json.encode(value))
+        if not isinstance(content, str | list):
+            return bytes(msgspec.json.encode(value))
+        rest = {name: item for name, item in value.items() if name not in ("role", "content")}  # calls of tools, …
+        role = str(value.get("role", "")).encode("utf-8", "surrogatepass")
+        return role + b":" + _text(content) + (bytes(msgspec.json.encode(rest)) if rest else b"")
     return str(value).encode()

@@ -25,22 +25,24 @@ class Breaker:
     def admits(self, now: float) -> bool:
         return self.retry_at is None or (now >= self.retry_at and not self.trial)
 
-    def begin(self) -> None:
-        """A request goes to this replica."""
-        if self.retry_at is not None:
-            self.trial = True
+    def begin(self) -> bool:
+        """A request goes to this replica; whether it is the trial of an open circuit."""
+        self.trial = self.trial or self.retry_at is not None
+        return self.retry_at is not None
 
     def succeeded(self) -> None:
         self.failures = self.failed_probes = self.opened = 0
         self.retry_at, self.trial, self.by_probe = None, False, False
 
     def failed(self, now: float) -> None:
+        """A request failed. Those that were in flight when the circuit opened do not make its pause longer."""
         self.failures += 1
-        if self.failures >= FAILURES or self.retry_at is not None:
+        is_due = self.failures >= FAILURES if self.retry_at is None else now >= self.retry_at
+        if is_due:
             self._open(now)
 
-    def abandoned(self) -> None:
-        """A request ended without saying anything about the replica, as when its client left."""
+    def trial_ended(self) -> None:
+        """The trial is over, whether or not it said anything about the replica: another may follow."""
         self.trial = False
 
     def probe_passed(self, now: float) -> None:

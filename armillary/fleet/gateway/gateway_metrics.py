@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 
-from armillary.fleet.gateway.models import Models
+from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.response_cache import ResponseCache
 from armillary.fleet.gateway.token_usage import TokenUsage
 

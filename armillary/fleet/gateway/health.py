@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from armillary.fleet.gateway.models import Link, Models
+from armillary.fleet.gateway.gateway_config import GatewaySettings, ModelSettings
+from armillary.fleet.gateway.model_routers import Link, Models
 from armillary.fleet.gateway.routing import Replica
-from armillary.fleet.gateway.settings import GatewaySettings, ModelSettings
 from armillary.fleet.gateway.upstream import UpstreamError
 
 _NO_READY = tuple(f"it answered {status}" for status in (401, 403, 404, 405))

@@ -12,12 +12,12 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from armillary.errors import BadInput, unknown
+from armillary.errors import ArmillaryError, BadInput, one_line, unknown
 from armillary.spec.toml.fields import build, to_plain
 from armillary.store import nan_safe_json
 from armillary.store.atomic import write_json
@@ -147,8 +147,8 @@ class KeyFile:
 class KeyRing:
     """The keys as a running gateway has them."""
 
-    def __init__(self, path: Path) -> None:
-        self._file, self._keys = KeyFile(path), dict[str, ApiKey]()
+    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
+        self._file, self._keys, self._say = KeyFile(path), dict[str, ApiKey](), say
         self._stamp: tuple[int, int] | None = None
         self._checked_at = 0.0
         self._required = False
@@ -187,5 +187,12 @@ class KeyRing:
             return
         self._required = True
         stamp = (stat.st_ino, stat.st_mtime_ns)
-        if stamp != self._stamp:
-            self._keys, self._stamp = self._file.read(), stamp
+        if stamp == self._stamp:
+            return
+        first, self._stamp = self._stamp is None, stamp
+        try:
+            self._keys = self._file.read()
+        except ArmillaryError as error:
+            if first:
+                raise
+            self._say(f"{self._file.path} cannot be read, the keys stay as they were: {one_line(error, 200)}")

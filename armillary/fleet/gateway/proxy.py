@@ -11,16 +11,16 @@ import time
 from dataclasses import dataclass, field
 
 from armillary.fleet.gateway.body import RequestBody, forwarded
-from armillary.fleet.gateway.models import Link, Models
+from armillary.fleet.gateway.gateway_config import GatewaySettings
+from armillary.fleet.gateway.model_routers import Link, Models
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseRecorder
 from armillary.fleet.gateway.routing import Replica, Router
-from armillary.fleet.gateway.settings import GatewaySettings
 from armillary.fleet.gateway.token_usage import TokenUsage, UsageReader
 from armillary.fleet.gateway.upstream import UpstreamConnection, UpstreamError
 from armillary.serving.http.asgi import AsgiConnection, ClientDisconnected, Headers
 from armillary.serving.http.problem import Problem
 
-_BUSY, _FAILED = (429, 503), (500, 502, 504)
+_BUSY, _FAILED, _REFUSED = (429, 503), (500, 502, 504), (401, 403)
 _TO_REPLICA = (b"accept", b"user-agent", b"traceparent", b"tracestate", b"openai-beta", b"anthropic-version")
 _TO_CLIENT = (b"content-type", b"cache-control", b"retry-after")
 _EVENTS = b"text/event-stream"
@@ -118,23 +118,21 @@ class ProxiedRequest:
     async def _attempt(self, replica: Replica) -> bool:
         """One replica; False where it failed before the first byte of its response."""
         replica.in_flight += 1
-        replica.breaker.begin()
+        trial = replica.breaker.begin()
         try:
             return await self._answered_by(replica)
         except UpstreamError as error:
             if self._client_left:
-                replica.breaker.abandoned()
                 raise ClientDisconnected from None
             self._failed(replica, f"{replica.name}: {error}")
             if self._connection.status:
                 text = f"the replica failed in the middle of its answer: {error}; send the request again"
                 raise Problem(502, text, code="replica_failed") from None
             return False
-        except (ClientDisconnected, asyncio.CancelledError):
-            replica.breaker.abandoned()
-            raise
         finally:
             replica.in_flight -= 1
+            if trial:
+                replica.breaker.trial_ended()
             if self._upstream is not None:
                 self._upstream.release()
                 self._upstream = None
@@ -149,7 +147,9 @@ class ProxiedRequest:
         upstream = await self._begin(replica.link)
         if upstream.status in _BUSY:
             self.outcome.failures.append(f"{replica.name} is busy")
-            replica.breaker.abandoned()
+            return False
+        if upstream.status in _REFUSED:  # its text may quote the gateway's key
+            self._failed(replica, f"{replica.name} refused the gateway's own key")
             return False
         if upstream.status in _FAILED:
             self._failed(replica, f"{replica.name} answered {upstream.status}")
@@ -203,7 +203,7 @@ class ProxiedRequest:
         """Send the response on as it arrives."""
         received = dict(upstream.headers)
         stream = received.get(b"content-type", b"").startswith(_EVENTS)
-        reader = UsageReader(stream=stream, hidden=stream and not self._body.reports_usage)
+        reader = UsageReader(stream=stream, hidden=stream and self._body.usage_is_hidden)
         headers = [(name, received[name]) for name in _TO_CLIENT if name in received] + self._headers
         if stream:
             headers.append((b"x-accel-buffering", b"no"))

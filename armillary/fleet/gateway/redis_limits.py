@@ -31,12 +31,16 @@ for i = 1, #KEYS / 2 do
   if #gone > 0 then redis.call('ZREMRANGEBYSCORE', set, '-inf', now - window) end
   local needed = (tonumber(redis.call('HGET', costs, '')) or 0) + cost - limit
   if needed > 0 then
-    local entries = redis.call('ZRANGE', set, 0, -1, 'WITHSCORES')
-    for j = 1, #entries, 2 do
-      needed = needed - (redis.call('HGET', costs, entries[j]) or 0)
-      if needed <= 0 then return {i, math.max(0, tonumber(entries[j + 1]) + window - now)} end
+    local from = 0
+    while true do
+      local entries = redis.call('ZRANGE', set, from, from + 99, 'WITHSCORES')
+      if #entries == 0 then return {i, window} end
+      for j = 1, #entries, 2 do
+        needed = needed - (redis.call('HGET', costs, entries[j]) or 0)
+        if needed <= 0 then return {i, math.max(0, tonumber(entries[j + 1]) + window - now)} end
+      end
+      from = from + 100
     end
-    return {i, window}
   end
 end
 for i = 1, #KEYS / 2 do

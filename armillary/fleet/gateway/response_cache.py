@@ -21,6 +21,8 @@ _WITHOUT_SAMPLING = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/tokenize", "
 _OVERHEAD = 500
 """bytes of an entry beside its content"""
 _LARGEST = 1_000_000
+_ENDS = (b"data: [DONE]", b'"message_stop"', b'"response.completed"')
+_ERRORS = (b'data: {"error"', b"event: error", b'"type":"error"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class ResponseRecorder:
             self._parts = None
 
     def response(self) -> CachedResponse | None:
-        if self._parts is None:
+        """None where it was too large, or where a stream ended with an error."""
+        if self._parts is None or (self._stream and not _is_complete(b"".join(self._parts))):
             return None
         return CachedResponse(self._content_type, tuple(self._parts), self._stream)
 
@@ -102,3 +105,8 @@ def _is_deterministic(body: RequestBody) -> bool:
         return True
     temperature = body.table.get("temperature")
     return isinstance(temperature, int | float) and temperature == 0 and body.choices == 1
+
+
+def _is_complete(stream: bytes) -> bool:
+    """Whether a stream came to its proper end; in the text of an answer quotes are escaped."""
+    return any(mark in stream for mark in _ENDS) and not any(mark in stream for mark in _ERRORS)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from armillary.errors import BadInput
 from armillary.fleet.gateway.admission import Admission
-from armillary.fleet.gateway.app import Gateway
 from armillary.fleet.gateway.audit import AuditLog
+from armillary.fleet.gateway.gateway_app import Gateway
+from armillary.fleet.gateway.gateway_config import GatewayConfig
 from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
 from armillary.fleet.gateway.health import HealthChecker
 from armillary.fleet.gateway.keys import KeyRing
 from armillary.fleet.gateway.limits import Limiter, LocalLimiter
-from armillary.fleet.gateway.models import Models
+from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.redis_limits import RedisLimiter
-from armillary.fleet.gateway.settings import GatewayConfig
 from armillary.fleet.gateway.upstream import sweep
 from armillary.serving.http.server import (
     ListenOptions,
@@ -42,7 +42,7 @@ def run_gateway(config: GatewayConfig, listen: ListenOptions, *, keys: Path, say
     tls = _tls(config)
     sock = bind(listen)
     audit = AuditLog(Path(config.gateway.audit).expanduser() if config.gateway.audit else keys.with_name("audit.jsonl"))
-    ring = KeyRing(keys)
+    ring = KeyRing(keys, say)
     if not ring.required:
         say("no API key is needed; armillary gateway keys add NAME makes the first, and from then on one is")
     try:
@@ -75,7 +75,7 @@ async def _serve(
     limiter = RedisLimiter(config.gateway.redis, say) if config.gateway.redis else LocalLimiter()
     gateway, models = make_gateway(config, ring, limiter, audit)
     pools = [replica.link.pool for _, replica in models.replicas()]
-    work = [sweep(pools), HealthChecker(models, config.gateway, say).run(), audit.run()]
+    work = [sweep(pools), HealthChecker(models, config.gateway, say).run(), audit.run(say)]
     tasks = [asyncio.create_task(each) for each in work]
     server = http_server(gateway, graceful_s=_DRAIN_S, tls=tls)
 

@@ -30,6 +30,7 @@ class UsageReader:
 
     def __init__(self, *, stream: bool, hidden: bool) -> None:
         self._stream, self._hidden = stream, hidden
+        self._head = b""  # of a stream: Anthropic's counts the prompt in its first event
         self._tail = b""  # of a complete response, or of an event whose end has not arrived
         self._usage: TokenUsage | None = None
 
@@ -39,6 +40,8 @@ class UsageReader:
             self._tail = (self._tail + data)[-_LAST:]
             return data
         if not self._hidden:
+            if len(self._head) < _LAST_EVENTS:
+                self._head += data[:_LAST_EVENTS]
             self._tail = (self._tail + data)[-_LAST_EVENTS:]
             return data
         return self._without_usage(data)
@@ -74,8 +77,8 @@ class UsageReader:
         if self._usage is not None or (self._stream and self._hidden):
             return self._usage
         if self._stream:
-            events = [event for event in _BOUNDARY.split(self._tail) if any(mark in event for mark in _MARKS)]
-            return next((usage for event in reversed(events) if (usage := _usage_of(_json(event)))), None)
+            first, last = _stream_counts(self._head), _stream_counts(self._tail)
+            return _complete(last[0] if last[0] is not None else first[0], last[1])
         at = max(self._tail.rfind(mark) for mark in _MARKS)
         if at < 0:
             return None
@@ -113,12 +116,27 @@ def _json(event: bytes) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _usage_of(table: Any) -> TokenUsage | None:
-    usage = table.get("usage") if isinstance(table, dict) else None
+def _stream_counts(data: bytes) -> tuple[int | None, int | None]:
+    """Prompt and completion tokens in the last event that has counts."""
+    at = max(data.rfind(mark) for mark in _MARKS)
+    return _counts(_object_at(data, data.index(b"{", at))) if at >= 0 else (None, None)
+
+
+def _counts(usage: Any) -> tuple[int | None, int | None]:
+    """Of a usage object in the words of OpenAI or Anthropic, whose prompt tokens leave out those of its cache."""
     if not isinstance(usage, dict):
-        return None
+        return None, None
     prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
-    completion = usage.get("completion_tokens", usage.get("output_tokens", 0))
-    if isinstance(prompt, int) and isinstance(completion, int):
-        return TokenUsage(prompt, completion)
-    return None
+    cached = [usage.get(f"cache_{kind}_input_tokens") for kind in ("creation", "read")]
+    if isinstance(prompt, int):
+        prompt += sum(count for count in cached if isinstance(count, int))
+    completion = usage.get("completion_tokens", usage.get("output_tokens"))
+    return prompt if isinstance(prompt, int) else None, completion if isinstance(completion, int) else None
+
+
+def _complete(prompt: int | None, completion: int | None) -> TokenUsage | None:
+    return TokenUsage(prompt, completion or 0) if prompt is not None else None
+
+
+def _usage_of(table: Any) -> TokenUsage | None:
+    return _complete(*_counts(table.get("usage"))) if isinstance(table, dict) else None

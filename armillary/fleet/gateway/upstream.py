@@ -121,6 +121,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if self._complete or not self.used:  # nobody asked: what follows could be taken for another answer
+            return self.abort()
         if not self._has_head:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD + len(data):
@@ -155,9 +157,13 @@ class UpstreamConnection(asyncio.Protocol):
     # --- httptools' callbacks
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self._complete:
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self._complete:  # a second response in the same bytes
+            self._keep_alive = False
+            return
         if self._parser.get_status_code() < 200:  # 100 Continue and its like
             self.headers.clear()
             return
@@ -165,6 +171,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
+        if self._complete:
+            return
         self._parts.append(data)
         self._size += len(data)
 

@@ -21,6 +21,7 @@ from armillary.store.lock import locked
 Count = Callable[[int], None]
 """called with the number of bytes just copied"""
 _BLOCK = 1 << 20
+_REFUSALS = ("PreconditionFailed", "ConditionNotMet", "ConditionalRequestConflict", "AlreadyExists", "ResourceExists")
 _EXCLUSIVE: Mapping[str, Mapping[str, Any]] = {
     "s3": {"mode": "create"},
     "s3a": {"mode": "create"},
@@ -216,9 +217,14 @@ class FsspecStore:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether a store answered 409 or 412: the object exists."""
-    text = f"{type(error).__name__} {error}"
-    return any(sign in text for sign in ("PreconditionFailed", "ConditionNotMet", "BlobAlreadyExists", "412"))
+    """Whether a store answered 409 or 412: the object exists, or is being written."""
+    response = getattr(error, "response", None)  # botocore
+    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+    numbers = (getattr(error, "code", None), getattr(error, "status_code", None))  # gcsfs, Azure
+    names = (type(error).__name__, str(code), str(getattr(error, "error_code", "")))
+    return any(number in (409, 412, "409", "412") for number in numbers) or any(
+        sign in name for name in names for sign in _REFUSALS
+    )
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -12,6 +12,7 @@ compared with the checksums first.
 from __future__ import annotations
 
 import getpass
+import random
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from armillary.errors import BadModel, NotFound, unknown
+from armillary.errors import ArmillaryError, BadModel, NotFound, unknown
 from armillary.store.atomic import Taken, remove_folder, staged_folder
 from armillary.store.manifest import FileEntry, sha256
 from armillary.store.progress import Progress, silent
@@ -35,6 +36,7 @@ from armillary.store.registry.writer_marks import writing
 
 _AT_ONCE = 4
 _VERSIONS = "versions"
+_GIVE_UP_S = 60.0
 
 
 def blob_path(digest: str) -> str:
@@ -115,7 +117,8 @@ class Registry:
 
     def _publish(self, manifest: ReleaseManifest) -> Release:
         name, digest, data = manifest.name, digest_of(manifest), encode(manifest)
-        while True:
+        deadline = time.monotonic() + _GIVE_UP_S
+        while time.monotonic() < deadline:
             with self.store.queue(f"{name}/{_VERSIONS}"):
                 releases = self._all(name)
                 same = next((release for release in releases if release.digest == digest), None)
@@ -124,6 +127,8 @@ class Registry:
                 version = max((release.version for release in releases), default=0) + 1
                 if self.store.create(_manifest_path(name, version), data):
                     return Release(name=name, version=version, manifest=manifest)
+            time.sleep(random.random() * 0.1)
+        raise ArmillaryError(f"the versions of {name} are written by too many at once; push again")
 
     def versions(self, name: str) -> list[int]:
         """Published versions, in order; none for an unknown name."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from armillary.fleet.gateway.app import Gateway
 from armillary.fleet.gateway.audit import AuditLog
+from armillary.fleet.gateway.gateway_app import Gateway
+from armillary.fleet.gateway.gateway_config import GatewayConfig
 from armillary.fleet.gateway.health import HealthChecker
 from armillary.fleet.gateway.keys import KeyRing
 from armillary.fleet.gateway.limits import Limiter, LocalLimiter
-from armillary.fleet.gateway.models import Models
+from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.run_gateway import make_gateway
-from armillary.fleet.gateway.settings import GatewayConfig
 from armillary.fleet.gateway.upstream import sweep
 from armillary.spec.toml.fields import build
 
@@ -34,6 +34,7 @@ class FakeReplica:
     hangs: bool = False  # accepts requests and says nothing
     hangs_after: int | None = None  # so many tokens of a stream
     dies_after: int | None = None  # closes the connection after so many
+    error_after: int | None = None  # ends its stream with an event that says so
     has_ready: bool = True
     gap_s: float = 0.0
     port: int = 0
@@ -96,6 +97,9 @@ class FakeReplica:
         for number in range(self.tokens):
             if number == self.dies_after:
                 return False
+            if number == self.error_after:
+                writer.write(_chunk('data: {"error":{"message":"the engine died"}}\n\n') + b"0\r\n\r\n")
+                return True
             if number == self.hangs_after:
                 await reader.read()
                 self.disconnected += 1

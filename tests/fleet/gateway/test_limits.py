@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 
 import pytest
 
+from armillary.fleet.gateway.body import decode
 from armillary.fleet.gateway.keys import KeyFile
 from armillary.fleet.gateway.limits import Charge, LocalLimiter
 from armillary.fleet.gateway.redis_limits import LimiterUnavailable, RedisLimiter
@@ -121,3 +123,11 @@ async def test_without_redis_requests_with_limits_are_refused_or_served_as_set(t
         assert [(await client.post(ASK, **key)).status for _ in range(4)] == [200] * 4
     assert len(said) == 1 and said[0].startswith("Redis does not answer"), "one line, not one per request"
     await limiter.close()
+
+
+def test_whatever_may_become_prompt_text_counts() -> None:
+    call = {"function": {"name": "f", "arguments": "x" * 5000}}
+    hidden = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    for more in (hidden, {"query": "x" * 5000}, {"response_format": {"schema": "x" * 5000}}):
+        body = decode(json.dumps({"model": "m", **more}).encode(), "/v1/chat/completions")
+        assert body.most_prompt_tokens(1.0) > 5000

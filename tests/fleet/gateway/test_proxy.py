@@ -191,3 +191,29 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced(tmp_path: Pa
         await replica.start()
         assert (await client.post(ASK)).status == 200
         assert client.models.replicas()[0][1].failures == 0
+
+
+@scenario
+async def test_events_of_other_apis_are_never_taken_out(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with gateway_of(tmp_path, replica) as client:
+        streamed = await client.post(STREAM | {"stream_options": {"include_usage": True}}, "/v1/messages")
+        assert '"completion_tokens": 3' in streamed.text
+
+
+@scenario
+async def test_a_replica_that_refuses_the_gateways_key_is_no_matter_of_the_client(tmp_path: Path) -> None:
+    async with gateway_of(tmp_path, FakeReplica(status=401)) as client:
+        refused = await client.post(ASK)
+        assert refused.status == 502 and "refused the gateway's own key" in refused.message
+
+
+@scenario
+async def test_bytes_that_nobody_asked_for_close_a_kept_connection(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with gateway_of(tmp_path, replica) as client:
+        assert (await client.post(ASK)).status == 200
+        (writer,) = replica.connections.values()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nXX")
+        await until(lambda: not replica.connections)
+        assert (await client.post(ASK)).json["choices"][0]["text"] == "toktoktok"

@@ -68,3 +68,12 @@ def test_entries_end_and_the_cache_is_bounded() -> None:
     assert cache.get(keys[-1]) is not None and cache.get(keys[0]) is None
     now[0] = 5.0
     assert cache.get(keys[-1]) is None
+
+
+@scenario
+async def test_a_stream_that_ends_with_an_error_is_not_kept(tmp_path: Path) -> None:
+    replica = FakeReplica(error_after=1)
+    async with gateway_of(tmp_path, replica, cache_s=60) as client:
+        for _ in range(2):
+            answer = await client.post(ASK | {"stream": True})
+            assert '"error"' in answer.text and "x-cache" not in answer.headers

@@ -157,7 +157,7 @@ def test_a_circuit_opens_after_failures_lets_one_trial_pass_and_closes() -> None
     breaker.failed(1.1)
     assert not breaker.admits(2.9) and breaker.admits(3.2), "twice as long"
     breaker.begin()
-    breaker.abandoned()
+    breaker.trial_ended()
     assert breaker.admits(3.2), "a trial whose client left says nothing"
     breaker.begin()
     breaker.succeeded()
@@ -179,3 +179,10 @@ def test_a_passing_probe_does_not_close_a_circuit_that_requests_opened() -> None
         breaker.probe_failed(4.0)
     breaker.probe_passed(4.1)
     assert breaker.admits(4.1), "a dead server that is back"
+
+
+def test_requests_in_flight_when_a_circuit_opens_do_not_prolong_its_pause() -> None:
+    breaker = Breaker()
+    for _ in range(40):
+        breaker.failed(0.0)
+    assert breaker.admits(1.1), "one failure of the replica, however many requests it had"

@@ -54,3 +54,17 @@ def test_counts_of_complete_responses() -> None:
         for start in range(0, len(data), 50_000):
             reader.feed(data[start : start + 50_000])
         assert reader.usage() == counts
+
+
+def test_counts_of_other_streams_stay_in_the_stream() -> None:
+    """Anthropic's counts the prompt first and the completion last, OpenAI's responses at the end, after all text."""
+    start = b'event: message_start\ndata: {"message":{"usage":{"input_tokens":9,"cache_read_input_tokens":1}}}\n\n'
+    text = b'data: {"delta":{"text":"x"}}\n\n' * 500
+    end = b'data: {"type":"message_delta","usage":{"output_tokens":4}}\n\ndata: {"type":"message_stop"}\n\n'
+    reader = UsageReader(stream=True, hidden=False)
+    assert b"".join(map(reader.feed, (start, text, end))) == start + text + end
+    assert reader.usage() == TokenUsage(10, 4)
+    done = {"response": {"output": "x" * 9000, "usage": {"input_tokens": 3, "output_tokens": 2}}}
+    reader = UsageReader(stream=True, hidden=False)
+    reader.feed(b"data: " + json.dumps(done).encode() + b"\n\n")
+    assert reader.usage() == TokenUsage(3, 2)

@@ -15,6 +15,7 @@ import pytest
 from armillary.errors import BadInput, BadModel, NotFound
 from armillary.store.home import Home
 from armillary.store.registry.garbage import collect
+from armillary.store.registry.object_store import _is_refusal
 from armillary.store.registry.open_registry import open_registry
 from armillary.store.registry.registry import Registry, blob_path
 from armillary.store.registry.writer_marks import writing
@@ -279,3 +280,13 @@ def test_a_killed_push_leaves_only_complete_releases(home: Home, registry: Regis
     for release in registry.releases():
         registry.verify(release)
     assert [path for path in Path(registry.store.url).rglob(".*") if path.name != ".lock"] == []
+
+
+def test_only_the_stores_own_refusal_means_that_an_object_exists() -> None:
+    class ClientError(Exception):  # as botocore's
+        def __init__(self, code: str) -> None:
+            super().__init__(f"An error occurred ({code}) for key v412")
+            self.response = {"Error": {"Code": code}}
+
+    assert _is_refusal(ClientError("PreconditionFailed")) and _is_refusal(ClientError("ConditionalRequestConflict"))
+    assert not _is_refusal(ClientError("SlowDown")), "412 in a path is no answer"

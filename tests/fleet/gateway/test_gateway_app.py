@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import ArmillaryError
-from armillary.fleet.gateway.settings import GatewayConfig, load_config
+from armillary.fleet.gateway.gateway_config import GatewayConfig, load_config
 from armillary.serving.http.server import ListenOptions, Tls, bind, http_server
 from armillary.spec.toml.fields import build
 from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario, until

@@ -13,12 +13,12 @@ from typing import Any
 from armillary.fleet.gateway.admission import Admission, Reservation
 from armillary.fleet.gateway.audit import AuditLog
 from armillary.fleet.gateway.body import RequestBody, decode
+from armillary.fleet.gateway.gateway_config import GatewaySettings, ModelSettings
 from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
 from armillary.fleet.gateway.keys import ApiKey
-from armillary.fleet.gateway.models import Models
+from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.proxy import Outcome, ProxiedRequest
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseCache
-from armillary.fleet.gateway.settings import GatewaySettings, ModelSettings
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.cors import Cors
 from armillary.serving.http.problem import Problem

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.errors import NotFound
+from armillary.fleet.gateway.gateway_config import GatewayConfig, ModelSettings, ReplicaSettings
 from armillary.fleet.gateway.routing import Replica, Router
-from armillary.fleet.gateway.settings import GatewayConfig, ModelSettings, ReplicaSettings
 from armillary.fleet.gateway.upstream import ReplicaPool
 from armillary.serving.http.problem import Problem
 
