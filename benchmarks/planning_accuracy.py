@@ -1,12 +1,13 @@
 """The planner's errors on published training runs, as the tables of planning_accuracy.md.
 
-python benchmarks/planning_accuracy.py published_training.csv
+    python benchmarks/planning_accuracy.py published_training.csv
 
 It exits with 1 where the full table is predicted worse than planning_accuracy.md states.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,4 +61,6 @@ def bounds(table: dict[str, Any], memory: dict[str, Any]) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path, help="published_training.csv")
+    sys.exit(main(parser.parse_args().table))

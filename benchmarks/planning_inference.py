@@ -9,6 +9,7 @@ Parameters are fitted on rows whose config id ends in an even hex digit; errors 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from collections import defaultdict
@@ -37,7 +38,7 @@ def read(path: str) -> list[dict[str, str]]:
 # --- fitting
 
 
-def fit(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
+def fitted(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
     """The engine's continuous parameters that make the mean absolute error of the even half smallest."""
     mine = [row for row in rows if engine_for(row["engine"]) == engine and is_fitted_on(config_id(row))]
     found = [(row, inference_row(row)) for row in mine]
@@ -134,14 +135,17 @@ def line(engine: str, kind: str, fitted: list[InferencePrediction], plain: list[
     return f"| {engine} | {kind} | {len(fitted)} | {len(errors)} | {shown} |"
 
 
-def main(arguments: list[str]) -> int:
-    rows = read(arguments[0])
-    if "--fit" in arguments:
+def main(table: str, *, fit: bool) -> int:
+    rows = read(table)
+    if fit:
         for name, engine in engines().items():
-            print(f"[engine.{name}]\nparameters = {fit(engine, rows)}".replace("'", "").replace(":", " ="))
+            print(f"[engine.{name}]\nparameters = {fitted(engine, rows)}".replace("'", "").replace(":", " ="))
         return 0
     return report(rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", help="published_inference.csv")
+    parser.add_argument("--fit", action="store_true", help="fit the parameters of engines.toml again")
+    sys.exit(main(**vars(parser.parse_args())))

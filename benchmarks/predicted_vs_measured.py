@@ -8,8 +8,8 @@ and of the KV cache are measured on a cut of two layers.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -86,4 +86,6 @@ def cut_figures(config: ModelConfig) -> list[tuple[str, float, float]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of the catalogue; otherwise {', '.join(DEFAULT)}")
+    main(parser.parse_args().models)
