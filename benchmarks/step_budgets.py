@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from armillary.machine.features import has_native
 from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer, build
 from armillary.profiling.ceilings.ceilings import measure_ceilings
@@ -130,7 +131,8 @@ def looks(device: str, home: Home, pages: Path | None, only: str) -> Iterator[di
     """Each step whose name begins with `only`."""
     size = SIZES[device]
     config = catalogue.model(size["model"]).config
-    model = build(config, dtype=torch.bfloat16, device=device, seed=0, rope_length=4096)
+    dtype = torch.bfloat16 if device != "cpu" or has_native("bf16") else torch.float32
+    model = build(config, dtype=dtype, device=device, seed=0, rope_length=4096)
     for name, make in cases(model, size, device):
         if name.startswith(only):
             step, more = make()

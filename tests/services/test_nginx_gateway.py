@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.fleet.gateway.test_app import listening
+from tests.fleet.gateway.test_gateway_app import listening
 
 from armillary.errors import BadInput
 from armillary.fleet.gateway.nginx_config import NginxSettings, nginx_config
