@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +20,7 @@ from armillary.units import seconds_text
 
 if TYPE_CHECKING:
     from armillary.fleet.gateway.gateway_config import GatewayConfig
-    from armillary.fleet.gateway.keys import ApiKey
+    from armillary.fleet.gateway.keys import ApiKey, KeyStore
 
 
 class GatewayGroup(VerbGroup):
@@ -38,7 +40,7 @@ gateway = GatewayGroup(
 keys = VerbGroup("keys", help="API keys: add, list, rotate and revoke; a running gateway notices within a second.")
 gateway.add_command(keys)
 keys_option = click.option(
-    "--keys", "path", type=click.Path(path_type=Path), help="[default: gateway/keys.json in the home]"
+    "--keys", "place", default="", metavar="FILE", help="File or redis://… of keys.  [gateway/keys.json in the home]"
 )
 _DAY_S = 86_400.0
 
@@ -64,7 +66,7 @@ def run(
     port: int,
     redis: str,
     nginx: Path | None,
-    path: Path | None,
+    place: str,
 ) -> None:
     """Run a gateway until SIGTERM. Models come from --config, or from --upstream, one per replica."""
     if nginx is not None:
@@ -76,7 +78,7 @@ def run(
     from armillary.fleet.gateway.run_gateway import run_gateway
 
     say = partial(click.echo, err=out.mode != "human")
-    run_gateway(config, ListenOptions(host=host, port=port), keys=_key_path(home, path), say=say)
+    run_gateway(config, ListenOptions(host=host, port=port), keys=_keys(home, place), folder=_folder(home), say=say)
 
 
 def _write_nginx(out: Output, target: Path, host: str, port: int, file: Path | None) -> None:
@@ -122,6 +124,9 @@ def _config(file: Path | None, upstreams: Sequence[str], policy: str, redis: str
 @click.option("--tokens", type=click.IntRange(1), help="Most tokens per window and model, prompt and completion.")
 @click.option("--window", "window_s", type=click.FloatRange(min=0, min_open=True), default=60.0, help="Seconds.  [60]")
 @click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Valid for so many days.")
+@click.option("--budget", metavar="20usd/month", help="Of dollars or tokens (5000000tokens/day), per day or month.")
+@click.option("--priority", default=0, help="While requests wait, lower is served earlier.  [0]")
+@click.option("--weight", default=1.0, type=click.FloatRange(min=0, min_open=True), help="Of its fair share.  [1]")
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(["inference", "metrics"]), default=["inference"])
 @keys_option
 def add(
@@ -133,27 +138,43 @@ def add(
     tokens: int | None,
     window_s: float,
     days: float | None,
+    budget: str | None,
+    priority: int,
+    weight: float,
     scopes: Sequence[str],
-    path: Path | None,
+    place: str,
 ) -> None:
     """Make a key for NAME, a client. It is shown this once; only its hash is stored."""
-    key, secret = _keys(home, path).add(
+    key, secret = _keys(home, place).add(
         name,
         models=list(models),
         scopes=list(scopes),
         limits={"requests": requests, "tokens": tokens, "window_s": window_s},
         expires=time.time() + days * _DAY_S if days else None,
+        budget=_budget(budget) if budget else {},
+        priority=priority,
+        weight=weight,
     )
     out.say(f"key {key.id} of {name}: {secret}")
     out.say("clients send it as Authorization: Bearer KEY; it cannot be shown again")
     out.result({"id": key.id, "name": name, "key": secret}, quiet=secret)
 
 
+def _budget(text: str) -> dict[str, Any]:
+    """The fields of a budget like 20usd/month or 5000000tokens/day."""
+    match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*)\s*(usd|tokens)/(day|month)", text.strip().lower())
+    if match is None:
+        raise BadInput(f"--budget {text} is not understood; write it like 20usd/month or 5000000tokens/day")
+    amount, unit, period = match.groups()
+    number = float(amount.replace(",", "").replace("_", ""))
+    return {unit: number if unit == "usd" else int(number), "period": period}
+
+
 @keys.verb
 @keys_option
-def ls(out: Output, home: Home, path: Path | None) -> None:
+def ls(out: Output, home: Home, place: str) -> None:
     """List the keys."""
-    rows = [_row(key) for key in _keys(home, path).read().values()]
+    rows = [_row(key) for key in _keys(home, place).read().values()]
     if rows:
         out.table("keys", list(rows[0]), [list(row.values()) for row in rows])
     else:
@@ -171,18 +192,26 @@ def _row(key: ApiKey) -> dict[str, Any]:
         "requests": limits.requests,
         "tokens": limits.tokens,
         "per": seconds_text(limits.window_s),
+        "budget": _budget_text(key),
         "age": seconds_text(max(0.0, now - key.created)),
         "state": "valid" if key.is_valid(now) else "expired",
         "ends in": seconds_text(key.expires - now) if key.expires is not None and key.is_valid(now) else None,
     }
 
 
+def _budget_text(key: ApiKey) -> str | None:
+    budget = key.budget
+    parts = [f"${budget.usd:g}"] if budget.usd is not None else []
+    parts += [f"{budget.tokens:,} tokens"] if budget.tokens is not None else []
+    return f"{', '.join(parts)} per {budget.period}" if parts else None
+
+
 @keys.verb
 @click.argument("key")
 @keys_option
-def revoke(out: Output, home: Home, key: str, path: Path | None) -> None:
+def revoke(out: Output, home: Home, key: str, place: str) -> None:
     """Remove KEY, the id or name of one."""
-    gone = _keys(home, path).revoke(key)
+    gone = _keys(home, place).revoke(key)
     out.say(f"key {gone.id} of {gone.name} works no more")
     out.result({"id": gone.id, "name": gone.name}, quiet=gone.id)
 
@@ -191,9 +220,9 @@ def revoke(out: Output, home: Home, key: str, path: Path | None) -> None:
 @click.argument("key")
 @click.option("--overlap", "overlap_s", default=3600.0, show_default=True, help="Seconds that the old secret works on.")
 @keys_option
-def rotate(out: Output, home: Home, key: str, overlap_s: float, path: Path | None) -> None:
+def rotate(out: Output, home: Home, key: str, overlap_s: float, place: str) -> None:
     """Give KEY, the id or name of one, a new secret; limits and id stay."""
-    rotated, secret = _keys(home, path).rotate(key, overlap_s)
+    rotated, secret = _keys(home, place).rotate(key, overlap_s)
     out.say(f"key {rotated.id} of {rotated.name}: {secret}")
     out.say(f"the old one works for another {seconds_text(overlap_s)}" if overlap_s else "the old one works no more")
     out.result({"id": rotated.id, "name": rotated.name, "key": secret}, quiet=secret)
@@ -207,7 +236,7 @@ def usage(out: Output, home: Home, days: float | None, audit: Path | None) -> No
     from armillary.fleet.gateway.audit import usage_by_client
 
     since = time.time() - days * _DAY_S if days else 0.0
-    totals = usage_by_client(audit or _key_path(home, None).with_name("audit.jsonl"), since)
+    totals = usage_by_client(audit or _folder(home) / "audit.jsonl", since)
     rows = [{"client": client, "model": model, **total} for (client, model), total in sorted(totals.items())]
     if rows:
         out.table("usage", list(rows[0]), [list(row.values()) for row in rows])
@@ -216,11 +245,29 @@ def usage(out: Output, home: Home, days: float | None, audit: Path | None) -> No
     out.result(rows, quiet=[f"{row['client']} {row['model']} {row['usd']}" for row in rows])
 
 
-def _keys(home: Home, path: Path | None) -> Any:
+@gateway.verb
+@click.argument("call", metavar="METHOD", type=click.Choice(["GET", "POST", "DELETE"]))
+@click.argument("path")
+@click.option("--sign", "key", required=True, type=click.Path(path_type=Path), help="Ed25519 private key (ssh-keygen).")
+@click.option("--url", default="http://127.0.0.1:9000", show_default=True, help="Of the gateway.")
+@click.option("--data", default="", help="JSON to send.")
+def admin(out: Output, home: Home, call: str, path: str, key: Path, url: str, data: str) -> None:
+    """Call a running gateway's admin API, like GET /admin/keys. Its public keys are in gateway.admin_keys."""
+    from armillary.fleet.gateway.admin_client import call_admin
+
+    answer = call_admin(url, call, path, data.encode(), key)
+    out.say(json.dumps(answer, indent=1))
+    out.result(answer, quiet=json.dumps(answer))
+
+
+def _keys(home: Home, place: str) -> KeyStore:
     from armillary.fleet.gateway.keys import KeyFile
+    from armillary.fleet.gateway.redis_keys import RedisKeys
 
-    return KeyFile(_key_path(home, path))
+    if place.startswith(("redis://", "rediss://", "unix://")):
+        return RedisKeys(place)
+    return KeyFile(Path(place).expanduser() if place else _folder(home) / "keys.json")
 
 
-def _key_path(home: Home, path: Path | None) -> Path:
-    return path.expanduser() if path is not None else home.work / "gateway" / "keys.json"
+def _folder(home: Home) -> Path:
+    return home.work / "gateway"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from armillary.fleet.gateway.keys import KeyRing
+from armillary.fleet.gateway.keys import KeyFile, KeyRing
 from armillary.store.home import Home
 
 Cli = Callable[..., Any]
@@ -18,15 +18,18 @@ def test_keys_from_add_to_revoke(cli: Cli, home: Home) -> None:
         "gateway", "keys", "add", "alice", "--model", "bot", "--requests", "60", "--days", "7", "-q"
     ).out.strip()
     path = home.work / "gateway" / "keys.json"
-    key = KeyRing(path).find(secret.encode())
+    key = KeyRing(KeyFile(path)).find(secret.encode())
     assert key is not None and (key.models, key.limits.requests, key.limits.window_s) == (("bot",), 60, 60.0)
     rows = cli("gateway", "keys", "ls", "--json").json
     assert (rows[0]["client"], rows[0]["state"], rows[0]["requests"]) == ("alice", "valid", 60)
     assert secret not in cli("gateway", "keys", "ls").out
     second = cli("gateway", "keys", "rotate", "alice", "--overlap", "0", "-q").out.strip()
-    assert KeyRing(path).find(secret.encode()) is None and KeyRing(path).find(second.encode()) is not None
+    assert (
+        KeyRing(KeyFile(path)).find(secret.encode()) is None
+        and KeyRing(KeyFile(path)).find(second.encode()) is not None
+    )
     assert cli("gateway", "keys", "revoke", key.id, "-q").out.strip() == key.id
-    assert KeyRing(path).find(second.encode()) is None
+    assert KeyRing(KeyFile(path)).find(second.encode()) is None
 
 
 def test_an_nginx_configuration(cli: Cli, tmp_path: Path) -> None:
@@ -44,3 +47,11 @@ def test_what_cannot_be_started(cli: Cli, tmp_path: Path) -> None:
     ):
         ran = cli("gateway", *words)
         assert ran.code == 2 and says in ran.err, ran.err
+
+
+def test_a_key_with_a_budget(cli: Cli, home: Home) -> None:
+    cli("gateway", "keys", "add", "bob", "--budget", "20usd/month", "--priority", "-1", "--weight", "2")
+    (key,) = KeyFile(home.work / "gateway" / "keys.json").read().values()
+    assert (key.budget.usd, key.budget.period, key.priority, key.weight) == (20.0, "month", -1, 2.0)
+    assert "$20 per month" in cli("gateway", "keys", "ls").out
+    assert "write it like 20usd/month" in cli("gateway", "keys", "add", "eve", "--budget", "lots").err

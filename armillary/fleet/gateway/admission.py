@@ -1,12 +1,13 @@
-"""Who may ask for what now: the key of a request, its models and scopes, and its limits."""
+"""Who may ask for what now: the key of a request, its models and scopes, its limits and budgets."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from armillary.fleet.gateway.body import RequestBody
+from armillary.fleet.gateway.budgets import USD, budget_charges, to_units
 from armillary.fleet.gateway.gateway_config import ModelSettings
 from armillary.fleet.gateway.keys import ApiKey, KeyRing
 from armillary.fleet.gateway.limits import Charge, Limiter, Refusal
@@ -25,6 +26,8 @@ class Reservation:
     request: str
     charges: list[Charge] = field(default_factory=list)
     max_tokens: int | None = None
+    tokens: int = 0  # the most that it may take, where a limit or budget of tokens or dollars counts
+    usd: float = 0.0
 
 
 class Admission:
@@ -53,35 +56,25 @@ class Admission:
             raise Problem(403, f"this key may not use the model '{model}'; GET /v1/models lists its own", param="model")
 
     async def reserve(
-        self, key: ApiKey | None, body: RequestBody, model: ModelSettings, *, free: bool = False
+        self, key: ApiKey | None, body: RequestBody, models: Sequence[ModelSettings], *, free: bool = False
     ) -> Reservation:
-        """Reserve a request and its tokens (none where it is `free` of them); Problem 429 where a limit is reached."""
+        """Reserve a request and its tokens (none where it is `free` of them); Problem 429 where a limit or budget is
+        reached. `models` are the one that was asked for and its fallbacks, the dearest of which counts."""
         reservation = Reservation(secrets.token_hex(12))  # not the client's id, which it may use twice
         if key is None:
             return reservation
-        limits, bucket = key.limits_of(body.model), f"{key.id}:{body.model}"
+        limits, bucket, charges = key.limits_of(body.model), f"{key.id}:{body.model}", reservation.charges
         if limits.requests is not None:
-            reservation.charges.append(Charge(f"{bucket}:requests", 1, limits.requests, limits.window_s))
-        if limits.tokens is not None and not free:
-            tokens = self._most_tokens(body, model, reservation)
-            if tokens > limits.tokens:
-                raise Problem(
-                    400,
-                    f"prompt and max_tokens may take {tokens:,} tokens, and this key's limit is {limits.tokens:,}; "
-                    "lower max_tokens or shorten the prompt",
-                    code="token_limit_exceeded",
-                )
-            reservation.charges.append(Charge(f"{bucket}:tokens", tokens, limits.tokens, limits.window_s))
-        if reservation.charges:
+            charges.append(Charge(f"{bucket}:requests", 1, limits.requests, limits.window_s))
+        if (limits.tokens is not None or key.budget.is_set) and not free:
+            _bound(reservation, body, models)
+            if limits.tokens is not None:
+                _check_size(reservation.tokens, limits.tokens)
+                charges.append(Charge(f"{bucket}:tokens", reservation.tokens, limits.tokens, limits.window_s))
+            charges += budget_charges(key, reservation.tokens, reservation.usd)
+        if charges:
             await self._reserve(reservation)
         return reservation
-
-    def _most_tokens(self, body: RequestBody, model: ModelSettings, reservation: Reservation) -> int:
-        most = body.max_tokens if body.generates else 0
-        if most is None:
-            reservation.max_tokens = model.default_max_tokens
-            most = model.default_max_tokens * body.choices
-        return body.most_prompt_tokens(model.bytes_per_token) + most
 
     async def _reserve(self, reservation: Reservation) -> None:
         try:
@@ -95,12 +88,12 @@ class Admission:
         if refusal is not None:
             raise _over(refusal)
 
-    async def correct(self, reservation: Reservation, usage: TokenUsage | None) -> None:
-        """Return the tokens that were reserved and not used; all stay where the response had no counts."""
+    async def correct(self, reservation: Reservation, usage: TokenUsage | None, usd: float) -> None:
+        """Return what was reserved and not used; all stays where the response had no counts."""
         if usage is None or not reservation.charges:
             return
-        total = usage.prompt + usage.completion
-        costs = [total if charge.bucket.endswith(":tokens") else charge.cost for charge in reservation.charges]
+        used = {"tokens": usage.prompt + usage.completion, "usd": to_units(usd)}
+        costs = [used.get(_kind(charge), charge.cost) for charge in reservation.charges]
         try:
             await self._limiter.correct(reservation.request, reservation.charges, costs)
         except LimiterUnavailable:
@@ -115,9 +108,41 @@ class Admission:
                 return
 
 
+def _bound(reservation: Reservation, body: RequestBody, models: Sequence[ModelSettings]) -> None:
+    """The most tokens and dollars of a request."""
+    model, completion = models[0], body.max_tokens if body.generates else 0
+    if completion is None:
+        reservation.max_tokens = model.default_max_tokens
+        completion = model.default_max_tokens * body.choices
+    prompt = body.most_prompt_tokens(model.bytes_per_token)
+    reservation.tokens = prompt + completion
+    reservation.usd = max(each.usd(prompt, completion) for each in models)
+
+
+def _check_size(tokens: int, limit: int) -> None:
+    if tokens > limit:
+        raise Problem(
+            400,
+            f"prompt and max_tokens may take {tokens:,} tokens, and this key's limit is {limit:,}; "
+            "lower max_tokens or shorten the prompt",
+            code="token_limit_exceeded",
+        )
+
+
+def _kind(charge: Charge) -> str:
+    """requests, tokens or usd."""
+    return charge.bucket.rpartition(":")[2]
+
+
 def _over(refusal: Refusal) -> Problem:
-    charge = refusal.charge
-    kind = charge.bucket.rpartition(":")[2]
+    charge, kind = refusal.charge, _kind(refusal.charge)
+    if charge.ends_at is not None:
+        amounts = [
+            f"${each / USD:.2f}" if kind == "usd" else f"{each:,} tokens" for each in (charge.limit, charge.cost)
+        ]
+        text = f"this key's budget of {amounts[0]} leaves too little for this request, which may take {amounts[1]}"
+        more = f"lower max_tokens, or wait until the budget begins anew in {refusal.retry_after_s / 3600:.1f} h"
+        return Problem(429, f"{text}; {more}", code="insufficient_quota", retry_after_s=refusal.retry_after_s)
     return Problem(
         429,
         f"the limit of {charge.limit:,} {kind} per {charge.window_s:g} s is reached; try again in "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from armillary.fleet.gateway.keys import ApiKey
 from armillary.serving.http.problem import bad_request
 
 _SEPARATOR = b"\x1e"
@@ -22,6 +24,7 @@ _TEMPLATE_TOKENS, _MESSAGE_TOKENS = 64, 16
 """most tokens that chat templates add: a default system prompt, and marks around each message"""
 _NO_PROMPT = ("model", "user", "cache_salt", "stop", "stream_options")
 """fields that never become part of a prompt; all others may, as tools, schemas and documents do"""
+_TEXTS = (str, list, dict)
 _STREAM_OPTIONS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -51,7 +54,8 @@ class RequestBody:
         """An upper bound of the prompt's tokens: bytes of its text, and what a chat template adds."""
         messages = self.table.get("messages")
         count = len(messages) if isinstance(messages, list) else 0
-        size = sum(len(_text(value)) for name, value in self.table.items() if name not in _NO_PROMPT)
+        texts = (each for name, each in self.table.items() if name not in _NO_PROMPT and isinstance(each, _TEXTS))
+        size = sum(len(_text(each)) for each in texts)
         return int(size / bytes_per_token) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * count
 
     @property
@@ -93,10 +97,12 @@ def decode(data: bytes, path: str) -> RequestBody:
     return RequestBody(table, model, table.get("stream") is True, path)
 
 
-def forwarded(body: RequestBody, *, model: str, max_tokens: int | None, usage: bool) -> bytes:
-    """The body for a replica: with its own name of the model, a max_tokens where one was reserved, and a request for
-    token counts at the end of a stream. It is written anew even where nothing changes, so that the replica reads the
-    same values that were checked here, also of a key that is there twice."""
+def forwarded(
+    body: RequestBody, *, model: str, max_tokens: int | None, usage: bool, key: ApiKey | None = None
+) -> bytes:
+    """The body for a replica: with its own name of the model, a max_tokens where one was reserved, a request for token
+    counts at the end of a stream, and the salt and priority of its `key`. It is written anew even where nothing
+    changes, so that the replica reads the same values that were checked here, also of a key that is there twice."""
     changes: dict[str, Any] = {}
     if model != body.model:
         changes["model"] = model
@@ -105,7 +111,18 @@ def forwarded(body: RequestBody, *, model: str, max_tokens: int | None, usage: b
     if usage and body.path in _STREAM_OPTIONS and not body.reports_usage:
         options = body.table.get("stream_options")
         changes["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    if key is not None and body.path in _STREAM_OPTIONS:
+        changes |= _of_key(key, body.table)
     return bytes(msgspec.json.encode({**body.table, **changes}))
+
+
+def _of_key(key: ApiKey, table: dict[str, Any]) -> dict[str, Any]:
+    """Fields of vLLM: requests with other salts never share a cached prefix, and a client may only lower its own
+    priority."""
+    salt = hashlib.sha256(f"{key.id}:{table.get('cache_salt') or ''}".encode("utf-8", "surrogatepass")).hexdigest()
+    given = table.get("priority")
+    priority = max(key.priority, given) if isinstance(given, int) else key.priority
+    return {"cache_salt": salt[:32]} | ({"priority": priority} if priority else {"priority": None} if given else {})
 
 
 def _text(value: Any) -> bytes:

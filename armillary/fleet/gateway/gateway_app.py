@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from armillary.fleet.gateway.admin import PREFIX as ADMIN
+from armillary.fleet.gateway.admin import AdminApi
 from armillary.fleet.gateway.admission import Admission, Reservation
 from armillary.fleet.gateway.audit import AuditLog
 from armillary.fleet.gateway.body import RequestBody, decode
+from armillary.fleet.gateway.fair_queue import Share
 from armillary.fleet.gateway.gateway_config import GatewaySettings, ModelSettings
 from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
 from armillary.fleet.gateway.keys import ApiKey
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.proxy import Outcome, ProxiedRequest
+from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseCache
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.cors import Cors
@@ -52,16 +58,26 @@ class Arrival:
     body: RequestBody | None = None
     outcome: Outcome | None = None
     cached: bool = False  # answered by a response that was kept
+    reservation: Reservation | None = None
 
 
 class Gateway:
     """Routes of the gateway."""
 
     def __init__(
-        self, models: Models, admission: Admission, settings: GatewaySettings, audit: AuditLog, metrics: GatewayMetrics
+        self,
+        models: Models,
+        admission: Admission,
+        settings: GatewaySettings,
+        audit: AuditLog,
+        metrics: GatewayMetrics,
+        *,
+        admin: AdminApi | None = None,
+        shared_cache: RedisCache | None = None,
     ) -> None:
         self._models, self._admission, self._settings = models, admission, settings
         self._audit, self.metrics = audit, metrics
+        self._admin, self._shared_cache = admin, shared_cache
         self.draining = False
         self._bodies = BodyLimits(limit=settings.max_body_bytes, total=_BODIES, timeout_s=_BODY_TIMEOUT_S)
         self._cache = ResponseCache(settings.cache_bytes)
@@ -96,10 +112,19 @@ class Gateway:
         if arrival.body is not None or arrival.connection.method == "POST":
             self._record(arrival)
 
+    async def close(self) -> None:
+        """Close the connections that are not to replicas."""
+        if self._admin is not None:
+            await self._admin.close()
+        if self._shared_cache is not None:
+            await self._shared_cache.close()
+
     def _handler(self, connection: AsgiConnection) -> Callable[[Arrival], Awaitable[None]]:
         handler = self._routes.get((connection.method, connection.path))
         if handler is not None:
             return handler
+        if self._admin is not None and connection.path.startswith(ADMIN):
+            return self._answer_admin
         allowed = [method for method, path in self._routes if path == connection.path]
         if allowed:
             raise Problem(405, f"{connection.path[:100]} takes {allowed[0]}, not {connection.method}; use that")
@@ -110,6 +135,11 @@ class Gateway:
     async def _problem(self, arrival: Arrival, problem: Problem) -> None:
         arrival.connection.extra_headers = [(_REQUEST_ID, arrival.request_id.encode())]
         await arrival.connection.problem(problem)
+
+    async def _answer_admin(self, arrival: Arrival) -> None:
+        assert self._admin is not None
+        arrival.connection.extra_headers = [(_REQUEST_ID, arrival.request_id.encode())]
+        await self._admin.answer(arrival.connection)
 
     # --- forwarding
 
@@ -129,31 +159,66 @@ class Gateway:
     async def _reserved(self, arrival: Arrival, body: RequestBody, model: ModelSettings) -> None:
         """Reserve, forward, and return what was not used."""
         cache_key = self._cache_key(arrival, body) if model.cache_s else None
-        response = self._cache.get(cache_key) if cache_key is not None else None
-        reservation: Reservation = await self._admission.reserve(arrival.key, body, model, free=response is not None)
+        response = await self._kept(cache_key) if cache_key is not None else None
+        chain = self._models.with_fallbacks(body.model)
+        reservation = await self._admission.reserve(arrival.key, body, chain, free=response is not None)
         if response is not None:
             return await self._replay(arrival, response)
-        request = ProxiedRequest(
+        arrival.reservation = reservation
+        request = self._request(arrival, body, reservation, record=cache_key is not None)
+        arrival.outcome = outcome = request.outcome
+        try:
+            await self._in_turn(arrival, model, request)
+        finally:
+            if outcome.begun:
+                await self._admission.correct(reservation, outcome.usage, self._usd(outcome) or 0.0)
+            else:
+                await self._admission.cancel(reservation)
+        if cache_key is not None and outcome.response is not None:
+            await self._keep(cache_key, outcome.response, model.cache_s)
+
+    def _request(
+        self, arrival: Arrival, body: RequestBody, reservation: Reservation, *, record: bool
+    ) -> ProxiedRequest:
+        return ProxiedRequest(
             arrival.connection,
             body,
             self._models,
             self._settings,
             request_id=arrival.request_id,
             max_tokens=reservation.max_tokens,
+            key=arrival.key,
             headers=[(_REQUEST_ID, arrival.request_id.encode())],
             arrived=arrival.begin,
-            record=cache_key is not None,
+            record=record,
         )
-        arrival.outcome = request.outcome
+
+    async def _in_turn(self, arrival: Arrival, model: ModelSettings, request: ProxiedRequest) -> None:
+        """Forward a request, once the model has a slot for this client."""
+        queue, key = self._models.queue(model.name), arrival.key
+        if queue is None:
+            return await request.run()
+        share = Share(client=key.id, weight=key.weight, priority=key.priority) if key is not None else Share(client="")
+        if not queue.take(share):
+            await _unless_client_leaves(arrival.connection, queue.wait(share))
         try:
             await request.run()
         finally:
-            if cache_key is not None and request.outcome.response is not None:
-                self._cache.put(cache_key, request.outcome.response, model.cache_s)
-            if request.outcome.begun:
-                await self._admission.correct(reservation, request.outcome.usage)
-            else:
-                await self._admission.cancel(reservation)
+            queue.release(share)
+
+    async def _kept(self, key: bytes) -> CachedResponse | None:
+        return await self._shared_cache.get(key) if self._shared_cache is not None else self._cache.get(key)
+
+    async def _keep(self, key: bytes, response: CachedResponse, ttl_s: float) -> None:
+        if self._shared_cache is not None:
+            await self._shared_cache.put(key, response, ttl_s)
+        else:
+            self._cache.put(key, response, ttl_s)
+
+    def _usd(self, outcome: Outcome) -> float | None:
+        """Price of a response; None where it had no counts."""
+        usage = outcome.usage
+        return None if usage is None else self._models.find(outcome.model)[0].usd(usage.prompt, usage.completion)
 
     def _cache_key(self, arrival: Arrival, body: RequestBody) -> bytes | None:
         tenant = arrival.key.id if arrival.key is not None else ""
@@ -187,14 +252,16 @@ class Gateway:
         self.metrics.requests[model, arrival.connection.status] += 1
         took_s = time.monotonic() - arrival.begin
         usage = outcome.usage if outcome is not None else None
-        usd = None
+        usd, reserved = None, 0
         if outcome is not None:
             self.metrics.retries += max(0, outcome.attempts - 1)
             if outcome.added_s is not None:
                 self.metrics.added(outcome.added_s)
-            if usage is not None:
-                usd = self._models.find(outcome.model)[0].usd(usage.prompt, usage.completion)
+            usd = self._usd(outcome)
+            if usage is not None and usd is not None:
                 self.metrics.used(key.name if key is not None else "", outcome.model, usage, usd)
+            elif outcome.begun and arrival.reservation is not None:  # no counts came: what was reserved is charged
+                usd, reserved = arrival.reservation.usd or None, arrival.reservation.tokens
         self._audit.add(
             request=arrival.request_id,
             key=key.id if key is not None else None,
@@ -211,6 +278,7 @@ class Gateway:
             prompt_tokens=usage.prompt if usage is not None else None,
             completion_tokens=usage.completion if usage is not None else None,
             usd=usd,
+            reserved_tokens=reserved or None,
             cached=arrival.cached,
         )
 
@@ -229,7 +297,7 @@ class Gateway:
         """Ready while every model has a replica that gets requests."""
         up: dict[str, int] = dict.fromkeys(self._models.names, 0)
         for model, replica in self._models.replicas():
-            up[model.name] += replica.breaker.retry_at is None
+            up[model.name] += replica.breaker.retry_at is None and not replica.drained
         ready = bool(up) and all(up.values()) and not self.draining
         state = {"status": "ready" if ready else "not ready", "replicas_up": up}
         await arrival.connection.json(200 if ready else 503, state)
@@ -237,6 +305,21 @@ class Gateway:
     async def _metrics_page(self, arrival: Arrival) -> None:
         self._admission.key_of(arrival.connection.headers, "metrics")
         await arrival.connection.respond(200, self.metrics.page(self._models, self._cache), _TEXT)
+
+
+async def _unless_client_leaves(connection: AsgiConnection, work: Coroutine[Any, Any, None]) -> None:
+    """Wait for `work`; ClientDisconnected, and an end of it, where the client leaves before."""
+    watcher, task = asyncio.create_task(connection.disconnected()), asyncio.create_task(work)
+    try:
+        await asyncio.wait({watcher, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        with suppress(asyncio.CancelledError, Problem):
+            await task
 
 
 def _request_id(connection: AsgiConnection) -> str:

@@ -34,8 +34,15 @@ class ReplicaSettings:
     """the server's own name of the model; empty: the same"""
     api_key_file: str = ""
     """file whose first line is the key that this server wants"""
+    vllm_fields: Literal["auto", "yes", "no"] = "auto"
+    """whether it knows cache_salt and priority, which keep the prefix caches of keys apart and pass on their priority;
+    auto: yes for servers without an api_key_file, as providers refuse unknown fields"""
     canary: bool = False
     """a canary: it gets the model's canary_fraction of requests, and nothing else while others work"""
+
+    @property
+    def takes_vllm_fields(self) -> bool:
+        return self.vllm_fields == "yes" or (self.vllm_fields == "auto" and not self.api_key_file)
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -67,6 +74,8 @@ class ModelSettings:
     cache_s: float = 0.0
     """seconds for which a response is kept for equal requests of the same key, where chance plays no part (temperature
     0, embeddings); 0: never"""
+    max_in_flight: int | None = None
+    """requests at its replicas at once; more wait here, shared fairly between keys; none: all are passed on"""
     default_max_tokens: int = 1024
     """max_tokens of requests that have none, where their key has a token limit"""
     input_usd_per_million: float = 0.0
@@ -79,6 +88,8 @@ class ModelSettings:
             raise BadRecipe(f'model {self.name} has no replicas; add replicas = [{{ url = "http://…" }}]')
         if self.input_usd_per_million < 0 or self.output_usd_per_million < 0:
             raise BadRecipe(f"a price of {self.name} is negative; correct it")
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise BadRecipe(f"max_in_flight of {self.name} is at least 1; leave it out for no limit")
         if self.cache_s < 0:
             raise BadRecipe(f"cache_s of {self.name} is negative; leave it out to keep no responses")
         if not 0 <= self.canary_fraction <= 1:
@@ -109,9 +120,17 @@ class GatewaySettings:
     health_interval_s: float = 1.0
     health_timeout_s: float = 2.0
     max_in_flight: int = 4096
-    """requests of all clients; more get 429"""
+    """requests of all clients, those that wait included; more get 429"""
+    max_waiting: int = 1024
+    """requests per model that wait for one of its max_in_flight; more get 429, the busiest key's first"""
+    max_wait_s: float = 30.0
+    """time after which a request that waits gets 503"""
+    cache: Literal["memory", "redis"] = "memory"
+    """where responses are kept; redis: shared by several gateways"""
     cache_bytes: int = 64_000_000
     """memory for kept responses of all models"""
+    admin_keys: str = ""
+    """file of Ed25519 public keys (ssh-keygen), one per line, that may call /admin; empty: nobody may"""
     audit: str = ""
     """file for one JSON line per request, without prompt text; empty: audit.jsonl beside the keys"""
     cors_origins: tuple[str, ...] = ()
@@ -130,14 +149,19 @@ class GatewaySettings:
             "idle_timeout_s",
             "health_interval_s",
             "health_timeout_s",
+            "max_wait_s",
         )
         for name in names:
             if getattr(self, name) <= 0:
                 raise BadRecipe(f"gateway.{name} must be above 0; leave it out for its default")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise BadRecipe("HTTPS needs both gateway.tls_certificate and gateway.tls_key; give both or neither")
-        if self.retries < 0 or self.max_in_flight < 1 or self.max_body_bytes < 1:
-            raise BadRecipe("gateway.retries, max_in_flight and max_body_bytes cannot be negative; correct them")
+        if self.retries < 0 or self.max_in_flight < 1 or self.max_body_bytes < 1 or self.max_waiting < 0:
+            raise BadRecipe(
+                "gateway.retries, max_waiting, max_in_flight, max_body_bytes cannot be negative; correct it"
+            )
+        if self.cache == "redis" and not self.redis:
+            raise BadRecipe('gateway.cache = "redis" needs gateway.redis; give its address')
 
 
 @dataclass(frozen=True, kw_only=True)

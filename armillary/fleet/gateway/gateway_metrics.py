@@ -54,6 +54,7 @@ class GatewayMetrics:
             yield f'armillary_gateway_usd_total{{key="{_text(key)}",model="{_text(model)}"}} {usd:.9g}'
         yield from _family("gateway_retries_total", "counter", "attempts beyond the first")
         yield f"armillary_gateway_retries_total {self.retries}"
+        yield from _queue_lines(models)
         yield from self._histogram()
         yield from self._replicas(models)
 
@@ -82,6 +83,15 @@ class GatewayMetrics:
                 }
                 labels = f'model="{_text(model.name)}",url="{_text(replica.link.settings.url)}"'
                 yield f"armillary_gateway_{kind}{{{labels}}} {values[kind]}"
+
+
+def _queue_lines(models: Models) -> Iterator[str]:
+    yield from _family("gateway_waiting", "gauge", "requests that wait for a slot of their model")
+    for model, queue in models.queues().items():
+        yield f'armillary_gateway_waiting{{model="{_text(model)}"}} {queue.num_waiting}'
+    yield from _family("gateway_queue_refused_total", "counter", "requests that got no slot")
+    for model, queue in models.queues().items():
+        yield f'armillary_gateway_queue_refused_total{{model="{_text(model)}"}} {queue.refused}'
 
 
 def _cache_lines(cache: ResponseCache) -> Iterator[str]:

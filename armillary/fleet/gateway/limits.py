@@ -3,13 +3,14 @@
 Every admitted request is an entry (time, cost) of its window. A request is admitted only if the entries of the last
 `window_s` seconds and its own cost fit. Tokens are reserved with their upper bound (prompt and max_tokens), and
 corrected to what was used when the response has ended. A refusal says when enough entries will have left the window.
+A budget is a sum that begins at zero with each day or month.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ class Charge:
     cost: int
     limit: int
     window_s: float
+    ends_at: float | None = None  # of a budget: the end (unix seconds) of its day or month, which does not slide
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,10 @@ class Window:
 
     __slots__ = ("costs", "entries", "total")
 
-    def __init__(self) -> None:
-        self.entries: deque[tuple[float, str]] = deque()
+    def __init__(self, total: int = 0) -> None:
+        self.entries: deque[tuple[float, str]] = deque()  # none for a budget, whose requests never leave
         self.costs: dict[str, int] = {}
-        self.total = 0
+        self.total = total
 
     def expire(self, before: float) -> None:
         while self.entries and self.entries[0][0] <= before:
@@ -69,19 +71,24 @@ class Window:
 class LocalLimiter:
     """Windows in the memory of this process."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, totals: Mapping[str, int] | None = None) -> None:
+        """`totals`: what was spent of budgets before, by bucket."""
         self._clock, self._windows = clock, dict[str, Window]()
+        for bucket, total in (totals or {}).items():
+            self._windows[bucket] = Window(total)
 
     async def reserve(self, request: str, charges: Sequence[Charge]) -> Refusal | None:
         now = self._clock()
         windows = [self._windows.setdefault(charge.bucket, Window()) for charge in charges]
         for charge, window in zip(charges, windows, strict=True):
-            window.expire(now - charge.window_s)
+            if charge.ends_at is None:
+                window.expire(now - charge.window_s)
             needed = window.total + charge.cost - charge.limit
             if needed > 0:
-                return Refusal(charge, window.wait_s(needed, now, charge.window_s))
+                return Refusal(charge, _wait_s(charge, window, needed, now))
         for charge, window in zip(charges, windows, strict=True):
-            window.entries.append((now, request))
+            if charge.ends_at is None:
+                window.entries.append((now, request))
             window.costs[request] = charge.cost
             window.total += charge.cost
         return None
@@ -92,4 +99,18 @@ class LocalLimiter:
             if window is not None and request in window.costs:
                 cost = min(cost, window.costs[request])
                 window.total += cost - window.costs[request]
-                window.costs[request] = cost
+                if charge.ends_at is None:
+                    window.costs[request] = cost
+                else:  # only the sum of a budget is needed
+                    del window.costs[request]
+
+    def spent(self, bucket: str) -> int:
+        """Of a budget, what is reserved included."""
+        window = self._windows.get(bucket)
+        return window.total if window is not None else 0
+
+
+def _wait_s(charge: Charge, window: Window, needed: int, now: float) -> float:
+    if charge.ends_at is not None:
+        return max(0.0, charge.ends_at - time.time())
+    return window.wait_s(needed, now, charge.window_s)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.errors import NotFound
+from armillary.fleet.gateway.fair_queue import FairQueue
 from armillary.fleet.gateway.gateway_config import GatewayConfig, ModelSettings, ReplicaSettings
 from armillary.fleet.gateway.routing import Replica, Router
 from armillary.fleet.gateway.upstream import ReplicaPool
@@ -37,6 +39,7 @@ class Models:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._models = {model.name: (model, _router(model, config)) for model in config.models}
+        self._queues = {model.name: _queue(model, config) for model in config.models if model.max_in_flight}
 
     @property
     def names(self) -> list[str]:
@@ -49,8 +52,28 @@ class Models:
             raise Problem(404, text, param="model", code="model_not_found")
         return self._models[name]
 
+    def with_fallbacks(self, name: str) -> list[ModelSettings]:
+        """A model and those that may answer for it."""
+        chain = [self.find(name)[0]]
+        while chain[-1].fallback and chain[-1].fallback not in [model.name for model in chain]:
+            chain.append(self.find(chain[-1].fallback)[0])
+        return chain
+
+    def queue(self, name: str) -> FairQueue | None:
+        """Where requests of a model wait; none: they do not."""
+        return self._queues.get(name)
+
+    def queues(self) -> Mapping[str, FairQueue]:
+        return self._queues
+
     def replicas(self) -> list[tuple[ModelSettings, Replica]]:
         return [(model, replica) for model, router in self._models.values() for replica in router.replicas]
+
+
+def _queue(model: ModelSettings, config: GatewayConfig) -> FairQueue:
+    assert model.max_in_flight is not None
+    settings = config.gateway
+    return FairQueue(model.max_in_flight, max_waiting=settings.max_waiting, max_wait_s=settings.max_wait_s)
 
 
 def _router(model: ModelSettings, config: GatewayConfig) -> Router:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from armillary.fleet.gateway.body import RequestBody, forwarded
 from armillary.fleet.gateway.gateway_config import GatewaySettings
+from armillary.fleet.gateway.keys import ApiKey
 from armillary.fleet.gateway.model_routers import Link, Models
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseRecorder
 from armillary.fleet.gateway.routing import Replica, Router
@@ -53,6 +54,7 @@ class ProxiedRequest:
         *,
         request_id: str,
         max_tokens: int | None = None,
+        key: ApiKey | None = None,
         headers: Headers,
         arrived: float,
         record: bool = False,
@@ -60,7 +62,7 @@ class ProxiedRequest:
         """`max_tokens` is set where the body has none; `headers` are sent with the response; `arrived` is when the
         request came in, by the monotonic clock; `record`: the response is collected, to be kept."""
         self._connection, self._body, self._models, self._settings = connection, body, models, settings
-        self._id, self._max_tokens, self._headers = request_id, max_tokens, headers
+        self._id, self._max_tokens, self._key, self._headers = request_id, max_tokens, key, headers
         self._arrived, self._record = arrived, record
         self._upstream: UpstreamConnection | None = None
         self._client_left = False
@@ -83,15 +85,11 @@ class ProxiedRequest:
             self._upstream.fail("the client left")
 
     async def _run(self) -> None:
-        name = self._body.model
-        while True:
-            model, router = self._models.find(name)
-            self.outcome.model = name
-            if await self._try_replicas(router):
+        for model in self._models.with_fallbacks(self._body.model):
+            self.outcome.model = model.name
+            if await self._try_replicas(self._models.find(model.name)[1]):
                 return
-            if not model.fallback:
-                raise self._no_answer()
-            name = model.fallback
+        raise self._no_answer()
 
     def _no_answer(self) -> Problem:
         failures = self.outcome.failures
@@ -103,7 +101,8 @@ class ProxiedRequest:
     async def _try_replicas(self, router: Router) -> bool:
         """Whether a replica has answered."""
         tried: list[Replica] = []
-        prompt = self._body.prompt if router.needs_prompt else b""
+        salt = self._key.id.encode() if self._key is not None else b""  # prefix caches of keys are apart
+        prompt = salt + self._body.prompt if router.needs_prompt else b""
         while len(tried) <= self._settings.retries:
             replica = router.pick(prompt, time.monotonic(), tried)
             if replica is None:
@@ -189,6 +188,7 @@ class ProxiedRequest:
             model=link.settings.model or self.outcome.model,
             max_tokens=self._max_tokens,
             usage=self._body.stream and self._models.find(self.outcome.model)[0].stream_usage,
+            key=self._key if link.settings.takes_vllm_fields else None,
         )
         given = self._connection.headers
         headers = [

@@ -2,7 +2,8 @@
 
 A window is a sorted set of request ids by time and a hash with their costs and the sum. Redis' own clock is used, so
 the clocks of gateways do not matter. A script that is sent twice, because the connection broke before its answer,
-counts once. For limits that survive a restart of Redis, run it with `appendonly yes` and `appendfsync always`.
+counts once. A budget has only the hash, of a day or month; a request leaves it when it is corrected.
+For limits that survive a restart of Redis, run it with `appendonly yes` and `appendfsync always`.
 """
 
 from __future__ import annotations
@@ -19,39 +20,52 @@ RESERVE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local request = ARGV[1]
-for i = 1, #KEYS / 2 do
-  local set, costs = KEYS[2 * i - 1], KEYS[2 * i]
-  local cost, limit, window = tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i]), tonumber(ARGV[3 * i + 1])
-  if redis.call('ZSCORE', set, request) then return {0, 0} end
-  local gone = redis.call('ZRANGEBYSCORE', set, '-inf', now - window)
-  for _, id in ipairs(gone) do
-    redis.call('HINCRBY', costs, '', -(redis.call('HGET', costs, id) or 0))
-    redis.call('HDEL', costs, id)
-  end
-  if #gone > 0 then redis.call('ZREMRANGEBYSCORE', set, '-inf', now - window) end
-  local needed = (tonumber(redis.call('HGET', costs, '')) or 0) + cost - limit
-  if needed > 0 then
-    local from = 0
-    while true do
-      local entries = redis.call('ZRANGE', set, from, from + 99, 'WITHSCORES')
-      if #entries == 0 then return {i, window} end
-      for j = 1, #entries, 2 do
-        needed = needed - (redis.call('HGET', costs, entries[j]) or 0)
-        if needed <= 0 then return {i, math.max(0, tonumber(entries[j + 1]) + window - now)} end
-      end
-      from = from + 100
+local function charge(i)
+  local from = 4 * i - 2
+  return KEYS[2 * i - 1], KEYS[2 * i], tonumber(ARGV[from]), tonumber(ARGV[from + 1]), tonumber(ARGV[from + 2]),
+    tonumber(ARGV[from + 3])
+end
+local function wait(set, costs, needed, window)
+  local from = 0
+  while true do
+    local entries = redis.call('ZRANGE', set, from, from + 99, 'WITHSCORES')
+    if #entries == 0 then return window end
+    for j = 1, #entries, 2 do
+      needed = needed - (redis.call('HGET', costs, entries[j]) or 0)
+      if needed <= 0 then return math.max(0, tonumber(entries[j + 1]) + window - now) end
     end
+    from = from + 100
   end
 end
 for i = 1, #KEYS / 2 do
-  local set, costs = KEYS[2 * i - 1], KEYS[2 * i]
-  local cost, window = tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i + 1])
-  redis.call('ZADD', set, now, request)
+  local set, costs, cost, limit, window, ends = charge(i)
+  if redis.call('HEXISTS', costs, request) == 1 then return {0, 0} end
+  if ends == 0 then
+    local gone = redis.call('ZRANGEBYSCORE', set, '-inf', now - window)
+    for _, id in ipairs(gone) do
+      redis.call('HINCRBY', costs, '', -(redis.call('HGET', costs, id) or 0))
+      redis.call('HDEL', costs, id)
+    end
+    if #gone > 0 then redis.call('ZREMRANGEBYSCORE', set, '-inf', now - window) end
+  end
+  local needed = (tonumber(redis.call('HGET', costs, '')) or 0) + cost - limit
+  if needed > 0 then
+    if ends > 0 then return {i, math.max(0, ends * 1000000 - now)} end
+    return {i, wait(set, costs, needed, window)}
+  end
+end
+for i = 1, #KEYS / 2 do
+  local set, costs, cost, limit, window, ends = charge(i)
   redis.call('HSET', costs, request, cost)
   redis.call('HINCRBY', costs, '', cost)
-  local life = math.ceil(window / 1000) + 60000
-  redis.call('PEXPIRE', set, life)
-  redis.call('PEXPIRE', costs, life)
+  if ends > 0 then
+    redis.call('EXPIREAT', costs, math.ceil(ends) + 86400)
+  else
+    redis.call('ZADD', set, now, request)
+    local life = math.ceil(window / 1000) + 60000
+    redis.call('PEXPIRE', set, life)
+    redis.call('PEXPIRE', costs, life)
+  end
 end
 return {0, 0}
 """
@@ -59,9 +73,13 @@ CORRECT = """
 for i = 1, #KEYS do
   local before = redis.call('HGET', KEYS[i], ARGV[1])
   if before then
-    local cost = math.min(tonumber(ARGV[i + 1]), tonumber(before))
-    redis.call('HSET', KEYS[i], ARGV[1], cost)
+    local cost = math.min(tonumber(ARGV[2 * i]), tonumber(before))
     redis.call('HINCRBY', KEYS[i], '', cost - before)
+    if ARGV[2 * i + 1] == '1' then
+      redis.call('HDEL', KEYS[i], ARGV[1])
+    else
+      redis.call('HSET', KEYS[i], ARGV[1], cost)
+    end
   end
 end
 return 0
@@ -94,12 +112,15 @@ class RedisLimiter:
 
     async def reserve(self, request: str, charges: Sequence[Charge]) -> Refusal | None:
         keys = [key for charge in charges for key in (_set(charge), _costs(charge))]
-        numbers = [n for c in charges for n in (c.cost, c.limit, int(c.window_s * 1e6))]
+        numbers = [n for c in charges for n in (c.cost, c.limit, int(c.window_s * 1e6), int(c.ends_at or 0))]
         index, wait_us = await self._call(self._reserve, keys, [request, *numbers])
         return Refusal(charges[int(index) - 1], int(wait_us) / 1e6) if index else None
 
     async def correct(self, request: str, charges: Sequence[Charge], costs: Sequence[int]) -> None:
-        await self._call(self._correct, [_costs(charge) for charge in charges], [request, *costs])
+        pairs = [
+            n for charge, cost in zip(charges, costs, strict=True) for n in (cost, int(charge.ends_at is not None))
+        ]
+        await self._call(self._correct, [_costs(charge) for charge in charges], [request, *pairs])
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -29,6 +29,7 @@ class Replica:
 
     name: str
     canary: bool = False
+    drained: bool = False  # by an admin: it gets no new requests
     breaker: Breaker = field(default_factory=Breaker)
     in_flight: int = 0
     recent: float = 0.0  # requests of the recent past, decayed
@@ -69,13 +70,16 @@ class Router:
 
     def pick(self, prompt: bytes, now: float, exclude: Collection[Replica] = ()) -> Replica | None:
         """The replica for a prompt; None where none is left."""
-        usable = [each for each in self.replicas if each not in exclude and each.breaker.admits(now)]
+        usable = [each for each in self.replicas if each not in exclude and self._is_usable(each, now)]
         if not usable:
             return None
         group = self._group(usable, first=not exclude)
         replica = self._pick(group, prompt) if len(group) > 1 else group[0]
         self._assign(replica, prompt)
         return replica
+
+    def _is_usable(self, replica: Replica, now: float) -> bool:
+        return not replica.drained and replica.breaker.admits(now)
 
     def _group(self, usable: list[Replica], *, first: bool) -> list[Replica]:
         """The stable replicas or the canaries, so that canaries get exactly their share; either stands in for the

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from armillary.errors import BadInput
+from armillary.fleet.gateway.admin import AdminApi
+from armillary.fleet.gateway.admin_signature import AdminGuard, LocalNonces, RedisNonces
 from armillary.fleet.gateway.admission import Admission
 from armillary.fleet.gateway.audit import AuditLog
+from armillary.fleet.gateway.budgets import spent_before
 from armillary.fleet.gateway.gateway_app import Gateway
-from armillary.fleet.gateway.gateway_config import GatewayConfig
+from armillary.fleet.gateway.gateway_config import GatewayConfig, GatewaySettings
 from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
 from armillary.fleet.gateway.health import HealthChecker
-from armillary.fleet.gateway.keys import KeyRing
+from armillary.fleet.gateway.keys import KeyRing, KeyStore
 from armillary.fleet.gateway.limits import Limiter, LocalLimiter
 from armillary.fleet.gateway.model_routers import Models
+from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.redis_limits import RedisLimiter
 from armillary.fleet.gateway.upstream import sweep
 from armillary.serving.http.server import (
@@ -30,23 +35,27 @@ from armillary.serving.http.server import (
     run_event_loop,
     serve_until_signal,
 )
+from armillary.store.ed25519 import public_keys
 
 _DRAIN_S = 30
 
 
-def run_gateway(config: GatewayConfig, listen: ListenOptions, *, keys: Path, say: Say = print) -> None:
-    """Serve until SIGTERM or SIGINT."""
+def run_gateway(
+    config: GatewayConfig, listen: ListenOptions, *, keys: KeyStore, folder: Path, say: Say = print
+) -> None:
+    """Serve until SIGTERM or SIGINT; the audit log is in `folder`, where its settings name no other."""
     if not config.models:
         raise BadInput("the gateway has no model; give --config FILE with [[models]], or --upstream NAME=URL")
     say = ignore_broken_pipe(say)
     tls = _tls(config)
     sock = bind(listen)
-    audit = AuditLog(Path(config.gateway.audit).expanduser() if config.gateway.audit else keys.with_name("audit.jsonl"))
+    path = Path(config.gateway.audit).expanduser() if config.gateway.audit else folder / "audit.jsonl"
+    audit = AuditLog(path)
     ring = KeyRing(keys, say)
     if not ring.required:
         say("no API key is needed; armillary gateway keys add NAME makes the first, and from then on one is")
     try:
-        run_event_loop(_serve(config, sock, ring, audit, say, tls))
+        run_event_loop(_serve(config, sock, keys, ring, audit, path, say, tls))
     finally:
         audit.close()
 
@@ -60,22 +69,40 @@ def _tls(config: GatewayConfig) -> Tls | None:
     return tls
 
 
-def make_gateway(config: GatewayConfig, ring: KeyRing, limiter: Limiter, audit: AuditLog) -> tuple[Gateway, Models]:
+def make_gateway(
+    config: GatewayConfig, keys: KeyStore, ring: KeyRing, limiter: Limiter, audit: AuditLog
+) -> tuple[Gateway, Models]:
     """The parts of a gateway, put together."""
-    models = Models(config)
-    allow = config.gateway.on_redis_failure == "allow"
-    admission = Admission(ring, limiter, allow_uncounted=allow)
-    return Gateway(models, admission, config.gateway, audit, GatewayMetrics()), models
+    models, settings, metrics = Models(config), config.gateway, GatewayMetrics()
+    admission = Admission(ring, limiter, allow_uncounted=settings.on_redis_failure == "allow")
+    admin = AdminApi(_guard(settings), keys, models, metrics) if settings.admin_keys else None
+    shared_cache = RedisCache(settings.redis) if settings.cache == "redis" else None
+    return Gateway(models, admission, settings, audit, metrics, admin=admin, shared_cache=shared_cache), models
+
+
+def _guard(settings: GatewaySettings) -> AdminGuard:
+    nonces = RedisNonces(settings.redis) if settings.redis else LocalNonces()
+    return AdminGuard(public_keys(Path(settings.admin_keys).expanduser()), nonces)
 
 
 async def _serve(
-    config: GatewayConfig, sock: socket.socket, ring: KeyRing, audit: AuditLog, say: Say, tls: Tls | None
+    config: GatewayConfig,
+    sock: socket.socket,
+    keys: KeyStore,
+    ring: KeyRing,
+    audit: AuditLog,
+    audit_path: Path,
+    say: Say,
+    tls: Tls | None,
 ) -> None:
     limiter: LocalLimiter | RedisLimiter
-    limiter = RedisLimiter(config.gateway.redis, say) if config.gateway.redis else LocalLimiter()
-    gateway, models = make_gateway(config, ring, limiter, audit)
+    if config.gateway.redis:
+        limiter = RedisLimiter(config.gateway.redis, say)
+    else:
+        limiter = LocalLimiter(totals=spent_before(audit_path, ring.all(), time.time()))
+    gateway, models = make_gateway(config, keys, ring, limiter, audit)
     pools = [replica.link.pool for _, replica in models.replicas()]
-    work = [sweep(pools), HealthChecker(models, config.gateway, say).run(), audit.run(say)]
+    work = [sweep(pools), HealthChecker(models, config.gateway, say).run(), audit.run(say), ring.watch()]
     tasks = [asyncio.create_task(each) for each in work]
     server = http_server(gateway, graceful_s=_DRAIN_S, tls=tls)
 
@@ -93,5 +120,6 @@ async def _serve(
                 await task
         for pool in pools:
             pool.close()
+        await gateway.close()
         if isinstance(limiter, RedisLimiter):
             await limiter.close()

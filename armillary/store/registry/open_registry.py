@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from armillary.store.ed25519 import public_keys
 from armillary.store.home import Home
 from armillary.store.registry.object_store import open_store
 from armillary.store.registry.registry import Registry
-from armillary.store.registry.signature import trusted_keys
 
 PREFIX = "registry:"
 
@@ -15,7 +15,7 @@ PREFIX = "registry:"
 def open_registry(home: Home, url: str = "", keys: str = "") -> Registry:
     """The registry at `url`, or of this home; `keys`: a file of public keys, one of which must have signed a release
     that is loaded."""
-    trusted = trusted_keys(Path(keys).expanduser()) if keys else ()
+    trusted = public_keys(Path(keys).expanduser()) if keys else ()
     return Registry(open_store(url or home.registry), home.releases, trusted=trusted)
 
 

@@ -14,7 +14,7 @@ from armillary.fleet.gateway.audit import AuditLog
 from armillary.fleet.gateway.gateway_app import Gateway
 from armillary.fleet.gateway.gateway_config import GatewayConfig
 from armillary.fleet.gateway.health import HealthChecker
-from armillary.fleet.gateway.keys import KeyRing
+from armillary.fleet.gateway.keys import KeyFile, KeyRing
 from armillary.fleet.gateway.limits import Limiter, LocalLimiter
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.run_gateway import make_gateway
@@ -220,7 +220,8 @@ async def gateway_of(
     config = build(GatewayConfig, {"gateway": gateway or {}, "models": [table, *(more_models or [])]}, "test")
     folder.mkdir(parents=True, exist_ok=True)
     log, said = AuditLog(folder / "audit.jsonl"), list[str]()
-    app, models = make_gateway(config, KeyRing(folder / "keys.json"), limiter or LocalLimiter(), log)
+    keys = KeyFile(folder / "keys.json")
+    app, models = make_gateway(config, keys, KeyRing(keys), limiter or LocalLimiter(), log)
     checker = HealthChecker(models, config.gateway, said.append)
     pools = [replica.link.pool for _, replica in models.replicas()]
     tasks = [asyncio.create_task(sweep(pools)), *([asyncio.create_task(checker.run())] if health else [])]
