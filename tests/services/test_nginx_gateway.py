@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.fleet.gateway.test_gateway_app import listening
 
 from armillary.errors import BadInput
 from armillary.fleet.gateway.nginx_config import NginxSettings, nginx_config
 from tests.fleet.gateway.replicas import FakeReplica, scenario
+from tests.fleet.gateway.test_gateway_app import listening
 
 pytestmark = pytest.mark.services
 
