@@ -100,12 +100,12 @@ class AdminApi:
 
     def _drain(self, body: dict[str, Any], *, drained: bool) -> dict[str, Any]:
         """Take a replica out of the rotation, or back; its requests finish."""
-        found = [pair for pair in self._models.replicas() if pair[1].link.settings.url == body.get("url")]
-        if not found:
+        matches = [pair for pair in self._models.replicas() if pair[1].link.settings.url == body.get("url")]
+        if not matches:
             raise bad_request("no replica has this url; GET /admin/replicas lists them", "url")
-        for _, replica in found:
+        for _, replica in matches:
             replica.drained = drained
-        return {"replicas": [_replica(model.name, replica) for model, replica in found]}
+        return {"replicas": [_replica(model.name, replica) for model, replica in matches]}
 
 
 def _table(body: bytes) -> dict[str, Any]:

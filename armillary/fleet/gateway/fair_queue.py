@@ -1,9 +1,9 @@
 """Requests of one model that wait for a free slot at its replicas, shared fairly between clients.
 
 A free slot goes to the lowest priority number first; a minute of waiting counts as one level, so nobody starves.
-Within a level it goes to the client that has the fewest requests in flight for its weight, then to the one whose turn
-is earlier (start-time fair queueing: each request moves its client's turn on by 1/weight). The queue is bounded: where
-it is full, the client with the most waiting requests loses its newest.
+Within a level it goes to the client that has the fewest requests in flight for its weight, then to the one
+with the earlier virtual time (start-time fair queueing: each request moves its client's on by 1/weight). The queue is
+bounded: where it is full, the client with the most waiting requests loses its newest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from armillary.serving.http.problem import Problem
 
 AGEING_S = 60.0
 """waiting time that counts as one level of priority, as the scheduler's serve.ageing_s"""
-_MOST_TURNS = 10_000
+_MOST_TIMES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,10 @@ class FairQueue:
     ) -> None:
         self._free, self._max_waiting, self._max_wait_s, self._clock = slots, max_waiting, max_wait_s, clock
         self._in_flight: Counter[str] = Counter()
-        self._turn, self._turns = 0.0, dict[str, float]()  # of the last grant, and of each client's next request
+        self._virtual_time, self._virtual_times = (
+            0.0,
+            dict[str, float](),
+        )  # of the last grant, and of each client's next request
         self._waiting: dict[str, deque[Waiting]] = {}
         self.num_waiting = self.refused = 0
 
@@ -88,13 +91,13 @@ class FairQueue:
     def _grant(self, share: Share) -> None:
         self._free -= 1
         self._in_flight[share.client] += 1
-        self._turn = self._turn_of(share)
-        self._turns[share.client] = self._turn + 1.0 / share.weight
-        if len(self._turns) > _MOST_TURNS:  # an earlier turn than the last grant says nothing
-            self._turns = {client: turn for client, turn in self._turns.items() if turn > self._turn}
+        self._virtual_time = self._virtual_time_of(share)
+        self._virtual_times[share.client] = self._virtual_time + 1.0 / share.weight
+        if len(self._virtual_times) > _MOST_TIMES:  # an earlier time than the last grant says nothing
+            self._virtual_times = {client: at for client, at in self._virtual_times.items() if at > self._virtual_time}
 
-    def _turn_of(self, share: Share) -> float:
-        return max(self._turn, self._turns.get(share.client, 0.0))
+    def _virtual_time_of(self, share: Share) -> float:
+        return max(self._virtual_time, self._virtual_times.get(share.client, 0.0))
 
     def _grant_next(self) -> None:
         while self._free > 0 and self.num_waiting:
@@ -107,7 +110,7 @@ class FairQueue:
     def _order(self, waiting: Waiting) -> tuple[float, ...]:
         share, waited_s = waiting.share, self._clock() - waiting.arrived
         in_flight = self._in_flight[share.client] / share.weight
-        return share.priority - waited_s // AGEING_S, in_flight, self._turn_of(share), waiting.arrived
+        return share.priority - waited_s // AGEING_S, in_flight, self._virtual_time_of(share), waiting.arrived
 
     def _make_space(self, share: Share) -> None:
         """Refuse this request, or the newest of the client that has the most waiting, where the queue is full."""

@@ -45,13 +45,13 @@ class RedisCache:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _ask(self, question: Callable[[], Any]) -> Any:
+    async def _ask(self, command: Callable[[], Any]) -> Any:
         from redis.exceptions import RedisError
 
         if self._clock() < self._down_until:
             return None
         try:
-            return await question()
+            return await command()
         except (TimeoutError, RedisError, OSError):
             self._down_until = self._clock() + _DOWN_S
             return None

@@ -89,11 +89,11 @@ class RedisKeys:
         except ValueError as error:
             raise ArmillaryError(f"a key in {self.place} is damaged ({error}); delete it from {_KEYS}") from None
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _ask(self, command: Callable[[], Any]) -> Any:
         from redis.exceptions import RedisError
 
         try:
-            return question()
+            return command()
         except (RedisError, OSError) as error:
             raise ArmillaryError(
                 f"Redis at {self.place} does not answer ({type(error).__name__}); start it, or use a file of keys"

@@ -117,10 +117,10 @@ class RedisLimiter:
         return Refusal(charges[int(index) - 1], int(wait_us) / 1e6) if index else None
 
     async def correct(self, request: str, charges: Sequence[Charge], costs: Sequence[int]) -> None:
-        pairs = [
+        numbers = [
             n for charge, cost in zip(charges, costs, strict=True) for n in (cost, int(charge.ends_at is not None))
         ]
-        await self._call(self._correct, [_costs(charge) for charge in charges], [request, *pairs])
+        await self._call(self._correct, [_costs(charge) for charge in charges], [request, *numbers])
 
     async def close(self) -> None:
         await self._redis.aclose()
