@@ -45,7 +45,7 @@ def report(
     PLAN is a plan.json, RECIPE a .toml file, RUN a run, whose measurements are shown next to the plan. Company, logo,
     currency, date format and templates are keys of [report]: --set report.company=ACME.
     """
-    from armillary.documents.build import build_report
+    from armillary.documents.plan_report import build_report
     from armillary.documents.write import read_formats, write_documents
 
     formats = read_formats(to)

@@ -104,6 +104,10 @@ class Report:
     def cell_text(self, cell: Cell) -> str:
         return cell if isinstance(cell, str) else self.figures.notation.text(cell.value, cell.unit)
 
+    def texts(self, table: Table) -> list[list[str]]:
+        """Rows of a table as they are read."""
+        return [[self.cell_text(cell) for cell in row] for row in table.rows]
+
     def template(self, suffix: str) -> str | None:
         """The user's template for files of this suffix."""
         return next((path for path in self.templates if path.lower().endswith(suffix)), None)

@@ -54,10 +54,22 @@ class Notation:
             decimals = "0.00" if unit in ("money", "money/h") else "0.0000"
             return f'"{self.symbol}"#,##{decimals};[Red]-"{self.symbol}"#,##{decimals}'
         if unit == "date":
-            return "yyyy-mm-dd"
+            return excel_date(self.date_format)
         return EXCEL_FORMATS.get(unit, "#,##0.####")
 
 
+EXCEL_DATES = {
+    "Y": "yyyy",
+    "y": "yy",
+    "m": "mm",
+    "B": "mmmm",
+    "b": "mmm",
+    "d": "dd",
+    "A": "dddd",
+    "a": "ddd",
+    "F": "yyyy-mm-dd",
+}
+"""codes of strftime in number formats"""
 EXCEL_FORMATS = {
     "count": "#,##0",
     "share": "0.0%",
@@ -123,6 +135,14 @@ def _duration(seconds: float) -> str:
         return seconds_text(seconds)
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min" + (f" {rest} s" if rest else "")
+
+
+def excel_date(date_format: str) -> str:
+    """A format of strftime as a spreadsheet writes it; a code that it does not have makes it ISO 8601."""
+    parts = re.findall(r"%-?(.)|([^%]+)", date_format)
+    if any(code and code not in EXCEL_DATES for code, _ in parts):
+        return EXCEL_DATES["F"]
+    return "".join(EXCEL_DATES[code] if code else f'"{text.replace(chr(34), "")}"' for code, text in parts)
 
 
 def serial(day: date) -> float:

@@ -3,6 +3,8 @@
 Pages fit phones and desktops, in light and dark mode; every text that is passed in is escaped.
 """
 
+import re
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -11,6 +13,8 @@ from typing import Self
 
 _LONG = 24
 """characters from which a name in the first column may break"""
+_NUMBER = re.compile(r"[+−\-±]?(?:[^\w\s(]?|CN¥|[A-Z]{3} (?=[\d,]+\.\d))\d")
+"""how a number begins: a sign, a currency's symbol or code, a digit"""
 
 
 def document(title: str, parts: Iterable[str]) -> str:
@@ -37,6 +41,12 @@ def paragraph(text: str) -> str:
 def note(text: str) -> str:
     """A line in small letters, as over a table."""
     return f"<h3>{escape(text)}</h3>"
+
+
+def picture(data: bytes, label: str) -> str:
+    """A PNG or JPEG file as part of the page."""
+    kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
+    return f'<img class="logo" alt="{escape(label)}" src="data:image/{kind};base64,{b64encode(data).decode()}">'
 
 
 def side_by_side(*parts: str) -> str:
@@ -72,14 +82,16 @@ class Below(_Cell):
     """A cell's text with a second line under it."""
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, wide: bool = False) -> str:
-    """Rows under headings, numbers to the right; `wide` lets texts break. It scrolls where the screen is narrow."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, wide: bool = False, total: bool = False) -> str:
+    """Rows under headings, numbers to the right; `wide` lets texts break, `total` sets the last row apart. It scrolls
+    where the screen is narrow."""
     cells = [list(row) for row in rows]
     kinds = [_kind(column, [row[column] for row in cells]) for column in range(len(heads))]
     head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(kinds, heads, strict=True))
     body = "".join(f"<tr>{''.join(map(_cell, kinds, row))}</tr>" for row in cells)
+    classes = " ".join(name for name, holds in (("wide", wide), ("total", total)) if holds)
     return (
-        f"<div class='scroll'><table{' class=' + repr('wide') if wide else ''}>"
+        f"<div class='scroll'><table{f' class={classes!r}' if classes else ''}>"
         f"{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table></div>"
     )
 
@@ -93,6 +105,6 @@ def _cell(kind: str, text: str) -> str:
 def _kind(column: int, texts: Sequence[str]) -> str:
     """Numbers to the right; long names in the first column may break."""
     known = [text for text in texts if text != "–"]
-    if known and all(text.lstrip("+−-±$")[:1].isdigit() or text == "exact" for text in known):
+    if known and all(_NUMBER.match(text) or text == "exact" for text in known):
         return " class='number'"
     return " class='name'" if column == 0 and any(len(text) > _LONG for text in known) else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from armillary.documents.blocks import Report
-from armillary.documents.build import build_report
 from armillary.documents.facts import PlanFacts
+from armillary.documents.plan_report import build_report
 from armillary.store.home import Home
 from tests.documents import made
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from armillary.documents.blocks import Bullets, Paragraph, Report, Table
-from armillary.documents.build import build_report
 from armillary.documents.facts import PlanFacts, purposes, with_devices
+from armillary.documents.plan_report import build_report
 from armillary.errors import BadRecipe
 from armillary.planning.training.training_plan import training_plan
 from armillary.spec import catalogue

@@ -14,13 +14,18 @@ from pptx import Presentation
 from pypdf import PdfReader
 
 from armillary.documents.blocks import Report
-from armillary.documents.values import serial
+from armillary.documents.values import Notation, serial
 from armillary.documents.write import FORMATS, read_formats, write_documents
 from armillary.documents.writers.pptx import slide_sections
 from armillary.errors import BadInput, MissingPart
+from armillary.report.page import table
 from tests.documents import made
 
 ALL = tuple(FORMATS)
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154"
+    "78da63606060000000040001f61738550000000049454e44ae426082"
+)
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +186,7 @@ def test_logo_and_templates(tmp_path: Path, plan_report: Report) -> None:
     deck.slides.add_slide(deck.slide_layouts[0])
     deck.save(str(tmp_path / "house.pptx"))
     (tmp_path / "house.typ").write_text("#json(bytes(sys.inputs.report)).company")
-    png = bytes.fromhex(
-        "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154"
-        "78da63606060000000040001f61738550000000049454e44ae426082"
-    )
-    (tmp_path / "logo.png").write_bytes(png)
+    (tmp_path / "logo.png").write_bytes(PNG)
     templates = tuple(str(tmp_path / f"house.{suffix}") for suffix in ("docx", "pptx", "typ"))
     report = replace(plan_report, sections=plan_report.sections[:1], logo=str(tmp_path / "logo.png"))
     files = made.written(replace(report, templates=templates), ("docx", "pptx", "pdf"), tmp_path / "out")
@@ -200,6 +201,62 @@ def test_logo_and_templates(tmp_path: Path, plan_report: Report) -> None:
     with pytest.raises(BadInput, match="neither PNG nor JPEG"):
         write_documents(replace(report, logo=templates[0]), ["docx"], tmp_path / "bad")
     assert list((tmp_path / "bad").iterdir()) == [], "nothing half written"
+
+
+def test_a_template_that_is_more_than_styles(tmp_path: Path, plan_report: Report) -> None:
+    """A footer of its own, with no plain paragraph, stays; a deck's sections would name slides that are gone."""
+    from dataclasses import replace
+
+    from lxml import etree
+
+    house, deck = Document(), Presentation()
+    footer = house.sections[0].footer
+    footer.add_table(1, 1, 914_400).cell(0, 0).text = "house footer"
+    footer._element.remove(footer.paragraphs[0]._p)
+    house.save(str(tmp_path / "house.docx"))
+    deck.slides.add_slide(deck.slide_layouts[0])
+    sections = "http://schemas.microsoft.com/office/powerpoint/2010/main"
+    extensions = etree.SubElement(deck.part._element, etree.QName(deck.part._element.nsmap["p"], "extLst"))
+    etree.SubElement(etree.SubElement(extensions, "ext"), etree.QName(sections, "sectionLst"))
+    deck.save(str(tmp_path / "house.pptx"))
+    templates = tuple(str(tmp_path / f"house.{suffix}") for suffix in ("docx", "pptx"))
+    report = replace(plan_report, sections=plan_report.sections[:1], templates=templates)
+    files = made.written(report, ("docx", "pptx"), tmp_path / "out")
+    assert Document(str(files["docx"])).sections[0].footer.tables[0].cell(0, 0).text == "house footer"
+    assert b"sectionLst" not in etree.tostring(Presentation(str(files["pptx"])).part._element)
+
+
+def test_the_direction_of_a_paragraph_is_where_the_schema_has_it(awkward: dict[str, Path]) -> None:
+    document = Document(str(awkward["docx"]))
+    properties = document.element.xpath("//w:pPr[w:bidi and (w:spacing or w:jc)]")
+    assert properties
+    for paragraph in properties:
+        names = [child.tag.rpartition("}")[2] for child in paragraph]
+        assert names.index("bidi") < min(names.index(name) for name in ("spacing", "jc") if name in names)
+
+
+def test_the_page_has_logo_and_totals_and_aligns_any_currency(tmp_path: Path, plan_report: Report) -> None:
+    from dataclasses import replace
+
+    (tmp_path / "logo.png").write_bytes(PNG)
+    files = made.written(replace(plan_report, logo=str(tmp_path / "logo.png")), ("html", "md"), tmp_path)
+    page = files["html"].read_text()
+    assert (
+        '<img class="logo" alt="Example &amp; Sons" src="data:image/png;base64,' in page
+        and "class='wide total'" in page
+    )
+    assert "| **First year, all together** | **" in files["md"].read_text()
+    for amounts in (["€12.00", "−€3.10"], ["CHF 1,200.00", "CHF 3.10"], ["CN¥5.00", "–"]):
+        assert "<td class='number'>" in table(("x",), [[text] for text in amounts])
+    assert "class='number'" not in table(("x",), [["RTX 4090"], ["RTX 3090"]])
+
+
+@pytest.mark.parametrize(
+    ("date_format", "excel"),
+    [("%d.%m.%Y", 'dd"."mm"."yyyy'), ("%-d %B %Y", 'dd" "mmmm" "yyyy'), ("%j of %Y", "yyyy-mm-dd")],
+)
+def test_dates_of_the_workbook(date_format: str, excel: str) -> None:
+    assert Notation(date_format=date_format).excel("date") == excel
 
 
 def test_formats_are_named() -> None:

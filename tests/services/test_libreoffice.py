@@ -9,8 +9,8 @@ from pathlib import Path
 import openpyxl
 import pytest
 
-from armillary.documents.build import build_report
 from armillary.documents.facts import PlanFacts
+from armillary.documents.plan_report import build_report
 from armillary.store.home import Home
 from tests.documents import made
 from tests.documents.planner_twin import MONEY, planned, random_changes

@@ -15,6 +15,29 @@ from armillary.documents.writers.drawings import drawing_png
 from armillary.documents.writers.figure_table import COLUMNS, TITLE, figure_rows
 from armillary.errors import BadInput, NotFound, missing
 
+AFTER_BIDI = tuple(
+    f"w:{name}"
+    for name in (
+        "adjustRightInd",
+        "snapToGrid",
+        "spacing",
+        "ind",
+        "contextualSpacing",
+        "mirrorIndents",
+        "suppressOverlap",
+        "jc",
+        "textDirection",
+        "textAlignment",
+        "textboxTightWrap",
+        "outlineLvl",
+        "divId",
+        "cnfStyle",
+        "rPr",
+        "sectPr",
+        "pPrChange",
+    )
+)
+"""elements of a paragraph's properties that the schema has after the direction: Word may refuse another order"""
 ACCENT, GREY, HEAD_FILL = "2F5FB3", "667085", "EEF2F9"
 
 
@@ -52,6 +75,8 @@ class WordWriter:
             part.left_margin = part.right_margin = Cm(2)
             part.top_margin = part.bottom_margin = Cm(2.2)
         self.width = part.page_width - part.left_margin - part.right_margin
+        if not part.footer.is_linked_to_previous:  # the template has its own
+            return
         footer = part.footer.paragraphs[0]
         footer.text = " · ".join(filter(None, (self.report.company, self.report.title)))[:110] + "   "
         _field(footer, "PAGE", "1")
@@ -131,7 +156,7 @@ class WordWriter:
     def _table(self, block: Table) -> None:
         from docx.shared import Pt
 
-        rows = [[self.report.cell_text(cell) for cell in row] for row in block.rows]
+        rows = self.report.texts(block)
         table = self.document.add_table(rows=len(rows) + 1, cols=len(block.columns))
         table.style = "Table Grid"
         table.autofit = False
@@ -224,7 +249,8 @@ def _repeat_header(row: Any) -> None:
 def _right_to_left(paragraph: Any) -> None:
     from docx.oxml import OxmlElement
 
-    paragraph._p.get_or_add_pPr().append(OxmlElement("w:bidi"))
+    properties = paragraph._p.get_or_add_pPr()
+    properties.insert_element_before(OxmlElement("w:bidi"), *AFTER_BIDI)
     for run in paragraph.runs:
         run.font.rtl = True
 

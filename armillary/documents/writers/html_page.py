@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from armillary.documents.blocks import Block, Bullets, Chart, Paragraph, Picture, Report, Table
+from armillary.documents.user_files import logo_bytes
 from armillary.documents.writers.drawings import chart_html
 from armillary.documents.writers.figure_table import COLUMNS, TITLE, figure_rows
 from armillary.report.diagram import diagram_svg
-from armillary.report.page import document, heading, items, note, paragraph, section, table
+from armillary.report.page import document, heading, items, note, paragraph, picture, section, table
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -15,10 +16,16 @@ def write_html(report: Report, path: Path) -> None:
 
 def html_page(report: Report) -> str:
     under = " · ".join(filter(None, (report.company, report.subtitle, report.date_text)))
-    parts = [heading(report.title, under)]
+    parts = [_logo(report), heading(report.title, under)]
     parts += [section(part.title, "".join(_block(report, block) for block in part.blocks)) for part in report.sections]
     parts.append(section(TITLE, table(COLUMNS, figure_rows(report), wide=True)))
     return document(report.title, parts)
+
+
+def _logo(report: Report) -> str:
+    """The logo inside the page, which loads nothing."""
+    data = logo_bytes(report.logo)
+    return picture(data, report.company or "logo") if data else ""
 
 
 def _block(report: Report, block: Block) -> str:
@@ -27,9 +34,8 @@ def _block(report: Report, block: Block) -> str:
             return paragraph(text)
         case Bullets(texts=texts):
             return items(texts)
-        case Table(caption=caption, columns=columns, rows=rows):
-            cells = [[report.cell_text(cell) for cell in row] for row in rows]
-            return note(caption) + table(columns, cells, wide=True)
+        case Table(caption=caption, columns=columns, total=total):
+            return note(caption) + table(columns, report.texts(block), wide=True, total=total)
         case Chart(caption=caption):
             return note(caption) + chart_html(report, block)
         case Picture(caption=caption, diagram=diagram):

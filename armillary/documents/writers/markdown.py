@@ -1,6 +1,7 @@
 """A report as Markdown; charts become tables of their values."""
 
 import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -41,9 +42,8 @@ def _block(report: Report, block: Block) -> str:
             return f"{escaped(text)}\n"
         case Bullets(texts=texts):
             return "\n".join(f"- {escaped(text)}" for text in texts) + "\n"
-        case Table(caption=caption, columns=columns, rows=rows):
-            cells = [[report.cell_text(cell) for cell in row] for row in rows]
-            return f"**{escaped(caption)}**\n\n{_rows(columns, cells)}"
+        case Table(caption=caption, columns=columns, total=total):
+            return f"**{escaped(caption)}**\n\n{_rows(columns, report.texts(block), total=total)}"
         case Chart():
             return f"**{escaped(block.caption)}**\n\n{_chart(report, block)}"
         case Picture(caption=caption):
@@ -61,9 +61,9 @@ def _chart(report: Report, chart: Chart) -> str:
     return _rows((chart.x_name, *(name for name, _ in chart.series)), rows)
 
 
-def _rows(columns: tuple[str, ...] | list[str] | object, rows: list[list[str]]) -> str:
-    assert isinstance(columns, tuple | list)
-    lines = [list(columns), ["---"] * len(columns)]
-    head = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    body = "\n".join(f"| {' | '.join(escaped(cell) for cell in row)} |" for row in rows)
-    return f"{head}\n{body}\n"
+def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]], *, total: bool = False) -> str:
+    lines = [[escaped(name) for name in columns], ["---"] * len(columns)]
+    lines += [[escaped(cell) for cell in row] for row in rows]
+    if total and rows:
+        lines[-1] = [f"**{cell}**" if cell else "" for cell in lines[-1]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"

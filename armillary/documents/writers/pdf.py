@@ -29,7 +29,7 @@ def write_pdf(report: Report, path: Path) -> None:
 
 def report_data(report: Report) -> dict[str, Any]:
     """The report as a template reads it from sys.inputs.report."""
-    appendix = _table(report, "All figures", COLUMNS, figure_rows(report), size=NARROW)
+    appendix = _table("All figures", COLUMNS, figure_rows(report), size=NARROW)
     sections = [
         {"title": breakable(section.title), "parts": [_part(report, block) for block in section.blocks]}
         for section in report.sections
@@ -52,9 +52,8 @@ def _part(report: Report, block: Block) -> dict[str, Any]:
             return {"kind": "text", "text": breakable(text)}
         case Bullets(texts=texts):
             return {"kind": "list", "texts": [breakable(text) for text in texts]}
-        case Table(caption=caption, columns=columns, rows=rows, total=total):
-            cells = [[report.cell_text(cell) for cell in row] for row in rows]
-            return _table(report, caption, columns, cells, total=total)
+        case Table(caption=caption, columns=columns, total=total):
+            return _table(caption, columns, report.texts(block), total=total)
     return {
         "kind": "chart",
         "caption": breakable(block.caption),
@@ -64,7 +63,6 @@ def _part(report: Report, block: Block) -> dict[str, Any]:
 
 
 def _table(
-    report: Report,
     caption: str,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],

@@ -150,7 +150,7 @@ class SlideWriter:
 
     def _table(self, slide: Any, block: Table, x: float, y: float, width: float, height: float) -> None:
         columns = list(block.columns)[:MOST_COLUMNS]
-        rows = [[clean(self.report.cell_text(cell), LONGEST_CELL) for cell in row][:MOST_COLUMNS] for row in block.rows]
+        rows = [[clean(text, LONGEST_CELL) for text in row[:MOST_COLUMNS]] for row in self.report.texts(block)]
         most = int(height / (ROW if len(columns) > 2 else ROW_OF_TWO)) - 1
         shown = rows if len(rows) <= most else rows[: most - 1]
         more = len(rows) - len(shown)
@@ -247,6 +247,9 @@ def _opened(template: str | None) -> Any:
     for slide in list(ids):
         deck.part.drop_rel(slide.rId)
         ids.remove(slide)
+    for sections in deck.part._element.xpath("//*[local-name()='sectionLst']"):  # they would name slides that are gone
+        extension = sections.getparent()
+        extension.getparent().remove(extension)
     return deck
 
 
