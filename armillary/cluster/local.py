@@ -10,7 +10,7 @@ from armillary.cluster.job import Job, JobState
 from armillary.machine.cores import compute_threads
 
 
-def files(job: Job) -> dict[str, str]:
+def files(job: Job, recipe: str) -> dict[str, str]:
     if job.num_nodes == 1:
         return {hosts.script_name(0): hosts.node_script(job, 0, _meeting(job))}
     share = {"OMP_NUM_THREADS": str(compute_threads(job.num_ranks))}  # the nodes share this machine's cores
@@ -30,6 +30,10 @@ def submit(job: Job) -> str:
 
 def state(job: Job) -> JobState:
     return hosts.state(job, _shell)
+
+
+def fetch_logs(job: Job) -> None:
+    """The nodes write into the job's folder."""
 
 
 def cancel(job: Job) -> None:

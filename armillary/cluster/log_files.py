@@ -16,11 +16,14 @@ def log_lines(job: Job, *, node: int | None = None) -> Iterator[str]:
     return _Reader(job, node).lines(at_end=True)
 
 
-def follow_lines(job: Job, is_over: Callable[[], bool], *, node: int | None = None) -> Iterator[str]:
-    """What is printed, as it arrives, until the job is over."""
+def follow_lines(
+    job: Job, is_over: Callable[[], bool], *, fetch: Callable[[Job], None] = lambda job: None, node: int | None = None
+) -> Iterator[str]:
+    """What is printed, as it arrives, until the job is over; `fetch` brings it into the job's folder."""
     reader = _Reader(job, node)
     while True:
         over = is_over()
+        fetch(job)
         yield from reader.lines(at_end=over)
         if over:
             return

@@ -1,35 +1,44 @@
 """The start of a job on one node: `python -m armillary.cluster.node … -- train RECIPE …`, the same on every target.
 
 It finds out which node this is and which network leads to the others, and runs torchrun. A job whose run is finished
-already, as when a scheduler starts it once more, ends at once.
+already, as when a scheduler starts it once more, ends at once. It is the entry point of containers: it answers probes,
+and SIGTERM at any moment, also as the first process of a pod, which Linux does not end by default.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 
+from armillary.cluster.node_health import serve_health
 from armillary.errors import ArmillaryError, BadInput, NotFound, missing
 from armillary.machine.cores import compute_threads
 from armillary.machine.network_route import Route, route_to
 from armillary.machine.node_id import NODE_ID, node_id
 from armillary.store.home import Home
-from armillary.store.runs import find_run
+from armillary.store.runs import Run, find_run
 
 NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 """variables in which Slurm and Kubernetes number the nodes of a job"""
 USER_ERROR = 2
+INTERRUPTED = 75
+"""exit code where ranks were asked to save and end, and did: EX_TEMPFAIL, so that schedulers start the job again"""
+_RESOLVE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStart:
     """What a node is told: `rendezvous` is HOST:PORT on the first node, `stop_s` how long ranks may take to end when
-    asked to, and `command` what each rank runs."""
+    asked to, `health_port` where probes are answered (0: nowhere), `resolve_s` how long the first node's name may stay
+    unknown, and `command` what each rank runs."""
 
     nodes: int
     ranks: int
@@ -40,6 +49,8 @@ class NodeStart:
     stop_s: float = 30.0
     interface: str = ""
     node_id: str = ""
+    health_port: int = 0
+    resolve_s: float = 0.0
     command: tuple[str, ...]
 
     @property
@@ -53,12 +64,15 @@ class NodeStart:
 
 
 def main(arguments: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, _leave)  # until torchrun takes it over
     try:
         start = read_arguments(arguments, os.environ)
         if is_finished(start.command):
             print(f"run {_option(start.command, '--run')} is finished: nothing to do", flush=True)
             return 0
-        route = route_to(start.host, interface=start.interface, is_host=start.is_host)
+        if start.health_port:
+            serve_health(start.health_port, start.ranks)
+        route = find_route(start)
         os.environ |= environment(start, route, os.environ)
         arguments = torchrun_arguments(start, route)
     except ArmillaryError as error:
@@ -66,7 +80,23 @@ def main(arguments: Sequence[str]) -> int:
         return USER_ERROR
     print(f"node {start.node_rank} of {start.nodes} is {os.environ[NODE_ID]}, {route.address} on {route.interface}")
     sys.stdout.flush()
-    return run_torchrun(arguments)
+    return run_torchrun(arguments) or (INTERRUPTED if is_interrupted(start.command) else 0)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def find_route(start: NodeStart) -> Route:
+    """The route to the first node, whose name may not be known yet."""
+    end = time.monotonic() + start.resolve_s
+    while True:
+        try:
+            return route_to(start.host, interface=start.interface, is_host=start.is_host)
+        except NotFound:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_RESOLVE_EVERY_S)
 
 
 def run_torchrun(arguments: list[str]) -> int:
@@ -87,9 +117,19 @@ def run_torchrun(arguments: list[str]) -> int:
     return 0
 
 
+_NUMBERS = (
+    ("nodes", int),
+    ("ranks", int),
+    ("restarts", int),
+    ("stop-s", float),
+    ("health-port", int),
+    ("resolve-s", float),
+)
+
+
 def read_arguments(arguments: Sequence[str], env: Mapping[str, str]) -> NodeStart:
     parser = argparse.ArgumentParser(prog="python -m armillary.cluster.node")
-    for name, kind in (("nodes", int), ("ranks", int), ("restarts", int), ("stop-s", float)):
+    for name, kind in _NUMBERS:
         parser.add_argument(f"--{name}", type=kind, default=0)
     for name in ("rendezvous", "id"):
         parser.add_argument(f"--{name}", required=True)
@@ -111,14 +151,23 @@ def _node_rank(options: Mapping[str, str | int], env: Mapping[str, str]) -> int:
 
 def is_finished(command: Sequence[str]) -> bool:
     """Whether the run that the command names has done all its steps."""
+    run = _run(command)
+    return run is not None and run.state.state == "finished" and run.state.step >= _steps(command)
+
+
+def is_interrupted(command: Sequence[str]) -> bool:
+    """Whether the ranks of the run saved and ended before they were done; nodes end together, so that is written."""
+    run = _run(command)
+    return run is not None and run.state.state == "interrupted"
+
+
+def _run(command: Sequence[str]) -> Run | None:
+    """The run that the command names, once it has begun."""
     name, home = _option(command, "--run"), _option(command, "--home")
-    if not name:
-        return False
     try:
-        run = find_run(Home.at(home) if home else Home.default(), name)
+        return find_run(Home.at(home) if home else Home.default(), name) if name else None
     except NotFound:
-        return False
-    return run.state.state == "finished" and run.state.step >= _steps(command)
+        return None
 
 
 def _steps(command: Sequence[str]) -> int:

@@ -39,7 +39,7 @@ STATES: dict[str, State] = {
 """states of Slurm's jobs, as squeue and sacct name them"""
 
 
-def files(job: Job) -> dict[str, str]:
+def files(job: Job, recipe: str) -> dict[str, str]:
     from jinja2 import Environment, StrictUndefined
 
     text = package_files("armillary.cluster").joinpath("templates", SCRIPT).read_text(encoding="utf-8")
@@ -152,6 +152,10 @@ def read_state(line: str) -> JobState:
     detail = "" if plain else shown
     reason = "" if reason in ("None", "") else reason
     return JobState(state=known, detail=", ".join(filter(None, (detail, reason))), where=nodes)
+
+
+def fetch_logs(job: Job) -> None:
+    """The nodes write into the job's folder."""
 
 
 def cancel(job: Job) -> None:

@@ -10,7 +10,7 @@ from armillary.errors import BadRecipe
 CONNECT_S = 20
 
 
-def files(job: Job) -> dict[str, str]:
+def files(job: Job, recipe: str) -> dict[str, str]:
     meeting = f"{address_of(job.launch.hosts[0], job.launch.ssh_options)}:{job.port}" if _checked(job) else ""
     return {hosts.script_name(node): hosts.node_script(job, node, meeting) for node in range(job.num_nodes)}
 
@@ -24,6 +24,10 @@ def submit(job: Job) -> str:
 def state(job: Job) -> JobState:
     seen = hosts.state(job, _shell(job))
     return JobState(state=seen.state, detail=seen.detail, where=", ".join(job.launch.hosts[: job.num_nodes]))
+
+
+def fetch_logs(job: Job) -> None:
+    """The nodes write into the job's folder."""
 
 
 def cancel(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""The targets by name, each a module with the same five functions."""
+"""The targets by name, each a module with the same functions."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from typing import Protocol
 
 from armillary.cluster import local, slurm, ssh
 from armillary.cluster.job import Job, JobState
+from armillary.cluster.kubernetes import target as kubernetes
 
 
 class Target(Protocol):
     """Where jobs run."""
 
-    def files(self, job: Job) -> dict[str, str]:
-        """Name -> text of what is written into the job's folder before it is submitted; --dry-run shows it."""
+    def files(self, job: Job, recipe: str) -> dict[str, str]:
+        """Name -> text of what is written into the job's folder before it is submitted; --dry-run shows it. `recipe` is
+        the recipe's text, for nodes that do not share the folder."""
 
     def submit(self, job: Job) -> str:
         """Start or queue the job; returns the target's id of it."""
 
     def state(self, job: Job) -> JobState: ...
 
+    def fetch_logs(self, job: Job) -> None:
+        """Bring what the nodes have printed into the job's folder, where it is not there by itself."""
+
     def cancel(self, job: Job) -> None:
         """Ask the ranks to save and end."""
 
 
-TARGETS: dict[str, Target] = {"local": local, "ssh": ssh, "slurm": slurm}
+TARGETS: dict[str, Target] = {"local": local, "ssh": ssh, "slurm": slurm, "kubernetes": kubernetes}

@@ -79,5 +79,10 @@ def write_probe(path: Path, probe: ClusterProbe) -> None:
     write_json(path, to_plain(probe))
 
 
+def probe_text(probe: ClusterProbe) -> str:
+    """What the file would hold, in one line."""
+    return nan_safe_json.dumps(to_plain(probe))
+
+
 def read_probe(path: Path) -> ClusterProbe:
     return build(ClusterProbe, nan_safe_json.read_table(path), path.name)

@@ -29,7 +29,7 @@ def a_job(**launch: object) -> Job:
 
 
 def script(job: Job) -> str:
-    text = files(job)["slurm.sh"]
+    text = files(job, "")["slurm.sh"]
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     return text
 

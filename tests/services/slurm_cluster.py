@@ -67,7 +67,17 @@ def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
             (folder / f"spool-{node}").mkdir()
             stack.enter_context(_daemon(["slurmd", "-D", "-N", node], env))
         _wait_idle(env, folder)
+        stack.callback(_end_jobs, env)
         yield env
+
+
+def _end_jobs(env: dict[str, str]) -> None:
+    """What a failed test left running would outlive the daemons."""
+    subprocess.run(["scancel", "--state=PENDING"], env=env, check=False)
+    subprocess.run(["scancel", "--full", "--signal=KILL", f"--user={getpass.getuser()}"], env=env, check=False)
+    end = time.monotonic() + 30
+    while subprocess.run(["squeue", "-h"], env=env, capture_output=True, check=False).stdout and time.monotonic() < end:
+        time.sleep(0.3)
 
 
 @contextmanager

@@ -26,6 +26,10 @@ REPEATS = 4
 """times that outliers are measured again: a busy machine disturbs some measurements, a slow part is slow in all"""
 
 
+PRINTED, PRINTED_LINE = "-", "check: "
+"""file name with which the result is printed, where ranks and this machine share no folder; how that line begins"""
+
+
 class CheckFailed(ArmillaryError):
     """The ranks of a check did not come to an end."""
 
@@ -38,7 +42,7 @@ def measure_rank(recipe: Recipe, file: Path) -> None:
     from armillary.cluster.preflight import judge_probe
     from armillary.parallel.probe_ranks import probe_ranks
     from armillary.parallel.world import join_world
-    from armillary.store.cluster_probe import best_of, write_probe
+    from armillary.store.cluster_probe import best_of, probe_text, write_probe
     from armillary.training.loop import make_consensus
 
     with join_world() as world:
@@ -48,7 +52,9 @@ def measure_rank(recipe: Recipe, file: Path) -> None:
             if judge_probe(probe).is_healthy:
                 break
             probe = best_of(probe, probe_ranks(recipe.layout, world, ranks, file.parent))
-        if world.is_main:
+        if world.is_main and str(file) == PRINTED:
+            print(f"{PRINTED_LINE}{probe_text(probe)}", flush=True)
+        elif world.is_main:
             write_probe(file, probe)
 
 
@@ -92,10 +98,22 @@ def _run(out: Output, job: Job, files: dict[str, str]) -> Path:
     except BaseException:
         TARGETS[job.target].cancel(job)
         raise
+    _find_printed(job, result)
     if not result.is_file():
         why = f" ({state.detail})" if state.detail else ""
         raise CheckFailed(f"the check {state.state}{why} without a result; see armillary launch logs {job.name}")
     return result
+
+
+def _find_printed(job: Job, result: Path) -> None:
+    """Write the result that a rank printed."""
+    from armillary.cluster.log_files import log_lines
+    from armillary.cluster.targets import TARGETS
+
+    TARGETS[job.target].fetch_logs(job)
+    for line in log_lines(job, node=0):
+        if line.startswith(PRINTED_LINE):
+            result.write_text(line.removeprefix(PRINTED_LINE), encoding="utf-8")
 
 
 def keep_link(home: Home, name: str, network: LinkProbe) -> None:
@@ -139,4 +157,6 @@ def exclude_text(job: Job, nodes: tuple[str, ...]) -> str:
         return f"leave them out with --set launch.options=--exclude={names}"
     if job.target == "ssh":
         return f"leave {names} out of launch.hosts"
+    if job.target == "kubernetes":
+        return f"leave them out with kubectl cordon {' '.join(nodes)}"
     return f"outliers: {names}"

@@ -19,9 +19,9 @@ from armillary.units import seconds_text
 
 if TYPE_CHECKING:
     from armillary.cluster.job import Job, JobState
-    from armillary.cluster.request import Nodes
+    from armillary.cluster.node_request import Nodes
 
-TARGET_NAMES = ("local", "ssh", "slurm")
+TARGET_NAMES = ("local", "ssh", "slurm", "kubernetes")
 
 
 class LaunchGroup(VerbGroup):
@@ -36,7 +36,8 @@ class LaunchGroup(VerbGroup):
 launch = LaunchGroup(
     "launch",
     help="Start a recipe's training on one node or many.\n\n"
-    "`armillary launch RECIPE --on local|ssh|slurm` submits a job and returns; `jobs`, `logs` and `cancel` follow it.",
+    "`armillary launch RECIPE --on local|ssh|slurm|kubernetes` submits a job and returns; "
+    "`jobs`, `logs` and `cancel` follow it.",
 )
 
 
@@ -70,13 +71,14 @@ def start(
     outlier. What it measures between nodes is used by later plans.
     """
     from armillary.cluster.job import RECIPE
-    from armillary.cluster.request import make_job
+    from armillary.cluster.node_request import make_job
     from armillary.cluster.targets import TARGETS
 
     asked, placed = _ask(out, home, recipe, overrides, nodes)
     where: Any = target or asked.launch.on
     job = make_job(asked, placed, home, target=where, name=name or "", is_check=is_check)
-    files = {RECIPE: to_toml(asked), **TARGETS[job.target].files(job)}
+    text = to_toml(asked)
+    files = {RECIPE: text, **TARGETS[job.target].files(job, text)}
     _warn_shared(out, job)
     if dry_run:
         return _show(out, job, placed, files)
@@ -91,7 +93,7 @@ def start(
 def _ask(out: Output, home: Home, file: Path, overrides: tuple[str, ...], nodes: int | None) -> tuple[Recipe, Nodes]:
     """The recipe for its nodes, after its plan was shown; a layout that does not fit is refused."""
     from armillary.cli.plan.options import find_cluster
-    from armillary.cluster.request import fill_nodes, nodes_of, with_nodes
+    from armillary.cluster.node_request import fill_nodes, nodes_of, with_nodes
 
     recipe = load_recipe(file, overrides)
     if nodes is not None:
@@ -268,11 +270,13 @@ def logs(out: Output, home: Home, name: str, node: int | None, follow: bool) -> 
     """What the nodes of a job printed."""
     from armillary.cluster.job import find_job
     from armillary.cluster.log_files import log_lines
+    from armillary.cluster.targets import TARGETS
 
     job = find_job(home, name)
     if follow:
         _follow(out, job, node)
         return out.result({"job": job.name, "state": state_of(job).state})
+    TARGETS[job.target].fetch_logs(job)
     lines = list(log_lines(job, node=node))
     for line in lines:
         out.say(line)
@@ -283,8 +287,10 @@ def logs(out: Output, home: Home, name: str, node: int | None, follow: bool) -> 
 
 def _follow(out: Output, job: Job, node: int | None = None) -> None:
     from armillary.cluster.log_files import follow_lines
+    from armillary.cluster.targets import TARGETS
 
-    for line in follow_lines(job, lambda: not state_of(job).is_live, node=node):
+    fetch = TARGETS[job.target].fetch_logs
+    for line in follow_lines(job, lambda: not state_of(job).is_live, fetch=fetch, node=node):
         out.say(line)
     ended = state_of(job)
     out.say(f"job {job.name} {ended.state}" + (f" ({ended.detail})" if ended.detail else ""))

@@ -7,7 +7,7 @@ from typing import Literal
 from armillary.errors import BadRecipe
 from armillary.spec.tables.checks import above_zero, at_least, refuse
 
-TargetName = Literal["local", "ssh", "slurm"]
+TargetName = Literal["local", "ssh", "slurm", "kubernetes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Launch:
     """Where and how a job is started on several nodes; most keys belong to one target."""
 
     on: TargetName = "local"
-    """target: this machine, hosts over ssh, or Slurm; --on overrides it"""
+    """target: this machine, hosts over ssh, Slurm or Kubernetes; --on overrides it"""
     hosts: tuple[str, ...] = ()
     """ssh: one host per node, as ssh takes them; ranks meet on the first. Folders must be shared, at the same paths"""
     ssh_options: tuple[str, ...] = ()
@@ -37,11 +37,11 @@ class Launch:
     python: str = ""
     """Python on the nodes; empty: the one that launches, in containers python3"""
     time_limit_s: float | None = None
-    """Slurm: time limit of the job, rounded up to minutes; none: the partition's"""
+    """time limit of the job. Slurm: rounded up to whole minutes, none: the partition's; Kubernetes: none: no limit"""
     signal_s: float = 120.0
-    """Slurm: seconds before the time limit at which ranks are asked to save and end"""
+    """seconds that ranks have to save and end. Slurm: before the time limit; Kubernetes: the pods' grace period"""
     requeue: bool = True
-    """Slurm: put the job back into the queue at its time limit, after preemption and when a node fails; it resumes"""
+    """start again after preemption and when a node fails, on Slurm also at the time limit; the job resumes"""
     partition: str = ""
     """Slurm: partition; empty: the default one"""
     account: str = ""
@@ -49,12 +49,30 @@ class Launch:
     options: tuple[str, ...] = ()
     """Slurm: further lines for sbatch, like --qos=high or --constraint=h100"""
     image: str = ""
-    """container image: a .sif file runs with Apptainer, other names with Slurm's pyxis; empty: no container"""
+    """container image. Slurm: a .sif file runs with Apptainer, other names with pyxis, empty: no container; Kubernetes:
+    of the pods"""
     mounts: tuple[str, ...] = ()
-    """container: folders to mount, as HOST:CONTAINER; the working folder, jobs and --home always are"""
+    """container: folders to mount, as HOST:CONTAINER; on Slurm the working folder, jobs and --home always are.
+    Kubernetes: also CLAIM:CONTAINER, a PersistentVolumeClaim"""
+    home: str = ""
+    """Kubernetes: folder in the container for runs and data, on a volume that pods share; empty: the first mount"""
+    namespace: str = ""
+    """Kubernetes: namespace; empty: that of the kubeconfig's context"""
+    controller: Literal["job", "jobset", "trainjob"] = "job"
+    """Kubernetes: an Indexed Job and a service; or a JobSet or Kubeflow's TrainJob, where the cluster has them"""
+    secrets: tuple[str, ...] = ()
+    """Kubernetes: Secrets whose keys become environment variables of the ranks"""
+    shm_bytes: int | None = None
+    """Kubernetes: size of /dev/shm; none: as much as the pod may use"""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Kubernetes: name under which GPUs are requested"""
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    """Kubernetes: labels that nodes must have, like "nvidia.com/gpu.product" """
+    pack_within: str = ""
+    """Kubernetes: label of nodes, like their rack, among whose equals the network is fastest: pods are packed there"""
 
     def __post_init__(self) -> None:
-        at_least(self, "launch", 1, "ranks_per_node", "cpus_per_node", "memory_bytes")
+        at_least(self, "launch", 1, "ranks_per_node", "cpus_per_node", "memory_bytes", "shm_bytes")
         above_zero(self, "launch", "time_limit_s")
         at_least(self, "launch", 0, "signal_s")
         if self.port is not None and not 1024 <= self.port <= 65_535:

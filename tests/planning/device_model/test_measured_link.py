@@ -30,7 +30,7 @@ def test_a_network_between_single_devices_is_not_this_machine_s_memory() -> None
     """Collectives measured on this machine say nothing of a network, even where it is the innermost tier."""
     from armillary.spec.hardware import Cluster
     from armillary.spec.recipe import recipe_from_dict
-    from tests.cluster.test_request import CORE
+    from tests.cluster.test_node_request import CORE
 
     fast = new_peaks("core").with_points(
         "collective", [{"op": "all_reduce", "world": 2, "alpha_s": 1e-6, "bytes_per_s": 1e12}]

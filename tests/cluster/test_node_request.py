@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from armillary.cluster.job import find_job, list_jobs, note_handle, read_job, write_job
-from armillary.cluster.request import fill_nodes, make_job, nodes_of, with_nodes
+from armillary.cluster.node_request import fill_nodes, make_job, nodes_of, with_nodes
 from armillary.errors import BadInput, BadLayout, BadRecipe, NotFound
 from armillary.spec.hardware import Chip, Cluster, Link, Tier
 from armillary.spec.layout import Layout

@@ -1,0 +1,52 @@
+"""What probes ask a node: whether the process that watches the ranks answers, and whether all its ranks run."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+
+LIVE, READY = "/livez", "/readyz"
+
+
+def serve_health(port: int, ranks: int) -> ThreadingHTTPServer:
+    """Answer on all addresses, in a thread that ends with the process."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = answer(self.path, ranks)
+            body = f"{text}\n".encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *values: object) -> None:
+            """A probe every few seconds does not belong into the job's log."""
+
+    server = ThreadingHTTPServer(("", port), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
+    return server
+
+
+def answer(path: str, ranks: int) -> tuple[int, str]:
+    """Status and text of a probe's answer."""
+    if path == LIVE:
+        return 200, "live"
+    if path != READY:
+        return 404, f"try {LIVE} or {READY}"
+    running = count_ranks()
+    return (200 if running >= ranks else 503), f"{running} of {ranks} ranks run"
+
+
+def count_ranks() -> int:
+    """Children of this process that run armillary: torchrun starts no others of that kind."""
+    count = 0
+    for child in psutil.Process().children():
+        try:
+            count += child.status() != psutil.STATUS_ZOMBIE and "armillary" in child.cmdline()
+        except psutil.Error:  # it ended meanwhile
+            continue
+    return count
