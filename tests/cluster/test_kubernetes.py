@@ -127,7 +127,7 @@ def test_a_check_prints_its_result() -> None:
     ],
 )
 def test_what_cannot_run_is_refused(job: Job, error: type[ArmillaryError]) -> None:
-    with pytest.raises(error, match="--run|--set launch"):
+    with pytest.raises(error, match=r"--run|--set launch"):
         manifests(job, "")
 
 
@@ -219,7 +219,7 @@ def test_how_a_job_ended(api: FakeApi, job: Job) -> None:
 
 def test_a_cluster_without_jobsets_says_so(api: FakeApi, job: Job) -> None:
     wanted = replace(job, launch=replace(job.launch, controller="jobset"))
-    with pytest.raises(BadRecipe, match="launch.controller=job"):
+    with pytest.raises(BadRecipe, match=r"launch\.controller=job"):
         target.submit(wanted)
     api.groups.append("/apis/jobset.x-k8s.io/v1alpha2")
     assert target.submit(wanted) == "fox" and api.bodies[0]["kind"] == "JobSet"
