@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -70,6 +71,7 @@ TORCH_FREE = (
 )
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Dotted name -> file, of every module of the package."""
     found = {}
@@ -79,18 +81,33 @@ def modules() -> dict[str, Path]:
     return found
 
 
+Import = ast.Import | ast.ImportFrom
+
+
+@cache
+def import_nodes(path: Path) -> list[tuple[Import, bool]]:
+    """Every import of a file, also inside functions, and whether it is for type checkers alone."""
+    found: list[tuple[Import, bool]] = []
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    while waiting:
+        node, types = waiting.pop()
+        if isinstance(node, Import):
+            found.append((node, types))
+        elif not isinstance(node, ast.expr):  # nothing is imported inside an expression
+            types = types or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+            waiting += [(inner, types) for inner in ast.iter_child_nodes(node)]
+    return found
+
+
 def imports(name: str, path: Path, types: bool = True) -> Iterator[tuple[int, str]]:
     """(line, absolute dotted name) of every import, also inside functions; `types`: also those for type checkers."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    tree = ast.parse(path.read_text())
-    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    left_out = set() if types else {inner for guard in guards for inner in ast.walk(guard)}
-    for node in ast.walk(tree):
-        if node in left_out:
+    for node, for_types in import_nodes(path):
+        if for_types and not types:
             continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
@@ -154,10 +171,9 @@ def test_modules_import_each_other_in_one_direction() -> None:
 
 def top_level(name: str, path: Path) -> set[str]:
     """Modules that are imported when this one is."""
-    tree = ast.parse(path.read_text())
     targets = set()
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module:
+    for node, _ in import_nodes(path):
+        if isinstance(node, ast.ImportFrom) and node.module and node.col_offset == 0:
             targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return targets - {name, *(name.rpartition(".")[:1])}
 

@@ -2,10 +2,13 @@
 
 Loop bounds are taken by int() of an array with one element, which numpy 2.4 refuses; fp32 is cut off to bf16 instead of
 rounded, and rounded to fp8 without a carry into the exponent; a product of bf16 matrices multiplies their bit patterns.
+At every launch, and every call of a function inside one, it looks for the built-ins of the language anew: that is done
+once.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import Any
@@ -30,6 +33,20 @@ def mend() -> None:
     interpreter.mended = True
     _mend_bounds(interpreter)
     _mend_bf16(interpreter)
+    _find_builtins_once(interpreter)
+
+
+def _find_builtins_once(interpreter: Any) -> None:
+    tl, patch_attr = interpreter.tl, interpreter._patch_attr
+    owners = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
+    builtins = {owner: inspect.getmembers(owner, tl.core.is_builtin) for owner in owners}
+
+    def patch(owner: Any, builder: Any, scope: Any) -> None:
+        for name, member in builtins[owner]:
+            if getattr(owner, name) is member:  # else this launch has replaced it already
+                patch_attr(owner, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
 
 
 def _mend_bounds(interpreter: Any) -> None:
