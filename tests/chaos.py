@@ -23,7 +23,7 @@ from armillary.store.home import Home
 from armillary.store.run_events import RunEvent, read_events
 from armillary.store.runs import Run, find_run
 from tests.attacker import FILLER
-from tests.fork_server import Training, environment
+from tests.fork_server import Command, environment
 
 DISK_BYTES = 64 << 20
 
@@ -65,7 +65,7 @@ class Chaos:
 
     recipe: Path
     home: Home
-    start: Callable[[Sequence[str], Path], Training]
+    start: Callable[[Sequence[str], Path], Command]
     ranks: int = 4
 
     def train(
@@ -82,7 +82,7 @@ class Chaos:
         struck = [replace(strike, phase=_phase(strike, events)) for strike in struck]
         return Round(run=run, home=self.home, code=code, out=training.out, err=training.err, strikes=struck)
 
-    def begin(self, run: str, *overrides: str) -> Training:
+    def begin(self, run: str, *overrides: str) -> Command:
         args = ["train", str(self.recipe), "--run", run, "--home", str(self.home.work), "--devices", str(self.ranks)]
         args += [part for text in overrides for part in ("--set", text)]
         self.home.work.mkdir(parents=True, exist_ok=True)

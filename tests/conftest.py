@@ -23,6 +23,7 @@ if not (shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*")) or 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from armillary.store.home import Home
+from tests.fork_server import ForkServer
 from tests.ranks import Ranks
 
 sys.dont_write_bytecode = False  # this process has read the variable already
@@ -100,3 +101,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """One pool of gloo ranks for the whole test run: `ranks.run(2, function, *args)` gives a result a rank."""
     with Ranks(tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Starts command lines in processes of their own without the seconds that imports take."""
+    with ForkServer() as server:
+        yield server

@@ -28,6 +28,7 @@ from armillary.store.home import Home
 from armillary.store.runs import Run, list_runs
 from armillary.training.checkpoint.checkpoint import saved_steps
 from tests.conftest import Ran
+from tests.fork_server import Command, ForkServer
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,18 @@ def process(home: Home) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         child.communicate()
 
 
-def wait_for(condition: Callable[[], Any], child: subprocess.Popen[str], seconds: float = 120.0) -> Any:
+@pytest.fixture
+def start(home: Home, tmp_path: Path, fork_server: ForkServer) -> Callable[..., Command]:
+    """`start("train", …)`: the same without the imports, and its ranks, too."""
+
+    def run(*args: str, **options: Any) -> Command:
+        log = tmp_path / f"log-{time.monotonic_ns()}"
+        return fork_server.start([*args, "--home", str(home.work)], log, **options)
+
+    return run
+
+
+def wait_for(condition: Callable[[], Any], child: Command, seconds: float = 120.0) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if (found := condition()) or child.poll() is not None:
@@ -84,10 +96,14 @@ def newest(home: Home) -> Run:
     return list_runs(home)[0]
 
 
-def test_two_ranks_from_plan_to_export(file: Callable[..., str], cli: Cli, home: Home) -> None:
-    ran = cli("train", file("train.steps=8", "train.profile_every=4", "train.save_every=4"), "--devices", "2", "--json")
-    assert ran.code == 0, ran.err
-    assert ran.json["finished"] and ran.json["steps"] == 8 and Path(ran.json["export"], "config.json").is_file()
+def test_two_ranks_from_plan_to_export(
+    file: Callable[..., str], start: Callable[..., Command], cli: Cli, home: Home
+) -> None:
+    path = file("train.steps=8", "train.profile_every=4", "train.save_every=4")
+    ran = start("train", path, "--devices", "2", "--json")
+    assert ran.wait() == 0, ran.err
+    outcome = json.loads(ran.out)
+    assert outcome["finished"] and outcome["steps"] == 8 and Path(outcome["export"], "config.json").is_file()
     run = newest(home)
     plan = Plan.from_json(run.plan.read_text())
     assert plan.layout.dp == 2 and plan.predicted["step_s"] > 0 and plan.predicted["memory_peak_bytes"] > 0
@@ -122,17 +138,16 @@ def test_two_ranks_from_plan_to_export(file: Callable[..., str], cli: Cli, home:
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(
-    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
+    file: Callable[..., str], start: Callable[..., Command], cli: Cli, home: Home
 ) -> None:
     path = file("train.steps=300", "train.eval_every=0", "layout.dp=2")
-    child = process("train", path)
+    child = start("train", path)
     wait_for(lambda: steps_written(home) >= 3, child)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 0, err
+    assert child.wait(120) == 0, child.err
     run = newest(home)
     (step,) = saved_steps(run)
-    assert f"checkpoint {step} written, resume with the same command" in out
+    assert f"checkpoint {step} written, resume with the same command" in child.out
     assert run.state.state == "interrupted" and run.state.step == step
     changed = cli("train", path, "--devices", "1", "--set", "train.seed=5")
     assert changed.code == 2 and "(train.seed 0 → 5)" in changed.err and "--new" in changed.err
@@ -159,17 +174,16 @@ runpy.run_module("armillary", run_name="__main__")
 
 
 def test_a_run_that_another_process_has_is_taken_over_only_when_asked(
-    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
+    file: Callable[..., str], start: Callable[..., Command], cli: Cli, home: Home
 ) -> None:
     path = file("train.steps=5000", "train.eval_every=0", "train.save_every=1")
-    child = process("train", path, program=("-c", QUICK))
+    child = start("train", path, program=("-c", QUICK))
     wait_for(lambda: steps_written(home) >= 3, child)
     refused = cli("train", path)
     assert refused.code == 2 and re.search(r"is still running \(process \d+ on .*--take-over, or .*--new", refused.err)
     assert len(list_runs(home)) == 1, "never a silent new run"
     taken = cli("train", path, "--take-over", "--set", "train.until=loss=100")
-    _, err = child.communicate(timeout=120)
-    assert child.returncode == 2 and "was taken over by process" in err and "wrote nothing since" in err
+    assert child.wait(120) == 2 and "was taken over by process" in child.err and "wrote nothing since" in child.err
     assert taken.code == 0, taken.err
     (run,) = list_runs(home)
     assert re.search(rf"continues run {run.id} from step \d+", taken.out) and run.state.state == "finished"
@@ -179,25 +193,18 @@ def test_a_run_that_another_process_has_is_taken_over_only_when_asked(
     "layout", [["layout.dp=1"], pytest.param(["layout.dp=2", "layout.zero=3"], marks=pytest.mark.slow)]
 )
 def test_a_full_disk_is_one_line_and_keeps_what_is_whole(
-    layout: list[str], file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
+    layout: list[str], file: Callable[..., str], start: Callable[..., Command], cli: Cli, home: Home
 ) -> None:
     path = file("train.steps=6", "train.save_every=2", *layout)
     done = cli("train", path, "--devices", "1", "--set", "train.until=loss=100")
     assert done.code == 0, "text and a first run are there"
-    child = process("train", path, preexec_fn=_little_room)
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 2, (out, err)
+    child = start("train", path, file_bytes=150_000)
+    assert child.wait(120) == 2, (child.out, child.err)
+    err = child.err
     assert err.count("error:") == 1 and "disk full while writing a checkpoint" in err and "Traceback" not in err
     run = newest(home)
     assert run.state.state == "failed" and not run.checkpoint_steps()
     assert not [p for p in (run.folder / "checkpoints").iterdir()], "nothing half-written is left"
-
-
-def _little_room() -> None:
-    import resource
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
 
 
 def call_cli(args: tuple[str, ...]) -> tuple[int, str, str]:
