@@ -23,7 +23,7 @@ if not (shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*")) or 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from armillary.store.home import Home
-from tests.fork_server import ForkServer
+from tests.fork_server import ForkServer, shared
 from tests.ranks import Ranks
 
 sys.dont_write_bytecode = False  # this process has read the variable already
@@ -104,7 +104,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
+def fork_server() -> ForkServer:
     """Starts command lines in processes of their own without the seconds that imports take."""
-    with ForkServer() as server:
-        yield server
+    return shared()

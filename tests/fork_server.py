@@ -8,6 +8,7 @@ takes a second instead of ten. Apart from the imports all is as in a real run: o
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,6 +56,9 @@ class Command:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -107,9 +112,11 @@ class ForkServer:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         file_bytes: int | None = None,
+        err_to_out: bool = False,
     ) -> Command:
         """`python PROGRAM ARGS`, with `env` beside the environment, and files of at most `file_bytes`."""
         question = {"args": [*program, *args], "log": str(log), "cwd": cwd and str(cwd), "file_bytes": file_bytes}
+        question["err_to_out"] = err_to_out
         pid = int(self.ask(question | {"env": environment(self._environment | dict(env or {}))}))
         self._running.add(pid)
         return Command(pid=pid, log=log, server=self)
@@ -119,6 +126,14 @@ class ForkServer:
             self._ended[pid] = int(code)
             self._running.discard(pid)
         return self._ended.get(pid)
+
+
+@cache
+def shared() -> ForkServer:
+    """The one of this process; it ends with it."""
+    server = ForkServer().__enter__()
+    atexit.register(server.__exit__)
+    return server
 
 
 def start_process(args: Sequence[str], log: Path) -> Command:
@@ -166,7 +181,9 @@ def _import_all() -> None:
     import armillary.training.prepare_run  # noqa: F401
 
 
-def _start(args: Sequence[str], log: str, env: Mapping[str, str], cwd: str | None, file_bytes: int | None) -> Any:
+def _start(
+    args: Sequence[str], log: str, env: Mapping[str, str], cwd: str | None, file_bytes: int | None, err_to_out: bool
+) -> Any:
     def limit() -> None:
         import resource
 
@@ -178,7 +195,7 @@ def _start(args: Sequence[str], log: str, env: Mapping[str, str], cwd: str | Non
             [sys.executable, *args],
             stdin=subprocess.DEVNULL,
             stdout=out,
-            stderr=err,
+            stderr=subprocess.STDOUT if err_to_out else err,
             env=env,
             cwd=cwd,
             process_group=0,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-FORKED = ("armillary", "armillary.cli.train.rank", "armillary.serving.processes.engine_main", "tests.serving.slow_engine")
+FORKED = ("armillary", "armillary.cli.train.rank", "armillary.serving.processes.engine_main")
 """programs of `python -m`; `python -c` is forked whatever it does"""
 _HELD: list[Any] = []
 """what belongs to the parent and must not be collected here: a file that is collected is closed"""
@@ -120,9 +120,9 @@ def _forget_the_parent(streams: Sequence[int], pass_fds: Sequence[int]) -> None:
     for descriptor in pass_fds:
         os.set_inheritable(descriptor, True)
     _HELD.extend([sys.stdin, sys.stdout, sys.stderr])
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from armillary.parallel.consensus import AgreedError, Consensus
 from armillary.parallel.store_barrier import RankLost, StoreBarrier
 from armillary.store import nan_safe_json
 from armillary.store.writer_process import Process, machine
+from tests.fork_server import ForkServer
 from tests.ranks import Ranks
 
 
@@ -122,7 +123,7 @@ def slow(*args, **kwargs):
     print("preparing", flush=True)
     if "die" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(7.0)
+    time.sleep(3.0)
     return prepare_data(*args, **kwargs)
 
 prepare_data, start.prepare_data = opening.prepare_data, slow
@@ -130,7 +131,7 @@ start.train = lambda plan, run, **settings: run.id
 folder = sys.argv[1]
 with join_world("cpu", timeout_s=100) as world:
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     from armillary.store.home import Home
     try:
         done = start.train_recipe(folder + "/recipe.toml", home=Home.at(folder + "/home"), device="cpu")
@@ -163,7 +164,7 @@ batch_tokens = 64
 """
 
 
-def trained(folder: Any, *args: str) -> tuple[list[str], list[int]]:
+def trained(server: ForkServer, folder: Path, *args: str) -> tuple[list[str], list[int]]:
     (folder / "text.txt").write_text("a small corpus of few words. " * 400)
     (folder / "recipe.toml").write_text(RECIPE.format(text=folder / "text.txt"))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's
@@ -177,28 +178,26 @@ def trained(folder: Any, *args: str) -> tuple[list[str], list[int]]:
     }
     if sys.platform == "linux":
         shared["GLOO_SOCKET_IFNAME"] = "lo"
+    line, program = [str(folder), *args], ("-c", SCRIPT)
+    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(folder), *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
+        server.start(line, folder / f"rank-{rank}", program=program, env=env, err_to_out=True)
+        for rank, env in enumerate(places)
     ]
-    said = [process.communicate(timeout=150)[0] for process in started]
-    return said, [process.returncode for process in started]
+    codes = [process.wait(150) for process in started]
+    return [process.out for process in started], codes
 
 
-def test_ranks_wait_while_the_main_one_prepares_for_longer_than_a_timeout(tmp_path: Any) -> None:
-    said, codes = trained(tmp_path)
+def test_ranks_wait_while_the_main_one_prepares_for_longer_than_a_timeout(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    said, codes = trained(fork_server, tmp_path)
     assert codes == [0, 0], said
     lines = [text.splitlines()[-1] for text in said]
     assert "preparing" in said[0] and lines[0] == lines[1] and lines[0].startswith("trains "), said
 
 
-def test_ranks_notice_that_the_main_one_died_while_it_prepared(tmp_path: Any) -> None:
-    said, codes = trained(tmp_path, "die")
+def test_ranks_notice_that_the_main_one_died_while_it_prepared(fork_server: ForkServer, tmp_path: Path) -> None:
+    said, codes = trained(fork_server, tmp_path, "die")
     assert codes == [-signal.SIGKILL, 1], said
     assert "RankLost rank 0 ended while ranks waited for it to prepare the data; see what it said" in said[1]

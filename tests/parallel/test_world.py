@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 from armillary.errors import BadInput, BadLayout
 from armillary.model.device import fit_threads
 from armillary.parallel.world import _device, _Place, _place, first_host, join_world
+from tests.fork_server import Command, ForkServer
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -28,44 +28,38 @@ with join_world("cpu", timeout_s=60) as world:
 """
 
 
-def start(*args: str) -> list[subprocess.Popen[str]]:
+def start(server: ForkServer, folder: Path, *args: str) -> list[Command]:
     """Two processes as torchrun starts them."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
+        server.start(args, folder / f"rank-{rank}", program=("-c", SCRIPT), env=env, err_to_out=True)
+        for rank, env in enumerate(places)
     ]
 
 
 @pytest.mark.slow  # by default ranks of tests/training/test_verb.py meet
-def test_processes_meet_and_part() -> None:
-    started = start()
-    said = [process.communicate(timeout=100)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
+def test_processes_meet_and_part(fork_server: ForkServer, tmp_path: Path) -> None:
+    started = start(fork_server, tmp_path)
+    codes, said = [process.wait(100) for process in started], [process.out for process in started]
+    assert codes == [0, 0], said
     assert said == ["0 2 3.0\n", "1 2 3.0\n"]
 
 
 @pytest.mark.slow  # judges the clock
-def test_a_rank_that_gives_up_does_not_leave_the_other_hanging() -> None:
+def test_a_rank_that_gives_up_does_not_leave_the_other_hanging(fork_server: ForkServer, tmp_path: Path) -> None:
     begin = time.monotonic()
-    test_a_rank_that_gives_up_ends_the_other()
+    test_a_rank_that_gives_up_ends_the_other(fork_server, tmp_path)
     assert time.monotonic() - begin < 55, "the other waited for the timeout"
 
 
-def test_a_rank_that_gives_up_ends_the_other() -> None:
-    started = start("fail")
-    said = [process.communicate(timeout=100)[0] for process in started]
-    assert all(process.returncode for process in started)
-    assert "rank one gives up" in said[1]
+def test_a_rank_that_gives_up_ends_the_other(fork_server: ForkServer, tmp_path: Path) -> None:
+    started = start(fork_server, tmp_path, "fail")
+    assert all(process.wait(100) > 0 for process in started), "none had to be killed"
+    assert "rank one gives up" in started[1].out
 
 
 def test_alone_there_is_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

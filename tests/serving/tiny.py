@@ -19,6 +19,7 @@ import torch
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import save_model
+from tests.fork_server import Command, shared
 from tests.model.layers.test_attention_forms import small
 
 TEMPLATE = """{%- if tools %}<tools>{{ tools | tojson }}</tools> as <tool_call>{"name": …}</tool_call>
@@ -44,7 +45,7 @@ class Server:
     """A server in a process of its own."""
 
     url: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Command
     log: Path
 
     @property
@@ -101,26 +102,9 @@ class Server:
 def run_server(folder: Path, *flags: str, before: Sequence[str] = (), model: str = "") -> Iterator[Server]:
     """`armillary serve`, as a user starts it, on a free port; gone at the end, however that came about. `before` is
     what the command begins with; `model` is served instead of the folder itself."""
-    log = folder.parent / f"server-{time.monotonic_ns()}.log"
-    line = [
-        *before,
-        sys.executable,
-        "-m",
-        "armillary",
-        "serve",
-        model or str(folder),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        *flags,
-    ]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            line, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder.parent
-        )
+    log = folder.parent / f"server-{time.monotonic_ns()}.out"
+    line = ["serve", model or str(folder), "--port", "0", "--device", "cpu", *flags]
+    process = _start([*before, sys.executable, "-m", "armillary", *line], log) if before else _fork(line, log)
     server = Server("", process, log)
     try:
         server.until(lambda: "ready on http" in log.read_text(), 90)
@@ -129,3 +113,14 @@ def run_server(folder: Path, *flags: str, before: Sequence[str] = (), model: str
     finally:
         process.kill()
         process.wait(30)
+
+
+def _fork(line: list[str], log: Path) -> Command:
+    return shared().start(line, log, cwd=log.parent, err_to_out=True)
+
+
+def _start(line: list[str], log: Path) -> subprocess.Popen[str]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as out:
+        return subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment, cwd=log.parent)

@@ -24,8 +24,10 @@ from armillary.spec.toml.fields import build
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, new_peaks, save_peaks
 from armillary.store.runs import list_runs
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[3]
+ARMILLARY = (sys.executable, "-m", "armillary")
 SMALL = {
     "model.name": "armillary-2m",
     "model.num_layers": 1,
@@ -76,14 +78,14 @@ def command(tmp_path: Path, *more: str, **changes: object) -> list[str]:
     save_peaks(Home.at(tmp_path), made_peaks())
     sets = SMALL | {"data.source": text} | changes
     words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "armillary", "demo", "--home", str(tmp_path), *words, *more]
+    return ["demo", "--home", str(tmp_path), *words, *more]
 
 
-def test_once_round(tmp_path: Path) -> None:
+def test_once_round(tmp_path: Path, fork_server: ForkServer) -> None:
     line = command(tmp_path, "--json", "--page", str(tmp_path / "demo.html"), **{"layout.dp": 1})
-    ran = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=240, env=_env())
-    assert ran.returncode == 0, ran.stderr
-    answer = json.loads(ran.stdout)
+    ran = fork_server.start(line, tmp_path / "log", cwd=tmp_path)
+    assert ran.wait(240) == 0, ran.err
+    answer = json.loads(ran.out)
     assert [stage["name"] for stage in answer["stages"]] == list(STAGES)
     (stop,) = answer["stops"]
     assert 8 <= stop < 20  # interrupted by a signal, and yet it has all its steps
@@ -125,7 +127,8 @@ def _levers_worth_it_were_pulled(answer: dict[str, object]) -> None:
 
 @pytest.mark.slow
 def test_on_two_ranks_in_words(tmp_path: Path) -> None:
-    ran = subprocess.run(command(tmp_path), capture_output=True, text=True, cwd=tmp_path, timeout=240, env=_env())
+    line = [*ARMILLARY, *command(tmp_path)]
+    ran = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=240, env=_env())
     assert ran.returncode == 0, ran.stderr
     for said in (
         "[1/8] measure",
@@ -147,7 +150,7 @@ def test_on_two_ranks_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path) -> None:
-    line = command(tmp_path, **{"train.steps": 4000, "layout.dp": 1})
+    line = [*ARMILLARY, *command(tmp_path, **{"train.steps": 4000, "layout.dp": 1})]
     process = subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env=_env()
     )

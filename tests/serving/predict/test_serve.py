@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
-import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +15,22 @@ import pytest
 
 from armillary.serving.load.run import LoadTest, load_test
 from armillary.spec.tables.serve import Load, Objective, Traffic
+from tests.fork_server import Command, ForkServer
 
 LIMIT_S = 60
 
 
 @pytest.fixture
-def server(files: dict[str, Path]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def server(files: dict[str, Path], tmp_path: Path, fork_server: ForkServer) -> Iterator[tuple[str, Command]]:
     """(address, process)"""
-    command = [sys.executable, "-m", "armillary", "serve", str(files["one"]), "--port", "0", "--trust"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        timer = threading.Timer(LIMIT_S, process.kill)
-        timer.start()
-        assert process.stdout is not None
-        lines = (re.search(r"ready on (http://\S+)/predict", line) for line in process.stdout)
-        found = next(filter(None, lines), None)
-        assert found, "the server did not start"
-        yield found[1], process
-        timer.cancel()
-        process.kill()
+    command = fork_server.start(["serve", str(files["one"]), "--port", "0", "--trust"], tmp_path / "log")
+    end = time.monotonic() + LIMIT_S
+    while (found := re.search(r"ready on (http://\S+)/predict", command.out)) is None:
+        assert command.poll() is None and time.monotonic() < end, f"the server did not start: {command.err}"
+        time.sleep(0.02)
+    yield found[1], command
+    command.kill()
+    command.wait()
 
 
 def ask(url: str, body: Any = None) -> Any:
@@ -43,7 +39,7 @@ def ask(url: str, body: Any = None) -> Any:
         return json.loads(response.read())
 
 
-def test_it_answers_bears_load_and_leaves_with_0(server: tuple[str, subprocess.Popen[str]]) -> None:
+def test_it_answers_bears_load_and_leaves_with_0(server: tuple[str, Command]) -> None:
     url, process = server
     assert ask(f"{url}/predict", {"features": [1, 2, 3, 4]})["prediction"] == [10.0, 11.0]
     assert ask(f"{url}/health")["model_loaded"] is True

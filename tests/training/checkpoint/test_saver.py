@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ from armillary.training.checkpoint.checkpoint import load, newest, saved_steps
 from armillary.training.checkpoint.saver import Saved, Saver
 from armillary.training.checkpoint.shard_writer import ShardWriter
 from armillary.training.checkpoint.staging import call_before_steps, fits_memory
+from tests.fork_server import ForkServer
 from tests.ranks import Ranks
 
 ALONE = Consensus(rank=0, size=1)
@@ -169,13 +168,14 @@ for step in range(2, 100):
 
 
 @pytest.mark.parametrize("moment", ["while it writes", pytest.param("before the rename", marks=pytest.mark.slow)])
-def test_a_rank_killed_during_a_save_leaves_the_one_before(moment: str, run: Run) -> None:
-    command = [sys.executable, "-c", KILLED, str(run.folder), moment]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def test_a_rank_killed_during_a_save_leaves_the_one_before(
+    moment: str, run: Run, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    done = fork_server.start([str(run.folder), moment], tmp_path / "log", program=("-c", KILLED))
+    assert done.wait(180) == -signal.SIGKILL, done.err
     (left,) = (run.folder / "checkpoints").glob(".*.partial-*/__0_0.distcp")
     assert moment == "while it writes" or (left.parent / "manifest.json").exists()
-    writer = int(done.stdout)
+    writer = int(done.out)
     for _ in range(200):
         if not Path(f"/proc/{writer}").exists():
             break
