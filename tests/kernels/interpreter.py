@@ -2,8 +2,7 @@
 
 Loop bounds are taken by int() of an array with one element, which numpy 2.4 refuses; fp32 is cut off to bf16 instead of
 rounded, and rounded to fp8 without a carry into the exponent; a product of bf16 matrices multiplies their bit patterns.
-At every launch, and every call of a function inside one, it looks for the built-ins of the language anew: that is done
-once.
+What it looks up anew at every launch, and every call of a function inside one, is looked up once.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,23 @@ def mend() -> None:
     _mend_bounds(interpreter)
     _mend_bf16(interpreter)
     _find_builtins_once(interpreter)
+    _patch_once_a_launch(interpreter)
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    tl, old = interpreter.tl, interpreter._patch_lang
+    plain = {lang: lang.static_range for lang in (tl, tl.core)}
+
+    @cache
+    def languages(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if inspect.ismodule(value) and value in plain]
+
+    def patch(function: Any) -> Any:
+        found = languages(function)
+        inside = bool(found) and all(lang.static_range is not plain[lang] for lang in found)
+        return interpreter._LangPatchScope() if inside else old(function)
+
+    interpreter._patch_lang = patch
 
 
 def _find_builtins_once(interpreter: Any) -> None:
