@@ -18,7 +18,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-FORKED = ("armillary", "armillary.cli.train.rank", "armillary.serving.processes.engine_main")
+FORKED = (
+    "armillary",
+    "armillary.cli.train.rank",
+    "armillary.serving.processes.engine_main",
+    "tests.serving.slow_engine",
+)
 """programs of `python -m`; `python -c` is forked whatever it does"""
 _HELD: list[Any] = []
 """what belongs to the parent and must not be collected here: a file that is collected is closed"""

@@ -19,16 +19,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
 GRACE_S = 2.0
 MANY_GROUPS = 16
 """process groups of a rank, each with threads of its own, after which all are given up for a new one"""
-_CONTEXT: Any = get_context("forkserver" if sys.platform == "linux" else "spawn")
-if sys.platform == "linux":  # workers are forks of one process that has imported what most functions need
-    _CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint", "armillary.training.loop"])
+_SPAWN = get_context("spawn")
 
 
 class RankFailed(AssertionError):
@@ -39,15 +37,15 @@ class RankFailed(AssertionError):
 class Worker:
     """One long-lived process."""
 
-    process: BaseProcess
+    process: SpawnProcess
     pipe: connection.Connection
     stacks: Path
 
     @classmethod
     def start(cls, folder: Path, number: int) -> Worker:
-        ours, theirs = _CONTEXT.Pipe()
+        ours, theirs = _SPAWN.Pipe()
         stacks = folder / f"stacks-{number}-{time.monotonic_ns()}"
-        process = _CONTEXT.Process(target=_serve, args=(theirs, str(stacks)), daemon=True, name=f"rank-{number}")
+        process = _SPAWN.Process(target=_serve, args=(theirs, str(stacks)), daemon=True, name=f"rank-{number}")
         process.start()
         theirs.close()
         return cls(process=process, pipe=ours, stacks=stacks)

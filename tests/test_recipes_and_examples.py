@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from armillary.cli.train.planning import plan_of
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
 from armillary.training.prepare_run import model_source, resolve_run
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).parent.parent
 RECIPES = [*sorted((ROOT / "recipes").glob("*.toml")), demo.RECIPE]
@@ -49,10 +47,13 @@ SLOW = {"ddp_scaling", "precision_cnn", "resnet50_profile"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in EXAMPLES])
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
+def test_an_example_runs(name: str, tmp_path: Path, fork_server: ForkServer) -> None:
     arguments, printed = EXAMPLES[name]
-    line = [sys.executable, ROOT / "examples" / f"{name}.py", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    assert all(text in ran.stdout for text in printed), ran.stdout
+    file = ROOT / "examples" / f"{name}.py"
+    if name in SLOW:  # as a user runs it: some start processes that run the file once more
+        program: tuple[str, ...] = (str(file),)
+    else:
+        program = ("-c", f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
+    ran = fork_server.start(arguments, tmp_path / "log", program=program, cwd=tmp_path)
+    assert ran.wait(300) == 0, ran.err
+    assert all(text in ran.out for text in printed), ran.out

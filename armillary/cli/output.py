@@ -145,25 +145,33 @@ def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for index, name in enumerate(columns):
         right = _is_numeric([row[index] for row in rows])
         table.add_column(Text(name, style="dim"), justify="right" if right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    return table
+    return _titled(title, table)
 
 
 def _rich_fields(title: str, rows: Sequence[tuple[str, str]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, show_header=False)
+    table = Table(box=None, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(value))
-    return table
+    return _titled(title, table)
+
+
+def _titled(title: str, table: Any) -> Any:
+    """The title has a line of its own: rich would fold a table's title into the width of its columns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(title, style="bold"), table) if title else table
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

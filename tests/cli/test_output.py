@@ -77,6 +77,13 @@ def test_piped_tables_have_no_colour_and_fit_a_hundred_columns(capsys: Capture) 
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_a_title_is_not_folded_into_the_width_of_narrow_columns(capsys: Capture) -> None:
+    Output().table("starting an operation", ["mode", "time"], [["eager", "3 µs"]])
+    Output().fields("what was measured here", [("a", 1)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "starting an operation" and "what was measured here" in lines
+
+
 def test_text_from_outside_is_not_markup(capsys: Capture) -> None:
     Output().fields("x", [("[bold]", ":smile:")])
     assert "[bold]" in capsys.readouterr().out

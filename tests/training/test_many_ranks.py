@@ -125,7 +125,13 @@ LONGER = [
 
 
 @pytest.mark.parametrize(
-    "chain", [CHAIN, pytest.param([*LONGER, *CHAIN], marks=pytest.mark.slow)], ids=["some", "more"]
+    "chain",
+    [
+        [*CHAIN[2:5], CHAIN[0]],
+        pytest.param(CHAIN, marks=pytest.mark.slow),
+        pytest.param([*LONGER, *CHAIN], marks=pytest.mark.slow),
+    ],
+    ids=["few", "some", "more"],
 )
 def test_a_run_goes_on_on_any_layout(chain: list[list[str]], recipe: Make, home: Home, ranks: Ranks) -> None:
     common = [f"train.steps={3 * len(chain)}", "train.eval_every=0"]

@@ -31,8 +31,9 @@ Rows = dict[int, dict[int, list[str]]]
 """step -> data-parallel rank -> digest of each row"""
 SAVED, STEPS = 4, 8
 FOUR = ["layout.dp=2", "layout.tp=2", "layout.zero=3"]
-FEW = {"one rank": ["layout.dp=1"], "pipeline": ["layout.pp=2", "layout.micro_batch=2"]}
+FEW = {"pipeline": ["layout.pp=2", "layout.micro_batch=2"]}
 MORE = {
+    "one rank": ["layout.dp=1"],
     "two ranks": ["layout.dp=2", "layout.zero=2"],
     "tensor parallelism": ["layout.tp=2"],
     "eight ranks": ["layout.dp=8", "layout.zero=3", "layout.micro_batch=1"],

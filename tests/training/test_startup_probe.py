@@ -59,7 +59,14 @@ def trained(recipe: Recipe, home: Home) -> tuple[list[dict[str, float]], list[to
     return [report.gauges for report in reports if report is not None], weights, costs
 
 
-@pytest.mark.parametrize("more", [("layout.recompute=full",), EXPERTS, DROPPED], ids=["again", "experts", "dropout"])
+MIXED = pytest.param(EXPERTS, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("layout.recompute=full",), MIXED, DROPPED],
+    ids=["again", "experts", "dropout"],
+)
 def test_a_run_is_bit_equal_with_and_without_the_probe(more: tuple[str, ...], recipe: Make, home: Home) -> None:
     plain, weights, none = trained(recipe("layout.micro_batch=2", *more), home)
     probed, same, costs = trained(recipe("layout.micro_batch=2", "train.profile_every=1000", *more), home)

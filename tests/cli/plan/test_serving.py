@@ -81,3 +81,4 @@ def test_any_ranks_the_catalogue_s_nodes(cli: Cli) -> None:
     ran = cli("plan", "search", "--model", "llama-3.1-8b", "--on", "any", "--for", "serve", "--json")
     met = [row for row in ran.json if row["meets"]]
     assert ran.code == 0 and len(met) > 20 and all(set(row["predicted"]) <= set(GAUGES) for row in met)
+    assert ran.json[: len(met)] == met, "those that meet the objectives come first"

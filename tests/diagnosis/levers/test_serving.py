@@ -88,14 +88,19 @@ def test_a_server_that_keeps_up_has_nothing_to_gain(load: float, home: Home) -> 
     assert found.is_healthy and "nothing to gain beyond" in found.headline
 
 
-def test_a_queue_that_grows_is_priced_by_what_is_answered(home: Home) -> None:
+@pytest.mark.parametrize("count", [80, pytest.param(240, marks=pytest.mark.slow)])
+def test_a_queue_that_grows_is_priced_by_what_is_answered(count: int, home: Home) -> None:
     """How long requests wait goes with how long was measured; how many are answered a second does not."""
     bears = served(requests(80), max_running=2).values["requests_per_s"]
-    short, long = (diagnose(served(requests(count, rate=2 * bears), max_running=2), home) for count in (80, 240))
-    for found in (short, long):
-        assert found.cause == "batch_too_small" and found.levers[0].of == "tokens_out_per_s"
-        assert found.levers[0].speedup == pytest.approx(1.9, abs=0.25), "twice as many come"
-        assert found.levers[0].change["serve.max_running"] >= 8, "with less the queue stays"
+    found = diagnose(served(requests(count, rate=2 * bears), max_running=2), home)
+    assert found.cause == "batch_too_small" and found.levers[0].of == "tokens_out_per_s"
+    assert found.levers[0].speedup == pytest.approx(1.9, abs=0.25), "twice as many come"
+    assert found.levers[0].change["serve.max_running"] >= 8, "with less the queue stays"
+
+
+@pytest.mark.slow
+def test_an_objective_does_not_change_how_a_queue_that_grows_is_priced(home: Home) -> None:
+    bears = served(requests(80), max_running=2).values["requests_per_s"]
     asked = served(requests(80, rate=2 * bears), max_running=2, objective={"e2e_p99_s": 0.1})
     assert diagnose(asked, home).levers[0].of == "tokens_out_per_s"
 
@@ -125,7 +130,7 @@ def test_a_lever_that_leaves_the_queue_does_not_own_it(times: float, home: Home)
     assert found.cause == "too_few_replicas" and "batch_too_small" in {one.cause for one in found.findings}
 
 
-@pytest.mark.parametrize("chats", [8, 10, 16])
+@pytest.mark.parametrize("chats", [8, pytest.param(10, marks=pytest.mark.slow), 16])
 def test_chunks_help_whichever_requests_are_the_median(chats: int, home: Home) -> None:
     """Few essays among many chats, or many among few: what is lost is judged over all of them."""
     essays = [replace(one, number=100 + one.number) for one in requests(12, rate=3.0, tokens_in=1500, tokens_out=4)]

@@ -48,8 +48,7 @@ def test_experts_grouped_by_pointers_answer_alike() -> None:
     assert [made.tokens for made in found] == [made.tokens for made in right]
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+SCHEDULES: dict[str, Any] = dict(
     name=st.sampled_from(sorted(MODELS)),
     wanted=prompts,
     blocks=st.sampled_from([7, 8, 12, 60]),
@@ -64,7 +63,9 @@ def test_experts_grouped_by_pointers_answer_alike() -> None:
     top_k=st.sampled_from([0, 5]),
     penalty=st.sampled_from([0.0, 0.7]),
 )
-def test_answers_are_those_of_the_slow_twin(
+
+
+def agree_with_the_slow_twin(
     name: str,
     wanted: list[list[int]],
     executor: Any,
@@ -81,6 +82,19 @@ def test_answers_are_those_of_the_slow_twin(
     found = serve(MODELS[name], model(name), requests, executor=executor, **given_settings)
     right = serve(MODELS[name], model(name), requests, **given_settings)
     assert [made.tokens for made in found] == [made.tokens for made in right]
+
+
+@settings(max_examples=8, deadline=None)
+@given(**SCHEDULES)
+def test_answers_are_those_of_the_slow_twin(**schedule: Any) -> None:
+    agree_with_the_slow_twin(**schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(**SCHEDULES)
+def test_answers_of_many_schedules_are_those_of_the_slow_twin(**schedule: Any) -> None:
+    agree_with_the_slow_twin(**schedule)
 
 
 def test_norms_over_all_heads_may_come_before_the_kernel() -> None:

@@ -172,6 +172,7 @@ print(json.dumps({"free": free, "tight": tight, "shrunk": [before, shrunk], "alo
 """
 
 
+@pytest.mark.slow  # by default allocations fail as torch says it, without a limit
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 def test_real_allocation_failures_on_a_cpu_cost_one_request_at_worst() -> None:
     """The MLP of 600 tokens takes 115 MB, logits of a row several times 1.2 MB."""

@@ -81,7 +81,7 @@ def ring_against_whole(size: int, names: tuple[str, ...]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_ring_gives_what_the_whole_row_gives(ranks: Ranks, size: int) -> None:
     names = tuple(HOWS) if size == 2 else ("wide window", "all")
     assert ranks.run(size, ring_against_whole, size, names) == [[]] * size

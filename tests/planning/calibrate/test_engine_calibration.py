@@ -15,6 +15,7 @@ from armillary.store.peaks import load_peaks
 from tests.training.test_auto_precision import measured
 
 
+@pytest.mark.slow  # by default the demo measures it
 def test_it_is_measured_and_kept(home: Home) -> None:
     measured(home, 0.3e9)
     found = calibrate(home)

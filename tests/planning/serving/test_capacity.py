@@ -257,6 +257,7 @@ def test_a_model_bigger_than_the_cluster() -> None:
         best(request("deepseek-v3", "h100"), weights=("bf16",))
 
 
+@pytest.mark.slow  # by default tests/cli/plan/test_serving.py ranks the catalogue
 def test_nodes_are_ranked_by_what_a_token_costs() -> None:
     ranked = rank_serving(request("llama-3.1-8b", "h100"))
     good = [one for one in ranked if one.best]

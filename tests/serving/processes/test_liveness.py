@@ -23,6 +23,7 @@ from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 from tests.engine.test_engine import make_engine
+from tests.fork_server import ForkServer
 from tests.serving.slow_engine import QUICK, SLOW, STUCK
 
 
@@ -124,10 +125,19 @@ def test_beats_count_no_time_in_which_the_process_was_stopped() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="stops a process by a signal")
-def test_a_slow_process_answers_and_a_stuck_and_a_stopped_one_are_ended(tmp_path: Path) -> None:
+def test_a_slow_process_answers_and_a_stuck_and_a_stopped_one_are_ended(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     """hung_s is shorter than the slow step takes: nobody is killed for being slow."""
+    code = f"from {__name__} import slow_stuck_and_stopped; slow_stuck_and_stopped({str(tmp_path)!r})"
+    done = fork_server.start([], tmp_path / "log", program=("-c", code))
+    assert done.wait(200) == 0, done.err
+
+
+def slow_stuck_and_stopped(tmp_path: str) -> None:
+    """In a process whose engines are forks of it."""
     said: list[str] = []
-    config = EngineConfig(model="", serve=Serve(frozen_s=2.5, hung_s=3.5), home=Home.at(tmp_path))
+    config = EngineConfig(model="", serve=Serve(frozen_s=2.5, hung_s=3.5), home=Home.at(Path(tmp_path)))
     engine = EngineClient(config, ranks=1, metrics=Metrics(), say=said.append)
     engine._ranks = Ranks(1, "tests.serving.slow_engine")
 

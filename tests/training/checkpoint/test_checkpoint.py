@@ -75,9 +75,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("whole")
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_run_cut_off_anywhere_goes_on_with_the_same_bits(data: st.DataObject, recipe: Make, whole: Path) -> None:
+def cut_off_and_continued(data: st.DataObject, recipe: Make, whole: Path) -> None:
     home = Home.at(whole)
     every = data.draw(st.integers(1, 4), label="save_every")
     after = data.draw(st.integers(0, STEPS - 2), label="cut off after step")
@@ -102,6 +100,22 @@ def test_a_run_cut_off_anywhere_goes_on_with_the_same_bits(data: st.DataObject, 
     assert done.export is not None and expected.export is not None
     ours, theirs = ((folder / "model.safetensors").read_bytes() for folder in (done.export, expected.export))
     assert ours == theirs
+
+
+ANYWHERE = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(ANYWHERE, max_examples=2)
+@given(data=st.data())
+def test_a_run_cut_off_anywhere_goes_on_with_the_same_bits(data: st.DataObject, recipe: Make, whole: Path) -> None:
+    cut_off_and_continued(data, recipe, whole)
+
+
+@pytest.mark.slow
+@settings(ANYWHERE, max_examples=20)
+@given(data=st.data())
+def test_runs_cut_off_at_many_places_go_on_with_the_same_bits(data: st.DataObject, recipe: Make, whole: Path) -> None:
+    cut_off_and_continued(data, recipe, whole)
 
 
 @pytest.mark.parametrize("beside", [True, False])

@@ -75,11 +75,15 @@ def far(a: Tensor, b: Tensor) -> float:
 
 
 CASES = [
-    *((name, True, "fused") for name in MODELS),
-    ("llama", False, "layers"),
-    ("qk norm", False, "fused"),
-    ("qk norm", True, "layers"),
+    ("llama", True, "fused"),
+    ("experts", True, "fused"),
+    ("qk norm", False, "layers"),
+    *(pytest.param(name, True, "fused", marks=pytest.mark.slow) for name in MODELS if name not in ("llama", "experts")),
+    pytest.param("llama", False, "layers", marks=pytest.mark.slow),
+    pytest.param("qk norm", False, "fused", marks=pytest.mark.slow),
+    pytest.param("qk norm", True, "layers", marks=pytest.mark.slow),
 ]
+"""by default a model of each kind of block; what else fused blocks have is in tests/model/fused"""
 
 
 @needs_interpreter
@@ -97,7 +101,7 @@ def test_loss_and_gradients_are_the_plain_ones(name: str, documents: bool, block
 
 
 @needs_interpreter
-@pytest.mark.parametrize("batch_tokens", [16, 32])
+@pytest.mark.parametrize("batch_tokens", [pytest.param(16, marks=pytest.mark.slow), 32])
 def test_bf16_is_as_near_to_fp32_as_autocast_is(batch_tokens: int) -> None:
     """With one micro-batch a step gradients of matrices are bf16 themselves, with two they are summed in fp32."""
     exact_model: Transformer = randomised(small(num_layers=1)).float()

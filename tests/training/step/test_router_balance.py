@@ -65,7 +65,7 @@ def steps(made: Trainer, count: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     "how",
-    [(*MIXTRAL, *LONG, "train.balance_loss=0.1"), (*GLM, *LONG)],
+    [pytest.param((*MIXTRAL, *LONG, "train.balance_loss=0.1"), marks=pytest.mark.slow), (*GLM, *LONG)],
     ids=["balance loss", "selection bias"],
 )
 def test_a_skewed_router_comes_into_balance(recipe: Make, home: Home, how: tuple[str, ...]) -> None:
@@ -92,6 +92,11 @@ def test_without_either_it_stays_skewed(recipe: Make, home: Home) -> None:
     assert gauges[-1]["aux_loss"] == 0.0
 
 
+SHORT = [
+    ["layout.dp=2", "layout.ep=2", "layout.zero=3", "layout.micro_batch=2"],
+    ["layout.pp=2", "layout.micro_batch=2"],
+    ["layout.dp=1"],
+]
 CHAIN = [
     ["layout.dp=1"],
     ["layout.dp=2", "layout.ep=2"],
@@ -120,7 +125,13 @@ def decided(recipe: Recipe, home: Home, folder: Path) -> ModelTable:
 
 
 @pytest.mark.parametrize(
-    "chain", [CHAIN, pytest.param([*LONGER, *CHAIN], marks=pytest.mark.slow)], ids=["two ranks", "four ranks"]
+    "chain",
+    [
+        SHORT,
+        pytest.param(CHAIN, marks=pytest.mark.slow),
+        pytest.param([*LONGER, *CHAIN], marks=pytest.mark.slow),
+    ],
+    ids=["short", "two ranks", "four ranks"],
 )
 def test_a_run_of_experts_goes_on_on_any_layout(
     recipe: Make, home: Home, ranks: Ranks, tmp_path: Path, chain: list[list[str]]

@@ -14,11 +14,9 @@ LOGITS, ACTIVATIONS, WEIGHTS = MODELS
 QUICK = [
     Case(LOGITS, "ZeRO-3", "full"),
     Case(ACTIVATIONS, "tp + sp", "selective"),
-    Case(WEIGHTS, "LoRA", "full", "bf16"),
-    Case(ACTIVATIONS, "activations out"),
-    Case(LOGITS, "both out"),
-    Case(WEIGHTS, "nvme"),
+    Case(WEIGHTS, "both out"),
 ]
+"""one of each model; the others are among those of the slow test"""
 
 
 def test_a_rank_needs_what_was_planned(ranks: Ranks, home: Home, corpus: Path) -> None:

@@ -46,7 +46,11 @@ def plan_of(recipe: Recipe, home: Home) -> str:
 
 
 @pytest.mark.parametrize("every", [0, 3])
-@pytest.mark.parametrize("more", [(), ("layout.recompute=full", "layout.micro_batch=2")], ids=["plain", "recompute"])
+@pytest.mark.parametrize(
+    "more",
+    [(), pytest.param(("layout.recompute=full", "layout.micro_batch=2"), marks=pytest.mark.slow)],
+    ids=["plain", "recompute"],
+)
 def test_weights_are_bit_equal_without_telemetry(
     every: int, more: tuple[str, ...], recipe: Make, home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
