@@ -1,13 +1,20 @@
-"""What probes ask a node: whether the process that watches the ranks answers, and whether all its ranks run."""
+"""What probes ask a node: whether the process that watches the ranks answers, and whether all its ranks run.
+
+`python -m armillary.cluster.node_health URL …` is the health check of a container: whether one of the URLs answers.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+import urllib.request
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 
 LIVE, READY = "/livez", "/readyz"
+_TIMEOUT_S = 5.0
 
 
 def serve_health(port: int, ranks: int) -> ThreadingHTTPServer:
@@ -50,3 +57,18 @@ def count_ranks() -> int:
         except psutil.Error:  # it ended meanwhile
             continue
     return count
+
+
+def main(urls: Sequence[str]) -> int:
+    """0 where one of them answers that all is well."""
+    for url in urls:
+        try:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
+                return 0
+        except OSError as error:  # also what the server refuses
+            print(f"{url}: {error}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
