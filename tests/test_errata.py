@@ -1,4 +1,4 @@
-"""docs/errata.md: every right figure is recomputed from the catalogue and the formulas, every copied one is reproduced."""
+"""docs/errata.md: every right figure is recomputed from catalogue and formulas, every copied one is reproduced."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Configurations of other trainers as recipes: torchtitan, DeepSpeed, Megatron-LM."""

@@ -1,0 +1,287 @@
+"""Arguments of Megatron-LM's pretrain_*.py as a recipe: a shell script, or the arguments alone."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from armillary.errors import BadRecipe
+from armillary.spec import catalogue
+from armillary.spec.imported.keys import Given, Imported, Keys
+
+SAME = {
+    "tensor-model-parallel-size": "layout.tp",
+    "pipeline-model-parallel-size": "layout.pp",
+    "context-parallel-size": "layout.cp",
+    "expert-model-parallel-size": "layout.ep",
+    "micro-batch-size": "layout.micro_batch",
+    "seq-length": "train.sequence",
+    "train-iters": "train.steps",
+    "lr": "train.lr",
+    "lr-warmup-iters": "train.warmup_steps",
+    "save-interval": "train.save_every",
+    "log-interval": "train.log_every",
+    "eval-interval": "train.eval_every",
+    "eval-iters": "train.eval_batches",
+    "moe-aux-loss-coeff": "train.balance_loss",
+    "moe-z-loss-coeff": "train.router_z_loss",
+    "moe-expert-capacity-factor": "train.expert_capacity",
+    "deterministic-mode": "train.deterministic",
+}
+DEFAULTS = {
+    "weight-decay": ("train.weight_decay", 0.01),
+    "clip-grad": ("train.clip", 1.0),
+    "adam-eps": ("train.eps", 1e-8),
+    "seed": ("train.seed", 1234),
+    "min-lr": ("train.min_lr", 0.0),
+}
+"""their key -> (ours, their default, which is not always ours)"""
+SHAPE = {
+    "num-layers": "num_layers",
+    "hidden-size": "hidden",
+    "ffn-hidden-size": "ffn",
+    "num-attention-heads": "heads",
+    "num-query-groups": "kv_heads",
+    "kv-channels": "head_dim",
+    "vocab-size": "vocab",
+    "max-position-embeddings": "context",
+    "norm-epsilon": "norm_eps",
+}
+REASONS = {
+    "tokenizer-": "name a folder with a tokenizer.json: data.tokenizer",
+    "vocab-file": "name a folder with a tokenizer.json: data.tokenizer",
+    "merge-file": "name a folder with a tokenizer.json: data.tokenizer",
+    "data-path": "their .bin and .idx files are not ours: prepare the text with armillary data prepare",
+    "data-cache-path": "see data.cache",
+    "split": "see data.held_out",
+    "save": "a run's folder is ours",
+    "load": "armillary train --resume finds the newest checkpoint",
+    "use-flash-attn": "the fastest kernel that agrees is chosen",
+    "attention-backend": "the fastest kernel that agrees is chosen",
+    "transformer-impl": "the fastest kernel that agrees is chosen",
+    "overlap-": "communication overlaps computation where the plan says so",
+    "tp-comm-overlap": "communication overlaps computation where the plan says so",
+    "attention-dropout": "pretraining has no dropout here",
+    "hidden-dropout": "pretraining has no dropout here",
+    "init-method-std": "initial weights follow the model's family",
+    "distributed-backend": "NCCL on GPUs, gloo on CPUs",
+    "master-": "armillary launch and torchrun set it",
+    "node-rank": "armillary launch and torchrun set it",
+    "no-load": "see armillary train --resume",
+    "log-": "everything is in gauges.jsonl",
+    "fp8-": "fp8 follows layout.precision and fp8_scaling",
+    "moe-token-dispatcher-type": "chosen by layout.ep",
+    "moe-grouped-gemm": "the fastest kernel that agrees is chosen",
+}
+_ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(\"[^\"]*\"|'[^']*'|[^\s;#]*)", re.MULTILINE)
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
+
+
+def read_megatron(text: str, given: Given) -> Imported:
+    keys = Keys(values=arguments(text))
+    if not keys.values:
+        raise BadRecipe("it has no --arguments; give a script or a file with arguments of Megatron-LM")
+    keys.same(SAME)
+    for theirs, (ours, default) in DEFAULTS.items():
+        keys.put(ours, keys.get(theirs, default=default), theirs)
+    betas = [keys.get("adam-beta1", default=0.9), keys.get("adam-beta2", default=0.999)]
+    keys.put("train.betas", betas, "adam-beta1", "adam-beta2")
+    _model(keys, given)
+    _layout(keys, given)
+    _schedule(keys)
+    _precision(keys)
+    _recompute(keys)
+    _track(keys)
+    return keys.finished(given, REASONS)
+
+
+# --- reading
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """--name value of a script, with its own variables filled in; a flag without a value is True."""
+    text = text.replace("\\\n", " ")
+    variables: dict[str, str] = {}
+    for name, value in _ASSIGNED.findall(text):
+        variables[name] = _filled(value.strip("\"'"), variables)
+    found: dict[str, Any] = {}
+    name = ""
+    for token in _tokens(_filled(text, variables)):
+        if token.startswith("--") and len(token) > 2:
+            name, _, value = token[2:].partition("=")
+            name = name.replace("_", "-")
+            found[name] = _typed(value) if value else True
+        elif name:
+            found[name] = _typed(token) if found[name] is True else found[name]
+            name = ""
+    return found
+
+
+def _filled(text: str, variables: dict[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[3], match[2] or "")
+
+    return _VARIABLE.sub(value, text)
+
+
+def _tokens(text: str) -> list[str]:
+    words: list[str] = []
+    for line in text.splitlines():
+        try:
+            words += shlex.split(line, comments=True)
+        except ValueError:  # a quote over several lines
+            words += line.split()
+    return [word for whole in words for word in whole.replace("(", " ").replace(")", " ").split()]
+
+
+def _typed(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+# --- ours
+
+
+def _model(keys: Keys, given: Given) -> None:
+    """A model of the catalogue with this shape, or the overrides that make one of it."""
+    shape = {
+        ours: keys.number(theirs) for theirs, ours in SHAPE.items() if ours != "norm_eps" and theirs in keys.values
+    }
+    if given.model or "num_layers" not in shape or "hidden" not in shape:
+        return
+    theirs = [name for name in SHAPE if name in keys.values]
+    is_gated = "swiglu" in keys.values
+    same = [name for name, entry in catalogue.models().items() if _has_shape(entry.config, shape, is_gated)]
+    if same:
+        keys.put("model.name", same[0], *theirs, "swiglu", "group-query-attention")
+        if len(same) > 1:
+            keys.notes.append(f"the same shape have {', '.join(same[1:])}; --model takes another")
+        return
+    keys.put("model.name", "llama-3-8b" if is_gated else "gpt2", "swiglu", "group-query-attention")
+    _overrides(keys, shape)
+    keys.notes.append("no model of the catalogue has this shape: [model] states it; compare what is left out")
+
+
+def _overrides(keys: Keys, shape: dict[str, Any]) -> None:
+    heads = shape.get("heads", 1)
+    shape.setdefault("kv_heads", heads)
+    shape.setdefault("head_dim", shape["hidden"] // heads)
+    shape.setdefault("ffn", 4 * shape["hidden"])
+    for ours, value in shape.items():
+        keys.put(f"model.{ours}", value, *(theirs for theirs, name in SHAPE.items() if name == ours))
+    if "norm-epsilon" in keys.values:
+        keys.put("model.norm_eps", keys.get("norm-epsilon"), "norm-epsilon")
+    keys.put(
+        "model.tied", "untie-embeddings-and-output-weights" not in keys.values, "untie-embeddings-and-output-weights"
+    )
+    if "rotary-base" in keys.values:
+        keys.put("model.rope", {"theta": float(keys.get("rotary-base"))}, "rotary-base")
+    if "num-experts" in keys.values:
+        experts = {
+            "num_experts": keys.number("num-experts"),
+            "top_k": keys.number("moe-router-topk", default=2),
+            "ffn": keys.number("moe-ffn-hidden-size", default=shape["ffn"]),
+        }
+        keys.put("model.moe", experts, "num-experts", "moe-router-topk", "moe-ffn-hidden-size")
+
+
+def _has_shape(config: Any, shape: dict[str, Any], is_gated: bool) -> bool:
+    if config.gated != is_gated or len(config.layers) != shape["num_layers"]:
+        return False
+    # the context is how long it was trained, the vocabulary is padded: neither makes another model
+    return all(
+        getattr(config, key) == value for key, value in shape.items() if key not in ("num_layers", "context", "vocab")
+    )
+
+
+def _layout(keys: Keys, given: Given) -> None:
+    layout = keys.tables.setdefault("layout", {})
+    per_node, nodes = keys.number("nproc-per-node"), keys.number("nnodes", default=1)
+    world = given.num_devices or (per_node * nodes if per_node else None)
+    dp = keys.data_parallel(world, layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1))
+    if dp is None:
+        keys.notes.append("the number of devices is not in the file: name them with --on, or set layout.dp")
+    keys.put("layout.dp", dp or 1, "nproc-per-node", "nnodes")
+    sharding = str(keys.get("data-parallel-sharding-strategy", default=""))
+    fully = any(name in keys.values for name in ("use-torch-fsdp2", "use-custom-fsdp", "use-megatron-fsdp"))
+    zero = (
+        3
+        if fully and sharding in ("", "optim_grads_params")
+        else 1
+        if "use-distributed-optimizer" in keys.values
+        else 0
+    )
+    switches = ("use-distributed-optimizer", "use-torch-fsdp2", "use-custom-fsdp", "use-megatron-fsdp")
+    keys.put("layout.zero", zero, *switches, "data-parallel-sharding-strategy")
+    if layout.get("tp", 1) > 1:
+        keys.put("layout.sequence_parallel", "sequence-parallel" in keys.values, "sequence-parallel")
+    else:
+        keys.leave("sequence-parallel", "there is one tensor-parallel rank")
+    _interleaving(keys)
+    _batch(keys, given, dp or 1)
+
+
+def _interleaving(keys: Keys) -> None:
+    stages = keys.tables["layout"].get("pp", 1)
+    per_stage = "num-layers-per-virtual-pipeline-stage"
+    chunks = keys.number("num-virtual-stages-per-pipeline-rank")
+    if per_stage in keys.values and "num-layers" in keys.values:
+        chunks = keys.number("num-layers") // stages // keys.number(per_stage)
+    if chunks and chunks > 1 and stages > 1:
+        keys.put("layout.interleave", chunks, per_stage, "num-virtual-stages-per-pipeline-rank")
+        keys.put("layout.schedule", "interleaved")
+
+
+def _batch(keys: Keys, given: Given, dp: int) -> None:
+    sequence = given.sequence or keys.number("seq-length", default=1024)
+    rows = keys.number("global-batch-size", default=keys.number("micro-batch-size", default=1) * dp)
+    keys.put("train.sequence", sequence)
+    keys.put("train.batch_tokens", rows * sequence, "global-batch-size")
+    if "train-samples" in keys.values:
+        keys.put("train.steps", max(1, keys.number("train-samples") // rows), "train-samples")
+
+
+def _schedule(keys: Keys) -> None:
+    style = str(keys.get("lr-decay-style", default="linear")).lower()
+    ours = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}.get(style)
+    if ours:
+        keys.put("train.schedule", ours, "lr-decay-style")
+    steps = keys.tables["train"].get("steps")
+    if "lr-warmup-fraction" in keys.values and steps:
+        share = float(keys.get("lr-warmup-fraction"))
+        keys.put("train.warmup_steps", round(share * steps), "lr-warmup-fraction")
+    if "lr-decay-iters" in keys.values and keys.get("lr-decay-iters") == steps:
+        keys.seen.add("lr-decay-iters")
+    else:
+        keys.leave("lr-decay-iters", "the rate decays until the last step")
+
+
+def _precision(keys: Keys) -> None:
+    fp8 = [name for name in ("fp8-format", "fp8-hybrid") if name in keys.values]
+    switch = next((name for name in ("bf16", "fp16") if name in keys.values), "")
+    keys.put("layout.precision", "fp8" if fp8 else switch or "fp32", *fp8, "bf16", "fp16")
+
+
+def _recompute(keys: Keys) -> None:
+    kind = str(
+        keys.get("recompute-granularity", default="selective" if "recompute-activations" in keys.values else "none")
+    )
+    if kind in ("none", "selective", "full"):
+        keys.put("layout.recompute", kind, "recompute-granularity", "recompute-activations")
+    if kind == "full" and keys.get("recompute-method") == "uniform":
+        keys.seen |= {"recompute-method", "recompute-num-layers"}  # how many layers are one unit changes no result
+    for name in ("recompute-method", "recompute-num-layers"):
+        if name not in keys.seen:
+            keys.leave(name, "see layout.recompute_every")
+
+
+def _track(keys: Keys) -> None:
+    places = {"tensorboard-dir": "tensorboard", "wandb-project": "wandb"}
+    track = [ours for theirs, ours in places.items() if theirs in keys.values]
+    if track:
+        keys.put("train.track", track, *places)

@@ -1,0 +1,25 @@
+"""`armillary import`: from another trainer's file to a recipe that can be planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.spec.imported.test_read import DEEPSPEED
+
+Cli = Callable[..., Any]
+
+
+def test_an_imported_recipe_can_be_planned(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    recipe = tmp_path / "recipe.toml"
+    asked = ("import", str(tmp_path / "ds.json"), "--model", "llama-3-8b", "--on", "h100x8", "--out", str(recipe))
+    answer = cli(*asked, "--json").json
+    assert answer["recipe"]["layout"]["zero"] == 2
+    assert "wall_clock_breakdown" in [row["theirs"] for row in answer["left_out"]]
+    assert "wall_clock_breakdown" in recipe.read_text()
+    assert cli("plan", str(recipe), "--json").json["plan"]["layout"]["dp"] == 8
+    refused = cli(*asked)
+    assert refused.code == 2 and "already there" in refused.err
