@@ -49,7 +49,7 @@ def read_deepspeed(text: str, given: Given) -> Imported:
     keys = Keys(values=flat(values))
     for name, value in keys.values.items():
         if value == "auto":
-            keys.leave(name, AUTO)
+            keys.leave_out(name, AUTO)
     keys.values = {name: value for name, value in keys.values.items() if value != "auto"}
     keys.same(SAME)
     _precision(keys)
@@ -79,7 +79,7 @@ def _optimizer(keys: Keys) -> None:
         keys.put("train.weight_decay", decay, "optimizer.params.weight_decay")
         keys.seen.add("optimizer.type")
     else:
-        keys.leave("optimizer.type", "AdamW is the optimizer")
+        keys.leave_out("optimizer.type", "AdamW is the optimizer")
     is_auto = any(row.theirs == "gradient_clipping" for row in keys.left_out)
     if not is_auto:
         keys.put("train.clip", keys.get("gradient_clipping", default=0.0), "gradient_clipping")
@@ -95,22 +95,26 @@ def _optimizer(keys: Keys) -> None:
 
 def _batch(keys: Keys, given: Given) -> None:
     """train_batch_size = micro-batch × accumulation × dp: two of the three and the devices give the rest."""
-    whole, micro, steps = (
+    global_batch, micro, steps = (
         keys.number(name)
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
     layout = keys.tables.setdefault("layout", {})
     dp = keys.data_parallel(given.num_devices, layout.get("tp", 1) * layout.get("cp", 1))
-    if dp is None and whole and micro:
-        dp = _quotient(whole, micro * (steps or 1), "train_batch_size", "micro-batch × gradient_accumulation_steps")
+    if dp is None and global_batch and micro:
+        dp = _quotient(
+            global_batch, micro * (steps or 1), "train_batch_size", "micro-batch × gradient_accumulation_steps"
+        )
     if dp is None:
         dp = 1
         keys.notes.append("the number of devices is not in the file: name them with --on, or set layout.dp")
     if micro is None:
         micro = (
-            _quotient(whole, dp * (steps or 1), "train_batch_size", "dp × gradient_accumulation_steps") if whole else 1
+            _quotient(global_batch, dp * (steps or 1), "train_batch_size", "dp × gradient_accumulation_steps")
+            if global_batch
+            else 1
         )
-    rows = whole or micro * (steps or 1) * dp
+    rows = global_batch or micro * (steps or 1) * dp
     keys.put("layout.dp", dp, "train_batch_size", "gradient_accumulation_steps")
     keys.put("layout.micro_batch", micro, "train_micro_batch_size_per_gpu")
     if given.sequence is None:
@@ -120,10 +124,10 @@ def _batch(keys: Keys, given: Given) -> None:
     keys.put("train.batch_tokens", rows * sequence)
 
 
-def _quotient(whole: int, part: int, name: str, of: str) -> int:
-    if whole % part:
-        raise BadRecipe(f"{name} = {whole} is not a multiple of {of} = {part}; correct one of them")
-    return whole // part
+def _quotient(global_batch: int, part: int, name: str, of: str) -> int:
+    if global_batch % part:
+        raise BadRecipe(f"{name} = {global_batch} is not a multiple of {of} = {part}; correct one of them")
+    return global_batch // part
 
 
 def _rest(keys: Keys) -> None:

@@ -96,7 +96,7 @@ class Keys:
             if theirs in self.values:
                 self.put(ours, convert(self.values[theirs]), theirs)
 
-    def leave(self, theirs: str, reason: str) -> None:
+    def leave_out(self, theirs: str, reason: str) -> None:
         if theirs in self.values:
             self.left_out.append(LeftOut(theirs=theirs, value=self.values[theirs], reason=reason))
             self.seen.add(theirs)
@@ -106,7 +106,7 @@ class Keys:
         for name in self.values:
             if name not in self.seen:
                 prefixes = sorted((prefix for prefix in reasons if name.startswith(prefix)), key=len)
-                self.leave(name, reasons[prefixes[-1]] if prefixes else NO_COUNTERPART)
+                self.leave_out(name, reasons[prefixes[-1]] if prefixes else NO_COUNTERPART)
         if given.on:
             self.put("hardware.on", given.on)
         if given.model:
@@ -136,10 +136,10 @@ class Keys:
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tables.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
+            values |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            values[f"{prefix}{name}"] = value
+    return values

@@ -105,17 +105,17 @@ def arguments(text: str) -> dict[str, Any]:
     variables: dict[str, str] = {}
     for name, value in _ASSIGNED.findall(text):
         variables[name] = _filled(value.strip("\"'"), variables)
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     name = ""
     for token in _tokens(_filled(text, variables)):
         if token.startswith("--") and len(token) > 2:
             name, _, value = token[2:].partition("=")
             name = name.replace("_", "-")
-            found[name] = _typed(value) if value else True
+            flags[name] = _typed(value) if value else True
         elif name:
-            found[name] = _typed(token) if found[name] is True else found[name]
+            flags[name] = _typed(token) if flags[name] is True else flags[name]
             name = ""
-    return found
+    return flags
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
@@ -132,7 +132,7 @@ def _tokens(text: str) -> list[str]:
             words += shlex.split(line, comments=True)
         except ValueError:  # a quote over several lines
             words += line.split()
-    return [word for whole in words for word in whole.replace("(", " ").replace(")", " ").split()]
+    return [word for part in words for word in part.replace("(", " ").replace(")", " ").split()]
 
 
 def _typed(text: str) -> Any:
@@ -221,7 +221,7 @@ def _layout(keys: Keys, given: Given) -> None:
     if layout.get("tp", 1) > 1:
         keys.put("layout.sequence_parallel", "sequence-parallel" in keys.values, "sequence-parallel")
     else:
-        keys.leave("sequence-parallel", "there is one tensor-parallel rank")
+        keys.leave_out("sequence-parallel", "there is one tensor-parallel rank")
     _interleaving(keys)
     _batch(keys, given, dp or 1)
 
@@ -258,7 +258,7 @@ def _schedule(keys: Keys) -> None:
     if "lr-decay-iters" in keys.values and keys.get("lr-decay-iters") == steps:
         keys.seen.add("lr-decay-iters")
     else:
-        keys.leave("lr-decay-iters", "the rate decays until the last step")
+        keys.leave_out("lr-decay-iters", "the rate decays until the last step")
 
 
 def _precision(keys: Keys) -> None:
@@ -277,7 +277,7 @@ def _recompute(keys: Keys) -> None:
         keys.seen |= {"recompute-method", "recompute-num-layers"}  # how many layers are one unit changes no result
     for name in ("recompute-method", "recompute-num-layers"):
         if name not in keys.seen:
-            keys.leave(name, "see layout.recompute_every")
+            keys.leave_out(name, "see layout.recompute_every")
 
 
 def _track(keys: Keys) -> None:

@@ -92,11 +92,11 @@ def read_torchtitan(text: str, given: Given) -> Imported:
 
 
 def _model(keys: Keys) -> None:
-    named = (str(keys.get("model.name", default="")), str(keys.get("model.flavor", default="")))
-    if named in MODELS:
-        keys.put("model.name", MODELS[named], "model.name", "model.flavor")
+    flavor = (str(keys.get("model.name", default="")), str(keys.get("model.flavor", default="")))
+    if flavor in MODELS:
+        keys.put("model.name", MODELS[flavor], "model.name", "model.flavor")
     for name in ("model.tokenizer_path", "model.hf_assets_path"):
-        keys.leave(name, "name a folder with a tokenizer.json: data.tokenizer")
+        keys.leave_out(name, "name a folder with a tokenizer.json: data.tokenizer")
 
 
 def _layout(keys: Keys, given: Given) -> None:
@@ -130,20 +130,24 @@ def _pipeline(keys: Keys) -> None:
         if SCHEDULES[schedule] == "interleaved":
             keys.put("layout.interleave", 2)
     elif schedule and keys.tables["layout"].get("pp", 1) == 1:
-        keys.leave(name, "there is one stage")
+        keys.leave_out(name, "there is one stage")
 
 
 def _batch(keys: Keys, dp: int) -> None:
     """Their local batch is one micro-batch, unless a pipeline splits it; the global batch is what a step has."""
     names = ("training.local_batch_size", "training.batch_size")
-    local, whole = keys.number(*names, default=8), keys.number("training.global_batch_size", default=-1)
+    local, global_batch = keys.number(*names, default=8), keys.number("training.global_batch_size", default=-1)
     sequence = keys.number("training.seq_len", default=2048)
     micro = local
     if keys.tables["layout"].get("pp", 1) > 1:
         micro = keys.number("parallelism.pipeline_parallel_microbatch_size", default=1)
     keys.put("layout.micro_batch", micro, *names, "parallelism.pipeline_parallel_microbatch_size")
     keys.put("train.sequence", sequence)
-    keys.put("train.batch_tokens", (whole if whole > 0 else local * dp) * sequence, "training.global_batch_size")
+    keys.put(
+        "train.batch_tokens",
+        (global_batch if global_batch > 0 else local * dp) * sequence,
+        "training.global_batch_size",
+    )
 
 
 def _optimizer(keys: Keys) -> None:
@@ -151,7 +155,7 @@ def _optimizer(keys: Keys) -> None:
     if name.lower() in ("adam", "adamw"):
         keys.seen.add("optimizer.name")
     else:
-        keys.leave("optimizer.name", "AdamW is the optimizer")
+        keys.leave_out("optimizer.name", "AdamW is the optimizer")
     betas = [keys.get("optimizer.beta1", default=0.9), keys.get("optimizer.beta2", default=0.95)]
     keys.put("train.betas", betas, "optimizer.beta1", "optimizer.beta2")
     rate, factor = (
@@ -171,7 +175,7 @@ def _decay(keys: Keys) -> None:
         keys.put("train.schedule", shape, "lr_scheduler.decay_type")
     else:
         keys.put("train.schedule", "linear")
-        keys.leave("lr_scheduler.decay_type", "decays are linear, cosine or wsd")
+        keys.leave_out("lr_scheduler.decay_type", "decays are linear, cosine or wsd")
 
 
 def _precision(keys: Keys) -> None:
@@ -195,7 +199,7 @@ def _recompute(keys: Keys) -> None:
         keys.put("layout.recompute_every", int(option), "activation_checkpoint.selective_ac_option")
     elif mode in ("none", "selective", "full"):
         keys.put("layout.recompute", mode, "activation_checkpoint.mode")
-        keys.leave("activation_checkpoint.selective_ac_option", "selective keeps what GEMMs and attention return")
+        keys.leave_out("activation_checkpoint.selective_ac_option", "selective keeps what GEMMs and attention return")
 
 
 def _telemetry(keys: Keys) -> None:
@@ -210,5 +214,5 @@ def _telemetry(keys: Keys) -> None:
     if "checkpoint.async_mode" in keys.values:
         keys.put("train.checkpoint_async", keys.get("checkpoint.async_mode") != "disabled", "checkpoint.async_mode")
     validates = keys.get("validation.enable", "validation.enabled", default=False)
-    every = keys.number("validation.freq", default=10) if validates else 0
-    keys.put("train.eval_every", every, "validation.freq", "validation.enable", "validation.enabled")
+    interval = keys.number("validation.freq", default=10) if validates else 0
+    keys.put("train.eval_every", interval, "validation.freq", "validation.enable", "validation.enabled")
