@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from string import ascii_uppercase
 
 from armillary.machine.machine import here
 from armillary.spec.recipe import recipe_from_dict, to_toml
@@ -54,21 +55,23 @@ RECIPE = {
     },
 }
 ORDER = ("stop", "flip", "fill", "store", "kill", "kill", "kill", "kill", "kill", "kill")
-HEADS = ("seed", "fault", "struck while", "restarts", "steps repeated, most", "took", "same weights")
+HEADS = ("seed", "fault", "struck while", "restarts", "steps repeated, most", "took", "machine", "same weights")
 
 
 def main() -> None:
     options = _options()
-    rows = _recorded()
+    rows, machines = _recorded()
+    letter = _letter(machines, f"{here().text()}, Python {platform.python_version()}")
     with tempfile.TemporaryDirectory(prefix="armillary-chaos-") as folder, _server(Path(folder)) as server:
         chaos = Chaos(recipe=_recipe(Path(folder)), home=Home.at(Path(folder) / "home"), start=server.start)
         whole = chaos.train("whole")
         assert whole.code == 0, whole.err
         for seed in range(options.seed, options.seed + options.rounds):
             if seed not in rows:
-                rows[seed] = _round(chaos, seed, options)
+                *cells, result = _round(chaos, seed, options)
+                rows[seed] = [*cells, letter, result]
                 print(" ".join(f"{head} {cell}," for head, cell in zip(HEADS, rows[seed], strict=True)), flush=True)
-                PAGE.write_text(_page(rows, options))
+                PAGE.write_text(_page(rows, machines, options))
     raise SystemExit(any(row[-1] != "yes" for row in rows.values()))
 
 
@@ -81,11 +84,20 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _recorded() -> dict[int, list[str]]:
-    """Rounds of the page as it is, by seed."""
+def _recorded() -> tuple[dict[int, list[str]], dict[str, str]]:
+    """Rounds of the page as it is, by seed, and the machines they ran on, by letter."""
     lines = PAGE.read_text().splitlines() if PAGE.is_file() else []
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    return {int(row[0]): row for row in rows if row[0].isdigit()}
+    machines = dict(line[2:].split(": ", 1) for line in lines if line.startswith("- "))
+    return {int(row[0]): row for row in rows if row[0].isdigit()}, machines
+
+
+def _letter(machines: dict[str, str], text: str) -> str:
+    """Of this machine, which is added where it is new."""
+    known = {each: letter for letter, each in machines.items()}
+    letter = known.get(text, ascii_uppercase[len(machines)])
+    machines[letter] = text
+    return letter
 
 
 def _server(folder: Path) -> ForkServer:
@@ -129,14 +141,17 @@ def _cost(rounds: list[Round]) -> list[str]:
     return [struck or "nothing: it had ended", str(sum(each.restarts for each in rounds)), str(max(lost, default=0))]
 
 
-def _page(rows: dict[int, list[str]], options: argparse.Namespace) -> str:
+def _page(rows: dict[int, list[str]], machines: dict[str, str], options: argparse.Namespace) -> str:
     held = sum(row[-1] == "yes" for row in rows.values())
     restarts = sum(int(row[3] or 0) for row in rows.values())
     lines = [
         "# Chaos: runs that are attacked at random",
         "",
-        f"{date.today()}, {here().text()}, Python {platform.python_version()}, 4 gloo ranks that are forks of a",
-        f"process which has imported torch. Each round is `armillary train` with a checkpoint every {SAVE_EVERY} of",
+        f"{date.today()}, 4 gloo ranks that are forks of a process which has imported torch, on several machines:",
+        "",
+        *(f"- {letter}: {text}" for letter, text in sorted(machines.items())),
+        "",
+        f"Each round is `armillary train` with a checkpoint every {SAVE_EVERY} of",
         f"{STEPS} steps. An outside process strikes at gaps that it draws uniformly from 0 to {options.gap_s:g} s,",
         f"whatever the ranks do then: `kill` sends SIGKILL to a random rank {options.kills} times, others strike once.",
         f"**{held} of {len(rows)} rounds ended with the weights of the whole run, bit for bit, and noticed each",
