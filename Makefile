@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images often forbid byte code, and every process would compile the whole package again: seconds each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-gpu test-nccl test-services peers lint sizes docs setup clean
+.PHONY: help demo test test-all slowest test-gpu test-nccl test-services peers lint sizes docs setup clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -34,6 +34,9 @@ test: $(READY) lint ## lint, types and the tests that any machine can run
 test-all: $(READY) lint ## also the slow tests
 	@$(BIN)/pytest -q $(WORKERS) -m 'not gpu and not peers and not services and not slow'
 	@$(BIN)/pytest -q -m 'slow and not gpu and not peers and not services'  # one after the other: some judge the clock
+
+slowest: $(READY) ## the tests of `make test` that take more than 5 s
+	@$(BIN)/pytest -q $(WORKERS) --durations=100 --durations-min=5
 
 test-gpu: $(READY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu

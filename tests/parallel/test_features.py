@@ -62,6 +62,7 @@ def test_features_on_cut_heads_and_whole_tokens(ranks: Ranks) -> None:
     check(ranks.run(2, many, given)[0], given)
 
 
+@pytest.mark.slow  # by default test_strategies has these layouts, and the others here these features
 def test_features_on_shards_of_cut_heads(ranks: Ranks) -> None:
     chosen = ("norm over all heads", "biases", "tied", "fewer words than ranks")
     given = cases(chosen, Layout(dp=2, tp=2, zero=3, precision="fp32"))

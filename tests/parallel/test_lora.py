@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from armillary.spec.layout import Layout
 from armillary.training.parity.case import Case, many, tiny
 from tests.parallel.test_strategies import check
@@ -25,6 +27,7 @@ def test_on_two_ranks(ranks: Ranks) -> None:
     check(ranks.run(2, many, wanted)[0], wanted)
 
 
+@pytest.mark.slow
 def test_on_four_ranks(ranks: Ranks) -> None:
     wanted = cases(
         Layout(dp=2, tp=2, zero=3, sequence_parallel=True, precision="fp32"),

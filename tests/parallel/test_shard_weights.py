@@ -69,7 +69,7 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["model", "with adapters"])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2], ids=["model", "with adapters"])
 def test_every_layout_starts_from_the_same_weights(ranks: Ranks, rank: int) -> None:
     model = build(tiny(positions="alibi"), dtype=torch.float32, device="cpu", seed=3)
     add_lora(model, TrainJob(lora_rank=rank, seed=3))

@@ -24,7 +24,7 @@ Make = Callable[..., Recipe]
 STEPS = 8
 
 
-@pytest.mark.parametrize("scaling", ["token", "tensor", "row"])
+@pytest.mark.parametrize("scaling", ["token", "tensor", pytest.param("row", marks=pytest.mark.slow)])
 def test_losses_follow_those_of_fp32(scaling: str, recipe: Make, home: Home) -> None:
     plain = losses(recipe(), home, STEPS)
     narrow = losses(recipe("layout.precision=fp8", f"layout.fp8_scaling={scaling}"), home, STEPS)
@@ -62,7 +62,7 @@ def on_ranks(plan: str, steps: int) -> list[float]:
     return [report.gauges["loss"] for report in reports if report is not None]
 
 
-@pytest.mark.parametrize("layout", ["layout.dp=2 layout.zero=3", "layout.tp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("layout.dp=2 layout.zero=3", marks=pytest.mark.slow), "layout.tp=2"])
 def test_two_ranks_follow_one(layout: str, recipe: Make, home: Home, ranks: Ranks) -> None:
     """Weights are gathered in bf16 and rounded after; with tp each rank scales its own part. So sums of fp8 products
     differ a little, and losses with them."""

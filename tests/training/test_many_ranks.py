@@ -154,7 +154,10 @@ def test_a_run_goes_on_on_any_layout(chain: list[list[str]], recipe: Make, home:
         assert torch.dist(ours[name], expected) <= 1e-5 * expected.norm(), name
 
 
-@pytest.mark.parametrize("layout", [["layout.dp=2", "layout.zero=3"], ["layout.tp=2"]], ids=["fsdp", "tp"])
+TP = pytest.param(["layout.tp=2"], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layout", [["layout.dp=2", "layout.zero=3"], TP], ids=["fsdp", "tp"])
 def test_the_same_layout_goes_on_with_the_same_bits(layout: list[str], recipe: Make, home: Home, ranks: Ranks) -> None:
     begun = begin(recipe("train.steps=5", "train.save_every=2", "layout.precision=bf16", *layout), home)
     whole, cut = begun.create_run(), begun.create_run()

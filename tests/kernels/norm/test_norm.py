@@ -194,7 +194,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("columns", [200, 9000])
+@pytest.mark.parametrize("columns", [200, pytest.param(9000, marks=pytest.mark.slow)])
 def test_a_mean_far_from_zero_costs_no_precision(columns: int) -> None:
     """Held rows take the mean away first; rows in pieces sum by Welford's rule."""
     x = torch.randn(2, columns) + 100.0

@@ -78,10 +78,16 @@ def test_chunks_of_prompts_and_decoding_in_one_batch_agree(shape: Shape, how: di
     assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
 
+SPLIT = [
+    pytest.param(slots, sinks, window, marks=[] if slots == 3 or (sinks and window) else pytest.mark.slow)
+    for slots in (3, 40)
+    for sinks in (False, True)
+    for window in (0, 600)
+]
+
+
 @needs_interpreter
-@pytest.mark.parametrize("window", [0, 600])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("slots", [3, 40])
+@pytest.mark.parametrize(("slots", "sinks", "window"), SPLIT)
 def test_keys_of_a_short_chunk_of_a_long_text_are_split(
     window: int, sinks: bool, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

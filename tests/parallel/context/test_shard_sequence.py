@@ -150,7 +150,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_is_that_of_one_process(ranks: Ranks, world: int) -> None:
     cases = LAYOUTS[world]
     check(ranks.run(world, many, cases)[0], cases)

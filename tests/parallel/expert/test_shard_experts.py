@@ -79,7 +79,7 @@ EIGHT = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_layout_gives_what_one_process_gives(ranks: Ranks, world: int) -> None:
     """Experts over ep, alone and with all else; over dp and cut by tp without it."""
     held(ranks, world, TWO if world == 2 else FOUR)

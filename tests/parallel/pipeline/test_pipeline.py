@@ -56,6 +56,7 @@ def test_every_schedule_trains_as_one_process_does(ranks: Ranks) -> None:
     check(ranks.run(2, many, cases)[0], cases)
 
 
+@pytest.mark.slow  # by default test_strategies has such layouts
 def test_stages_may_be_copied_cut_and_shared_out(ranks: Ranks) -> None:
     common = dict(accumulate=4, dtype="fp64", steps=2)
     cases = [
@@ -136,7 +137,7 @@ def passes(schedule: str, chunks: int, micro_batches: int) -> list[Pass]:
     return pipeline.timer.order
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), pytest.param(4, 8, marks=pytest.mark.slow)])
 def test_the_order_that_was_run_idles_as_the_formula_says(ranks: Ranks, stages: int, micro_batches: int) -> None:
     idle = {}
     for schedule, chunks in SCHEDULES.items():

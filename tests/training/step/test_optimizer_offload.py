@@ -48,7 +48,14 @@ def test_losses_are_those_of_a_plain_run_and_what_is_out_is_said(recipe: Make, h
         assert {path.name for path in run.folder.iterdir()} == {path.name for path in wanted.run.folder.iterdir()}
 
 
-@pytest.mark.parametrize("legs", [("none", "optimizer", "none"), ("nvme", "none", "both")], ids=lambda x: "-".join(x))
+TO_THE_HOST = pytest.param(("none", "optimizer", "none"), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [TO_THE_HOST, ("nvme", "none", "both")],
+    ids="-".join,
+)
 def test_a_run_goes_on_with_the_same_bits_wherever_its_states_wait(
     legs: tuple[str, ...], recipe: Make, home: Home
 ) -> None:
