@@ -15,6 +15,11 @@ from armillary.errors import BadInput, missing
 from armillary.spec.recipe import Recipe, load_recipe, recipe_from_dict
 from armillary.store.home import Home
 
+_AROUND_ROUTES = tuple(
+    f"serve.{key}=" for key in ("api_key_file", "access_log", "cors_origins", "root_path", "tls_certificate", "tls_key")
+)
+"""keys of [serve] that the server of a model file has too"""
+
 
 @verb
 @click.argument("model", shell_complete=completion.models)
@@ -24,6 +29,7 @@ from armillary.store.home import Home
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Devices that shard the model.")
 @click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
+@click.option("--metrics", type=click.Choice(["armillary", "vllm"]), help="vllm: vLLM's names beside ours on /metrics.")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
 @set_option
 @moved("--fp8", "try --set serve.weights=fp8", is_flag=True)
@@ -42,6 +48,7 @@ def serve(
     tp: int,
     trust: bool,
     device: str | None,
+    metrics: str | None,
     recipe: Path | None,
     overrides: tuple[str, ...],
 ) -> None:
@@ -65,14 +72,13 @@ def serve(
         )
     if trust:
         raise BadInput("--trust is for model files; a model folder holds no code, leave it out")
-    asked = _asked(recipe, overrides, max_model_len)
+    asked = _asked(recipe, overrides, max_model_len, metrics)
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
     source = find_model(out, home, model, need_weights=True, trusted_keys=asked.serve.trusted_keys)
     from armillary.cli.serve_run_folder import recorded, resolve_dtype, resolve_threads
     from armillary.profiling.dtypes.choice import with_dtype
-    from armillary.serving.http.api_keys import read_keys
-    from armillary.serving.http.server import ListenOptions
+    from armillary.serving.http.server import listen_options
     from armillary.serving.openai.promotion import followed_alias
     from armillary.serving.openai.run_server import serve as run
     from armillary.serving.processes.engine_ipc import EngineConfig
@@ -86,7 +92,7 @@ def serve(
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
-    listen = ListenOptions(host=host, port=port, keys=read_keys(asked.serve.api_key_file))
+    listen = listen_options(host, port, asked.serve)
     with recorded(
         home,
         source,
@@ -106,9 +112,10 @@ def serve(
         run(source, config, listen, ranks=tp, follow=follow, say=say)
 
 
-def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None) -> Recipe:
+def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None, metrics: str | None) -> Recipe:
     """The recipe, then flags, then --set of [serve]."""
     flags = [f"serve.max_model_len={max_model_len}"] if max_model_len else []
+    flags += [f"serve.metrics={metrics}"] if metrics else []
     for text in overrides:
         if not text.startswith("serve."):
             raise BadInput(f"--set {text} is not of [serve]; it reads that table alone, like serve.max_running=64")
@@ -129,20 +136,19 @@ def serve_file(
     trust: bool = False,
 ) -> None:
     """Serve the model file, or folder of versions, at `path` with the recipe's [predict] table and [serve]'s keys."""
-    from armillary.serving.http.api_keys import read_keys
-    from armillary.serving.http.server import ListenOptions
+    from armillary.serving.http.server import listen_options
     from armillary.serving.predict.run_server import serve as run
     from armillary.serving.predict.trusted_files import FileTrust
 
     for text in overrides:
-        if not text.startswith(("predict.", "serve.api_key_file=")):
+        if not text.startswith(("predict.", *_AROUND_ROUTES)):
             raise BadInput(f"--set {text} is not of [predict], the table for model files; like predict.max_batch=64")
     loaded = load_recipe(recipe, overrides) if recipe else recipe_from_dict({"model": {"name": "file"}}, overrides)
     settings = replace(loaded.predict, device=device) if device else loaded.predict
     run(
         path,
         settings,
-        ListenOptions(host=host, port=port, keys=read_keys(loaded.serve.api_key_file)),
+        listen_options(host, port, loaded.serve),
         trust=FileTrust(home, every_file=trust),
         say=lambda text: click.echo(text, err=out.mode != "human"),
     )

@@ -105,7 +105,7 @@ def page_url(target: str) -> str:
 
 def _server(page: Page, source: str) -> Server:
     matches = [(sum(name.startswith(server.prefix) for name in page.samples), server) for server in SERVERS.values()]
-    most, server = max(matches, key=lambda match: match[0])
+    most, server = max(matches, key=lambda match: (match[0] and match[1].prefix == "armillary_", match[0]))
     if not most:
         raise BadData(f"{source} is no metrics page of a server known here; give one of {_READS}")
     return server

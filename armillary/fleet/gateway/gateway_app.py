@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 import time
 import traceback
@@ -15,7 +14,6 @@ from typing import Any
 from armillary.fleet.gateway.admin import PREFIX as ADMIN
 from armillary.fleet.gateway.admin import AdminApi
 from armillary.fleet.gateway.admission import Admission, Reservation
-from armillary.fleet.gateway.audit import AuditLog
 from armillary.fleet.gateway.body import RequestBody, decode
 from armillary.fleet.gateway.fair_queue import Share
 from armillary.fleet.gateway.gateway_config import GatewaySettings, ModelSettings
@@ -27,7 +25,10 @@ from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseCache
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.cors import Cors
+from armillary.serving.http.json_log import JsonLog
 from armillary.serving.http.problem import Problem
+from armillary.serving.http.request_id import HEADER as REQUEST_ID
+from armillary.serving.http.request_id import request_id_of
 
 PATHS = (
     "/v1/chat/completions",
@@ -44,7 +45,6 @@ PATHS = (
 _BODY_TIMEOUT_S = 30.0
 _BODIES = 512_000_000
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
-_REQUEST_ID = b"x-request-id"
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Gateway:
         models: Models,
         admission: Admission,
         settings: GatewaySettings,
-        audit: AuditLog,
+        audit: JsonLog,
         metrics: GatewayMetrics,
         *,
         admin: AdminApi | None = None,
@@ -97,7 +97,7 @@ class Gateway:
         send = self._cors.headers_on(scope, send)
         connection = AsgiConnection(scope, receive, send)
         connection.path = connection.path.removeprefix(self._settings.root_path)
-        arrival = Arrival(connection, _request_id(connection), time.monotonic())
+        arrival = Arrival(connection, request_id_of(connection.headers), time.monotonic())
         try:
             if await self._cors.answered_preflight(connection):
                 return
@@ -133,12 +133,12 @@ class Gateway:
         )
 
     async def _problem(self, arrival: Arrival, problem: Problem) -> None:
-        arrival.connection.extra_headers = [(_REQUEST_ID, arrival.request_id.encode())]
+        arrival.connection.extra_headers = [(REQUEST_ID, arrival.request_id.encode())]
         await arrival.connection.problem(problem)
 
     async def _answer_admin(self, arrival: Arrival) -> None:
         assert self._admin is not None
-        arrival.connection.extra_headers = [(_REQUEST_ID, arrival.request_id.encode())]
+        arrival.connection.extra_headers = [(REQUEST_ID, arrival.request_id.encode())]
         await self._admin.answer(arrival.connection)
 
     # --- forwarding
@@ -188,7 +188,7 @@ class Gateway:
             request_id=arrival.request_id,
             max_tokens=reservation.max_tokens,
             key=arrival.key,
-            headers=[(_REQUEST_ID, arrival.request_id.encode())],
+            headers=[(REQUEST_ID, arrival.request_id.encode())],
             arrived=arrival.begin,
             record=record,
         )
@@ -228,7 +228,7 @@ class Gateway:
         """Send a response that was kept, a stream as a stream."""
         connection, arrival.cached = arrival.connection, True
         headers = [(b"content-type", response.content_type), (b"x-cache", b"hit")]
-        headers.append((_REQUEST_ID, arrival.request_id.encode()))
+        headers.append((REQUEST_ID, arrival.request_id.encode()))
         if not response.stream:
             headers.append((b"content-length", str(sum(map(len, response.parts))).encode()))
         await connection.begin(200, headers)
@@ -320,9 +320,3 @@ async def _unless_client_leaves(connection: AsgiConnection, work: Coroutine[Any,
         task.cancel()
         with suppress(asyncio.CancelledError, Problem):
             await task
-
-
-def _request_id(connection: AsgiConnection) -> str:
-    """The client's own id where it is a plain word, else a new one."""
-    given = connection.headers.get(_REQUEST_ID, b"")[:64].decode("ascii", "replace")
-    return given if given and given.replace("-", "").replace("_", "").isalnum() else f"req-{secrets.token_hex(12)}"

@@ -12,7 +12,6 @@ from armillary.errors import BadInput
 from armillary.fleet.gateway.admin import AdminApi
 from armillary.fleet.gateway.admin_signature import AdminGuard, LocalNonces, RedisNonces
 from armillary.fleet.gateway.admission import Admission
-from armillary.fleet.gateway.audit import AuditLog
 from armillary.fleet.gateway.budgets import spent_before
 from armillary.fleet.gateway.gateway_app import Gateway
 from armillary.fleet.gateway.gateway_config import GatewayConfig, GatewaySettings
@@ -24,6 +23,7 @@ from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.redis_limits import RedisLimiter
 from armillary.fleet.gateway.upstream import sweep
+from armillary.serving.http.json_log import JsonLog
 from armillary.serving.http.server import (
     ListenOptions,
     Say,
@@ -50,7 +50,7 @@ def run_gateway(
     tls = _tls(config)
     sock = bind(listen)
     path = Path(config.gateway.audit).expanduser() if config.gateway.audit else folder / "audit.jsonl"
-    audit = AuditLog(path)
+    audit = JsonLog(path)
     ring = KeyRing(keys, say)
     if not ring.required:
         say("no API key is needed; armillary gateway keys add NAME makes the first, and from then on one is")
@@ -70,7 +70,7 @@ def _tls(config: GatewayConfig) -> Tls | None:
 
 
 def make_gateway(
-    config: GatewayConfig, keys: KeyStore, ring: KeyRing, limiter: Limiter, audit: AuditLog
+    config: GatewayConfig, keys: KeyStore, ring: KeyRing, limiter: Limiter, audit: JsonLog
 ) -> tuple[Gateway, Models]:
     """The parts of a gateway, put together."""
     models, settings, metrics = Models(config), config.gateway, GatewayMetrics()
@@ -90,7 +90,7 @@ async def _serve(
     sock: socket.socket,
     keys: KeyStore,
     ring: KeyRing,
-    audit: AuditLog,
+    audit: JsonLog,
     audit_path: Path,
     say: Say,
     tls: Tls | None,
@@ -109,7 +109,7 @@ async def _serve(
     def drain() -> None:
         gateway.draining = True
 
-    say(f"ready on {address_of(sock, 'https' if tls is not None else 'http')} with {', '.join(models.names)}")
+    say(f"ready on {address_of(sock, tls)} with {', '.join(models.names)}")
     try:
         await serve_until_signal(server, sock, drain=drain)
     finally:

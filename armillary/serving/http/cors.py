@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from armillary.serving.http.asgi import AsgiConnection, Headers, Send
 _METHODS = (b"access-control-allow-methods", b"GET, POST, OPTIONS")
 _AGE = (b"access-control-max-age", b"600")
 _ALLOWED = b"authorization, content-type, x-api-key, x-request-id"
+_EXPOSED = (b"access-control-expose-headers", b"x-request-id, retry-after")
+_NAMES = re.compile(rb"[A-Za-z0-9, -]{1,1000}")
 
 
 class Cors:
@@ -38,7 +41,9 @@ class Cors:
         """Answer a browser's question about another request; False for any other request."""
         if not self._origins or connection.method != "OPTIONS":
             return False
-        await connection.begin(204, [_METHODS, (b"access-control-allow-headers", _ALLOWED), _AGE])
+        asked = connection.headers.get(b"access-control-request-headers", b"")
+        allowed = asked.lower() if _NAMES.fullmatch(asked) else _ALLOWED
+        await connection.begin(204, [_METHODS, (b"access-control-allow-headers", allowed), _AGE])
         await connection.end_events()
         return True
 
@@ -46,4 +51,4 @@ class Cors:
         if origin is None or not (self._any or origin in self._origins):
             return []
         allowed = b"*" if self._any else origin
-        return [(b"access-control-allow-origin", allowed), (b"vary", b"origin")]
+        return [(b"access-control-allow-origin", allowed), (b"vary", b"origin"), _EXPOSED]

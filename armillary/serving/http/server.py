@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.errors import BadInput, missing
+from armillary.serving.http.api_keys import read_keys
 from armillary.serving.http.connections import protocol, sweep
+from armillary.spec.tables.serve import Serve
 
 if TYPE_CHECKING:
     import uvicorn
@@ -26,12 +28,53 @@ _KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Files in PEM format: a certificate with its chain, and its key."""
+
+    certificate: Path
+    key: Path
+
+    def check(self) -> None:
+        """BadInput where they cannot be used."""
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            why = getattr(error, "strerror", None) or getattr(error, "reason", None) or str(error)
+            text = f"the certificate {self.certificate} with the key {self.key} cannot be used ({why})"
+            raise BadInput(f"{text}; give two PEM files that belong together") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """Address of a server (port 0: any free port) and the API keys that it accepts; without keys none is required."""
+    """Address of a server (port 0: any free port), the API keys that it accepts (none: no key is required), and what it
+    does around its routes."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
+    tls: Tls | None = None  # HTTPS instead of HTTP
+    cors_origins: tuple[str, ...] = ()
+    root_path: str = ""  # that a proxy adds before the server's own paths
+    access_log: Path | None = None
+
+
+def listen_options(host: str, port: int, serve: Serve) -> ListenOptions:
+    """Where and how a server with these settings listens."""
+    if bool(serve.tls_certificate) != bool(serve.tls_key):
+        raise BadInput("HTTPS needs both serve.tls_certificate and serve.tls_key; give both or neither")
+    tls = None
+    if serve.tls_certificate:
+        tls = Tls(certificate=Path(serve.tls_certificate).expanduser(), key=Path(serve.tls_key).expanduser())
+        tls.check()
+    return ListenOptions(
+        host=host,
+        port=port,
+        keys=read_keys(serve.api_key_file),
+        tls=tls,
+        cors_origins=serve.cors_origins,
+        root_path=serve.root_path,
+        access_log=Path(serve.access_log).expanduser() if serve.access_log else None,
+    )
 
 
 def require_http() -> None:
@@ -67,9 +110,10 @@ def bind(listen: ListenOptions) -> socket.socket:
     return sock
 
 
-def address_of(sock: socket.socket, scheme: str = "http") -> str:
+def address_of(sock: socket.socket, tls: Tls | None = None) -> str:
     """http://HOST:PORT of a bound socket."""
     host, port = sock.getsockname()[:2]
+    scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
@@ -82,23 +126,6 @@ def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tls:
-    """Files in PEM format: a certificate with its chain, and its key."""
-
-    certificate: Path
-    key: Path
-
-    def check(self) -> None:
-        """BadInput where they cannot be used."""
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
-        except (OSError, ssl.SSLError) as error:
-            why = getattr(error, "strerror", None) or getattr(error, "reason", None) or str(error)
-            text = f"the certificate {self.certificate} with the key {self.key} cannot be used ({why})"
-            raise BadInput(f"{text}; give two PEM files that belong together") from None
 
 
 def http_server(app: Any, *, graceful_s: int, lifespan: str = "off", tls: Tls | None = None) -> uvicorn.Server:

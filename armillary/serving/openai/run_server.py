@@ -17,6 +17,7 @@ from armillary.model.text.tokenizer import eos_ids_of
 from armillary.serving.http.server import (
     ListenOptions,
     Say,
+    Tls,
     address_of,
     bind,
     http_server,
@@ -37,9 +38,10 @@ from armillary.store.registry.release import Release
 from armillary.store.resolve_model import ModelSource, release_source
 
 if TYPE_CHECKING:
+    from armillary.serving.http.front import Front
     from armillary.serving.openai.app import Api
 
-_PRIVATE = ("api_key_file", "otlp", "trusted_keys")
+_PRIVATE = ("api_key_file", "otlp", "trusted_keys", "access_log", "tls_certificate", "tls_key", "cors_origins")
 _GRACE_S = 10
 """seconds after drain_s until uvicorn cuts connections itself"""
 
@@ -56,16 +58,21 @@ def serve(
     """Serve until SIGTERM or SIGINT; ArmillaryError where the model cannot be loaded or the port is in use. With
     `follow`, what is promoted to an alias of the registry is served as soon as it is loaded."""
     require_http()
-    say, metrics = ignore_broken_pipe(say), Metrics()
+    say, metrics = ignore_broken_pipe(say), Metrics(vllm=config.serve.metrics == "vllm")
     served = served_model(source, config, ranks, metrics, say)
     metrics.info = _info(served, config)
-    from armillary.serving.openai.app import Api  # needs the packages that require_http has just checked
+    from armillary.serving.http.front import Front  # both need the packages that require_http has just checked
+    from armillary.serving.openai.app import Api
 
     tracing = Tracing(config.serve.otlp, served.name) if config.serve.otlp else None
     api = Api(served, metrics, keys=listen.keys, tracing=tracing, say=say)
     successor = partial(_successor, config=config, ranks=ranks, metrics=metrics, say=say, name=served.name)
     watcher = None if follow is None else PromotionWatcher(api, follow, successor, say)
-    run_event_loop(_serve(api, bind(listen), say, watcher))
+    front = Front(api.app(), listen, say)
+    try:
+        run_event_loop(_serve(api, front, bind(listen), listen.tls, say, watcher))
+    finally:
+        front.close()
     if tracing is not None:
         tracing.close()
 
@@ -115,10 +122,12 @@ def _info(served: ServedModel, config: EngineConfig) -> dict[str, str]:
     return {"model": served.name, **run, **values}
 
 
-async def _serve(api: Api, sock: socket.socket, say: Say, watcher: PromotionWatcher | None) -> None:
+async def _serve(
+    api: Api, front: Front, sock: socket.socket, tls: Tls | None, say: Say, watcher: PromotionWatcher | None
+) -> None:
     """Serve while the engine starts; an engine that cannot start ends the server."""
     drain_s = api.served.serve.drain_s
-    server = http_server(api.app(), graceful_s=int(drain_s) + _GRACE_S)
+    server = http_server(front, graceful_s=int(drain_s) + _GRACE_S, tls=tls)
 
     def abort() -> None:
         api.served.engine.abort_all("the server is shutting down; send the request to another server")
@@ -131,7 +140,7 @@ async def _serve(api: Api, sock: socket.socket, say: Say, watcher: PromotionWatc
 
     serving = asyncio.create_task(serve_until_signal(server, sock, drain=drain, kill=abort))
     try:
-        starting = asyncio.create_task(_start(api, sock, say))
+        starting = asyncio.create_task(_start(api, address_of(sock, tls), say))
         if watcher is not None:
             starting.add_done_callback(watcher.start)
         await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +157,7 @@ async def _serve(api: Api, sock: socket.socket, say: Say, watcher: PromotionWatc
         await api.served.engine.stop()
 
 
-async def _start(api: Api, sock: socket.socket, say: Say) -> None:
+async def _start(api: Api, address: str, say: Say) -> None:
     """Start the engine, and report the time of each phase."""
     started = await api.served.engine.start()
     gc.collect()
@@ -156,4 +165,4 @@ async def _start(api: Api, sock: socket.socket, say: Say) -> None:
     say(f"loaded: {' · '.join(f'{name} {seconds:.2f} s' for name, seconds in started.phases)}")
     for line in (started.kv_text, *started.notes):
         say(line)
-    say(f"ready on {address_of(sock)} as '{api.served.name}' (chat page at /, docs at /openapi.json)")
+    say(f"ready on {address} as '{api.served.name}' (chat page at /, docs at /openapi.json)")

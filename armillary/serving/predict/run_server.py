@@ -24,6 +24,7 @@ def serve(path: Path, settings: Predict, listen: ListenOptions, *, trust: FileTr
     """Serve the model at `path` until SIGTERM or SIGINT."""
     newest(path)
     require_http()
+    from armillary.serving.http.front import Front
     from armillary.serving.predict.app import PredictServer, make_app
 
     say, sock = ignore_broken_pipe(say), bind(listen)
@@ -34,7 +35,11 @@ def serve(path: Path, settings: Predict, listen: ListenOptions, *, trust: FileTr
         sock.close()
         raise
     sock.listen(BACKLOG)  # before the server is reported ready
-    server = http_server(make_app(state), graceful_s=max(1, round(settings.grace_s)), lifespan="on")
+    front = Front(make_app(state), listen, say)
+    server = http_server(front, graceful_s=max(1, round(settings.grace_s)), lifespan="on", tls=listen.tls)
     batches = f"batches of up to {settings.max_batch} rows, delay of at most {1e3 * settings.max_delay_s:g} ms"
-    say(f"ready on {address_of(sock)}/predict · {batches}")
-    run_event_loop(serve_until_signal(server, sock))
+    say(f"ready on {address_of(sock, listen.tls)}/predict · {batches}")
+    try:
+        run_event_loop(serve_until_signal(server, sock))
+    finally:
+        front.close()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from armillary.serving.processes.request_mailbox import Mailbox
+from armillary.serving.processes.vllm_metrics import vllm_families
 from armillary.spec.gauges import GAUGES, prometheus_name
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
@@ -54,7 +55,9 @@ class Histogram:
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, vllm: bool = False) -> None:
+        """`vllm`: export vLLM's names beside ours."""
+        self._vllm = vllm
         seconds = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s", "prefill_s", "decode_s")
         self.histograms = {name: Histogram() for name in seconds}
         self.histograms |= {name: Histogram(_TOKENS) for name in ("tokens_in", "tokens_out", "cached_tokens")}
@@ -117,6 +120,8 @@ class Metrics:
         yield GaugeMetricFamily("armillary_inflight", "HTTP requests in flight", value=self.inflight)
         yield GaugeMetricFamily("armillary_ready", "1 while /ready is 200", value=float(self.ready))
         yield GaugeMetricFamily("armillary_start_time_seconds", "start time of the server", value=self.started_at)
+        if self._vllm:
+            yield from vllm_families(self, self._totals())
 
     def _totals(self) -> dict[str, float]:
         totals = {name: self._earlier_totals[name] + self.engine_state.get(name, 0.0) for name in _ENGINE_TOTALS}

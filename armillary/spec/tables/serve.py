@@ -96,6 +96,18 @@ class Serve:
     """server of registry:NAME@ALIAS: seconds between two looks at the alias; 0: the version at the start stays"""
     trusted_keys: str = ""
     """file of Ed25519 public keys, one per line; a release is loaded only where one of them signed it; empty: any"""
+    metrics: Literal["armillary", "vllm"] = "armillary"
+    """server: names on /metrics; vllm: vLLM's beside ours, for dashboards and autoscalers made for it"""
+    access_log: str = ""
+    """server: file for one JSON line per request, without text and keys; empty: none"""
+    cors_origins: tuple[str, ...] = ()
+    """server: origins of browser pages that may call it; * for all"""
+    root_path: str = ""
+    """server: path that a proxy adds before /v1"""
+    tls_certificate: str = ""
+    """server: PEM file of a certificate with its chain: serve HTTPS; empty: HTTP"""
+    tls_key: str = ""
+    """server: PEM file of the certificate's key"""
     otlp: str = ""
     """server: OpenTelemetry collector for a trace of every request; empty: none"""
 

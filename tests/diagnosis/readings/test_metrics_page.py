@@ -182,6 +182,36 @@ def test_our_own_page() -> None:
     assert reading.values["itl_s"] == pytest.approx(0.35 / 3) and reading.values["itl_p50_s"] < 0.05
 
 
+def test_our_page_with_vllms_names_reads_the_same_as_either_server() -> None:
+    from armillary.serving.processes.server_metrics import Metrics
+
+    metrics = Metrics(vllm=True)
+    metrics.info = {"model": "bot", "block_tokens": "16"}
+    metrics.engine_state = {"running": 4.0, "waiting": 2.0, "kv_used_fraction": 0.5, "kv_capacity_tokens": 1600.0}
+    metrics.engine_state |= {"tokens_out_total": 30.0, "prefix_queries_total": 10.0, "prefix_hits_total": 5.0}
+    metrics.finished.update({"stop": 2, "tool_calls": 1, "length": 4})
+    for name in metrics.histograms:
+        metrics.histograms[name].observe(0.02)
+    page = metrics.page().decode()
+    ours = reading_of_page(page, source="x")
+    theirs = reading_of_page("\n".join(line for line in page.split("\n") if "armillary_" not in line), source="x")
+    assert (ours.by, theirs.by) == ("armillary", "vllm")
+    names = (
+        "running",
+        "waiting",
+        "kv_used_fraction",
+        "tokens_out_total",
+        "ttft_s",
+        "itl_s",
+        "e2e_s",
+        "queue_s",
+        "tokens_in",
+    )
+    assert {name: ours.values[name] for name in names} == {name: theirs.values[name] for name in names}
+    assert theirs.values["requests_total"] == 7 and 'vllm:num_requests_waiting{engine="0",model_name="bot"} 2.0' in page
+    assert 'num_gpu_blocks="100"' in page
+
+
 def test_a_server_of_ours_leads_to_its_run(home: Home, cli: Cli) -> None:
     from tests.diagnosis.trained import plan_of, run_of
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from armillary.fleet.gateway.audit import AuditLog
 from armillary.fleet.gateway.gateway_app import Gateway
 from armillary.fleet.gateway.gateway_config import GatewayConfig
 from armillary.fleet.gateway.health import HealthChecker
@@ -19,6 +18,7 @@ from armillary.fleet.gateway.limits import Limiter, LocalLimiter
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.run_gateway import make_gateway
 from armillary.fleet.gateway.upstream import sweep
+from armillary.serving.http.json_log import JsonLog
 from armillary.spec.toml.fields import build
 
 CHUNK = 'data: {"choices":[{"index":0,"delta":{"content":"tok"}}]}\n\n'
@@ -153,7 +153,7 @@ class Client:
     models: Models
     audit: Path
     said: list[str]
-    log: AuditLog
+    log: JsonLog
     health: HealthChecker
 
     async def post(
@@ -219,7 +219,7 @@ async def gateway_of(
     table = {"name": "bot", "replicas": [{"url": replica.url} for replica in replicas], "policy": "round-robin"} | model
     config = build(GatewayConfig, {"gateway": gateway or {}, "models": [table, *(more_models or [])]}, "test")
     folder.mkdir(parents=True, exist_ok=True)
-    log, said = AuditLog(folder / "audit.jsonl"), list[str]()
+    log, said = JsonLog(folder / "audit.jsonl"), list[str]()
     keys = KeyFile(folder / "keys.json")
     app, models = make_gateway(config, keys, KeyRing(keys), limiter or LocalLimiter(), log)
     checker = HealthChecker(models, config.gateway, said.append)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadInput, NotFound
-from armillary.fleet.gateway import audit as audit_module
 from armillary.fleet.gateway import keys as keys_module
 from armillary.fleet.gateway.keys import KeyFile, KeyRing
 from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario
@@ -122,21 +121,3 @@ def test_a_damaged_file_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
         ring.refresh()
     assert ring.find(secret.encode()) is not None
     assert len(said) == 1 and "the keys stay as they were" in said[0]
-
-
-def test_an_audit_log_on_a_full_disk_is_bounded_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def write(self, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(audit_module, "_MOST_LINES", 100)
-    log = audit_module.AuditLog(tmp_path / "audit.jsonl")
-    file, log._file = log._file, Full()  # type: ignore[assignment]
-    for number in range(150):
-        log.add(number=number)
-    with pytest.raises(OSError, match="No space"):
-        log.flush()
-    log._file = file
-    log.close()
-    lines = (tmp_path / "audit.jsonl").read_text().splitlines()
-    assert len(lines) == 100 and '"number":149' in lines[-1]
