@@ -37,6 +37,14 @@ RENAMED = {
 """former name -> current name of a gauge, so that older files and metric pages stay readable"""
 
 
+SLO_LIMITS = {
+    "guard_blocked_fraction": "guard_blocked_limit_fraction",
+    "guard_refusal_fraction": "guard_refusal_limit_fraction",
+    "guard_s": "guard_limit_s",
+}
+"""gauge of a safety SLO -> the gauge of its limit"""
+
+
 def current_names(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record with former gauge names replaced by current ones."""
     return {RENAMED.get(name, name): value for name, value in record.items()}
@@ -240,6 +248,12 @@ _PRODUCT: _Rows = (
     ("recomputed_total", "tokens", "tokens dropped from the KV cache by preemption, which are recomputed"),
     ("running", "requests", "requests in the running batch"),
     ("waiting", "requests", "requests in the queue"),
+    ("guard_blocked_fraction", "fraction", "share of the last 1,000 checked requests that a gateway's guards blocked"),
+    ("guard_blocked_limit_fraction", "fraction", "most that the safety SLO allows of guard_blocked_fraction"),
+    ("guard_refusal_fraction", "fraction", "share of the last 1,000 checked answers in which the model refuses"),
+    ("guard_refusal_limit_fraction", "fraction", "most that the safety SLO allows of guard_refusal_fraction"),
+    ("guard_s", "s", "mean time of a check by guards"),
+    ("guard_limit_s", "s", "most that the safety SLO allows of guard_s"),
     ("engine_step_s", "s", "wall time per engine step"),
     ("engine_schedule_s", "s", "part of engine_step_s in the scheduler"),
     ("engine_launch_s", "s", "part of engine_step_s in which the host prepares and launches the step"),

@@ -149,6 +149,8 @@ class Gateway:
         arrival.body = body = decode(await arrival.connection.body(self._bodies), arrival.connection.path)
         self._admission.check_model(arrival.key, body.model)
         model, _ = self._models.find(body.model)
+        if (guards := self._models.guards(body.model)) is not None:
+            arrival.body = body = await guards.check_input(body)
         self._check_capacity()
         self.metrics.in_flight += 1
         try:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from armillary.errors import BadRecipe, NotFound
+from armillary.fleet.gateway.guard_config import GuardSettings
 from armillary.spec.toml.fields import build
 
 Policy = Literal["round-robin", "least-load", "power-of-two", "prefix"]
@@ -76,6 +77,8 @@ class ModelSettings:
     0, embeddings); 0: never"""
     max_in_flight: int | None = None
     """requests at its replicas at once; more wait here, shared fairly between keys; none: all are passed on"""
+    guards: tuple[GuardSettings, ...] = ()
+    """checks of prompts and answers, in this order (guard_config.py)"""
     default_max_tokens: int = 1024
     """max_tokens of requests that have none, where their key has a token limit"""
     input_usd_per_million: float = 0.0
@@ -129,6 +132,12 @@ class GatewaySettings:
     """where responses are kept; redis: shared by several gateways"""
     cache_bytes: int = 64_000_000
     """memory for kept responses of all models"""
+    max_blocked_fraction: float = 0.05
+    """safety SLO: share of requests that guards block; above it diagnosis reports it"""
+    max_refusal_fraction: float = 0.2
+    """safety SLO: share of guarded answers in which the model refuses"""
+    max_guard_s: float = 0.1
+    """safety SLO: mean time of a check"""
     admin_keys: str = ""
     """file of Ed25519 public keys (ssh-keygen), one per line, that may call /admin; empty: nobody may"""
     audit: str = ""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.response_cache import ResponseCache
 from armillary.fleet.gateway.token_usage import TokenUsage
+from armillary.spec.gauges import GAUGES, SLO_LIMITS
 
 _BOUNDS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 
@@ -18,6 +19,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.in_flight = 0
+        self.slo_limits: dict[str, float] = {}  # gauge -> most that its SLO allows
         self.requests: Counter[tuple[str, int]] = Counter()  # model, status
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # key, model, kind
         self.usd: dict[tuple[str, str], float] = {}  # key, model
@@ -55,6 +57,7 @@ class GatewayMetrics:
         yield from _family("gateway_retries_total", "counter", "attempts beyond the first")
         yield f"armillary_gateway_retries_total {self.retries}"
         yield from _queue_lines(models)
+        yield from _guard_lines(models, self.slo_limits)
         yield from self._histogram()
         yield from self._replicas(models)
 
@@ -92,6 +95,23 @@ def _queue_lines(models: Models) -> Iterator[str]:
     yield from _family("gateway_queue_refused_total", "counter", "requests that got no slot")
     for model, queue in models.queues().items():
         yield f'armillary_gateway_queue_refused_total{{model="{_text(model)}"}} {queue.refused}'
+
+
+def _guard_lines(models: Models, limits: Mapping[str, float]) -> Iterator[str]:
+    """Verdicts of guards, and safety SLOs: each gauge of the worst model beside its limit."""
+    guards = models.all_guards()
+    yield from _family("gateway_guard_verdicts_total", "counter", "texts that guards masked or blocked")
+    for model, each in guards.items():
+        for (guard, stage, verdict), count in sorted(each.verdicts.items()):
+            labels = f'model="{_text(model)}",guard="{_text(guard)}",stage="{stage}",verdict="{verdict}"'
+            yield f"armillary_gateway_guard_verdicts_total{{{labels}}} {count}"
+    values = [each.slos() for each in guards.values()]
+    for name, limit in limits.items() if guards else ():
+        limit_name = SLO_LIMITS[name]
+        yield from _family(name, "gauge", GAUGES[name].meaning)
+        yield f"armillary_{name} {max((each.get(name, 0.0) for each in values), default=0.0):.6g}"
+        yield from _family(limit_name, "gauge", GAUGES[limit_name].meaning)
+        yield f"armillary_{limit_name} {limit:g}"
 
 
 def _cache_lines(cache: ResponseCache) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from armillary.errors import NotFound
 from armillary.fleet.gateway.fair_queue import FairQueue
 from armillary.fleet.gateway.gateway_config import GatewayConfig, ModelSettings, ReplicaSettings
+from armillary.fleet.gateway.model_guards import ModelGuards
 from armillary.fleet.gateway.routing import Replica, Router
 from armillary.fleet.gateway.upstream import ReplicaPool
 from armillary.serving.http.problem import Problem
@@ -39,6 +40,7 @@ class Models:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._models = {model.name: (model, _router(model, config)) for model in config.models}
+        self._guards = {model.name: ModelGuards(model.guards) for model in config.models if model.guards}
         self._queues = {model.name: _queue(model, config) for model in config.models if model.max_in_flight}
 
     @property
@@ -58,6 +60,13 @@ class Models:
         while chain[-1].fallback and chain[-1].fallback not in [model.name for model in chain]:
             chain.append(self.find(chain[-1].fallback)[0])
         return chain
+
+    def guards(self, name: str) -> ModelGuards | None:
+        """The checks of a model; none: it has none."""
+        return self._guards.get(name)
+
+    def all_guards(self) -> Mapping[str, ModelGuards]:
+        return self._guards
 
     def queue(self, name: str) -> FairQueue | None:
         """Where requests of a model wait; none: they do not."""

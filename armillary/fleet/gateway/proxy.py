@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from armillary.fleet.gateway.body import RequestBody, forwarded
 from armillary.fleet.gateway.gateway_config import GatewaySettings
 from armillary.fleet.gateway.keys import ApiKey
+from armillary.fleet.gateway.model_guards import ModelGuards
 from armillary.fleet.gateway.model_routers import Link, Models
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseRecorder
 from armillary.fleet.gateway.routing import Replica, Router
@@ -25,6 +26,8 @@ _BUSY, _FAILED, _REFUSED = (429, 503), (500, 502, 504), (401, 403)
 _TO_REPLICA = (b"accept", b"user-agent", b"traceparent", b"tracestate", b"openai-beta", b"anthropic-version")
 _TO_CLIENT = (b"content-type", b"cache-control", b"retry-after")
 _EVENTS = b"text/event-stream"
+_MOST_CHECKED = 10_000_000
+"""bytes of a complete answer that guards check"""
 
 
 @dataclass(slots=True)
@@ -203,6 +206,8 @@ class ProxiedRequest:
         """Send the response on as it arrives."""
         received = dict(upstream.headers)
         stream = received.get(b"content-type", b"").startswith(_EVENTS)
+        guards = self._models.guards(self._body.model)
+        guards = guards if guards is not None and guards.checks_output and upstream.status == 200 else None
         reader = UsageReader(stream=stream, hidden=stream and self._body.usage_is_hidden)
         headers = [(name, received[name]) for name in _TO_CLIENT if name in received] + self._headers
         if stream:
@@ -210,7 +215,18 @@ class ProxiedRequest:
         connection, idle_s = self._connection, self._settings.idle_timeout_s
         recorder = ResponseRecorder(received.get(b"content-type", b""), stream=stream) if self._record else None
         data = first
-        if not stream and (length := received.get(b"content-length")) is not None and int(length) == len(first):
+        if guards is not None and not stream:
+            data = await self._all(upstream, first)
+            reader.feed(data)
+            shown = await guards.check_response(data)
+            if recorder is not None:
+                recorder.add(shown)
+            await connection.begin(upstream.status, [*headers, (b"content-length", str(len(shown)).encode())])
+            await connection.end_events(shown)
+        elif guards is not None:
+            await connection.begin(upstream.status, headers)
+            await self._relay_checked(upstream, first, reader, guards, recorder)
+        elif not stream and (length := received.get(b"content-length")) is not None and int(length) == len(first):
             reader.feed(first)
             if recorder is not None:
                 recorder.add(first)
@@ -232,3 +248,36 @@ class ProxiedRequest:
         self.outcome.usage = reader.usage()
         if recorder is not None and upstream.status == 200 and self.outcome.model == self._body.model:
             self.outcome.response = recorder.response()
+
+    async def _all(self, upstream: UpstreamConnection, first: bytes) -> bytes:
+        """A complete body, which is checked as a whole."""
+        parts, size = [first], len(first)
+        while part := await upstream.read(self._settings.idle_timeout_s):
+            parts.append(part)
+            size += len(part)
+            if size > _MOST_CHECKED:
+                raise UpstreamError("its answer is too large to be checked")
+        return b"".join(parts)
+
+    async def _relay_checked(
+        self,
+        upstream: UpstreamConnection,
+        data: bytes,
+        reader: UsageReader,
+        guards: ModelGuards,
+        recorder: ResponseRecorder | None,
+    ) -> None:
+        """Send a stream on as far as its checks let it pass; one that is blocked ends here and at the replica."""
+        connection, stream, beginning = self._connection, guards.stream(), b""
+        try:
+            while data and stream.blocked is None:
+                shown = await stream.feed(reader.feed(data))
+                beginning = (beginning + shown)[:4000]
+                if recorder is not None:
+                    recorder.add(shown)
+                if shown:
+                    await connection.event(shown)
+                data = await upstream.read(self._settings.idle_timeout_s) if stream.blocked is None else b""
+            await connection.end_events(b"" if stream.blocked else reader.rest())
+        finally:
+            guards.ended(stream.masks, stream.blocked, beginning)

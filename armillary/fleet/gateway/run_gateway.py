@@ -74,6 +74,11 @@ def make_gateway(
 ) -> tuple[Gateway, Models]:
     """The parts of a gateway, put together."""
     models, settings, metrics = Models(config), config.gateway, GatewayMetrics()
+    metrics.slo_limits = {
+        "guard_blocked_fraction": settings.max_blocked_fraction,
+        "guard_refusal_fraction": settings.max_refusal_fraction,
+        "guard_s": settings.max_guard_s,
+    }
     admission = Admission(ring, limiter, allow_uncounted=settings.on_redis_failure == "allow")
     admin = AdminApi(_guard(settings), keys, models, metrics) if settings.admin_keys else None
     shared_cache = RedisCache(settings.redis) if settings.cache == "redis" else None

@@ -30,6 +30,8 @@ class FakeReplica:
 
     status: int = 200
     tokens: int = 3
+    texts: list[str] | None = None  # instead of "tok" for each token
+    prediction: list[float] | None = None  # of a classifier
     completion_tokens: int | None = None  # in its usage; none: as many as it sends
     hangs: bool = False  # accepts requests and says nothing
     hangs_after: int | None = None  # so many tokens of a stream
@@ -88,13 +90,16 @@ class FakeReplica:
     async def _complete(self, head: str, body: dict[str, Any], reader: Any, writer: asyncio.StreamWriter) -> bool:
         self.heads.append(head)
         self.bodies.append(body)
-        used = self.tokens if self.completion_tokens is None else self.completion_tokens
+        texts = self.texts if self.texts is not None else ["tok"] * self.tokens
+        used = len(texts) if self.completion_tokens is None else self.completion_tokens
         usage = {"prompt_tokens": 5, "completion_tokens": used}
         if self.status != 200 or not body.get("stream"):
-            writer.write(_response(self.status, {"choices": [{"text": "tok" * self.tokens}], "usage": usage}))
+            message = {"content": "".join(texts)}
+            answer = {"choices": [{"text": "".join(texts), "message": message}], "usage": usage}
+            writer.write(_response(self.status, answer | ({"prediction": self.prediction} if self.prediction else {})))
             return True
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        for number in range(self.tokens):
+        for number, text in enumerate(texts):
             if number == self.dies_after:
                 return False
             if number == self.error_after:
@@ -104,11 +109,13 @@ class FakeReplica:
                 await reader.read()
                 self.disconnected += 1
                 return False
-            writer.write(_chunk(CHUNK))
+            writer.write(_chunk(CHUNK.replace("tok", text)))
             await writer.drain()
             await asyncio.sleep(self.gap_s)
         if (body.get("stream_options") or {}).get("include_usage"):
             writer.write(_chunk(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"))
+        if self.texts is not None:
+            writer.write(_chunk('data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'))
         writer.write(_chunk("data: [DONE]\n\n") + b"0\r\n\r\n")
         return True
 

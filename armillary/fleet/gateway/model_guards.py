@@ -1,0 +1,117 @@
+"""The guards of one model: its checks, built once, and what they count.
+
+Safety SLOs are kept over the last thousand checked requests: the share that was blocked, the share of answers that
+refuse, and the mean time of checks.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from armillary.fleet.gateway.body import RequestBody
+from armillary.fleet.gateway.guard_config import GuardSettings
+from armillary.fleet.gateway.guarded_body import guarded_body
+from armillary.fleet.gateway.guarded_response import GuardedStream, guarded_response
+from armillary.fleet.gateway.remote_checks import remote_check
+from armillary.fleet.guards.injection import injection
+from armillary.fleet.guards.patterns import PERSONAL_KINDS, deny_list, patterns, personal_data
+from armillary.fleet.guards.text_stream import NamedCheck, checked
+from armillary.fleet.guards.verdict import Blocked
+from armillary.serving.http.problem import Problem, bad_request
+
+GUARDED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_LAST = 1000
+_REFUSAL = re.compile(
+    r'"(?:content|text)":\s?"\s*(?:I\'m sorry|I am sorry|Sorry)?[,.]?\s*(?:but\s*)?'
+    r"(?:I(?:\'m| am) (?:not able|unable) to|I (?:can\'t|cannot|can not|won\'t))",
+    re.IGNORECASE,
+)
+
+
+class ModelGuards:
+    """Checks of one model."""
+
+    def __init__(self, settings: Sequence[GuardSettings]) -> None:
+        named = [(each, _named(each)) for each in settings]
+        self._input = [check for each, check in named if each.on != "output"]
+        self._output = [check for each, check in named if each.on != "input" and each.kind != "injection"]
+        self.verdicts: Counter[tuple[str, str, str]] = Counter()  # guard, input or output, verdict
+        self._requests: deque[tuple[bool, bool]] = deque(maxlen=_LAST)  # blocked, refused by the model
+        self._seconds: deque[float] = deque(maxlen=_LAST)
+
+    @property
+    def checks_output(self) -> bool:
+        return bool(self._output)
+
+    async def check_input(self, body: RequestBody) -> RequestBody:
+        """The body as a replica may see it; Problem 400 where a check blocks it."""
+        if self.checks_output and body.generates and body.path not in GUARDED_PATHS:
+            raise bad_request(f"answers of this model are checked, which {body.path} cannot be; use {GUARDED_PATHS[0]}")
+        begin = time.perf_counter()
+
+        async def change(text: str) -> str:
+            text, masks = await checked(text, self._input)
+            self._count("input", masks)
+            return text
+
+        try:
+            return await guarded_body(body, change) if self._input else body
+        except Blocked as blocked:
+            self.verdicts[blocked.guard, "input", "block"] += 1
+            self._requests.append((True, False))
+            text = f"the request was blocked by the {blocked.guard} check ({blocked.reason}); change its text"
+            raise Problem(400, text, code="content_filter") from None
+        finally:
+            self._seconds.append(time.perf_counter() - begin)
+
+    def stream(self) -> GuardedStream:
+        return GuardedStream(self._output)
+
+    async def check_response(self, data: bytes) -> bytes:
+        """A complete response as a client may see it."""
+        begin = time.perf_counter()
+        shown, masks, blocked = await guarded_response(data, self._output)
+        self._seconds.append(time.perf_counter() - begin)
+        self.ended(masks, blocked, shown[:4000])
+        return shown
+
+    def ended(self, masks: dict[str, int], blocked: Blocked | None, beginning: bytes) -> None:
+        """Count the checks of a response; `beginning` is that of what the client saw."""
+        self._count("output", masks)
+        if blocked is not None:
+            self.verdicts[blocked.guard, "output", "block"] += 1
+        refused = _REFUSAL.search(beginning.decode("utf-8", "replace")) is not None
+        self._requests.append((blocked is not None, refused))
+
+    def _count(self, stage: str, masks: dict[str, int]) -> None:
+        for name, count in masks.items():
+            self.verdicts[name, stage, "mask"] += count
+
+    def slos(self) -> dict[str, float]:
+        """Gauges of the last requests; empty before the first."""
+        count = len(self._requests)
+        if not count:
+            return {}
+        return {
+            "guard_blocked_fraction": sum(blocked for blocked, _ in self._requests) / count,
+            "guard_refusal_fraction": sum(refused for _, refused in self._requests) / count,
+            "guard_s": sum(self._seconds) / max(1, len(self._seconds)),
+        }
+
+
+def _named(settings: GuardSettings) -> NamedCheck:
+    blocks = settings.action == "block"
+    match settings.kind:
+        case "deny":
+            return NamedCheck(settings.title, blocks, spans=deny_list(settings.terms))
+        case "pattern":
+            return NamedCheck(settings.title, blocks, spans=patterns(settings.patterns))
+        case "personal":
+            return NamedCheck(settings.title, blocks, spans=personal_data(settings.kinds or PERSONAL_KINDS))
+        case "injection":
+            return NamedCheck(settings.title, True, spans=injection())
+        case _:
+            return NamedCheck(settings.title, True, text=remote_check(settings))
