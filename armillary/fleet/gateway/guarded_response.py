@@ -89,8 +89,8 @@ class GuardedStream:
                 function["arguments"] = await self._text(index, name).push(function["arguments"])
         if is_last:
             await self._flush(index, delta)
-        kept = [name for name in _TEXTS if delta.get(name)] or delta.get("tool_calls") or delta.get("role")
-        return bool(is_last or kept or not had)
+        has_text = [name for name in _TEXTS if delta.get(name)] or delta.get("tool_calls") or delta.get("role")
+        return bool(is_last or has_text or not had)
 
     def _text(self, index: int, name: str) -> TextStream:
         return self._texts.setdefault((index, name), TextStream(self._checks))

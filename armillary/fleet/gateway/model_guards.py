@@ -35,9 +35,9 @@ class ModelGuards:
     """Checks of one model."""
 
     def __init__(self, settings: Sequence[GuardSettings]) -> None:
-        named = [(each, _named(each)) for each in settings]
-        self._input = [check for each, check in named if each.on != "output"]
-        self._output = [check for each, check in named if each.on != "input" and each.kind != "injection"]
+        checks = [(each, _named(each)) for each in settings]
+        self._input = [check for each, check in checks if each.on != "output"]
+        self._output = [check for each, check in checks if each.on != "input" and each.kind != "injection"]
         self.verdicts: Counter[tuple[str, str, str]] = Counter()  # guard, input or output, verdict
         self._requests: deque[tuple[bool, bool]] = deque(maxlen=_LAST)  # blocked, refused by the model
         self._seconds: deque[float] = deque(maxlen=_LAST)
