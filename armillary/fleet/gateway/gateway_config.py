@@ -18,7 +18,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from armillary.errors import BadRecipe, NotFound
-from armillary.fleet.gateway.guard_config import GuardSettings
+from armillary.fleet.guards.guard_config import GuardSettings
 from armillary.spec.toml.fields import build
 
 Policy = Literal["round-robin", "least-load", "power-of-two", "prefix"]
@@ -78,7 +78,7 @@ class ModelSettings:
     max_in_flight: int | None = None
     """requests at its replicas at once; more wait here, shared fairly between keys; none: all are passed on"""
     guards: tuple[GuardSettings, ...] = ()
-    """checks of prompts and answers, in this order (guard_config.py)"""
+    """checks of prompts and answers, in this order (fleet/guards/guard_config.py)"""
     default_max_tokens: int = 1024
     """max_tokens of requests that have none, where their key has a token limit"""
     input_usd_per_million: float = 0.0

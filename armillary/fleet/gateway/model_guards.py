@@ -10,12 +10,13 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from armillary.fleet.gateway.body import RequestBody
-from armillary.fleet.gateway.guard_config import GuardSettings
-from armillary.fleet.gateway.guarded_body import guarded_body
-from armillary.fleet.gateway.guarded_response import GuardedStream, guarded_response
 from armillary.fleet.gateway.remote_checks import remote_check
+from armillary.fleet.guards.guard_config import GuardSettings
+from armillary.fleet.guards.guarded_prompt import guarded_prompt
+from armillary.fleet.guards.guarded_response import GuardedStream, guarded_response
 from armillary.fleet.guards.injection import injection
 from armillary.fleet.guards.patterns import PERSONAL_KINDS, deny_list, patterns, personal_data
 from armillary.fleet.guards.text_stream import NamedCheck, checked
@@ -58,7 +59,7 @@ class ModelGuards:
             return text
 
         try:
-            return await guarded_body(body, change) if self._input else body
+            return replace(body, table=await guarded_prompt(body.table, change)) if self._input else body
         except Blocked as blocked:
             self.verdicts[blocked.guard, "input", "block"] += 1
             self._requests.append((True, False))

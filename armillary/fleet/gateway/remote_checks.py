@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from armillary.fleet.gateway.guard_config import GuardSettings
 from armillary.fleet.gateway.upstream import ReplicaPool, UpstreamError
+from armillary.fleet.guards.guard_config import GuardSettings
 from armillary.fleet.guards.ngrams import hashed_ngrams
 from armillary.fleet.guards.verdict import TextCheck
 from armillary.serving.http.problem import Problem

@@ -10,7 +10,7 @@ import pytest
 
 from armillary.diagnosis.readings.metrics_page import reading_of_page
 from armillary.errors import ArmillaryError
-from armillary.fleet.gateway.guard_config import GuardSettings
+from armillary.fleet.guards.guard_config import GuardSettings
 from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario
 
 CHAT = {"model": "bot", "messages": [{"role": "user", "content": [{"type": "text", "text": "mail bob@x.org"}]}]}

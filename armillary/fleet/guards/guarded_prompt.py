@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from armillary.fleet.gateway.body import RequestBody
 from armillary.serving.http.problem import bad_request
 
 _FIELDS = ("instructions", "system", "messages", "prompt", "suffix", "input", "query", "documents", "text_1", "text_2")
@@ -14,15 +12,12 @@ _TEXT_KEYS = ("content", "text", "arguments", "output", "thinking", "reasoning_c
 Change = Callable[[str], Awaitable[str]]
 
 
-async def guarded_body(body: RequestBody, change: Change) -> RequestBody:
-    """The body with every text of its prompt as `change` returns it."""
-    if _has_tokens(body.table.get("prompt")) or _has_tokens(body.table.get("input")):
+async def guarded_prompt(table: Mapping[str, Any], change: Change) -> dict[str, Any]:
+    """The fields of a request, with every text of its prompt as `change` returns it."""
+    if _has_tokens(table.get("prompt")) or _has_tokens(table.get("input")):
         raise bad_request("prompts of this model are checked, which token ids cannot be; send text", "prompt")
-    table = {**body.table}
-    for name in _FIELDS:
-        if name in table:
-            table[name] = await _changed(table[name], change)
-    return replace(body, table=table)
+    changed = {name: await _changed(table[name], change) for name in _FIELDS if name in table}
+    return {**table, **changed}
 
 
 def _has_tokens(value: Any) -> bool:
