@@ -178,10 +178,11 @@ async def at_rate(port: int, key: str, seconds: float) -> dict[str, float]:
     await asyncio.sleep(1.0)
     for client in idle:
         client.transport.abort()
+    answered_count, latencies = len(latencies), latencies or [float("nan")]  # where nothing was answered
     return {
         "p50_ms": 1e3 * percentile(latencies, 50),
         "p99_ms": 1e3 * percentile(latencies, 99),
-        "answered": len(latencies) / int(RATE * seconds),
+        "answered": answered_count / int(RATE * seconds),
         "generator_lag_p99_ms": 1e3 * percentile(lags, 99),
     }
 
@@ -209,6 +210,7 @@ async def streams(port: int, key: str, seconds: float) -> dict[str, float]:
     end = time.monotonic() + seconds + 20
     while ended[0] < STREAMS and time.monotonic() < end:
         await asyncio.sleep(0.1)
+    gaps = gaps or [float("nan")]
     return {
         "gap_p50_ms": 1e3 * percentile(gaps, 50),
         "gap_p99_ms": 1e3 * percentile(gaps, 99),
@@ -299,7 +301,8 @@ def measure(port: int, key: str, seconds: float, running: psutil.Process | None)
     results = uvloop.run(at_rate(port, key, seconds))
     before = _cpu_s(running)
     results |= uvloop.run(saturate(port, key, seconds))
-    results["cpu_us_per_request"] = 1e6 * (_cpu_s(running) - before) / (results["requests_per_s"] * seconds)
+    answered = results["requests_per_s"] * seconds
+    results["cpu_us_per_request"] = 1e6 * (_cpu_s(running) - before) / answered if answered else float("nan")
     results |= uvloop.run(streams(port, key, seconds))
     if running is not None:
         results["memory_mb"] = sum(each.memory_info().rss for each in [running, *running.children(True)]) / 1e6

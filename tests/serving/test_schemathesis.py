@@ -17,6 +17,8 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 LEAST = {
     "/v1/chat/completions": 1000,
     "/v1/completions": 800,
+    "/v1/messages": 300,
+    "/v1/responses": 300,
     "/tokenize": 500,
     "/detokenize": 300,
     "/v1/models|/health|/ready": 300,

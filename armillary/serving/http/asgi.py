@@ -84,6 +84,7 @@ class AsgiConnection:
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         self.status = 0
         self.extra_headers: Headers = []  # of every complete response
+        self.error_event = b""  # line before an error that ends a stream
         self._receive = receive
         self._send = send
 
@@ -131,8 +132,11 @@ class AsgiConnection:
         if not self.status:
             close = [(b"connection", b"close")] if problem.code is None and problem.status in (408, 413) else []
             return await self.json(problem.status, problem.body, [*problem.headers, *close])
-        await self.event(b"data: " + encode(problem.body) + b"\n\n")
+        await self.event(self.error_event + b"data: " + encode(self._error(problem)) + b"\n\n")
         return await self.end_events()
+
+    def _error(self, problem: Problem) -> dict[str, Any]:
+        return {"type": "error", **problem.body} if self.error_event else problem.body
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of a response whose body follows in parts."""

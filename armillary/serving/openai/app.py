@@ -23,9 +23,13 @@ from armillary.serving.http.server import Say
 from armillary.serving.openai.chat import chat, chat_prompt
 from armillary.serving.openai.completions import complete
 from armillary.serving.openai.generation_request import refuse_priority
+from armillary.serving.openai.messages_request import MessagesRequest, chat_of_messages
+from armillary.serving.openai.messages_response import MessageWriter
 from armillary.serving.openai.openapi import document
 from armillary.serving.openai.request_body import UnknownFields, decode_body
 from armillary.serving.openai.response import ResponseWriter
+from armillary.serving.openai.responses_request import ResponsesRequest, chat_of_responses
+from armillary.serving.openai.responses_response import ResponsesWriter
 from armillary.serving.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -37,7 +41,7 @@ from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.openai.tracing import Tracing
 from armillary.serving.processes.server_metrics import Metrics
 
-T = TypeVar("T", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+T = TypeVar("T", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 Handler = Callable[[AsgiConnection], Awaitable[None]]
 _PAGE = Path(__file__).with_name("chat.html")
 _BODY_TIMEOUT_S = 30.0
@@ -112,6 +116,8 @@ class Api:
         posts: dict[str, Handler] = {
             "/v1/chat/completions": partial(self._generate, ChatRequest, chat, "chat.completion"),
             "/v1/completions": partial(self._generate, CompletionRequest, complete, "text_completion"),
+            "/v1/messages": partial(self._translated, MessagesRequest, chat_of_messages, MessageWriter),
+            "/v1/responses": partial(self._translated, ResponsesRequest, chat_of_responses, ResponsesWriter),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -137,9 +143,20 @@ class Api:
     # --- generation
 
     async def _generate(self, schema: Any, start: Any, kind: str, connection: AsgiConnection) -> None:
-        begin, generation, status = time.monotonic(), None, 500
         self._check_admission()  # before the body is read, and again after it, as reading may take long
         body: SamplingFields = await self._body(connection, schema)
+        await self._respond(connection, body, start, kind, ResponseWriter)
+
+    async def _translated(self, schema: Any, translate: Any, writer: Any, connection: AsgiConnection) -> None:
+        """Another API's request, as the chat that it stands for."""
+        self._check_admission()
+        body = translate(await self._body(connection, schema))
+        await self._respond(connection, body, chat, "chat.completion", writer)
+
+    async def _respond(
+        self, connection: AsgiConnection, body: SamplingFields, start: Any, kind: str, writer: type[ResponseWriter]
+    ) -> None:
+        begin, generation, status = time.monotonic(), None, 500
         refuse_priority(body, self.served.serve)
         self._check_admission()
         served = self.served  # the model of this request, also where another one replaces it meanwhile
@@ -147,9 +164,8 @@ class Api:
         self._users[id(served)] += 1
         try:
             generation, formatter = await start(served, body, begin)
-            await ResponseWriter(connection, generation, formatter, self.metrics, kind=kind, model=served.name).send(
-                body
-            )
+            response = writer(connection, generation, formatter, self.metrics, kind=kind, model=served.name)
+            await response.send(body)
         except Problem as problem:
             status = problem.status
             raise

@@ -10,6 +10,7 @@ from armillary.serving.http.problem import bad_request
 from armillary.serving.openai.generation import ChoiceDelta, Generation
 from armillary.serving.openai.generation_request import generation_request, max_new_tokens, truncate_prompt
 from armillary.serving.openai.logprobs import TokenText, chat_entry
+from armillary.serving.openai.reasoning import REASONING_TOKENS, ReasoningStream, reasoning_stream
 from armillary.serving.openai.schemas import ChatRequest, Message, TokenizeRequest, Tool, ToolCall, ToolChoice
 from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.openai.structured_outputs import json_structure, refuse_structure_with_calls, structure_of
@@ -23,14 +24,18 @@ from armillary.serving.openai.tool_calls import (
     tool_stream,
 )
 
+_PROMPT_END = 8
+"""last tokens of a prompt, in which a template may open the reasoning"""
 _FIXED = frozenset({"messages", "tools", "add_generation_prompt", "marks", "continue_final", "template"})
 
 
 class _ChatChoice:
     """One choice so far."""
 
-    def __init__(self, tools: ToolStream | None) -> None:
+    def __init__(self, tools: ToolStream | None, reasoning: ReasoningStream | None = None) -> None:
         self.tools = tools
+        self.reasoning = reasoning
+        self.reasoning_text = ""
         self.text = ""
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
@@ -53,7 +58,8 @@ class ChatFormatter:
 
     def add(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         choice = self._choices[delta.choice]
-        text, calls = self._split(choice, delta)
+        reasoning, text, calls = self._split(choice, delta)
+        choice.reasoning_text += reasoning
         logprobs = [chat_entry(logprob, self._token_text) for logprob in delta.logprobs] if self._has_logprobs else []
         choice.text += text
         choice.logprobs += logprobs
@@ -61,23 +67,30 @@ class ChatFormatter:
         if delta.finish is not None:
             # calls that max_tokens truncates must not be carried out: their finish_reason is "length", as without tools
             choice.finish = self._finish_of_calls if choice.calls and delta.finish == "stop" else delta.finish
-        fields: dict[str, Any] = {"content": text} if text else {}
+        fields: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        fields |= {"content": text} if text else {}
         if added:
             fields["tool_calls"] = added
         if not (fields or logprobs or delta.finish):
             return []
         return [_event(delta.choice, fields, logprobs, choice.finish)]
 
-    def _split(self, choice: _ChatChoice, delta: ChoiceDelta) -> tuple[str, list[ToolCallText]]:
-        if choice.tools is None:
-            return delta.text, []
-        text, calls = choice.tools.push(delta.text)
-        if delta.finish is not None:
-            rest, more = choice.tools.finish()
-            text, calls = text + rest, calls + more
+    def _split(self, choice: _ChatChoice, delta: ChoiceDelta) -> tuple[str, str, list[ToolCallText]]:
+        """(reasoning, text, calls) that are certain now."""
+        reasoning, text, calls = "", delta.text, list[ToolCallText]()
+        if choice.reasoning is not None:
+            parts = [choice.reasoning.push(text), *([choice.reasoning.finish()] if delta.finish is not None else [])]
+            reasoning, text = "".join(part.reasoning for part in parts), "".join(part.text for part in parts)
+            calls = [call for part in parts for call in part.calls]
+        if choice.tools is not None:
+            text, more = choice.tools.push(text)
+            calls += more
+            if delta.finish is not None:
+                rest, more = choice.tools.finish()
+                text, calls = text + rest, calls + more
         if (calls or choice.calls) and not text.strip():
             text = ""  # line ends around calls
-        return text, calls
+        return reasoning, text, calls
 
     def _add(self, choice: _ChatChoice, calls: list[ToolCallText]) -> list[dict[str, Any]]:
         """New calls as events carry them: with their index."""
@@ -111,6 +124,8 @@ class ChatFormatter:
 
 def _message(choice: _ChatChoice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning_text:
+        message["reasoning_content"] = choice.reasoning_text
     if choice.calls:
         message |= {"content": choice.text.strip() or None, "tool_calls": choice.calls}
     return message
@@ -148,16 +163,23 @@ async def chat(served: ServedModel, body: ChatRequest, begin: float) -> tuple[Ge
     )
     is_json = structure is not None and structure.kind == "json_schema"
     family = served.tools if tools and tool_choice == "auto" and not is_json else None
+    thinks = served.reasoning if structure is None else None
     visible = special_tokens(family) if family else frozenset[str]()
+    visible |= REASONING_TOKENS[thinks] if thinks else frozenset()
     generation = Generation(served, [prompt], request, begin, visible)
     names = [tool.function.name for tool in tools]
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    prompt_end = served.tokenization.decode(prompt[-_PROMPT_END:]) if thinks == "think" else ""
 
     def stream() -> ToolStream | None:
         if tool_choice == "required":
             return ForcedCalls(name, names)
-        return tool_stream(family, names) if family else None
+        return tool_stream(family, names, schemas) if family else None
 
-    choices = [_ChatChoice(stream()) for _ in generation.texts]
+    def reasoning() -> ReasoningStream | None:
+        return reasoning_stream(thinks, prompt_end, names) if thinks else None
+
+    choices = [_ChatChoice(stream(), reasoning()) for _ in generation.texts]
     return generation, ChatFormatter(choices, body, served.tokenization.token_text, by_name=name is not None)
 
 

@@ -6,15 +6,18 @@ import msgspec
 
 from armillary.serving.http import openapi
 from armillary.serving.http.openapi import json_content, object_schema, responses
-from armillary.serving.openai import schemas
+from armillary.serving.openai import messages_request, responses_request, schemas
 from armillary.spec.toml.fields import help_of
 
 _BODIES = {
     "/v1/chat/completions": schemas.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,
+    "/v1/messages": messages_request.MessagesRequest,
+    "/v1/responses": responses_request.ResponsesRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
 }
+_MODULES = (schemas, messages_request, responses_request)
 _OPTIONAL_TEXT = {"type": ["string", "null"]}
 _ERROR_FIELDS = {
     "message": {"type": "string"},
@@ -49,6 +52,14 @@ def document() -> dict[str, Any]:
     operations = {
         "/v1/chat/completions": ("Complete a conversation", _completion("message")),
         "/v1/completions": ("Continue a text", _completion("text")),
+        "/v1/messages": (
+            "Complete a conversation, as Anthropic's API",
+            object_schema({"type": {"const": "message"}, "content": {"type": "array"}, "usage": {"type": "object"}}),
+        ),
+        "/v1/responses": (
+            "Respond to an input, as OpenAI's newer API",
+            object_schema({"object": {"const": "response"}, "output": {"type": "array"}, "usage": {"type": "object"}}),
+        ),
         "/tokenize": (
             "Token ids of a text or a conversation",
             object_schema({"tokens": _INTEGERS, "count": {"type": "integer"}, "max_model_len": {"type": "integer"}}),
@@ -71,7 +82,7 @@ def document() -> dict[str, Any]:
 
 def _described(name: str, table: dict[str, Any]) -> dict[str, Any]:
     """A schema with the docstring of every field as its description."""
-    kind = getattr(schemas, name)
+    kind = next(getattr(module, name) for module in _MODULES if hasattr(module, name))
     texts = {
         field: text
         for base in reversed(kind.__mro__)

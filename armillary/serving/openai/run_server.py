@@ -27,6 +27,7 @@ from armillary.serving.http.server import (
     serve_until_signal,
 )
 from armillary.serving.openai.promotion import FollowedAlias, PromotionWatcher
+from armillary.serving.openai.reasoning import reasoning_format_of
 from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.openai.tokenization import Tokenization
 from armillary.serving.openai.tool_calls import family_of
@@ -80,7 +81,8 @@ def serve(
 def served_model(source: ModelSource, config: EngineConfig, ranks: int, metrics: Metrics, say: Say) -> ServedModel:
     assert source.folder is not None, "a model that is served has weights"
     tokenization = Tokenization(source.folder, eos_ids_of(source.folder))
-    family = family_of(tokenization.tokenizer.templates.values() if tokenization.tokenizer else ())
+    templates = list(tokenization.tokenizer.templates.values()) if tokenization.tokenizer else []
+    family, reasoning = family_of(templates), reasoning_format_of(templates)
     serve = config.serve
     defaults = sampling_defaults(source.folder if serve.generation_config == "auto" else None)
     if defaults.given:
@@ -96,6 +98,7 @@ def served_model(source: ModelSource, config: EngineConfig, ranks: int, metrics:
         defaults=defaults,
         context=serve.max_model_len or source.config.context,
         tools=family if serve.tools == "auto" else serve.tools,
+        reasoning={"auto": reasoning, "none": None}.get(serve.reasoning, serve.reasoning),
         engine=EngineClient(config, ranks=ranks, metrics=metrics, say=say),
     )
 

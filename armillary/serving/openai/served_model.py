@@ -21,6 +21,7 @@ class ServedModel:
     serve: Serve
     context: int
     tools: str | None = None
+    reasoning: str | None = None  # format of its reasoning; none: it is part of the text
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = 0
 

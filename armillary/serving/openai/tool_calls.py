@@ -4,6 +4,7 @@
 |---|---|
 | hermes | `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen and many others |
 | mistral | `[TOOL_CALLS] [{"name": …, "arguments": {…}}]`, or `[TOOL_CALLS]name[ARGS]{…}` |
+| qwen3_coder, deepseek | see xml_calls.py |
 | llama3 | the complete output is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>` |
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from armillary.serving.openai.schemas import Tool
+from armillary.serving.openai.xml_calls import DEEPSEEK_BEGIN, DEEPSEEK_TOKENS, Schemas, deepseek_calls, qwen_call
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
@@ -43,8 +45,10 @@ def family_of(templates: Collection[str]) -> str | None:
     text = "\n".join(templates)
     if "tools" not in text:
         return None
+    if DEEPSEEK_BEGIN in text:
+        return "deepseek"
     if _BEGIN in text:
-        return "hermes"
+        return "qwen3_coder" if "<function=" in text else "hermes"
     if _MISTRAL in text:
         return "mistral"
     return "llama3" if _PYTHON in text or '"parameters"' in text else None
@@ -52,15 +56,26 @@ def family_of(templates: Collection[str]) -> str | None:
 
 def special_tokens(family: str) -> frozenset[str]:
     """Special tokens that the parser of a family needs in the text."""
-    return frozenset(
-        {"mistral": {_MISTRAL, "[ARGS]", "[CALL_ID]"}, "llama3": {_PYTHON}, "hermes": {_BEGIN, _END}}[family]
-    )
+    tags = {_BEGIN, _END}
+    marks: Mapping[str, Collection[str]] = {
+        "mistral": {_MISTRAL, "[ARGS]", "[CALL_ID]"},
+        "llama3": {_PYTHON},
+        "hermes": tags,
+        "qwen3_coder": tags,
+        "deepseek": DEEPSEEK_TOKENS,
+    }
+    return frozenset(marks[family])
 
 
-def tool_stream(family: str, names: Collection[str]) -> ToolStream:
-    """The parser of one output; `names` are the names of the functions."""
+def tool_stream(family: str, names: Collection[str], schemas: Schemas | None = None) -> ToolStream:
+    """The parser of one output; `names` are the names of the functions, `schemas` those of their parameters."""
     if family == "hermes":
-        return TaggedCalls(names)
+        return TaggedCalls(lambda text: call_of(parse_json(text), names))
+    if family == "qwen3_coder":
+        return TaggedCalls(lambda text: call_of(qwen_call(text, schemas or {}), names))
+    if family == "deepseek":
+        parse = lambda text: _all_or_none([call_of(call, names) for call in deepseek_calls(text)])  # noqa: E731
+        return TrailingCalls(parse, anywhere=DEEPSEEK_BEGIN)
     if family == "mistral":
         return TrailingCalls(lambda text: mistral_calls(text, names), anywhere=_MISTRAL)
     return TrailingCalls(lambda text: llama_calls(text, names), anywhere=_PYTHON, at_start="{")
@@ -69,8 +84,8 @@ def tool_stream(family: str, names: Collection[str]) -> ToolStream:
 class TaggedCalls:
     """Calls between tags, with text around them."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, parse: Callable[[str], ToolCallText | None]) -> None:
+        self._parse = parse
         self._pending = ""
         self._inside = False
 
@@ -84,14 +99,14 @@ class TaggedCalls:
                 break
             before, self._pending = self._pending[:place], self._pending[place + len(mark) :]
             if self._inside:
-                call = call_of(parse_json(before), self._names)
+                call = self._parse(before)
                 shown += "" if call else _BEGIN + before + _END
                 calls += [call] if call else []
             else:
                 shown += before
             self._inside = not self._inside
         if not self._inside:
-            certain, self._pending = _split_overlap(self._pending, _BEGIN)
+            certain, self._pending = split_overlap(self._pending, _BEGIN)
             shown += certain
         return shown, calls
 
@@ -99,7 +114,7 @@ class TaggedCalls:
         pending, self._pending = self._pending, ""
         if not self._inside:
             return pending, []
-        call = call_of(parse_json(pending), self._names)  # the closing tag may be the model's end token
+        call = self._parse(pending)  # the closing tag may be the model's end token
         return ("", [call]) if call else (_BEGIN + pending, [])
 
 
@@ -128,7 +143,7 @@ class TrailingCalls:
         if not self._has_text and (not begins or (self._at_start and begins.startswith(self._at_start))):
             self._opened = bool(begins)
             return "", []
-        shown, self._pending = _split_overlap(self._pending, self._mark)
+        shown, self._pending = split_overlap(self._pending, self._mark)
         self._has_text = self._has_text or bool(shown)
         return shown, []
 
@@ -138,7 +153,7 @@ class TrailingCalls:
         return ("", calls) if calls else ((self._mark if self._marked else "") + pending, [])
 
 
-def _split_overlap(text: str, mark: str) -> tuple[str, str]:
+def split_overlap(text: str, mark: str) -> tuple[str, str]:
     """`text` split before its longest suffix that is a prefix of `mark`."""
     overlap = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
     return text[: len(text) - overlap], text[len(text) - overlap :]

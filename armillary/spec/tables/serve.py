@@ -84,8 +84,11 @@ class Serve:
     """server: the clients' name of the model; empty: its own name"""
     api_key_file: str = ""
     """server: file with one API key per line; empty: no key is needed"""
-    tools: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    tools: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek"] = "auto"
     """server: format of tool calls; auto: that of the chat template"""
+    reasoning: Literal["auto", "none", "think", "harmony"] = "auto"
+    """server: format of a model's reasoning, which chats return as reasoning_content: think tags, or gpt-oss' harmony;
+    auto: that of the chat template; none: it stays in the text"""
     generation_config: Literal["auto", "none"] = "auto"
     """sampling parameters that a request leaves out; auto: from the model's generation_config.json; none: neutral
     ones"""

@@ -21,11 +21,20 @@ from armillary.serving.openai.tool_calls import (
     forced_schema,
     tool_stream,
 )
+from armillary.serving.openai.xml_calls import qwen_call
 
 NAMES = ("weather", "news")
 WEATHER = ToolCallText("weather", '{"town": "Köln"}')
 NEWS = ToolCallText("news", "{}")
 TAGGED = '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
+
+QWEN = "<tool_call>\n<function=weather>\n<parameter=town>\nKöln\n</parameter>\n</function>\n</tool_call>"
+_CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK = (
+    f'<｜tool▁calls▁begin｜>{_CALL}function{_SEP}weather\n```json\n{{"town": "Köln"}}\n```{_END}\n'
+    f"{_CALL}function{_SEP}news\n```json\n{{}}\n```{_END}<｜tool▁calls▁end｜>"
+)
+DEEPSEEK_31 = f'<｜tool▁calls▁begin｜>{_CALL}weather{_SEP}{{"town": "Köln"}}{_END}<｜tool▁calls▁end｜>'
 
 CASES = [
     ("hermes", "no call at all <tool", "no call at all <tool", []),
@@ -52,6 +61,11 @@ CASES = [
         [WEATHER, NEWS],
     ),
     ("llama3", '  {"name": "weather", "parameters": "{\\"town\\": \\"Köln\\"}"}', "", [WEATHER]),
+    ("qwen3_coder", f"see {QWEN}", "see ", [WEATHER]),
+    ("qwen3_coder", QWEN.removesuffix("</tool_call>"), "", [WEATHER]),
+    ("qwen3_coder", "<tool_call>x</tool_call>", "<tool_call>x</tool_call>", []),
+    ("deepseek", f"see {DEEPSEEK}", "see ", [WEATHER, NEWS]),
+    ("deepseek", DEEPSEEK_31, "", [WEATHER]),
     ("llama3", '{"answer": 42}', '{"answer": 42}', []),
     ("llama3", 'So: {"name": "weather"}', 'So: {"name": "weather"}', []),
 ]
@@ -140,3 +154,11 @@ def test_calls_that_were_cut_short_are_not_said_to_be_complete(named: bool, engi
     (event,) = formatter.add(ChoiceDelta(choice=0, text=text, finish=engine))
     assert event["finish_reason"] == said and formatter.choices()[0]["finish_reason"] == said
     assert bool(choice.calls) == (named or engine == "stop")
+
+
+def test_parameters_are_read_by_their_types() -> None:
+    properties = {"n": {"type": "integer"}, "s": {"type": "string"}, "b": {"type": "boolean"}, "l": {"type": "array"}}
+    values = {"n": "3", "s": "3", "b": "True", "l": '["a"]'}
+    text = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in values.items())
+    call = qwen_call(f"<function=f>{text}</function>", {"f": {"properties": properties}})
+    assert call == {"name": "f", "arguments": {"n": 3, "s": "3", "b": True, "l": ["a"]}}
