@@ -14,6 +14,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")
+_EVENTS = b"text/event-stream"
 _DRAIN = 16
 """a body over the limit is read and dropped up to this many times the limit: a client that still writes reads no
 response"""
@@ -84,6 +85,7 @@ class AsgiConnection:
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         self.status = 0
         self.extra_headers: Headers = []  # of every complete response
+        self._is_stream = False
         self.error_event = b""  # line before an error that ends a stream
         self._receive = receive
         self._send = send
@@ -128,10 +130,13 @@ class AsgiConnection:
         await self.respond(status, encode(table), headers=headers)
 
     async def problem(self, problem: Problem) -> None:
-        """Send an error; where the response has begun, as its last event."""
+        """Send an error; where a stream has begun, as its last event. Half of a complete response cannot be told from a
+        whole one by more text, so there the server closes the connection."""
         if not self.status:
             close = [(b"connection", b"close")] if problem.code is None and problem.status in (408, 413) else []
             return await self.json(problem.status, problem.body, [*problem.headers, *close])
+        if not self._is_stream:
+            return None
         await self.event(self.error_event + b"data: " + encode(self._error(problem)) + b"\n\n")
         return await self.end_events()
 
@@ -141,6 +146,7 @@ class AsgiConnection:
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of a response whose body follows in parts."""
         self.status = status
+        self._is_stream = any(name == b"content-type" and value.startswith(_EVENTS) for name, value in headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def begin_events(self) -> None:

@@ -37,6 +37,7 @@ class FakeReplica:
     hangs_after: int | None = None  # so many tokens of a stream
     dies_after: int | None = None  # closes the connection after so many
     error_after: int | None = None  # ends its stream with an event that says so
+    dies_in_body: bool = False  # closes the connection in the middle of a complete response
     has_ready: bool = True
     gap_s: float = 0.0
     port: int = 0
@@ -94,6 +95,10 @@ class FakeReplica:
         used = len(texts) if self.completion_tokens is None else self.completion_tokens
         usage = {"prompt_tokens": 5, "completion_tokens": used}
         if self.status != 200 or not body.get("stream"):
+            if self.dies_in_body:
+                writer.write(_response(200, {"choices": ["x" * 100]})[:-50])
+                await writer.drain()
+                return False
             message = {"content": "".join(texts)}
             answer = {"choices": [{"text": "".join(texts), "message": message}], "usage": usage}
             writer.write(_response(self.status, answer | ({"prediction": self.prediction} if self.prediction else {})))

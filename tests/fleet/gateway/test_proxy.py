@@ -217,3 +217,11 @@ async def test_bytes_that_nobody_asked_for_close_a_kept_connection(tmp_path: Pat
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nXX")
         await until(lambda: not replica.connections)
         assert (await client.post(ASK)).json["choices"][0]["text"] == "toktoktok"
+
+
+@scenario
+async def test_half_of_a_complete_response_is_not_made_to_look_whole(tmp_path: Path) -> None:
+    async with gateway_of(tmp_path, FakeReplica(dies_in_body=True)) as client:
+        answer = await client.post(ASK)
+        assert answer.status == 200 and "error" not in answer.text, "the server closes the connection instead"
+        assert client.lines()[0]["attempts"] == 1, "nor is it tried again"
