@@ -80,9 +80,10 @@ $(PEERS_READY):
 	@bash benchmarks/install_llama_cpp.sh .venv-peers
 	@touch $@
 
-$(RAY_READY):
+$(RAY_READY): $(READY) # ray in front of what .venv has
 	@$(call check_python)
 	@$(PYTHON) -m venv .venv-ray && PIP_CONSTRAINT= .venv-ray/bin/pip install --quiet ray
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armillary.pth"
 	@touch $@
 
 comma := ,

@@ -20,6 +20,7 @@ from armillary.training.data.shard_index import SPLITS, Index
 from armillary.units import bytes_text, count_text, parse_count, seconds_text
 
 if TYPE_CHECKING:
+    from armillary.training.data.encode_parts import Mapped
     from armillary.training.data.shards import TokenShards
     from armillary.training.prepare_data import Prepared
 
@@ -35,6 +36,7 @@ data = VerbGroup("data", help="Prepare text as token shards, inspect them, verif
 @click.option("--held-out", default=0.01, show_default=True, help="Share of documents held out for validation.")
 @click.option("--shuffle", is_flag=True, help="Shuffle the documents.")
 @click.option("--chat", metavar="TEMPLATE", help="Chats, loss on responses only: own, chatml, plain or a .jinja.")
+@click.option("--on", "where", metavar="ray[=HOST:PORT]", help="Read and encode on a Ray cluster: the same shards.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder made from something else.")
 def prepare(
     out: Output,
@@ -47,6 +49,7 @@ def prepare(
     held_out: float,
     shuffle: bool,
     chat: str | None,
+    where: str | None,
     overwrite: bool,
 ) -> None:
     """Turn text into token shards with a tokenizer and a held-out split.
@@ -68,12 +71,23 @@ def prepare(
         "template": "" if chat in (None, "own") else chat,
     }
     folder = target or home.data / folder_name(source, **settings)
+    more: dict[str, Any] = {"overwrite": overwrite, "cache": _cache(home), "mapped": _map_on(where)}
     with out.progress("preparing", unit="B") as bar:
-        prepared = library_prepare(
-            source, folder, **settings, overwrite=overwrite, cache=_cache(home), progress=on_bar(bar)
-        )
+        prepared = library_prepare(source, folder, **settings, **more, progress=on_bar(bar))
     say_prepared(out, prepared)
     out.result(summary(prepared), quiet=str(prepared.folder))
+
+
+def _map_on(where: str | None) -> Mapped | None:
+    """What works on parts of the text; None: this process."""
+    if where is None:
+        return None
+    name, _, address = where.partition("=")
+    if name != "ray":
+        raise BadInput(f"--on {where} is not known; use --on ray, or ray=HOST:PORT")
+    from armillary.cluster.ray.ordered_map import RayMap
+
+    return RayMap(address)
 
 
 def on_bar(bar: Bar) -> Callable[[int, int, str], None]:

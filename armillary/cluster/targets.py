@@ -7,6 +7,7 @@ from typing import Protocol
 from armillary.cluster import local, slurm, ssh
 from armillary.cluster.job import Job, JobState
 from armillary.cluster.kubernetes import target as kubernetes
+from armillary.cluster.ray import target as ray
 
 
 class Target(Protocol):
@@ -28,4 +29,4 @@ class Target(Protocol):
         """Ask the ranks to save and end."""
 
 
-TARGETS: dict[str, Target] = {"local": local, "ssh": ssh, "slurm": slurm, "kubernetes": kubernetes}
+TARGETS: dict[str, Target] = {"local": local, "ssh": ssh, "slurm": slurm, "kubernetes": kubernetes, "ray": ray}

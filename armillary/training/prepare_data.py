@@ -20,6 +20,7 @@ from armillary.store.remote import is_url
 from armillary.training.chat_data.prepare import make_chat
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.corpus_survey import Progress
+from armillary.training.data.encode_parts import Mapped
 from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.shard_index import NAME, SPLITS, Index
 from armillary.training.data.shards import SHARD_TOKENS, TokenShards
@@ -67,12 +68,13 @@ def prepare(
     overwrite: bool = False,
     cache: Cache | None = None,
     progress: Progress = lambda done, total, what: None,
+    mapped: Mapped | None = None,
 ) -> Prepared:
     """Turn `source` into token shards in `out`, with a BPE of `vocab` ids trained on it or the given tokenizer folder.
 
     `shuffle` mixes the documents; `format="chat"` reads conversations and marks their answers. Sources in a store are
-    fetched into `cache`. A finished folder from the same source and settings is reused; another one is replaced
-    only on `overwrite`.
+    fetched into `cache`; `mapped` works on parts of them elsewhere, with the same result. A finished folder from the
+    same source and settings is reused; another one is replaced only on `overwrite`.
     """
     begin = time.monotonic()
     _check(vocab, held_out, seed)
@@ -89,7 +91,9 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     wanted |= _unusual(shuffle, format, template)
-    make = partial(make_chat, template=template) if format == "chat" else encode_corpus
+    if format == "chat" and mapped is not None:
+        raise BadInput("chats are prepared on one machine; leave --on out")
+    make = partial(make_chat, template=template) if format == "chat" else partial(encode_corpus, mapped=mapped)
     index, wrong = _finished(out, wanted, overwrite=overwrite)
     reused = index is not None
     if index is None:

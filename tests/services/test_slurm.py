@@ -57,13 +57,22 @@ def wait_for(done: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(1)
 
 
-def test_a_job_is_signalled_before_its_limit_and_resumed(armillary: Callable[..., str], tmp_path: Path) -> None:
+def test_a_job_is_signalled_before_its_limit_and_resumed(
+    armillary: Callable[..., str], slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """Once it has been requeued with a checkpoint it gets a longer limit: a busy machine may need all of the first."""
     recipe = RECIPE.format(text=tmp_path / "text", steps=400, more="grace_s = 30")
     limits = "[launch]\ntime_limit_s = 240\nsignal_s = 60\n"
     slow = f'[launch.environment]\nPYTHONPATH = "{SLOW_STEPS}{os.pathsep}{Path(__file__).parents[2]}"\n'
     (tmp_path / "r.toml").write_text(recipe + limits + slow)
-    armillary("launch", "r.toml", "--on", "slurm", "--nodes", "2", "--run", "fox")
-    wait_for(lambda: state(armillary, "fox") not in ("pending", "running"), lambda: armillary("launch", "logs", "fox"))
+    answer = json.loads(armillary("launch", "r.toml", "--on", "slurm", "--nodes", "2", "--run", "fox", "--json"))
+
+    def log_now() -> str:
+        return armillary("launch", "logs", "fox")
+
+    wait_for(lambda: "goes back into the queue" in log_now() and "checkpoint " in log_now(), log_now)
+    subprocess.run(["scontrol", "update", f"JobId={answer['id']}", "TimeLimit=60"], env=slurm, check=True)
+    wait_for(lambda: state(armillary, "fox") not in ("pending", "running"), log_now)
     log = armillary("launch", "logs", "fox")
     assert state(armillary, "fox") == "finished", log
     assert "goes back into the queue" in log and "node 1 of 2 is node2" in log

@@ -2,11 +2,14 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,3 +201,35 @@ def test_killed_half_way_it_leaves_nothing_that_looks_finished(source: Path, tmp
     with pytest.raises(NotFound, match="no token data"):
         TokenShards.open(out)
     assert prepare(source, out, vocab=300).num_documents == 120
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_parts_that_are_encoded_elsewhere_make_the_same_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool
+) -> None:
+    """With a sample smaller than the text, files of several sizes, and one that is not text."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(23):
+        text = "".join(f"{line * number} is line {line} of {number % 5}\n" for line in range(3 + number % 7))
+        (folder / f"{number:02}.txt").write_text(text)
+    (folder / "07.txt").write_bytes(b"\xff\xfe\x00broken")
+    (folder / "picture.xyz").write_bytes(b"0")
+    monkeypatch.setattr("armillary.training.data.tokenize_corpus.SAMPLE_BYTES", 900)
+    monkeypatch.setattr("armillary.training.data.encode_parts.parts_of.__defaults__", (200,))
+    lengths: list[int] = []
+
+    def mapped(function: Any, parts: Iterable[Any]) -> Iterator[Any]:
+        parts = list(parts)
+        lengths.append(len(parts))
+        return (pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(function))(part))) for part in parts)
+
+    settings: dict[str, Any] = {"vocab": 300, "held_out": 0.2, "shard_tokens": 300, "shuffle": shuffle}
+    prepare(folder, tmp_path / "here", **settings)
+    prepare(folder, tmp_path / "parts", **settings, mapped=mapped)
+    assert min(lengths) > 3
+    assert files_of(tmp_path / "here") == files_of(tmp_path / "parts")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

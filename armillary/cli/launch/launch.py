@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from armillary.cluster.job import Job, JobState
     from armillary.cluster.node_request import Nodes
 
-TARGET_NAMES = ("local", "ssh", "slurm", "kubernetes")
+TARGET_NAMES = ("local", "ssh", "slurm", "kubernetes", "ray")
 
 
 class LaunchGroup(VerbGroup):
@@ -36,7 +36,7 @@ class LaunchGroup(VerbGroup):
 launch = LaunchGroup(
     "launch",
     help="Start a recipe's training on one node or many.\n\n"
-    "`armillary launch RECIPE --on local|ssh|slurm|kubernetes` submits a job and returns; "
+    "`armillary launch RECIPE --on local|ssh|slurm|kubernetes|ray` submits a job and returns; "
     "`jobs`, `logs` and `cancel` follow it.",
 )
 

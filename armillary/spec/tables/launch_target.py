@@ -7,7 +7,7 @@ from typing import Literal
 from armillary.errors import BadRecipe
 from armillary.spec.tables.checks import above_zero, at_least, refuse
 
-TargetName = Literal["local", "ssh", "slurm", "kubernetes"]
+TargetName = Literal["local", "ssh", "slurm", "kubernetes", "ray"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Launch:
     """Where and how a job is started on several nodes; most keys belong to one target."""
 
     on: TargetName = "local"
-    """target: this machine, hosts over ssh, Slurm or Kubernetes; --on overrides it"""
+    """target: this machine, hosts over ssh, Slurm, Kubernetes or Ray; --on overrides it"""
     hosts: tuple[str, ...] = ()
     """ssh: one host per node, as ssh takes them; ranks meet on the first. Folders must be shared, at the same paths"""
     ssh_options: tuple[str, ...] = ()
@@ -54,6 +54,8 @@ class Launch:
     mounts: tuple[str, ...] = ()
     """container: folders to mount, as HOST:CONTAINER; on Slurm the working folder, jobs and --home always are.
     Kubernetes: also CLAIM:CONTAINER, a PersistentVolumeClaim"""
+    address: str = ""
+    """Ray: the cluster, as HOST:PORT or ray://HOST:PORT; empty: the one that this machine belongs to"""
     home: str = ""
     """Kubernetes: folder in the container for runs and data, on a volume that pods share; empty: the first mount"""
     namespace: str = ""

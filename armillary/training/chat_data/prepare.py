@@ -16,9 +16,10 @@ from armillary.training.chat_data.answer_mask import samples
 from armillary.training.chat_data.conversation import TEMPLATES, Conversation, conversation
 from armillary.training.data.corpus import Corpus
 from armillary.training.data.corpus_survey import Progress, content_hash
+from armillary.training.data.encode_parts import EncodedDocument
 from armillary.training.data.readers import json_row, opened, opened_parquet
 from armillary.training.data.shard_index import Index
-from armillary.training.data.tokenize_corpus import SAMPLE_BYTES, EncodedDocument, trained, write_index, write_shards
+from armillary.training.data.tokenize_corpus import SAMPLE_BYTES, trained, write_index, write_shards
 
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 

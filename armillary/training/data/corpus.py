@@ -64,7 +64,11 @@ class Corpus:
     @property
     def num_bytes(self) -> int:
         """Size of the files, as far as it is known."""
-        return sum(size for size, _ in self._facts())
+        return sum(self.sizes())
+
+    def sizes(self) -> list[int]:
+        """Bytes of each file, as far as they are known."""
+        return [size for size, _ in self._facts()]
 
     def fingerprint(self) -> str:
         """Changes when a file is added, removed or rewritten: names, sizes and times, not contents."""

@@ -4,8 +4,8 @@ All of it depends on what the documents say, not on their order or the files the
 """
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from armillary.errors import BadData
@@ -41,8 +41,35 @@ def content_hash(content: bytes, seed: int) -> int:
     return int.from_bytes(blake2b(content, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartSurvey:
+    """The same of some files of a corpus: the sample with hashes and sizes, and the lowest and highest hash."""
+
+    num_documents: int
+    text_bytes: int
+    num_tokenised: int
+    skipped: tuple[Skipped, ...]
+    sample: tuple[tuple[int, int, str], ...]
+    lowest: int
+    highest: int
+
+
 def survey(corpus: Corpus, *, held_out: float, seed: int, sample_bytes: int, progress: Progress) -> Survey:
     """Read the corpus once. A corpus without a single document is an error."""
+    part = survey_part(corpus, seed=seed, sample_bytes=sample_bytes, progress=progress)
+    return merge_surveys(
+        corpus,
+        [replace(part, skipped=part.skipped[len(corpus.skipped) :])],
+        held_out=held_out,
+        seed=seed,
+        sample_bytes=sample_bytes,
+    )
+
+
+def survey_part(
+    corpus: Corpus, *, seed: int, sample_bytes: int, progress: Progress = lambda done, total, what: None
+) -> PartSurvey:
+    """Read the files once; `merge_surveys` makes a survey of what was found in several parts."""
     skipped: list[Skipped] = []
     sample = Sample(sample_bytes)
     count, size, tokenised, total = 0, 0, 0, corpus.num_bytes
@@ -61,12 +88,34 @@ def survey(corpus: Corpus, *, held_out: float, seed: int, sample_bytes: int, pro
             size += length
         count += 1
         progress(min(size, total), total, "reading")
-    if not count:
-        raise BadData(f"{corpus.source} holds no text{_said(skipped)}; give other files")
-    return Survey(
+    return PartSurvey(
         num_documents=count,
         text_bytes=size,
         num_tokenised=tokenised,
+        skipped=tuple(skipped),
+        sample=sample.documents(),
+        lowest=lowest,
+        highest=highest,
+    )
+
+
+def merge_surveys(
+    corpus: Corpus, parts: Sequence[PartSurvey], *, held_out: float, seed: int, sample_bytes: int
+) -> Survey:
+    """The survey of a corpus from those of its parts, which have the same sample as one pass: each keeps at least what
+    the whole would keep of it."""
+    skipped = [*corpus.skipped, *(item for part in parts for item in part.skipped)]
+    if not any(part.num_documents for part in parts):
+        raise BadData(f"{corpus.source} holds no text{_said(skipped)}; give other files")
+    sample = Sample(sample_bytes)
+    for part in parts:
+        for number, length, text in part.sample:
+            sample.add(number, text, length)
+    lowest, highest = min(part.lowest for part in parts), max(part.highest for part in parts)
+    return Survey(
+        num_documents=sum(part.num_documents for part in parts),
+        text_bytes=sum(part.text_bytes for part in parts),
+        num_tokenised=sum(part.num_tokenised for part in parts),
         skipped=tuple(skipped),
         sample=sample.texts(),
         held_out_below=_held_out_below(held_out, lowest, highest),
@@ -102,6 +151,10 @@ class Sample:
         self._size += length
         while len(self._heap) > 1 and self._size - self._heap[0][1] >= self._limit:
             self._size -= heapq.heappop(self._heap)[1]
+
+    def documents(self) -> tuple[tuple[int, int, str], ...]:
+        """Hash, size and text of each."""
+        return tuple((-number, length, text) for number, length, text in self._heap)
 
     def texts(self) -> tuple[str, ...]:
         return tuple(text for _, _, text in sorted(self._heap, reverse=True))
