@@ -2,18 +2,20 @@
 
 A figure is compared with the median of its peers: ranks with the same device, links along the same axis that cross the
 network or do not. Two peers have no majority, so the slower one is compared with the faster. A link without peers is
-compared with the rate that the recipe's network should have.
+compared with the rate that the recipe's network should have. GPUs are also compared with what one of their kind reached
+when it was measured (`armillary bench`), because all of a cluster may be slow.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from armillary.spec.hardware import Cluster
 from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe
+from armillary.store.peaks import Peaks
 from armillary.units import bytes_text, scaled
 
 SLOW_DEVICE, SLOW_LINK, SLOW_DISK = 0.7, 0.5, 0.2
@@ -46,11 +48,14 @@ class Verdict:
         return tuple(dict.fromkeys(node for outlier in self.outliers for node in outlier.nodes))
 
 
-def judge_probe(probe: ClusterProbe, cluster: Cluster | None = None) -> Verdict:
-    """The verdict on what was measured; `cluster` says what the network should reach."""
+def judge_probe(
+    probe: ClusterProbe, cluster: Cluster | None = None, ceilings: Mapping[str, Peaks] | None = None
+) -> Verdict:
+    """The verdict on what was measured; `cluster` says what the network should reach, and `ceilings`, by name, what
+    devices have reached that a rank has to itself."""
     return Verdict(
         outliers=(
-            *_devices(probe.ranks),
+            *_devices(probe.ranks, ceilings or {}),
             *_disks(probe.ranks),
             *_links(probe, probe.links, "link between ranks"),
             *_links(probe, probe.groups, "group of ranks"),
@@ -60,13 +65,14 @@ def judge_probe(probe: ClusterProbe, cluster: Cluster | None = None) -> Verdict:
     )
 
 
-def _devices(ranks: Sequence[RankProbe]) -> Iterable[Outlier]:
+def _devices(ranks: Sequence[RankProbe], ceilings: Mapping[str, Peaks]) -> Iterable[Outlier]:
     alike = defaultdict(list)
     for rank in ranks:
         alike[rank.device].append(rank)
-    for peers in alike.values():
+    for device, peers in alike.items():
         for field, title, unit in _FIGURES:
-            yield from _slow_devices(peers, field, title, unit)
+            slow = list(_slow_devices(peers, field, title, unit))
+            yield from slow or _below_ceiling(peers, field, title, unit, ceilings.get(device))
 
 
 _FIGURES = (
@@ -83,6 +89,20 @@ def _slow_devices(peers: Sequence[RankProbe], field: str, title: str, unit: str)
         rate = rates.get(rank.rank, usual)
         if rate < SLOW_DEVICE * usual:
             text = f"rank {rank.rank} on {rank.node}: {title} {scaled(rate)}{unit}, the usual is {scaled(usual)}{unit}"
+            yield Outlier(text=text, nodes=(rank.node,))
+
+
+def _below_ceiling(
+    peers: Sequence[RankProbe], field: str, title: str, unit: str, peaks: Peaks | None
+) -> Iterable[Outlier]:
+    """Devices that are alike, and slower than one of their kind was."""
+    known = {"gemm_flops": peaks.best_gemm("bf16"), "copy_bytes_per_s": peaks.best_copy()} if peaks else {}
+    ceiling = known.get(field) or 0.0
+    for rank in peers:
+        rate = getattr(rank, field) or ceiling
+        if rate < SLOW_DEVICE * ceiling:
+            measured = f"measured before on {rank.device}: {scaled(ceiling)}{unit}"
+            text = f"rank {rank.rank} on {rank.node}: {title} {scaled(rate)}{unit}, {measured}"
             yield Outlier(text=text, nodes=(rank.node,))
 
 

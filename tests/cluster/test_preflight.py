@@ -8,6 +8,7 @@ from itertools import combinations
 from armillary.cluster.preflight import judge_probe
 from armillary.spec.recipe import recipe_from_dict
 from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe, best_of
+from armillary.store.peaks import new_peaks
 
 NODES = ("a", "a", "b", "b", "c", "c", "d", "d")
 
@@ -94,3 +95,13 @@ def test_the_network_is_compared_with_the_recipe() -> None:
     (outlier,) = judge_probe(slow, cluster).outliers
     assert outlier.text.startswith("the network between nodes: 1.00 GB/s, ") and not outlier.nodes
     assert judge_probe(slow).is_healthy, "nobody said what it should have"
+
+
+def test_gpus_that_are_all_slow_are_compared_with_what_was_measured_before() -> None:
+    point = {"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "flops": HEALTHY.ranks[0].gemm_flops}
+    before = {HEALTHY.ranks[0].device: new_peaks(HEALTHY.ranks[0].device).with_points("gemm", [point])}
+    assert judge_probe(HEALTHY, None, before).is_healthy
+    slow = replace(HEALTHY, ranks=tuple(replace(each, gemm_flops=each.gemm_flops / 2) for each in HEALTHY.ranks))
+    assert judge_probe(slow).is_healthy, "they are alike"
+    verdict = judge_probe(slow, None, before)
+    assert len(verdict.outliers) == len(HEALTHY.ranks) and "measured before" in verdict.outliers[0].text

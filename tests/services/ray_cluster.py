@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 RAY = ROOT / ".venv-ray" / "bin"
+HEAD, SECOND = "127.0.0.2", "127.0.0.3"
+"""addresses of the nodes; Ray takes 127.0.0.1 for this machine's address in the network"""
 
 
 @dataclass
@@ -31,7 +34,7 @@ class RayCluster:
     def add_node(self, *options: str) -> None:
         """`ray start` returns, and leaves its daemons in the background: they are those that name the folder."""
         before = self._processes()
-        command = [str(RAY / "ray"), "start", "--disable-usage-stats", "--include-dashboard=false", *options]
+        command = [str(RAY / "ray"), "start", "--disable-usage-stats", *options]
         done = subprocess.run(command, env=dict(self.env), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         self.nodes.append(self._processes() - before)
@@ -59,19 +62,16 @@ class RayCluster:
 @contextmanager
 def running_ray(folder: Path, *, cpus: int = 2) -> Iterator[RayCluster]:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((HEAD, 0))
         port = probe.getsockname()[1]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{RAY}:{os.environ['PATH']}", "RAY_TMPDIR": str(folder)}
-    cluster = RayCluster(address=f"127.0.0.1:{port}", env=env, folder=folder)
-    limits = (
-        f"--num-cpus={cpus}",
-        "--object-store-memory=200000000",
-        f"--temp-dir={folder}",
-        "--node-ip-address=127.0.0.1",
-    )
+    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # of this cluster alone
+    cluster = RayCluster(address=f"{HEAD}:{port}", env=env, folder=folder)
+    limits = (f"--num-cpus={cpus}", "--object-store-memory=200000000")
+    head = ("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}")
     try:
-        cluster.add_node("--head", f"--port={port}", *limits)
-        cluster.add_node(f"--address={cluster.address}", *limits[:2], limits[3])
+        cluster.add_node(*head, f"--node-ip-address={HEAD}", *limits)
+        cluster.add_node(f"--address={cluster.address}", f"--node-ip-address={SECOND}", *limits)
         _wait_nodes(cluster, 2)
         yield cluster
     finally:

@@ -18,7 +18,9 @@ from armillary.units import bytes_text, scaled, seconds_text
 if TYPE_CHECKING:
     from armillary.cluster.job import Job
     from armillary.cluster.preflight import Verdict
+    from armillary.spec.hardware import Cluster
     from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe
+    from armillary.store.peaks import Peaks
 
 POLL_S = 1.0
 SHOWN_RANKS = 16
@@ -69,7 +71,7 @@ def check_nodes(out: Output, home: Home, job: Job, recipe: Recipe, files: dict[s
 
     result = _run(out, job, files)
     probe, cluster = read_probe(result), find_cluster(recipe)
-    verdict = judge_probe(probe, cluster)
+    verdict = judge_probe(probe, cluster, _ceilings(home, probe, cluster))
     _say(out, probe, verdict, job)
     if probe.network is not None and job.target != "local":  # whose nodes are one machine
         names = [tier.link.name for tier in cluster.tiers if tier.link.kind == "scale_out"]
@@ -103,6 +105,16 @@ def _run(out: Output, job: Job, files: dict[str, str]) -> Path:
         why = f" ({state.detail})" if state.detail else ""
         raise CheckFailed(f"the check {state.state}{why} without a result; see armillary launch logs {job.name}")
     return result
+
+
+def _ceilings(home: Home, probe: ClusterProbe, cluster: Cluster) -> dict[str, Peaks]:
+    """What GPUs of the ranks' kinds reached here; ranks on CPUs share theirs."""
+    from armillary.store.peaks import load_peaks
+
+    if cluster.chip.kind == "cpu":
+        return {}
+    names = {rank.device for rank in probe.ranks}
+    return {name: peaks for name in sorted(names) if (peaks := load_peaks(home, name)) is not None}
 
 
 def _find_printed(job: Job, result: Path) -> None:
