@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,8 @@ def _batched(corpus: Corpus) -> Iterator[list[Document]]:
 
 
 def parts_of(corpus: Corpus, part_bytes: int = PART_BYTES) -> list[Corpus]:
-    """Runs of files of at least so many bytes each."""
+    """Runs of files of at least so many bytes each; workers have another working folder, so paths are absolute."""
+    root = corpus.root.absolute() if isinstance(corpus.root, Path) else corpus.root
     parts: list[Corpus] = []
     names: list[str] = []
     size = 0
@@ -92,10 +94,10 @@ def parts_of(corpus: Corpus, part_bytes: int = PART_BYTES) -> list[Corpus]:
         names.append(name)
         size += num_bytes
         if size >= part_bytes:
-            parts.append(replace(corpus, names=tuple(names), skipped=()))
+            parts.append(replace(corpus, root=root, names=tuple(names), skipped=()))
             names, size = [], 0
     if names:
-        parts.append(replace(corpus, names=tuple(names), skipped=()))
+        parts.append(replace(corpus, root=root, names=tuple(names), skipped=()))
     return parts
 
 
