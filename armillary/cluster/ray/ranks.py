@@ -186,8 +186,8 @@ def rank_environment(job: Job, rank: int, facts: list[dict[str, Any]], start: in
     """What torchrun would set, the node's id as Ray has it, and the GPUs of all ranks of the node: a rank finds its own
     by its local number."""
     node, local = divmod(rank, job.ranks_per_node)
-    together = facts[node * job.ranks_per_node : (node + 1) * job.ranks_per_node]
-    gpus = [gpu for each in together for gpu in each["gpus"]]
+    on_node = facts[node * job.ranks_per_node : (node + 1) * job.ranks_per_node]
+    gpus = [gpu for each in on_node for gpu in each["gpus"]]
     neighbours = sum(each["node"] == facts[rank]["node"] for each in facts)
     return {
         "RANK": str(rank),
