@@ -53,7 +53,8 @@ def generate(
 ) -> None:
     """Continue PROMPT (- reads it from standard input) with MODEL.
 
-    MODEL is a Hugging Face folder, a Hub id or a run; a shape without a tokenizer takes token ids: "1 15 7".
+    MODEL is a Hugging Face folder, a GGUF file, a Hub id or a run; a shape without a tokenizer takes token ids:
+    "1 15 7".
     """
     from armillary.engine.request.sampling_params import MODEL_FIELDS, Sampling
     from armillary.model.generation_config import sampling_defaults
@@ -63,7 +64,9 @@ def generate(
     sampling = Sampling(**({"top_p": 0.95} | given))  # what is wrong with it is said before anything is loaded
     text = sys.stdin.read() if prompt == "-" else prompt
     begin = time.monotonic()
-    source, loaded = open_model(out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device=device)
+    source, loaded = open_model(
+        out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device=device, packed=True
+    )
     phases = {"weights": time.monotonic() - begin}
     own = sampling_defaults(source.files)
     sampling = replace(

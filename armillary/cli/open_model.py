@@ -25,9 +25,10 @@ def open_model(
     dtype: str | None,
     device: str | None,
     to_write: bool = False,
+    packed: bool = False,
 ) -> tuple[ModelSource, Transformer]:
     """(where it was found, the model on its device), with a bar while weights are read; `to_write` refuses at once
-    what could not be written again."""
+    what could not be written again. Quantized weights stay `packed` for an engine, or are dequantised."""
     source = find_model(out, home, text, need_weights=not random_weights)
     need_torch("running a model")
     from armillary.model.weights.convert import open_weights, refuse_unwritable
@@ -38,7 +39,13 @@ def open_model(
         dtype = _dtype(out, home, source, device)
     with out.progress(f"loading {source.name}", unit="tensor") as bar:
         model = open_weights(
-            source, random_weights=random_weights, seed=seed, dtype=dtype, device=device, progress=bar.at
+            source,
+            random_weights=random_weights,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            progress=bar.at,
+            packed=packed,
         )
     return source, model
 

@@ -54,8 +54,8 @@ def serve(
 ) -> None:
     """Serve MODEL to OpenAI's clients: chats, completions, tools, structures; a chat page at /.
 
-    MODEL is a Hugging Face folder, a Hub id, a run or a release. With registry:NAME@ALIAS, a version that is promoted
-    to the alias later replaces the one that serves, without dropping a request.
+    MODEL is a Hugging Face folder, a GGUF file, a Hub id, a run or a release. With registry:NAME@ALIAS, a version
+    that is promoted to the alias later replaces the one that serves, without dropping a request.
 
     SIGTERM lets requests in flight finish. The rest is keys of [serve], like limits and API keys: --set
     serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=… (for clients), --set

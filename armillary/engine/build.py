@@ -22,6 +22,7 @@ from armillary.engine.runner.linear_formats import (
     pick_fp8,
     replace_head,
     replace_linears,
+    run_int8,
     to_fp8,
 )
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
@@ -35,6 +36,7 @@ from armillary.errors import BadInput
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.requirements import lacking
 from armillary.model.device import fit_threads, free_bytes
+from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.parallel.collectives import Group, all_reduce
@@ -70,6 +72,7 @@ def make_engine(
     fit_threads()
     if serve.threads is not None and device_type == "cpu":
         torch.set_num_threads(max(1, serve.threads // (group.size if group is not None else 1)))
+    refuse_packed(model, serve, group)
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, settings, serve, seed, group)
@@ -97,6 +100,16 @@ def make_engine(
     texts = OutputProcessor(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
     return Engine(loop, texts, record=record, roofline=roofline), plan
+
+
+def refuse_packed(model: Transformer, serve: Serve, group: Group | None) -> None:
+    """BadInput for what packed weights cannot be: sharded, or quantized again."""
+    if not packed_modules(model):
+        return
+    if group is not None:
+        raise BadInput(f"{model.config.name} has packed weights, which are not sharded yet; set layout.tp=1")
+    if serve.weights != "auto":
+        raise BadInput(f"{model.config.name} is already quantized; leave serve.weights=auto")
 
 
 def make_executor(
@@ -137,8 +150,9 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     packed = partial(PackedDense, plain=weight_bytes < (free_bytes(executor.device) or 0) * _SPARE)
     if can_pack:
         replace_head(forward, packed, let_go=let_go)
+    run_int8(forward, let_go=let_go)
     if serve.weights == "int8" or can_pack:
-        replace_linears(forward, Int8Dense if serve.weights == "int8" else packed, let_go=let_go)
+        replace_linears(forward, Int8Dense.rounded if serve.weights == "int8" else packed, let_go=let_go)
 
 
 def _scale(executor: FastExecutor) -> None:

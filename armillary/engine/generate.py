@@ -37,9 +37,8 @@ def generate(
     source = resolve_model(str(model), home or Home.default(), need_weights=True)
     assert source.folder is not None
     where = pick_device(device)
-    loaded = load_model(
-        source.folder, dtype=dtype or dtype_to_load(source, Serve(), home or Home.default(), where), device=where
-    )
+    dtype = dtype or dtype_to_load(source, Serve(), home or Home.default(), where)
+    loaded = load_model(source.folder, dtype=dtype, device=where, packed=True)
     tokenizer, chosen = Tokenizer.load(source.folder), sampling or default_sampling(source.folder)
     check_tokenizer(loaded, tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]

@@ -86,7 +86,7 @@ class LLM:
         where = world.device if world else pick_device(device)
         dtype = dtype or dtype_to_load(source, serve, home or Home.default(), where, group)
         loaded = (
-            load_model(source.folder, dtype=dtype, device=where)
+            load_model(source.folder, dtype=dtype, device=where, packed=True)
             if world is None or group is None
             else load_shard(
                 source.folder,

@@ -35,8 +35,11 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "structure": ("llguidance",),
     "tracking": ("mlflow", "tensorboard", "wandb"),
     "dev": (
+        "bitsandbytes",
+        "compressed_tensors",
         "cryptography",
         "docx",
+        "gguf",
         "hypothesis",
         "kubernetes",
         "kubernetes_validate",

@@ -25,6 +25,7 @@ from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm, hidden_norm
 from armillary.model.layers.rope import RotaryTable
 from armillary.model.moe.experts import MixtureOfExperts, Router
+from armillary.model.quantized.packed_linear import PackedEmbedding
 from armillary.model.random_values import PartOf, all_of, fill_normal
 from armillary.model.supported_shapes import refuse_unbuildable
 from armillary.spec.model import LayerKind, ModelConfig
@@ -112,6 +113,8 @@ class Transformer(nn.Module):
 
     def head(self, hidden_BTH: Tensor) -> Tensor:
         """Hidden to logits [..., V]."""
+        if isinstance(self.embedding, PackedEmbedding) and self.output is None:
+            return self.scaled_logits(self.embedding.linear(hidden_BTH))
         return self.scaled_logits(
             F.linear(hidden_BTH, *self.head_weights()) if self.output is None else self.output(hidden_BTH)
         )

@@ -10,6 +10,8 @@ from typing import Any
 from armillary.errors import BadModel, NotFound
 
 INDEX = "model.safetensors.index.json"
+GGUF_MARKER = "weights.gguf.path"
+"""a file that names the GGUF file with the weights (`store.gguf.local_folder`)"""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NOT_MODEL_FILES = ("consolidated", "adapter_", "optimizer", "training_args")
 
@@ -27,7 +29,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The model's safetensors files; BadModel where any is missing."""
+    """The model's safetensors files, or its GGUF file; BadModel where any is missing."""
+    if (file := gguf_file(folder)) is not None:
+        return [file]
     names = _indexed(folder) or _unindexed(folder)
     if not names:
         raise _no_weights(folder)
@@ -39,8 +43,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the folder has safetensors, complete or not."""
-    return (folder / INDEX).is_file() or bool(_unindexed(folder))
+    """Whether the folder has safetensors, complete or not, or names a GGUF file."""
+    return (folder / GGUF_MARKER).is_file() or (folder / INDEX).is_file() or bool(_unindexed(folder))
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """The GGUF file with the weights of a folder; None where they are safetensors."""
+    if not (folder / GGUF_MARKER).is_file():
+        return None
+    file = Path((folder / GGUF_MARKER).read_text())
+    if not file.is_file():
+        raise BadModel(f"{file} is no longer there; give the GGUF file where it is now")
+    return file
 
 
 def _indexed(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The model that a text names: a folder, a config.json, a catalogue name, a run, a release or a Hub id.
+"""The model that a text names: a folder, a GGUF file, a config.json, a catalogue name, a run, a release or a Hub id.
 
 Every verb with a model argument calls `resolve_model`, so that all accept the same names.
 """
@@ -13,6 +13,7 @@ from armillary.spec import catalogue
 from armillary.spec.hf.config import from_hf
 from armillary.spec.model import ModelConfig
 from armillary.store import hub
+from armillary.store.gguf.local_folder import gguf_folder, is_gguf
 from armillary.store.hf_folder import has_weights, read_config, weight_files
 from armillary.store.home import Home
 from armillary.store.progress import Progress, silent
@@ -22,7 +23,7 @@ from armillary.store.remote import is_url
 from armillary.store.remote_model import local_files, weights_url
 from armillary.store.runs import Run, find_run, is_run_folder, list_runs, run_names
 
-Origin = Literal["catalogue", "folder", "config", "hub", "run", "release", "store"]
+Origin = Literal["catalogue", "folder", "config", "gguf", "hub", "run", "release", "store"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ def resolve_model(
     if is_url(text):
         return _from_store(text, home)
     source = (
-        _from_path(path, need_weights)
+        _from_path(path, home, need_weights)
         or _from_catalogue(text, need_weights)
         or _from_run(text, home, need_weights)
         or _from_release(text, home, need_weights, fetch_progress, trusted_keys)
@@ -89,7 +90,11 @@ def _from_store(url: str, home: Home) -> ModelSource:
     return ModelSource(name=name, config=config, folder=folder, files=folder, url=weights_url(folder), origin="store")
 
 
-def _from_path(path: Path, need_weights: bool) -> ModelSource | None:
+def _from_path(path: Path, home: Home, need_weights: bool) -> ModelSource | None:
+    if is_gguf(path):
+        folder = gguf_folder(path, home)
+        config = from_hf(read_config(folder), name=path.stem)
+        return ModelSource(name=path.stem, config=config, folder=folder, files=folder, origin="gguf")
     if os.path.isfile(path):
         return _from_config(path, need_weights)
     if os.path.isfile(path / "config.json"):

@@ -57,7 +57,7 @@ def serve(
     if min(requests, tokens_in, tokens_out) < 1:
         raise BadInput("requests and tokens must be at least 1; give larger numbers")
     random = find_model(out, home, model, need_weights=False).folder is None
-    source, loaded = open_model(out, home, model, random_weights=random, dtype=dtype, device=device)
+    source, loaded = open_model(out, home, model, random_weights=random, dtype=dtype, device=device, packed=True)
     if tokens_in + tokens_out > loaded.config.context:
         raise BadInput(
             f"{tokens_in} + {tokens_out} tokens exceed the context of {source.name}; ask for at most "

@@ -1,7 +1,9 @@
 """The engine's kernels, chosen once when it starts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +50,10 @@ class EngineKernels:
     """grouped GEMM over the experts of a layer, without a synchronization; none: expert by expert"""
     capturable: bool = False
     """none of them waits for the device, so that steps can be captured in CUDA graphs"""
+
+    def for_packed(self) -> EngineKernels:
+        """Without GEMMs that take plain weights."""
+        return replace(self, small=None, grouped=None, capturable=self.capturable and self.grouped is None)
 
 
 _CHECKED = 8  # rows of the agreement check at the start, which has to be fast; the bench checks larger ones

@@ -24,6 +24,7 @@ from armillary.engine.runner.step_input import Ints, Shape, Step
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.settings import rope_switch
 from armillary.engine.scheduler.step_loop import StepTooLarge
+from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.transformer import Transformer
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
@@ -72,7 +73,8 @@ class FastExecutor:
         weight, config = next(model.parameters()), model.config
         self.device, self.vocab = weight.device, config.vocab
         self.max_running, self.max_tokens = max_running, max_tokens
-        self.kernels = kernels or pick_kernels(config, dtype=weight.dtype, device=self.device, batch=max_running)
+        kernels = kernels or pick_kernels(config, dtype=weight.dtype, device=self.device, batch=max_running)
+        self.kernels = kernels.for_packed() if packed_modules(model) else kernels
         pages, slots = -(-max_model_len // cache.block_tokens), max(len(group.layers) for group in cache.groups)
         blocks = (slots, cache.pool.num_blocks, 2, kv_heads or config.kv_heads, cache.block_tokens, config.head_dim)
         self.rows = DeviceRows(

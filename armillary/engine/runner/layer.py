@@ -13,6 +13,7 @@ from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
+from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.transformer import Block
 from armillary.spec.model import ModelConfig
 
@@ -29,7 +30,11 @@ class Dense:
         return F.linear(x, self.weight, self.bias)
 
 
-def dense(linear: nn.Linear) -> Dense:
+def linear_fn(linear: nn.Module) -> LinearFn:
+    """A packed layer runs itself."""
+    if isinstance(linear, PackedLinear):
+        return linear
+    assert isinstance(linear, nn.Linear)
     return Dense(linear.weight, linear.bias)
 
 
@@ -40,8 +45,8 @@ def linears_of(block: Any) -> list[nn.Linear]:
 
 
 def free_weights(*linears: nn.Linear) -> None:
-    """Free weights that the engine holds in another form."""
-    for linear in linears:
+    """Free weights that the engine holds in another form; packed ones are held as they are."""
+    for linear in (each for each in linears if isinstance(each, nn.Linear)):
         linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
 
 
@@ -76,10 +81,10 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
         slot=slot,
         sliding=attention.sliding,
         rotates=attention.rotates,
-        qkv=dense(attention.qkv),
-        out=dense(attention.out),
-        up=dense(mlp.up) if is_dense else None,
-        down=dense(mlp.down) if is_dense else None,
+        qkv=linear_fn(attention.qkv),
+        out=linear_fn(attention.out),
+        up=linear_fn(mlp.up) if is_dense else None,
+        down=linear_fn(mlp.down) if is_dense else None,
         mixture=None if is_dense else mlp,
         activation=mlp.activation if is_dense else "",
         gated=mlp.gated if is_dense else True,

@@ -4,6 +4,8 @@ PackedDense keeps bf16 weights in the layout of the CPU's matrix units (oneDNN),
 torch's own GEMM packs them in every call, which for a few tokens takes longer than the GEMM.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -19,6 +21,8 @@ from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.fp8.linear import E4M3, quantised
 from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase
+from armillary.model.quantized.formats import IntGroups
+from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.transformer import Transformer
 
 Make = Callable[[Tensor, Tensor | None], LinearFn]  # (weight, bias) -> linear function
@@ -59,14 +63,17 @@ def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
 
 
 def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
-    """The same for the head, unless it is sharded over ranks."""
-    if forward.reduce is no_reduce:
+    """The same for the head, unless it is sharded over ranks or packed."""
+    model = forward.model
+    if forward.reduce is no_reduce and not isinstance(model.output or model.embedding, PackedLinear | PackedEmbedding):
         forward.head = _head(forward.model, make)
         if let_go and forward.model.output is not None:
             free_weights(forward.model.output)
 
 
 def _made(linear: LinearFn, make: Make) -> LinearFn:
+    if isinstance(linear, PackedLinear):
+        return linear
     assert isinstance(linear, Dense), "only plain weights can be packed or quantized"
     return make(linear.weight, linear.bias)
 
@@ -81,10 +88,15 @@ class Int8Dense:
     """x @ weightᵀ + bias with both factors in int8 on a CPU: a scale per row of the weight and per token, sums in
     int32. The output does not depend on other rows of the batch."""
 
-    def __init__(self, weight_NK: Tensor, bias: Tensor | None = None) -> None:
+    @classmethod
+    def rounded(cls, weight_NK: Tensor, bias: Tensor | None = None) -> Int8Dense:
+        """Of a plain weight."""
         wide = weight_NK.detach().float()
-        self.scale_N = wide.abs().amax(dim=1).clamp_min(1e-12) / 127
-        rounded_NK = (wide / self.scale_N[:, None]).round().to(torch.int8)
+        scale_N = wide.abs().amax(dim=1).clamp_min(1e-12) / 127
+        return cls((wide / scale_N[:, None]).round().to(torch.int8), scale_N, bias)
+
+    def __init__(self, rounded_NK: Tensor, scale_N: Tensor, bias: Tensor | None = None) -> None:
+        self.scale_N = scale_N
         self._ops: Any = torch.ops.onednn if has_onednn() and onednn_is_exact() else None
         if self._ops is not None:
             self._packed = self._ops.qlinear_prepack(rounded_NK, None)
@@ -140,6 +152,31 @@ def onednn_is_exact() -> bool:
     scale_N, zeros_N = torch.ones(columns), torch.zeros(columns, dtype=torch.int32)
     sums = _onednn_matmul(ops, x_TK, ops.qlinear_prepack(weight_NK, None), scale_N, zeros_N)
     return bool((sums == 127 * 127 * depth).all())
+
+
+def run_int8(forward: Forward, *, let_go: bool) -> None:
+    """Packed int8 layers whose checkpoint wants int8 inputs too (W8A8) become `Int8Dense`; `let_go` frees the model's
+    own copy."""
+
+    def replaced(linear: LinearFn | None) -> LinearFn | None:
+        if not isinstance(linear, PackedLinear) or not _is_w8a8(linear):
+            return linear
+        (part,) = linear.weight.parts
+        codes_NK = (part.rows["codes"] ^ 128).view(torch.int8)
+        made = Int8Dense(codes_NK, part.rows["scale"].flatten().float(), linear.bias)
+        if let_go:
+            linear.free()
+        return made
+
+    for layer in forward.layers:
+        qkv, out = replaced(layer.qkv), replaced(layer.out)
+        assert qkv is not None and out is not None
+        layer.qkv, layer.out, layer.up, layer.down = qkv, out, replaced(layer.up), replaced(layer.down)
+
+
+def _is_w8a8(linear: PackedLinear) -> bool:
+    formats = [part.format for part in linear.weight.parts]
+    return len(formats) == 1 and isinstance(formats[0], IntGroups) and formats[0].int8_activations
 
 
 Matmul = Callable[..., Tensor]  # `armillary.kernels.fp8.matmul.reference`, or a faster one

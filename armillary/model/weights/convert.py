@@ -46,10 +46,12 @@ def open_weights(
     dtype: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
+    packed: bool = False,
 ) -> Transformer:
-    """The model of a source on its device, with its own weights or random ones."""
+    """The model of a source on its device, with its own weights or random ones; quantized ones stay `packed` or are
+    dequantised."""
     where = pick_device(device)
     if random_weights:
         return build(source.config, dtype=parse_dtype(dtype or "fp32"), device=where, seed=seed, progress=progress)
     assert source.folder is not None
-    return load_model(source.folder, dtype=dtype, device=where, progress=progress)
+    return load_model(source.folder, dtype=dtype, device=where, progress=progress, packed=packed)

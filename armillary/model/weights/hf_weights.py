@@ -21,14 +21,18 @@ from torch import Tensor
 from armillary.errors import BadInput, BadModel
 from armillary.kernels.core.dtype import HF_NAMES, parse_dtype
 from armillary.model.lora import NAMES as ADAPTERS
+from armillary.model.quantized.quantization_config import packed_reader
 from armillary.model.transformer import Progress, Transformer, build
+from armillary.model.weights.gguf_weights import GgufTensors
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
 from armillary.model.weights.host_to_device import Sender
+from armillary.model.weights.packed_weights import PackedFolder, load_packed
 from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
 from armillary.spec.hf.config import from_hf, to_hf
 from armillary.spec.model import ModelConfig
 from armillary.store.atomic import staged_folder
-from armillary.store.hf_folder import read_config
+from armillary.store.gguf.local_folder import gguf_folder, is_gguf
+from armillary.store.hf_folder import gguf_file, read_config
 from armillary.store.remote import is_url
 from armillary.store.remote_model import local_files
 
@@ -49,14 +53,27 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    packed: bool = False,
 ) -> Transformer:
-    """The model of a Hugging Face folder, or of its address in a store; `dtype` None keeps the folder's own."""
+    """The model of a Hugging Face folder, or of its address in a store; `dtype` None keeps the folder's own. Quantized
+    weights stay `packed`, to run only, or are dequantised to the dtype. A GGUF file is a folder too."""
+    if is_gguf(folder):
+        folder = gguf_folder(Path(folder))
     folder = local_files(str(folder)) if is_url(str(folder)) else Path(folder)
     raw = read_config(folder)
     config = from_hf(raw, name=folder.name)
     wanted = parse_dtype(dtype) if dtype is not None else _named_dtype(raw)
+    if (file := gguf_file(folder)) is not None:
+        tensors = GgufTensors(file, config)
+        contents = PackedFolder(config, tensors, tensors.read_module)
+        return load_packed(contents, dtype=wanted or torch.float16, device=device, keep=packed, progress=progress)
+    read_module = packed_reader(raw)
     with TensorFolder(folder) as stored:
         check_head(config, stored)
+        if read_module is not None:
+            contents = PackedFolder(config, stored, read_module)
+            dtype = wanted or torch.bfloat16
+            return load_packed(contents, dtype=dtype, device=device, keep=packed, progress=progress)
         model = build(config, dtype=wanted or stored.dtype(), device=device)
         fill(model, stored, progress)
     return model

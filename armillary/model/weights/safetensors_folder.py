@@ -1,6 +1,6 @@
 """The safetensors files of a model folder, on disk or in a store, read by tensor name; errors are one line each.
 
-Nothing pickled is ever opened, and only plain floats are accepted: quantised weights have their own loaders.
+Nothing pickled is ever opened. `read` and `where` accept plain floats only; `read_any` is for packed weights.
 """
 
 from __future__ import annotations
@@ -17,14 +17,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.kernels.core.dtype import HF_NAMES
-from armillary.store.hf_folder import weight_files
+from armillary.store.hf_folder import gguf_file, weight_files
 from armillary.store.remote import Remote
 from armillary.store.remote_model import remote_weight_files, weights_url
 
-_NAMES = {"I8": "int8", "U8": "uint8", "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHERS = {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 class StoredTensor(NamedTuple):
@@ -62,6 +71,8 @@ class TensorFolder:
         """Tensor name -> file name."""
         if self.url:
             return {name: file for file in remote_weight_files(self.url) for name in self._header(file)[1]}
+        if (file := gguf_file(Path(self.folder))) is not None:
+            raise BadModel(f"{file} is read by one process only; write plain weights with armillary convert")
         files = [path.name for path in weight_files(Path(self.folder))]
         return {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
 
@@ -86,30 +97,45 @@ class TensorFolder:
         """Of the first tensor: the dtype of a folder whose config.json names none."""
         return self.where(next(iter(self.files))).dtype
 
+    def is_plain(self, name: str) -> bool:
+        """Whether it is stored, as plain floats."""
+        return name in self.files and self._entry(name)["dtype"] in _FLOATS
+
     def read(self, name: str) -> Tensor:
+        self._refuse_packed(name)
+        return self.read_any(name)
+
+    def read_any(self, name: str) -> Tensor:
+        """A tensor of any dtype."""
         if self.url:
-            return self._fetch(self.where(name))
+            return self._fetch(self._where(name))
         try:
-            tensor = self._file(self.files[name]).get_tensor(name)
+            return self._file(self.files[name]).get_tensor(name)
         except SafetensorError as error:
             raise BadModel(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the model again") from None
-        if tensor.dtype not in HF_NAMES:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise BadModel(f"{self.folder}: {name} is {kind}, not a plain float; use the unquantised weights")
-        return tensor
 
     def where(self, name: str) -> StoredTensor:
         """The location of a tensor, for callers that read it themselves."""
-        file = self.files[name]
-        begin, header = self._header(file)
-        entry = header[name]
-        if entry["dtype"] not in _FLOATS:
+        self._refuse_packed(name)
+        return self._where(name)
+
+    def _refuse_packed(self, name: str) -> None:
+        if (kind := self._entry(name)["dtype"]) not in _FLOATS:
+            kind = str(_OTHERS.get(kind, kind)).removeprefix("torch.")
             raise BadModel(
-                f"{self.folder}: {name} is {_NAMES.get(entry['dtype'], entry['dtype'])}, not a plain float; use the "
-                "unquantised weights"
+                f"{self.folder}: {name} is {kind}, not a plain float; write plain ones with armillary convert"
             )
+
+    def _where(self, name: str) -> StoredTensor:
+        file, entry = self.files[name], self._entry(name)
+        if (dtype := (_FLOATS | _OTHERS).get(entry["dtype"])) is None:
+            raise BadModel(f"{self.folder}: {name} is {entry['dtype']}, which is not known; take another format")
         path = f"{self.url}/{file}" if self.url else str(Path(self.folder) / file)
-        return StoredTensor(path, begin + entry["data_offsets"][0], torch.Size(entry["shape"]), _FLOATS[entry["dtype"]])
+        begin = self._header(file)[0] + entry["data_offsets"][0]
+        return StoredTensor(path, begin, torch.Size(entry["shape"]), dtype)
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return self._header(self.files[name])[1][name]  # type: ignore[no-any-return]
 
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
         """(byte at which tensors begin, what and where they are)."""

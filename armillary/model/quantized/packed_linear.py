@@ -1,0 +1,62 @@
+"""Linear layers and embeddings over packed weights: some rows at a time are dequantised, used and dropped."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.model.quantized.packed_rows import JoinedRows, PackedRows
+
+# T tokens, N outputs, K inputs
+
+_BLOCK_NUMBERS = 1 << 20
+"""weights dequantised at a time: 4 MB in fp32, which stays in the caches of most CPUs"""
+
+
+class PackedLinear(nn.Module):
+    """x @ weightᵀ + bias; memory is that of the packed weight and one block of rows."""
+
+    def __init__(self, weight: JoinedRows, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([_matmul(x, part) for part in self.weight.parts], dim=-1)
+        if self.weight.order_N is not None:
+            y = y.index_select(-1, self.weight.order_N)
+        return y if self.bias is None else y + self.bias
+
+    def free(self) -> None:
+        """Drop the weight, which is held in another form."""
+        self.weight = JoinedRows(parts=())
+
+
+class PackedEmbedding(nn.Module):
+    """Rows of a packed matrix by token; `linear` is the head tied to it."""
+
+    def __init__(self, weight: PackedRows, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.linear = PackedLinear(JoinedRows(parts=(weight,)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        (weight,) = self.linear.weight.parts
+        rows = weight.select(tokens.flatten()).dequantised().to(self.dtype)
+        return rows.view(*tokens.shape, -1)
+
+
+def _matmul(x: Tensor, part: PackedRows) -> Tensor:
+    """[…, N], a block of rows at a time."""
+    if part.order_K is not None:
+        x = x.index_select(-1, part.order_K)
+        part = replace(part, order_K=None)
+    step = max(1, _BLOCK_NUMBERS // part.columns)
+    blocks = (part.select(slice(row, row + step)) for row in range(0, part.num_rows, step))
+    return torch.cat([F.linear(x, block.stored_order().to(x.dtype)) for block in blocks], dim=-1)
+
+
+def packed_modules(model: nn.Module) -> list[PackedLinear]:
+    """Every packed layer of a model, a packed embedding's too."""
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]

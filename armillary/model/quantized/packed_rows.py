@@ -1,0 +1,99 @@
+"""A packed weight matrix as it lies in memory, and the fused matrix made of several, joined by rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from armillary.model.quantized.formats import Format, Plain, Rows
+
+Join = Callable[[Sequence[Tensor]], Tensor]  # of `hf_layout`: permutes rows, never changes what is in them
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """[N, K] in a format."""
+
+    format: Format
+    rows: Rows  # each [N, …]
+    columns: int
+    order_K: Tensor | None = None
+    """columns are stored in this order, groups together (GPTQ with act-order); None: in their own"""
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.rows.values())))
+
+    @property
+    def nbytes(self) -> int:
+        order = 0 if self.order_K is None else self.order_K.nbytes
+        return sum(tensor.nbytes for tensor in self.rows.values()) + order
+
+    def select(self, rows: slice | Tensor) -> "PackedRows":
+        return replace(self, rows={name: tensor[rows] for name, tensor in self.rows.items()})
+
+    def stored_order(self) -> Tensor:
+        """[N, K], columns as they are stored."""
+        return self.format.dequantise(self.rows)
+
+    def dequantised(self) -> Tensor:
+        """[N, K], columns in their own order."""
+        stored = self.stored_order()
+        if self.order_K is None:
+            return stored
+        weight = torch.empty_like(stored)
+        weight[:, self.order_K] = stored
+        return weight
+
+    def to(self, device: torch.device) -> "PackedRows":
+        order = None if self.order_K is None else self.order_K.to(device)
+        return replace(self, rows={name: tensor.to(device) for name, tensor in self.rows.items()}, order_K=order)
+
+
+def plain(weight_NK: Tensor) -> PackedRows:
+    return PackedRows(format=Plain(), rows={"weight": weight_NK}, columns=weight_NK.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedRows:
+    """Several packed matrices above each other, and the order of their rows in the fused one. Matrices of one format
+    are already joined: a single part in order."""
+
+    parts: tuple[PackedRows, ...]
+    order_N: Tensor | None = None  # row n of the fused matrix is row order_N[n] of the parts above each other
+
+    @property
+    def nbytes(self) -> int:
+        order = 0 if self.order_N is None else self.order_N.nbytes
+        return sum(part.nbytes for part in self.parts) + order
+
+    def dequantised(self) -> Tensor:
+        wide = torch.cat([part.dequantised() for part in self.parts])
+        return wide if self.order_N is None else wide[self.order_N]
+
+
+def join_rows(join: Join, parts: Sequence[PackedRows]) -> JoinedRows:
+    """`join` of `hf_layout` on packed matrices."""
+    first = parts[0]
+    if all(_joinable(first, other) for other in parts[1:]):
+        rows = {name: join([part.rows[name] for part in parts]) for name in first.rows}
+        flat = {name: tensor.flatten(0, -2) for name, tensor in rows.items()}
+        return JoinedRows(parts=(replace(first, rows={name: each.contiguous() for name, each in flat.items()}),))
+    begin, numbers = 0, []
+    for part in parts:
+        numbers.append(torch.arange(begin, begin + part.num_rows)[:, None])
+        begin += part.num_rows
+    return JoinedRows(parts=tuple(parts), order_N=join(numbers).flatten().int())
+
+
+def _joinable(a: PackedRows, b: PackedRows) -> bool:
+    if a.format != b.format or a.columns != b.columns or a.rows.keys() != b.rows.keys():
+        return False
+    if (a.order_K is None) != (b.order_K is None):
+        return False
+    alike = all(
+        mine.dtype == other.dtype and mine.shape[1:] == other.shape[1:]
+        for mine, other in zip(a.rows.values(), b.rows.values(), strict=True)
+    )
+    return alike and (a.order_K is None or torch.equal(a.order_K, b.order_K))  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""The quantization_config of a config.json, and the reader of packed modules that it stands for."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from armillary.errors import BadModel
+from armillary.model.quantized import bitsandbytes, compressed_tensors
+from armillary.model.quantized.gptq_awq import Awq, Gptq
+from armillary.model.quantized.packed_rows import PackedRows
+from armillary.model.quantized.stored import Stored
+
+ReadModule = Callable[[Stored, str, tuple[int, int]], PackedRows | None]
+"""(tensors, module, its [N, K]) -> the packed weight; None where the module is stored as plain floats"""
+
+
+def packed_reader(raw: Mapping[str, Any]) -> ReadModule | None:
+    """The reader for the folder of this config.json; None where nothing is quantized."""
+    table = raw.get("quantization_config")
+    if table is None:
+        return None
+    if not isinstance(table, dict):
+        raise BadModel("quantization_config in config.json is not a table; fetch the model again")
+    method = str(table.get("quant_method") or "").lower()
+    if not method and ("load_in_4bit" in table or "load_in_8bit" in table):
+        method = "bitsandbytes"  # as older releases wrote it
+    if method not in _READERS:
+        known = ", ".join(_READERS)
+        raise BadModel(f"quant_method '{method}' in config.json is not supported; these are: {known}")
+    return _READERS[method](table)
+
+
+def _compressed_tensors(table: dict[str, Any]) -> ReadModule:
+    groups = table.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(scheme, dict) for scheme in groups.values()):
+        raise BadModel("quantization_config in config.json has no config_groups; fetch the model again")
+    if (table.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise BadModel("sparse compressed-tensors weights are not supported; take the dense ones")
+
+    def read(stored: Stored, module: str, shape: tuple[int, int]) -> PackedRows | None:
+        return compressed_tensors.read_module(stored, module, shape, _scheme_of(module, groups))
+
+    return read
+
+
+def _scheme_of(module: str, groups: dict[str, Any]) -> dict[str, Any]:
+    """The entry whose targets name the module, by itself or a pattern; else the one for all linear layers."""
+    general: dict[str, Any] = {}
+    for scheme in groups.values():
+        for target in scheme.get("targets") or []:
+            if target in ("Linear", "re:.*"):
+                general = general or scheme
+            elif _matches(module, str(target)):
+                return scheme
+    return general
+
+
+def _matches(module: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return module == target or module.endswith(f".{target}")
+    try:
+        return re.match(target.removeprefix("re:"), module) is not None
+    except re.error:
+        raise BadModel(f"the target {target} in quantization_config is no pattern; fetch the model again") from None
+
+
+def _fp8(table: dict[str, Any]) -> ReadModule:
+    """Blocks of 128 × 128 as in DeepSeek-V3, or one scale per tensor."""
+    block = table.get("weight_block_size")
+
+    def read(stored: Stored, module: str, shape: tuple[int, int]) -> PackedRows | None:
+        stored.skip(f"{module}.input_scale", f"{module}.activation_scale")
+        for end in ("weight_scale_inv", "weight_scale"):
+            if stored.has(f"{module}.{end}"):
+                return compressed_tensors.read_fp8(stored, module, shape, f"{module}.{end}", block)
+        return None
+
+    return read
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], ReadModule]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": lambda table: Gptq.of(table).read_module,
+    "awq": lambda table: Awq.of(table).read_module,
+    "bitsandbytes": lambda table: bitsandbytes.read_module,
+}

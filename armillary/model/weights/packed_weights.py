@@ -1,0 +1,187 @@
+"""A model whose folder holds packed weights, loaded as they are: nothing is dequantised that was not stored so.
+
+Each of our fused matrices is joined from the rows of the packed ones (`quantized.packed_rows`), by the same rules as
+plain weights; modules become `PackedLinear` and `PackedExperts`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from armillary.errors import BadModel
+from armillary.kernels.core.dtype import HF_NAMES
+from armillary.model.device import refuse_too_big
+from armillary.model.moe.experts import Router
+from armillary.model.moe.packed_experts import PackedExperts
+from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
+from armillary.model.quantized.packed_rows import JoinedRows, PackedRows, join_rows, plain
+from armillary.model.quantized.quantization_config import ReadModule
+from armillary.model.quantized.stored import Stored
+from armillary.model.transformer import Progress, Transformer
+from armillary.model.weights.hf_layout import Rule, interleave, rules
+from armillary.spec.model import ModelConfig
+
+_NOT_ONE_MODEL = "config.json and weights are not of one model"
+_UNUSED = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+    ".k_scale",  # of a KV cache in fp8
+    ".v_scale",
+    ".output_scale",
+)
+
+
+class Tensors(Protocol):
+    """A `TensorFolder`, or another store of tensors under Hugging Face names."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def names(self) -> Iterator[str]: ...
+    def is_plain(self, name: str) -> bool: ...
+    def read_any(self, name: str) -> Tensor: ...
+
+
+class PackedFolder:
+    """The tensors of a folder by the rules of its model, some of them packed."""
+
+    def __init__(self, config: ModelConfig, stored: Tensors, read_module: ReadModule) -> None:
+        self.config, self.folder, self._read_module = config, stored, read_module
+        self.stored = Stored(has=stored.__contains__, read=stored.read_any)
+        with torch.device("meta"):
+            self.shapes = {name: tensor.shape for name, tensor in _tensors(Transformer(config)).items()}
+        self.rules = rules(config)
+
+    def is_packed(self, rule: Rule) -> bool:
+        return any(not self.folder.is_plain(name) and name.endswith(".weight") for name in rule.hf_names)
+
+    def plain(self, rule: Rule) -> Tensor:
+        """The joined tensor of a rule that is stored plain."""
+        parts = []
+        for name in rule.hf_names:
+            if name not in self.folder:
+                raise BadModel(f"{self.config.name}: tensor {name} is missing; {_NOT_ONE_MODEL}")
+            parts.append(self.stored.get(name, *HF_NAMES))
+        self._check(rule, [tuple(part.shape) for part in parts])
+        return rule.join(parts)
+
+    def packed(self, rule: Rule) -> list[PackedRows]:
+        """The matrices that a rule joins, those stored plain too."""
+        wanted = [tuple(part.shape) for part in rule.split(torch.empty(self.shapes[rule.name], device="meta"))]
+        parts = []
+        for name, shape in zip(rule.hf_names, wanted, strict=True):
+            if len(shape) != 2 or shape[1] % 2:
+                raise BadModel(f"{self.config.name}: {name} of shape {list(shape)} cannot be packed; take plain ones")
+            parts.append(self._read_module(self.stored, name.removesuffix(".weight"), shape) or self._plain_part(name))
+        return parts
+
+    def _plain_part(self, name: str) -> PackedRows:
+        if not self.folder.is_plain(name):
+            raise BadModel(f"{self.config.name}: {name} is not stored as quantization_config says; {_NOT_ONE_MODEL}")
+        return plain(self.stored.get(name, *HF_NAMES))
+
+    def _check(self, rule: Rule, shapes: Sequence[tuple[int, ...]]) -> None:
+        shape = rule.joined_shape([torch.Size(each) for each in shapes])
+        if shape != self.shapes[rule.name]:
+            actual = list(shape) if shape is not None else [list(each) for each in shapes[:3]]
+            raise BadModel(
+                f"{self.config.name}: {rule.hf_names[0]} makes {actual} where config.json says "
+                f"{list(self.shapes[rule.name])}; {_NOT_ONE_MODEL}"
+            )
+
+    def refuse_extra(self) -> None:
+        """BadModel where tensors are left over. Biases of zeros are none: some tools write them for every layer."""
+        for name in sorted(set(self.folder.names()) - self.stored.used):
+            unused = name.endswith(_UNUSED) or (self.config.tied and name == "lm_head.weight")
+            if not unused and not (name.endswith(".bias") and not self.stored.get(name).any()):
+                raise BadModel(
+                    f"{self.config.name}: tensor {name} is not part of a {self.config.family} model of this shape; "
+                    f"{_NOT_ONE_MODEL}"
+                )
+
+
+@torch.no_grad()
+def load_packed(
+    folder: PackedFolder,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    keep: bool,
+    progress: Progress | None = None,
+) -> Transformer:
+    """The model with packed weights; without `keep` they are dequantised to `dtype`."""
+    packed = {rule.name for rule in folder.rules if folder.is_packed(rule)}
+    model = _empty(folder.config, packed if keep else set(), dtype, torch.device(device))
+    tensors = _tensors(model)
+    experts: dict[str, list[JoinedRows]] = {}
+    for i, rule in enumerate(folder.rules):
+        if rule.name not in packed:
+            tensors[rule.name].copy_(folder.plain(rule))
+        elif not keep:
+            tensors[rule.name].copy_(rule.join([part.dequantised() for part in folder.packed(rule)]))
+        elif rule.name == "embedding.weight":
+            (weight,) = folder.packed(rule)
+            model.embedding = PackedEmbedding(weight.to(torch.device(device)), dtype)  # type: ignore[assignment]
+        elif ".experts." in rule.name:
+            experts[rule.name] = _per_expert(folder, rule)
+        else:
+            _set_linear(model, rule.name, join_rows(rule.join, folder.packed(rule)))
+        if progress:
+            progress(i + 1, len(folder.rules))
+    for name in experts:
+        if name.endswith(".up_E2FH"):
+            _set_experts(model, name, experts)
+    folder.refuse_extra()
+    return model
+
+
+def _empty(config: ModelConfig, packed: set[str], dtype: torch.dtype, device: torch.device) -> Transformer:
+    """A model with memory for all but its packed weights."""
+    with torch.device("meta"):
+        model = Transformer(config)
+        for name in packed:
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, nn.Parameter(torch.empty(0), requires_grad=False))
+    model = model.to(dtype)
+    refuse_too_big(config.name, sum(tensor.nbytes for tensor in model.parameters()), device)
+    model = model.to_empty(device=device)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.reset()
+    return model
+
+
+def _tensors(model: Transformer) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _set_linear(model: Transformer, name: str, weight: JoinedRows) -> None:
+    path, _, last = name.removesuffix(".weight").rpartition(".")
+    parent = model.get_submodule(path)
+    linear = getattr(parent, last)
+    bias = linear.bias.detach() if isinstance(linear, nn.Linear) and linear.bias is not None else None
+    setattr(parent, last, PackedLinear(_on(weight, linear.weight.device), bias))
+
+
+def _per_expert(folder: PackedFolder, rule: Rule) -> list[JoinedRows]:
+    parts = folder.packed(rule)
+    if rule.name.endswith(".down_EHF"):
+        return [JoinedRows(parts=(part,)) for part in parts]
+    pairs = zip(parts[0::2], parts[1::2], strict=True)
+    return [join_rows(lambda both: interleave(*both), pair) for pair in pairs]
+
+
+def _set_experts(model: Transformer, up_name: str, joined: dict[str, list[JoinedRows]]) -> None:
+    path, down_name = up_name.removesuffix(".up_E2FH"), up_name.replace("up_E2FH", "down_EHF")
+    if down_name not in joined:
+        raise BadModel(f"{model.config.name}: experts are packed in part; take weights of one format")
+    mixture, experts = model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
+    device = next(model.parameters()).device
+    up, down = ([PackedLinear(_on(each, device)) for each in joined[name]] for name in (up_name, down_name))
+    mixture.experts = PackedExperts(experts, up, down)  # type: ignore[arg-type]
+
+
+def _on(weight: JoinedRows, device: torch.device) -> JoinedRows:
+    order = None if weight.order_N is None else weight.order_N.to(device)
+    return JoinedRows(parts=tuple(part.to(device) for part in weight.parts), order_N=order)

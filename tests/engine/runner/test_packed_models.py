@@ -1,0 +1,148 @@
+"""Quantized folders run packed: transformers' logits, the tokens of the dequantised model, and no more memory than the
+file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from armillary.engine.build import make_engine
+from armillary.engine.llm import LLM
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.errors import BadInput, BadModel
+from armillary.model.quantized.packed_linear import packed_modules
+from armillary.model.transformer import Transformer
+from armillary.model.weights.hf_weights import hf_tensors, load_model
+from armillary.spec.tables.serve import Serve
+from tests.model.quantized.folders import compress, compressed_folder, linears, scheme_of, tiny_llama, write_folder
+from tests.model.test_agreement import assert_close, full_logits
+
+TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+SERVE = Serve(kv_bytes=200_000, max_running=4, dtype="fp32")
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+INT8 = {"num_bits": 8, "strategy": "channel"}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+INT8_INPUTS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+
+
+def int4(folder: Path) -> Path:
+    return compressed_folder(folder, tiny_llama(), scheme_of(INT4), "pack-quantized")
+
+
+def fp8(folder: Path) -> Path:
+    return compressed_folder(folder, tiny_llama(attention_bias=True), scheme_of(FP8), "float-quantized")
+
+
+def w8a8(folder: Path) -> Path:
+    return compressed_folder(folder, tiny_llama(), scheme_of(INT8, INT8_INPUTS), "int-quantized")
+
+
+def nf4(folder: Path) -> Path:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    model, packed = tiny_llama(), {}
+    for name, weight in linears(model).items():
+        codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        tensors = {f"weight.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
+        packed[name] = tensors | {"weight": codes}
+    return write_folder(folder, model, {"quant_method": "bitsandbytes", "load_in_4bit": True}, packed)
+
+
+def held_bytes(model: Transformer) -> int:
+    plain = sum(parameter.nbytes for parameter in model.parameters())
+    return plain + sum(module.weight.nbytes for module in packed_modules(model))
+
+
+def tensor_bytes(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("write", [int4, fp8, nf4])
+@torch.no_grad()
+def test_packed_models_agree_with_dequantised_ones(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = write(tmp_path / "m")
+    model, dense = load_model(folder, packed=True), load_model(folder)
+    assert len(packed_modules(model)) == 8 and not packed_modules(dense)
+    assert held_bytes(model) <= 1.05 * tensor_bytes(folder)
+    assert held_bytes(model) < 0.7 * held_bytes(dense)
+    assert_close(full_logits(model, TOKENS), full_logits(dense, TOKENS))
+    found = LLM(folder, SERVE, device="cpu").generate(TOKENS.tolist(), GREEDY)
+    engine, _ = make_engine(dense, None, SERVE)
+    requests = [Request(id=str(i), prompt=row, params=GREEDY) for i, row in enumerate(TOKENS.tolist())]
+    assert [made.tokens for made in found] == [made.tokens for made in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("write", [int4, fp8])
+@torch.no_grad()
+def test_logits_are_those_of_transformers(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = write(tmp_path / "m")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_close(full_logits(load_model(folder, packed=True), TOKENS), theirs(TOKENS, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_int8_inputs_are_rounded_per_token(tmp_path: Path) -> None:
+    """W8A8: near the dequantised model, and no copy of the weights is kept beside the int8 one."""
+    folder = w8a8(tmp_path / "m")
+    llm = LLM(folder, SERVE, device="cpu")
+    forward = llm.engine.loop.executor.forward  # type: ignore[attr-defined]
+    assert not any(module.weight.parts for module in packed_modules(forward.model))
+    x, packed = torch.randn(5, 64), load_model(folder, packed=True).blocks["1"].attention.qkv
+    error = (forward.layers[1].qkv(x) - packed(x)).norm() / packed(x).norm()
+    assert 1e-5 < error < 0.02
+    assert [made.finish for made in llm.generate(TOKENS.tolist(), GREEDY)] == ["length"] * 2
+
+
+@torch.no_grad()
+def test_experts_stay_packed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64, initializer_range=0.1, norm_topk_prob=True,
+    )  # fmt: skip
+    theirs = transformers.Qwen3MoeForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "plain")
+    plain = load_model(tmp_path / "plain")
+    weights = {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in hf_tensors(plain, torch.float32)
+        if name.endswith("_proj.weight")
+    }
+    scheme = scheme_of(INT4)
+    folder = write_folder(
+        tmp_path / "m", _Named(config, dict(hf_tensors(plain, torch.float32))),
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}}},
+        {name: compress(weight, scheme, "pack-quantized") for name, weight in weights.items()},
+    )  # fmt: skip
+    model = load_model(folder, packed=True)
+    assert held_bytes(model) <= 1.05 * tensor_bytes(folder)
+    assert_close(full_logits(model, TOKENS), full_logits(load_model(folder), TOKENS))
+    found = LLM(folder, SERVE, device="cpu").generate(TOKENS.tolist(), GREEDY)
+    assert [made.finish for made in found] == ["length"] * 2
+
+
+class _Named:
+    """A config and its tensors, as `write_folder` takes them."""
+
+    def __init__(self, config: Any, tensors: dict[str, torch.Tensor]) -> None:
+        self.config, self.state_dict = config, lambda: tensors
+
+
+def test_what_packed_weights_cannot_do_is_one_line(tmp_path: Path) -> None:
+    folder = int4(tmp_path / "m")
+    with pytest.raises(BadInput, match=r"already quantized; leave serve\.weights=auto"):
+        LLM(folder, Serve(weights="int8"), device="cpu")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"intermediate_size": 128', '"intermediate_size": 160'))
+    with pytest.raises(BadModel, match=r"mlp\.\w+\.weight_packed has shape"):
+        load_model(folder, packed=True)
+    (folder / "config.json").write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    with pytest.raises(BadModel, match="is not part of a llama model of this shape"):
+        load_model(folder, packed=True)
