@@ -9,12 +9,16 @@ from armillary.cli import completion
 from armillary.cli.open_model import find_model
 from armillary.cli.output import Output
 from armillary.cli.verb_decorator import verb
+from armillary.errors import BadModel
 from armillary.model.supported_shapes import unbuildable
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import kv_bytes, kv_bytes_per_token, parameters
 from armillary.spec.model import ModelConfig
 from armillary.spec.toml.fields import to_plain
+from armillary.store.hf_folder import gguf_file, weight_files
 from armillary.store.home import Home
+from armillary.store.registry.model_facts import quantization
+from armillary.store.resolve_model import ModelSource
 from armillary.units import bytes_text, count_text, flops_text
 
 _BF16_BYTES = 2
@@ -97,9 +101,21 @@ def _find(out: Output, home: Home, name: str) -> tuple[ModelConfig, dict[str, An
     """The model and what is known about it; the catalogue knows more than a folder does."""
     source = find_model(out, home, name, need_weights=False)
     if source.origin != "catalogue":
-        return source.config, {"source": f"{source.origin} {source.files or name}"}
+        return source.config, {"source": f"{source.origin} {source.files or name}"} | _stored(source)
     entry = to_plain(catalogue.model(source.name))
     return source.config, {key: value for key, value in entry.items() if key != "config"}
+
+
+def _stored(source: ModelSource) -> dict[str, Any]:
+    """Bytes of the weight files and how they are quantized: what the weights take in memory once loaded."""
+    if source.folder is None or source.url:
+        return {}
+    try:
+        files = weight_files(source.folder)
+    except BadModel:  # some are missing, which only matters to those who load them
+        return {}
+    method = "gguf" if gguf_file(source.folder) else quantization(source.folder).get("quant_method", "")
+    return {"stored_bytes": sum(path.stat().st_size for path in files), "quantization": method}
 
 
 def _fields(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, object]]:
@@ -113,6 +129,7 @@ def _fields(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, objec
         ("published as", about.get("published_parameters")),
         *_shape_fields(config),
         ("weights in bf16", bytes_text(count.total * _BF16_BYTES)),
+        ("weights as stored", _stored_text(about)),
         (
             "KV cache in bf16",
             f"{bytes_text(token_bytes)} per token, {bytes_text(full_bytes)} at {config.context:,} tokens",
@@ -125,6 +142,13 @@ def _fields(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, objec
         ("note", about.get("note")),
     ]
     return [(name, value) for name, value in fields if value not in (None, "", [])]
+
+
+def _stored_text(about: dict[str, Any]) -> str:
+    if "stored_bytes" not in about:
+        return ""
+    method = about["quantization"]
+    return bytes_text(about["stored_bytes"]) + (f", {method}, packed in memory too" if method else "")
 
 
 def _shape_fields(config: ModelConfig) -> list[tuple[str, object]]:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from armillary.spec import catalogue
+from tests.model.quantized.folders import tiny_llama
+from tests.model.weights.test_gguf_weights import MIXED, write_gguf
 
 Cli = Callable[..., Any]
 LLAMA_3_8B = 8_030_261_248
@@ -83,3 +85,10 @@ def test_a_misspelt_model_gets_the_nearest(cli: Cli, name: str) -> None:
 def test_a_missing_file_is_one_line(cli: Cli) -> None:
     ran = cli("models", "./nowhere/config.json")
     assert ran.code == 2 and ran.err.count("\n") == 1 and "./nowhere/config.json" in ran.err
+
+
+def test_a_gguf_file_shows_what_its_weights_take(cli: Cli, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_llama(num_hidden_layers=1), "llama", MIXED)
+    shown = cli("models", str(path))
+    assert "gguf, packed in memory too" in shown.out and "weights as stored" in shown.out
+    assert cli("models", str(path), "--json").json["stored_bytes"] == path.stat().st_size

@@ -163,10 +163,10 @@ def run_int8(forward: Forward, *, let_go: bool) -> None:
             return linear
         (part,) = linear.weight.parts
         codes_NK = (part.rows["codes"] ^ 128).view(torch.int8)
-        made = Int8Dense(codes_NK, part.rows["scale"].flatten().float(), linear.bias)
+        dense = Int8Dense(codes_NK, part.rows["scale"].flatten().float(), linear.bias)
         if let_go:
             linear.free()
-        return made
+        return dense
 
     for layer in forward.layers:
         qkv, out = replaced(layer.qkv), replaced(layer.out)

@@ -1,7 +1,7 @@
 """GPTQ and AWQ folders: int32 words of 4- or 8-bit codes, with a scale and a zero per group of inputs and output.
 
 Both store the transpose of our layout, [K, N]: GPTQ packs along K, AWQ along N in an order of its own. GPTQ's first
-format stores zeros minus one; "gptq_v2" stores them as they are.
+format stores zeros minus one, zero itself as the largest code; "gptq_v2" stores them as they are.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Gptq:
         codes_NK = unpack_int32(words.t().contiguous(), self.bits)[:, :columns]
         zeros = stored.get(f"{module}.qzeros", torch.int32)
         check_shape(f"{module}.qzeros", zeros, groups, -(-rows // per_word))
-        zero_NG = (unpack_int32(zeros, self.bits)[:, :rows].t() + self.plus_one) & ((1 << self.bits + 1) - 1)
+        zero_NG = (unpack_int32(zeros, self.bits)[:, :rows].t() + self.plus_one) & ((1 << self.bits) - 1)
         order = None
         if stored.has(f"{module}.g_idx"):
             order = column_order(stored.get(f"{module}.g_idx"), f"{module}.g_idx", columns, group, groups)

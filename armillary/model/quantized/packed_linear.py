@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.model.quantized.packed_rows import JoinedRows, PackedRows
+from armillary.model.quantized.packed_rows import FusedRows, PackedRows
 
 # T tokens, N outputs, K inputs
 
@@ -17,7 +17,7 @@ _BLOCK_NUMBERS = 1 << 20
 class PackedLinear(nn.Module):
     """x @ weightᵀ + bias; memory is that of the packed weight and one block of rows."""
 
-    def __init__(self, weight: JoinedRows, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: FusedRows, bias: Tensor | None = None) -> None:
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
 
     def free(self) -> None:
         """Drop the weight, which is held in another form."""
-        self.weight = JoinedRows(parts=())
+        self.weight = FusedRows(parts=())
 
 
 class PackedEmbedding(nn.Module):
@@ -39,7 +39,7 @@ class PackedEmbedding(nn.Module):
     def __init__(self, weight: PackedRows, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.linear = PackedLinear(JoinedRows(parts=(weight,)))
+        self.linear = PackedLinear(FusedRows(parts=(weight,)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         (weight,) = self.linear.weight.parts

@@ -56,7 +56,7 @@ def plain(weight_NK: Tensor) -> PackedRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedRows:
+class FusedRows:
     """Several packed matrices above each other, and the order of their rows in the fused one. Matrices of one format
     are already joined: a single part in order."""
 
@@ -73,18 +73,18 @@ class JoinedRows:
         return wide if self.order_N is None else wide[self.order_N]
 
 
-def join_rows(join: Join, parts: Sequence[PackedRows]) -> JoinedRows:
+def join_rows(join: Join, parts: Sequence[PackedRows]) -> FusedRows:
     """`join` of `hf_layout` on packed matrices."""
     first = parts[0]
     if all(_joinable(first, other) for other in parts[1:]):
         rows = {name: join([part.rows[name] for part in parts]) for name in first.rows}
         flat = {name: tensor.flatten(0, -2) for name, tensor in rows.items()}
-        return JoinedRows(parts=(replace(first, rows={name: each.contiguous() for name, each in flat.items()}),))
+        return FusedRows(parts=(replace(first, rows={name: each.contiguous() for name, each in flat.items()}),))
     begin, numbers = 0, []
     for part in parts:
         numbers.append(torch.arange(begin, begin + part.num_rows)[:, None])
         begin += part.num_rows
-    return JoinedRows(parts=tuple(parts), order_N=join(numbers).flatten().int())
+    return FusedRows(parts=tuple(parts), order_N=join(numbers).flatten().int())
 
 
 def _joinable(a: PackedRows, b: PackedRows) -> bool:
@@ -93,7 +93,6 @@ def _joinable(a: PackedRows, b: PackedRows) -> bool:
     if (a.order_K is None) != (b.order_K is None):
         return False
     alike = all(
-        mine.dtype == other.dtype and mine.shape[1:] == other.shape[1:]
-        for mine, other in zip(a.rows.values(), b.rows.values(), strict=True)
+        x.dtype == y.dtype and x.shape[1:] == y.shape[1:] for x, y in zip(a.rows.values(), b.rows.values(), strict=True)
     )
     return alike and (a.order_K is None or torch.equal(a.order_K, b.order_K))  # type: ignore[arg-type]

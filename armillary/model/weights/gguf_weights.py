@@ -47,6 +47,9 @@ class GgufTensors:
     def names(self) -> Iterator[str]:
         return iter(self._names)
 
+    def total_bytes(self) -> int:
+        return self._header.weight_bytes
+
     def is_plain(self, name: str) -> bool:
         return name in self._names and self._tensor(name).kind in _FLOATS
 

@@ -69,7 +69,8 @@ def load_model(
         return load_packed(contents, dtype=wanted or torch.float16, device=device, keep=packed, progress=progress)
     read_module = packed_reader(raw)
     with TensorFolder(folder) as stored:
-        check_head(config, stored)
+        if read_module is None or config.tied or stored.is_plain(HEAD):
+            check_head(config, stored)
         if read_module is not None:
             contents = PackedFolder(config, stored, read_module)
             dtype = wanted or torch.bfloat16
@@ -200,6 +201,8 @@ def _check_complete(model: Transformer, all_rules: list[Rule], stored: TensorFol
     assert not lacking, f"no rule fills {lacking[:3]}"
     wanted = {hf_name for rule in all_rules for hf_name in rule.hf_names}
     missing = sorted(wanted - set(stored.names()))
+    if missing and any(each.endswith((".qweight", ".weight_packed")) for each in stored.names()):
+        raise BadModel(f"{name} is quantized; write plain weights with armillary convert, or take one device")
     if missing:
         raise BadModel(
             f"{name}: {len(missing)} tensors are missing, the first {missing[0]}; config.json and weights are not of "

@@ -16,7 +16,7 @@ from armillary.model.device import refuse_too_big
 from armillary.model.moe.experts import Router
 from armillary.model.moe.packed_experts import PackedExperts
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
-from armillary.model.quantized.packed_rows import JoinedRows, PackedRows, join_rows, plain
+from armillary.model.quantized.packed_rows import FusedRows, PackedRows, join_rows, plain
 from armillary.model.quantized.quantization_config import ReadModule
 from armillary.model.quantized.stored import Stored
 from armillary.model.transformer import Progress, Transformer
@@ -40,6 +40,7 @@ class Tensors(Protocol):
     def __contains__(self, name: str) -> bool: ...
     def names(self) -> Iterator[str]: ...
     def is_plain(self, name: str) -> bool: ...
+    def total_bytes(self) -> int: ...
     def read_any(self, name: str) -> Tensor: ...
 
 
@@ -112,9 +113,10 @@ def load_packed(
 ) -> Transformer:
     """The model with packed weights; without `keep` they are dequantised to `dtype`."""
     packed = {rule.name for rule in folder.rules if folder.is_packed(rule)}
+    refuse_too_big(folder.config.name, folder.folder.total_bytes(), torch.device(device))
     model = _empty(folder.config, packed if keep else set(), dtype, torch.device(device))
     tensors = _tensors(model)
-    experts: dict[str, list[JoinedRows]] = {}
+    experts: dict[str, list[FusedRows]] = {}
     for i, rule in enumerate(folder.rules):
         if rule.name not in packed:
             tensors[rule.name].copy_(folder.plain(rule))
@@ -156,7 +158,7 @@ def _tensors(model: Transformer) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def _set_linear(model: Transformer, name: str, weight: JoinedRows) -> None:
+def _set_linear(model: Transformer, name: str, weight: FusedRows) -> None:
     path, _, last = name.removesuffix(".weight").rpartition(".")
     parent = model.get_submodule(path)
     linear = getattr(parent, last)
@@ -164,15 +166,15 @@ def _set_linear(model: Transformer, name: str, weight: JoinedRows) -> None:
     setattr(parent, last, PackedLinear(_on(weight, linear.weight.device), bias))
 
 
-def _per_expert(folder: PackedFolder, rule: Rule) -> list[JoinedRows]:
+def _per_expert(folder: PackedFolder, rule: Rule) -> list[FusedRows]:
     parts = folder.packed(rule)
     if rule.name.endswith(".down_EHF"):
-        return [JoinedRows(parts=(part,)) for part in parts]
-    pairs = zip(parts[0::2], parts[1::2], strict=True)
-    return [join_rows(lambda both: interleave(*both), pair) for pair in pairs]
+        return [FusedRows(parts=(part,)) for part in parts]
+    gate_ups = zip(parts[0::2], parts[1::2], strict=True)
+    return [join_rows(lambda both: interleave(*both), gate_up) for gate_up in gate_ups]
 
 
-def _set_experts(model: Transformer, up_name: str, joined: dict[str, list[JoinedRows]]) -> None:
+def _set_experts(model: Transformer, up_name: str, joined: dict[str, list[FusedRows]]) -> None:
     path, down_name = up_name.removesuffix(".up_E2FH"), up_name.replace("up_E2FH", "down_EHF")
     if down_name not in joined:
         raise BadModel(f"{model.config.name}: experts are packed in part; take weights of one format")
@@ -182,6 +184,6 @@ def _set_experts(model: Transformer, up_name: str, joined: dict[str, list[Joined
     mixture.experts = PackedExperts(experts, up, down)  # type: ignore[arg-type]
 
 
-def _on(weight: JoinedRows, device: torch.device) -> JoinedRows:
+def _on(weight: FusedRows, device: torch.device) -> FusedRows:
     order = None if weight.order_N is None else weight.order_N.to(device)
-    return JoinedRows(parts=tuple(part.to(device) for part in weight.parts), order_N=order)
+    return FusedRows(parts=tuple(part.to(device) for part in weight.parts), order_N=order)

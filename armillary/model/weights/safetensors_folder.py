@@ -97,6 +97,10 @@ class TensorFolder:
         """Of the first tensor: the dtype of a folder whose config.json names none."""
         return self.where(next(iter(self.files))).dtype
 
+    def total_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(end - begin for begin, end in (self._entry(name)["data_offsets"] for name in self.files))
+
     def is_plain(self, name: str) -> bool:
         """Whether it is stored, as plain floats."""
         return name in self.files and self._entry(name)["dtype"] in _FLOATS

@@ -17,23 +17,23 @@ def to_hf_config(header: GgufHeader) -> dict[str, Any]:
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise BadModel(f"{header.path}: GGUF files of architecture '{arch}' are not supported; these are: {known}")
-    whole, real = _Fields(header, f"{arch}.").whole, _Fields(header, f"{arch}.").real
-    if whole("expert_count", 0):
+    integer, number = _Fields(header, f"{arch}.").integer, _Fields(header, f"{arch}.").number
+    if integer("expert_count", 0):
         raise BadModel(f"{header.path}: mixtures of experts in GGUF are not supported; take the safetensors folder")
-    hidden, heads = whole("embedding_length"), whole("attention.head_count")
+    hidden, heads = integer("embedding_length"), integer("attention.head_count")
     tokens = header.tensors.get("token_embd.weight")
     raw: dict[str, Any] = {
         "model_type": arch,
-        "vocab_size": tokens.shape[0] if tokens else whole("vocab_size"),
+        "vocab_size": tokens.shape[0] if tokens else integer("vocab_size"),
         "hidden_size": hidden,
-        "num_hidden_layers": whole("block_count"),
+        "num_hidden_layers": integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": whole("attention.head_count_kv", heads),
-        "head_dim": whole("attention.key_length", hidden // max(heads, 1)),
-        "intermediate_size": whole("feed_forward_length"),
-        "max_position_embeddings": whole("context_length"),
-        "rms_norm_eps": real("attention.layer_norm_rms_epsilon"),
-        "rope_theta": real("rope.freq_base", 10000.0),
+        "num_key_value_heads": integer("attention.head_count_kv", heads),
+        "head_dim": integer("attention.key_length", hidden // max(heads, 1)),
+        "intermediate_size": integer("feed_forward_length"),
+        "max_position_embeddings": integer("context_length"),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": number("rope.freq_base", 10000.0),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "torch_dtype": "bfloat16" if any(each.kind == "BF16" for each in header.tensors.values()) else "float16",
@@ -51,7 +51,7 @@ class _Fields:
     def __init__(self, header: GgufHeader, prefix: str) -> None:
         self._header, self._prefix = header, prefix
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         value = self._header.metadata.get(self._prefix + key, default)
         if isinstance(value, list) and value and len(set(value)) == 1:
             value = value[0]  # one for each layer, all alike
@@ -59,7 +59,7 @@ class _Fields:
             raise self._wrong(key, value)
         return value
 
-    def real(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         value: Any = self._header.metadata.get(self._prefix + key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self._wrong(key, value)
@@ -72,8 +72,8 @@ class _Fields:
 
 def _token_ids(header: GgufHeader) -> dict[str, Any]:
     ids = {name: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
-    named = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": ids["padding"]}
-    return {key: value if type(value) is int else None for key, value in named.items()}
+    fields = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": ids["padding"]}
+    return {key: value if type(value) is int else None for key, value in fields.items()}
 
 
 def _rope_scaling(header: GgufHeader, arch: str, raw: dict[str, Any]) -> dict[str, Any] | None:
@@ -95,12 +95,12 @@ def _llama3_scaling(header: GgufHeader, raw: dict[str, Any]) -> dict[str, Any]:
     tensor = header.tensors["rope_freqs.weight"]
     with open(header.path, "rb") as file:
         file.seek(tensor.begin)
-        found = struct.unpack(f"<{tensor.nbytes // 4}f", file.read(tensor.nbytes)) if tensor.kind == "F32" else ()
-    factor = max(found, default=0.0)
+        divisors = struct.unpack(f"<{tensor.nbytes // 4}f", file.read(tensor.nbytes)) if tensor.kind == "F32" else ()
+    factor = max(divisors, default=0.0)
     expected = [
         _llama3_divisor(raw["rope_theta"] ** (-2 * i / raw["head_dim"]), factor) for i in range(raw["head_dim"] // 2)
     ]
-    if len(found) != len(expected) or any(abs(a - b) > 1e-3 * b for a, b in zip(found, expected, strict=True)):
+    if len(divisors) != len(expected) or any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
         raise BadModel(f"{header.path}: its rope frequencies follow no rule we know; take the safetensors folder")
     return {"rope_type": "llama3", "factor": factor} | _LLAMA3
 
@@ -108,10 +108,10 @@ def _llama3_scaling(header: GgufHeader, raw: dict[str, Any]) -> dict[str, Any]:
 def _llama3_divisor(frequency: float, factor: float) -> float:
     """What a frequency is divided by: 1 for short wavelengths, `factor` for long ones, in between a blend."""
     low, high, old = _LLAMA3.values()
-    turns = old * frequency / (2 * math.pi)
-    if turns > high:
+    rotations = old * frequency / (2 * math.pi)
+    if rotations > high:
         return 1.0
-    if turns < low:
+    if rotations < low:
         return factor
-    blend = (turns - low) / (high - low)
+    blend = (rotations - low) / (high - low)
     return 1 / ((1 - blend) / factor + blend)

@@ -100,13 +100,13 @@ def _sentencepiece(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
 def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
     """Every pair of tokens that makes a third, the highest score first."""
     number = {text: i for i, text in enumerate(tokens)}
-    pairs = []
+    scored = []
     for merged, text in enumerate(tokens):
         for at in range(1, len(text)):
             left, right = text[:at], text[at:]
             if left in number and right in number:
-                pairs.append((-scores[merged], number[left], number[right], [left, right]))
-    return [pair for *_, pair in sorted(pairs)]
+                scored.append((-scores[merged], number[left], number[right], [left, right]))
+    return [merge for *_, merge in sorted(scored)]
 
 
 def _template(header: GgufHeader, tokens: list[str], *, default: bool) -> dict[str, Any] | None:

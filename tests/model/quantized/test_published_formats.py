@@ -16,7 +16,6 @@ from armillary.model.quantized.stored import Stored
 from tests.model.quantized.folders import compress, decompress, scheme_of
 
 N, K = 48, 128
-INT8_TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 per tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
     "fp8 per row": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
@@ -49,10 +48,6 @@ def read(table: dict[str, Any], tensors: dict[str, torch.Tensor], shape: tuple[i
 
 def weight(seed: int = 0) -> torch.Tensor:
     return torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
-
-
-def held_bytes(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def named(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,12 +103,12 @@ def test_gptq_by_its_definition(bits: int, act_order: bool, checkpoint_format: s
     """Written number by number: code k of an output is in word k // per_word, from the low bits up."""
     numbers, group, per_word = np.random.default_rng(bits), 32, 32 // bits
     codes = numbers.integers(0, 1 << bits, (K, N))
-    zeros = numbers.integers(1, 1 << bits, (K // group, N))
+    zeros = numbers.integers(0, 1 << bits, (K // group, N))
     scales = torch.from_numpy(numbers.random((K // group, N), dtype=np.float32)).half()
     groups = np.arange(K) // group
     if act_order:
         numbers.shuffle(groups)
-    kept = zeros - (checkpoint_format == "gptq")
+    kept = (zeros - (checkpoint_format == "gptq")) % (1 << bits)
     words, zero_words = np.zeros((K // per_word, N), np.uint32), np.zeros((K // group, N // per_word), np.uint32)
     for k in range(K):
         words[k // per_word] |= (codes[k] << (k % per_word * bits)).astype(np.uint32)
