@@ -32,6 +32,7 @@ ROWS = (
     ("planning",),
     ("diagnosis",),
     ("documents",),
+    ("web",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
@@ -49,6 +50,7 @@ TORCH_FREE = (
     "armillary.planning*",
     "armillary.diagnosis*",
     "armillary.documents*",
+    "armillary.web*",
     "armillary.engine",
     "armillary.engine.engine",
     "armillary.engine.engine_thread",

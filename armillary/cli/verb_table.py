@@ -58,6 +58,7 @@ _ROWS = (
     Verb("gateway", "armillary.cli.gateway:gateway", "serve", "Keys, limits and routing in front of servers."),
     Verb("load", "armillary.cli.load:load", "serve", "Test a server under load: latencies, goodput, highest rate."),
     Verb("diagnose", "armillary.cli.diagnose:diagnose", "all", "Name the loop that limits; price what would help."),
+    Verb("web", "armillary.cli.web:web", "all", "Plans, catalogue, runs, servers and diagnoses in the browser."),
     Verb("demo", "armillary.cli.demo.demo:demo", "all", "Run the complete cycle, small, on this machine."),
     Verb("completion", "armillary.cli.completion:completion", "all", "Print the completion script of your shell."),
 )

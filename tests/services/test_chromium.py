@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,25 @@ def test_the_chat_page_finds_the_served_model(tmp_path: Path) -> None:
     with run_server(folder) as server:
         document = rendered(server.url, tmp_path / "chromium")
     assert "<title>armillary chat</title>" in document and "tiny" in visible(document)
+
+
+def test_the_web_page_fills_every_tab(tmp_path: Path) -> None:
+    """The script asks for the result, and bad input is said at its field."""
+    line = [sys.executable, "-m", "armillary", "web", "--port", "0", "--home", str(tmp_path / "home")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[0]
+            for tab, shown in (
+                ("plan", "together"),
+                ("catalogue", "full speed from 295 FLOP per byte"),
+                ("runs", "There is no run yet"),
+                ("diagnose", "There is no run yet"),
+                ("serve&url=http://127.0.0.1:9", "no metrics page at"),
+                ("plan&layout.tp=3", "no valid layout has layout.tp=3"),
+            ):
+                document = rendered(f"{url}/?tab={tab}", tmp_path / "chromium")
+                assert shown in visible(document), tab
+                assert "The page does not answer" not in document, tab
+        finally:
+            server.terminate()

@@ -33,14 +33,14 @@ def read_metrics(
     if not target.startswith(("http://", "https://")):
         return reading_of_page(_file(Path(target)), source=target)
     url = page_url(target)
-    first = _fetch(url)
+    first = fetch_page(url)
     page = parse_page(first)
     own = _own_run(page, _server(page, url), home, target)
     if own is not None:
         return own
     begin = time.monotonic()
     wait(apart_s)
-    return reading_of_page(_fetch(url), source=target, earlier=first, seconds=time.monotonic() - begin)
+    return reading_of_page(fetch_page(url), source=target, earlier=first, seconds=time.monotonic() - begin)
 
 
 def _own_run(page: Page, server: Server, home: Home | None, target: str) -> Reading | None:
@@ -162,7 +162,8 @@ def _file(path: Path) -> str:
         raise BadData(f"{path} cannot be read ({error.strerror}); give a file with a metrics page") from None
 
 
-def _fetch(url: str) -> str:
+def fetch_page(url: str) -> str:
+    """The text of a metrics page; NotFound where nobody serves one."""
     try:
         with urlopen(Request(url, headers={"Accept": "text/plain"}), timeout=_TIMEOUT_S) as answer:
             return str(answer.read(_MOST_BYTES).decode(errors="replace"))

@@ -1,0 +1,56 @@
+"""Rooflines of several devices in one chart: attainable FLOP/s over arithmetic intensity, on logarithmic axes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, log10
+
+from armillary.report.charts import SCATTER_FRAMES, SERIES_COLOURS, Axes, Frame, Text, drawing, legend, number_text
+
+X_TICKS = (1.0, 10.0, 100.0, 1000.0, 10_000.0)
+DASHES = ("", "7 4", "2 3")
+"""after so many colours the lines are dashed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePeaks:
+    """One device: its peak and its memory bandwidth."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+
+    @property
+    def ridge(self) -> float:
+        """Intensity, in FLOP per byte, from which the peak is attainable."""
+        return self.flops_per_s / self.bytes_per_s
+
+
+def rooflines(devices: Sequence[DevicePeaks], *, label: str, y_text: Text) -> str:
+    """min(peak, intensity · bandwidth) of every device, with a legend that has the ridge points."""
+    low = floor(log10(min(device.bytes_per_s for device in devices) * X_TICKS[0]))
+    high = ceil(log10(max(device.flops_per_s for device in devices)))
+    ys = [10.0**power for power in range(low, high + 1)]
+    styles = [_style(i) for i in range(len(devices))]
+
+    def draw(frame: Frame) -> str:
+        axes = Axes(frame, X_TICKS, ys, log=True)
+        lines = [
+            f"<polyline fill='none' stroke='{colour}' stroke-width='2' stroke-dasharray='{dash}' "
+            f"points='{_points(axes, device)}'><title>{escape(device.name)}</title></polyline>"
+            for device, (colour, dash) in zip(devices, styles, strict=True)
+        ]
+        return axes.grid(number_text, y_text, "FLOP per byte") + "".join(lines)
+
+    names = [f"{device.name}: full speed from {device.ridge:,.0f} FLOP per byte" for device in devices]
+    return drawing(draw, label, SCATTER_FRAMES) + legend(zip((colour for colour, _ in styles), names, strict=True))
+
+
+def _style(i: int) -> tuple[str, str]:
+    return SERIES_COLOURS[i % len(SERIES_COLOURS)], DASHES[i // len(SERIES_COLOURS) % len(DASHES)]
+
+
+def _points(axes: Axes, device: DevicePeaks) -> str:
+    ridge = min(max(device.ridge, X_TICKS[0]), X_TICKS[-1])
+    corners = [X_TICKS[0], ridge, X_TICKS[-1]]
+    return " ".join(f"{axes.x(x):.1f},{axes.y(min(device.flops_per_s, x * device.bytes_per_s)):.1f}" for x in corners)

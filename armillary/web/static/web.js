@@ -1,0 +1,86 @@
+// Keeps the page up to date while somebody types or a run goes on. Without this file the button "Show" does the same.
+"use strict";
+const form = document.getElementById("form");
+const result = document.getElementById("result");
+const TYPING_MS = 250;
+let pending = null;
+let timer = 0;
+document.body.classList.add("scripted");
+
+function typed() {
+  const values = new URLSearchParams();
+  for (const [name, value] of new FormData(form)) {
+    if (value !== "") values.append(name, value);
+  }
+  return values;
+}
+
+function showErrors(errors) {
+  for (const place of form.querySelectorAll(".error")) {
+    const name = place.id === "form-error" ? "" : place.id.slice(0, -"-error".length);
+    const text = errors[name] || "";
+    if (place.textContent !== text) place.textContent = text;
+    const control = document.getElementById(name);
+    if (control) control.toggleAttribute("aria-invalid", false);
+    if (control && text) control.setAttribute("aria-invalid", "true");
+  }
+}
+
+function show(view) {
+  showErrors(view.errors);
+  const failed = Object.keys(view.errors).length > 0;
+  result.classList.toggle("old", failed && result.innerHTML !== "");
+  if (!failed && result.innerHTML !== view.html) result.innerHTML = view.html;
+  again(view.refresh_s);
+}
+
+async function update() {
+  if (pending) pending.abort();
+  const mine = new AbortController();
+  pending = mine;
+  result.setAttribute("aria-busy", "true");
+  try {
+    const answer = await fetch("part?" + typed(), { signal: mine.signal });
+    const view = await answer.json();
+    if (!answer.ok) throw new Error(view.error.message);
+    show(view);
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    showErrors({ "": "The page does not answer (" + error.message + "); is armillary web still running?" });
+    again(5);
+  }
+  if (pending === mine) result.removeAttribute("aria-busy");
+}
+
+function again(seconds) {
+  clearTimeout(timer);
+  if (seconds > 0) timer = setTimeout(refresh, seconds * 1000);
+}
+
+async function refresh() {
+  // a look at something live: no dimming, and none while the page is hidden
+  if (document.hidden) return again(1);
+  try {
+    const answer = await fetch("part?" + typed());
+    if (answer.ok) return show(await answer.json());
+  } catch (error) { /* the next look may succeed */ }
+  return again(5);
+}
+
+form.addEventListener("input", (event) => {
+  history.replaceState(null, "", "?" + typed());
+  clearTimeout(timer);
+  if (event.target.tagName === "SELECT" && event.target.name === "for") {
+    location.search = "?" + typed();
+    return;
+  }
+  timer = setTimeout(update, TYPING_MS);
+});
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  history.pushState(null, "", "?" + typed());
+  update();
+});
+window.addEventListener("popstate", () => location.reload());
+if ("load" in result.dataset) update();
+else again(Number(result.dataset.refresh || 0));

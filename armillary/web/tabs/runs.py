@@ -1,0 +1,141 @@
+"""The tab Runs: live and past training runs, one or two side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from html import escape
+from urllib.parse import urlencode
+
+from armillary.errors import ArmillaryError
+from armillary.report.bars import shares
+from armillary.report.charts import lines
+from armillary.report.page import section, table
+from armillary.store.gauges import columns
+from armillary.store.goodput import account_of_run
+from armillary.store.home import Home
+from armillary.store.runs import Run, find_run, list_runs
+from armillary.units import bytes_text, scaled, seconds_text
+from armillary.web.form import Field, Query, View, value_of
+
+NO_RUNS = "<p>There is no run yet: <code>armillary train recipes/tour.toml</code> starts one.</p>"
+REFRESH_S = 2.0
+SHOWN_RUNS = 50
+CHARTS: Sequence[tuple[str, str, Callable[[float], str]]] = (
+    ("loss", "Loss", lambda value: f"{value:.3g}"),
+    ("tokens_per_s", "Tokens per second", scaled),
+    ("mfu", "MFU", lambda value: f"{value:.1%}"),
+    ("memory_bytes", "Device memory", bytes_text),
+    ("expert_load_max_over_mean", "Busiest expert over the mean", lambda value: f"{value:.2f}"),
+)
+PARTS = ("compute_s", "comm_exposed_s", "bubble_s", "data_wait_s", "overhead_s")
+COLOURS = ("useful", "comm_exposed", "inefficiency", "launch_gap", "idle")
+RECENT = 20
+"""steps whose mean is the step budget"""
+
+
+def fields(query: Query) -> list[Field]:
+    return [
+        Field(name="run", label="Run", hint="the newest"),
+        Field(name="other", label="Compared with", hint="another run"),
+    ]
+
+
+def view(query: Query, home: Home) -> View:
+    known = list_runs(home)
+    if not known:
+        return View(html=section("Runs", NO_RUNS))
+    errors: dict[str, str] = {}
+    picked = [run for name in ("run", "other") if (run := _picked(query, name, home, known, errors))]
+    if errors:
+        return View(errors=errors)
+    html = _charts(picked) + "".join(_facts(run) for run in picked) + section("All runs", _list(known, picked))
+    live = any(run.state.is_running for run in picked)
+    return View(html=html, refresh_s=REFRESH_S if live else 0.0)
+
+
+def _picked(query: Query, name: str, home: Home, known: Sequence[Run], errors: dict[str, str]) -> Run | None:
+    wanted = next(each for each in fields(query) if each.name == name)
+    text = value_of(query, wanted)
+    if not text:
+        return known[0] if name == "run" else None
+    try:
+        return find_run(home, text)
+    except ArmillaryError as error:
+        errors[name] = str(error)
+        return None
+
+
+def _list(known: Sequence[Run], picked: Sequence[Run]) -> str:
+    heads = "".join(f"<th>{head}</th>" for head in ("run", "model", "state", "step", "loss", ""))
+    rows = []
+    for run in known[:SHOWN_RUNS]:
+        state = run.progress
+        step = f"{state.step:,}" + (f"/{state.steps:,}" if state.steps else "")
+        loss = f"{state.loss:.3f}" if state.loss is not None else "–"
+        compare = urlencode({"tab": "runs", "run": picked[0].id if picked else run.id, "other": run.id})
+        cells = "".join(f"<td>{escape(str(text))}</td>" for text in (state.model, state.state, step, loss))
+        rows.append(
+            f"<tr><td><a href='?{escape(urlencode({'tab': 'runs', 'run': run.id}))}'>{escape(run.id)}</a></td>{cells}"
+            f"<td><a href='?{escape(compare)}'>compare</a></td></tr>"
+        )
+    return f"<div class='scroll'><table><tr>{heads}</tr>{''.join(rows)}</table></div>"
+
+
+def _charts(picked: Sequence[Run]) -> str:
+    parts = []
+    for gauge, title, text in CHARTS:
+        series = [(run.name, points) for run in picked if (points := _points(run, gauge))]
+        chart = lines(series, label=f"{title} over steps", x_name="steps", y_text=text)
+        parts.append(section(title, chart))
+    return "".join(parts)
+
+
+def _points(run: Run, gauge: str) -> list[tuple[float, float]]:
+    if not run.gauges.is_file():
+        return []
+    read = columns(run.gauges, ("step", gauge))
+    points = zip(read["step"], read[gauge], strict=True)
+    return [(float(step), float(value)) for step, value in points if step is not None and _is_number(value)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
+
+
+def _facts(run: Run) -> str:
+    state = run.progress
+    rows = [
+        ("model", state.model),
+        ("state", state.state + (f": {state.error}" if state.error else "")),
+        ("step", f"{state.step:,} of {state.steps:,}"),
+    ]
+    account = account_of_run(run, now=time.time())
+    if account is not None and account.total_s:
+        rows.append(("goodput", f"{account.goodput_fraction:.0%}"))
+        rows += [(name, f"{seconds_text(seconds)} ({share:.1%})") for name, seconds, share in account.rows() if seconds]
+    return section(f"Run {run.id}", _budget(run) + table(("", ""), rows, wide=True))
+
+
+def _budget(run: Run) -> str:
+    """Where the time of the last steps went; empty where no step was split into parts."""
+    if not run.gauges.is_file():
+        return ""
+    read = columns(run.gauges, ("step_s", *PARTS))
+    split = [
+        dict(zip(read, row, strict=True))
+        for row in zip(*read.values(), strict=True)
+        if _is_number(row[0]) and any(_is_number(part) for part in row[1:])
+    ][-RECENT:]
+    if not split:
+        return ""
+    total = sum(row["step_s"] for row in split)
+    seconds = {name: sum(row[name] for row in split if _is_number(row[name])) for name in PARTS}
+    rest = max(0.0, total - sum(seconds.values()))
+    parts = [*zip(seconds.items(), COLOURS, strict=True), (("rest", rest), "unknown")]
+    return shares([_share(*part, total, len(split), colour) for part, colour in parts if part[1] > 0])
+
+
+def _share(gauge: str, seconds: float, total: float, steps: int, colour: str) -> tuple[str, float, str, str, str]:
+    name, each = gauge.removesuffix("_s").replace("_", " "), seconds_text(seconds / steps)
+    return name, seconds / total, f"var(--{colour})", each, each

@@ -1,0 +1,150 @@
+"""The page: every tab, bad input at its field, and what a caller may not do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from armillary.store.gauges import GaugeWriter
+from armillary.store.home import Home
+from armillary.store.runs import create_run
+from armillary.web.app import WebApp, is_loopback
+from armillary.web.tabs.serve import is_loopback as is_loopback_url
+
+HOSTS = frozenset({"127.0.0.1"})
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home.at(tmp_path)
+
+
+def get(
+    app: WebApp, path: str, query: dict[str, str] | None = None, *, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of a request, in process."""
+    sent: list[dict[str, Any]] = []
+    given = {"host": "127.0.0.1:8080", **headers}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": urlencode(query or {}).encode(),
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def part(app: WebApp, **query: str) -> dict[str, Any]:
+    status, _, body = get(app, "/part", query)
+    assert status == 200
+    answer: dict[str, Any] = json.loads(body)
+    return answer
+
+
+def test_a_plan_follows_the_form_and_is_what_the_planner_says(home: Home) -> None:
+    app = WebApp(home, hosts=HOSTS)
+    view = part(app, tab="plan", **{"model.name": "llama-3-8b", "hardware.on": "h100x8", "layout.tp": "2"})
+    assert view["errors"] == {} and "tp=2" in view["html"] and "<svg" in view["html"]
+    dearer = part(app, tab="plan", **{"cost.usd_per_device_hour": "100", "report.budget_usd": "1"})
+    assert "above $1" in dearer["html"]
+    status, headers, body = get(app, "/document", {"to": "md", "model.name": "llama-3-8b"})
+    assert status == 200 and "llama-3-8b.md" in headers["content-disposition"] and body.startswith(b"# Infrastructure")
+
+
+def test_a_serving_plan_keeps_what_was_typed_for_training(home: Home) -> None:
+    app = WebApp(home, hosts=HOSTS)
+    query = {"tab": "plan", "for": "serve", "train.steps": "77", "show": "1"}
+    page = get(app, "/", query)[2].decode()
+    assert "Ways to serve" in page and "<input type='hidden' name='train.steps' value='77'>" in page
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model.name", "lama-3-8b"),
+        ("hardware.on", "h100x"),
+        ("train.sequence", "many"),
+        ("train.batch_tokens", "1"),
+        ("layout.tp", "3"),
+        ("layout.recompute", "sometimes"),
+        ("cost.usd_per_device_hour", "-1"),
+    ],
+)
+def test_bad_input_is_said_at_its_field_and_nothing_is_lost(home: Home, field: str, value: str) -> None:
+    app = WebApp(home, hosts=HOSTS)
+    view = part(app, tab="plan", **{field: value})
+    assert list(view["errors"]) == [field] and view["html"] == ""
+    page = get(app, "/", {"tab": "plan", field: value, "train.steps": "123", "show": "1"})[2].decode()
+    assert re.search(rf"id='{re.escape(field)}' [^>]*aria-invalid='true'", page)
+    assert f"value='{value}'" in page and "value='123'" in page
+
+
+def test_the_catalogue_side_by_side(home: Home) -> None:
+    app = WebApp(home, hosts=HOSTS)
+    view = part(app, tab="catalogue", models="llama-3-8b", chips="h100-sxm, l4")
+    assert "H100 SXM: full speed from 295 FLOP per byte" in view["html"] and "121 TFLOP/s" in view["html"]
+    assert list(part(app, tab="catalogue", chips="h1000")["errors"]) == ["chips"]
+    assert list(part(app, tab="catalogue", models=", ".join(["gpt2"] * 7))["errors"]) == ["models"]
+
+
+def test_runs_and_their_diagnosis(home: Home) -> None:
+    app = WebApp(home, hosts=HOSTS)
+    assert "There is no run yet" in part(app, tab="runs")["html"]
+    names = []
+    for _ in range(2):
+        run = create_run(home, {"model": {"name": "<b>gpt2</b>"}}, model="<b>gpt2</b>", steps=20)
+        with GaugeWriter(run.gauges) as gauges:
+            for step in range(1, 21):
+                gauges.write(
+                    {"loss": 5 - step / 10, "tokens_per_s": 1e4, "step_s": 0.1, "data_wait_s": 0.05}, step=step
+                )
+        names.append(run.id)
+    view = part(app, tab="runs", run=names[0], other=names[1])
+    assert view["errors"] == {} and view["html"].count("<polyline") >= 4 * 2 and "<b>gpt2" not in view["html"]
+    assert list(part(app, tab="runs", run="no-such-run")["errors"]) == ["run"]
+    assert list(part(app, tab="diagnose", run="no-such-run")["errors"]) == ["run"]
+    assert part(app, tab="diagnose", run=names[0])["errors"] == {}
+
+
+def test_names_are_text(home: Home) -> None:
+    app, bad = WebApp(home, hosts=HOSTS), "\"'><script>alert(1)</script>"
+    for tab, field in (("plan", "model.name"), ("catalogue", "chips"), ("runs", "run"), ("serve", "url")):
+        page = get(app, "/", {"tab": tab, field: bad, "show": "1"})[2].decode()
+        assert "<script>alert" not in page and "&lt;script&gt;" in page, tab
+    assert get(app, "/", {"tab": bad})[0] == 404
+
+
+def test_who_may_call(home: Home) -> None:
+    app = WebApp(home, hosts=HOSTS)
+    assert get(app, "/", host="evil.example:8080")[0] == 403, "a name that another site has pointed here"
+    assert get(app, "/", method="POST")[0] == 405 and get(app, "/etc/passwd")[0] == 404
+    status, headers, _ = get(app, "/")
+    assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
+    exposed = WebApp(home, token="secret")
+    assert get(exposed, "/")[0] == 401 and get(exposed, "/part", {"token": "wrong"})[0] == 401
+    status, headers, _ = get(exposed, "/", {"token": "secret"})
+    assert status == 303 and "HttpOnly; SameSite=Strict" in headers["set-cookie"]
+    assert get(exposed, "/", cookie=f"a=b; {headers['set-cookie'].split(';')[0]}")[0] == 200
+
+
+def test_only_this_machine_is_looked_at(home: Home) -> None:
+    urls = ("http://127.0.0.1:8000", "http://localhost:1", "https://[::1]/v1")
+    assert all(map(is_loopback_url, urls)) and is_loopback("127.0.0.1") and not is_loopback("0.0.0.0")
+    for url in ("http://10.0.0.1", "file:///etc/passwd", "http://example.com", "http://[", "gopher://127.0.0.1", ""):
+        assert not is_loopback_url(url), url
