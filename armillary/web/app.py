@@ -21,7 +21,7 @@ from armillary.web.form import Query, View
 from armillary.web.page import Tab, page_html
 from armillary.web.tabs import catalogue, diagnose, plan, runs
 from armillary.web.tabs.plan import BadField
-from armillary.web.tabs.serve import ServeTab
+from armillary.web.tabs.server_gauges import ServeTab
 
 COOKIE = "armillary_token"
 STATIC = {"/web.js": b"text/javascript; charset=utf-8", "/web.css": b"text/css; charset=utf-8"}

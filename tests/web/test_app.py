@@ -15,7 +15,7 @@ from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
 from armillary.store.runs import create_run
 from armillary.web.app import WebApp, is_loopback
-from armillary.web.tabs.serve import is_loopback as is_loopback_url
+from armillary.web.tabs.server_gauges import is_loopback as is_loopback_url
 
 HOSTS = frozenset({"127.0.0.1"})
 

@@ -156,7 +156,7 @@ def _store_files(source: str) -> tuple[Remote, list[str]]:
     return folder, folder.matching("**")
 
 
-_TAKES = ".txt, .md, .jsonl, .parquet, .tar and source code"
+_TAKES = ".txt, .md, .jsonl, .parquet, .tar, .tfrecord and source code"
 
 
 def _of_files(source: str, root: Path, candidates: Iterable[Path], key: str) -> Corpus:

@@ -1,6 +1,7 @@
 """One reader per file format: a file is read as a stream of documents, never loaded in full.
 
-Text and source code, JSON Lines (a text under one key), Parquet (a text column) and WebDataset tars; `.gz` is unpacked.
+Text and source code, JSON Lines (a text under one key), Parquet (a text column), WebDataset tars and TFRecord; `.gz` is
+unpacked.
 """
 
 import gzip
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadData, missing, one_line
+from armillary.training.data.tfrecord import example, records
 
 PIECE = 256 * 1024
 """characters after which a text file is split, at a blank line, into several documents"""
@@ -248,5 +250,34 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
 
 
+def read_tfrecord(path: Path, origin: str, key: str) -> Iterator[Document | Skipped]:
+    """One document per record, a tf.train.Example with text or token ids under `key`; checksums are verified."""
+    with opened(path) as file:
+        for number, data in enumerate(records(file, str(path)), start=1):
+            where = f"record {number} of {path}"
+            features = example(data, where)
+            values = features.get(key, [])
+            if not values:
+                has = ", ".join(features) or "none"
+                raise BadData(f"{where} has no text or integers under '{key}' (it has {has}); name them with --key")
+            yield from _record_documents(values, f"{origin}:{number}", where)
+
+
+def _record_documents(values: list[bytes] | list[int], origin: str, where: str) -> Iterator[Document]:
+    texts = [value for value in values if isinstance(value, bytes)]
+    if not texts:
+        ids = [value for value in values if isinstance(value, int)]
+        if min(ids) < 0:
+            raise BadData(f"{where} has negative token ids; name another feature with --key")
+        yield Document(text="", origin=origin, ids=tuple(ids))
+        return
+    try:
+        joined = "\n".join(text.decode() for text in texts)
+    except UnicodeDecodeError:
+        raise BadData(f"{where} holds bytes that are not UTF-8 text; name another feature with --key") from None
+    yield from (Document(text=text, origin=origin) for text in _unless_blank(joined))
+
+
 READERS: dict[str, Reader] = dict.fromkeys(_TEXT_SUFFIXES.split(), read_text)
 READERS |= {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet, ".tar": read_tar, ".tgz": read_tar}
+READERS |= {".tfrecord": read_tfrecord, ".tfrecords": read_tfrecord}
