@@ -51,6 +51,7 @@ _ROWS = (
         "Checkpoints of a run: list, verify, prune, export, compare.",
     ),
     Verb("canary", "armillary.cli.train.canary:canary", "train", "Compare a short run with golden values."),
+    Verb("parity", "armillary.cli.train.parity:parity", "train", "Compare parallel strategies with one process."),
     Verb("generate", "armillary.cli.generate:generate", "serve", "Generate text from a model."),
     Verb("serve", "armillary.cli.serve:serve", "serve", "Serve a model to OpenAI's clients over HTTP."),
     Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder, pt2 or ONNX."),

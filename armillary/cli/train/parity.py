@@ -1,4 +1,4 @@
-"""`armillary train --parity`: every strategy against one process, on ranks of this machine, as a table and a page."""
+"""`armillary parity`: every strategy against one process, on ranks of this machine, as a table and a page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from armillary.cli.main import BUG
+from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
 from armillary.cli.train.rank import run_as_rank
+from armillary.cli.verb_decorator import set_option, verb
 from armillary.errors import BadInput
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.rules import check_layout
@@ -28,18 +30,28 @@ _PER_LAUNCH = 6
 """strategies per launch: process groups of each stay to its end, with threads of their own"""
 
 
+@verb
+@click.argument("words", nargs=-1, metavar="[STRATEGY]... [RECIPE] [PAGE]")
+@set_option
+@click.option("--devices", type=int, metavar="N", help="Ranks: 2, 4 or 8.  [default: 2, or the recipe's]")
+@click.option("--dry-run", is_flag=True, help="List what would be compared.")
 def parity(
-    out: Output, home: Home, words: Sequence[str], overrides: Sequence[str], *, devices: int | None, dry_run: bool
+    out: Output, home: Home, words: tuple[str, ...], overrides: tuple[str, ...], devices: int | None, dry_run: bool
 ) -> None:
-    """Run what was chosen and say which rows hold; ends with exit code 1 where one does not. With a recipe, its layout
-    is the one row."""
+    """Train a tiny model by every parallel strategy, on ranks of this machine, and in one process, and write how far
+    losses, gradient norms and weights differ to a page (PAGE.md, or parallel_agreement.md).
+
+    STRATEGY is a name or a part of one; dense, experts, fp32 and fp64 select, too. With RECIPE.toml its layout is the
+    only row. Exit code 1 where a row does not hold.
+    """
+    need_torch("parity")
     from armillary.parallel.world import is_launched
 
     if is_launched():
-        raise BadInput("--parity starts its own ranks; run it without torchrun or srun")
+        raise BadInput("armillary parity starts its own ranks; run it without torchrun or srun")
     file, page, only = _told_apart(words)
     if overrides and file is None:
-        raise BadInput(f"--set {overrides[0]} changes a recipe and --parity was given none; add its file to the line")
+        raise BadInput(f"--set {overrides[0]} changes a recipe and there is none; add its file to the line")
     recipe = load_recipe(file, overrides) if file else None
     task = _of_recipe(recipe, home, devices, only) if recipe else _of_matrix(devices, only)
     if dry_run:
@@ -49,20 +61,8 @@ def parity(
     _show(out, _launched(out, home, task), page or (None if recipe else home.work / PAGE))
 
 
-def the_recipe(words: Sequence[str]) -> Path:
-    """What a training without --parity cannot do without."""
-    if not words:
-        raise BadInput("armillary train needs a recipe; give its file, like recipes/tour.toml, or --parity")
-    if len(words) > 1:
-        raise BadInput(
-            f"armillary train takes one recipe and got {len(words)} ({', '.join(words[:3])}); give one, or "
-            "add --parity to name strategies"
-        )
-    return Path(words[0])
-
-
 def _told_apart(words: Sequence[str]) -> tuple[Path | None, Path | None, list[str]]:
-    """The words after --parity: a recipe and a page by their suffixes, all others choose strategies."""
+    """What was named: a recipe and a page by their suffixes, all others choose strategies."""
     files: dict[str, Path | None] = {".toml": None, ".md": None}
     only = []
     for word in words:
@@ -70,7 +70,7 @@ def _told_apart(words: Sequence[str]) -> tuple[Path | None, Path | None, list[st
         if kind not in files:
             only.append(word)
         elif files[kind] is not None:
-            raise BadInput(f"--parity takes one *{kind} file and got {files[kind]} and {word}; leave one out")
+            raise BadInput(f"armillary parity takes one *{kind} file and got {files[kind]} and {word}; leave one out")
         else:
             files[kind] = Path(word)
     return files[".toml"], files[".md"], only
@@ -100,7 +100,7 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
     layout = recipe.layout if devices is None else recipe.layout.on_devices(devices)
     if not 2 <= layout.num_devices <= MOST_RANKS:
         raise BadInput(
-            f"{layout.text()} is {layout.num_devices} ranks and --parity runs 2 to {MOST_RANKS} on this "
+            f"{layout.text()} is {layout.num_devices} ranks and parity runs 2 to {MOST_RANKS} on this "
             "machine; try fewer with --devices or --set layout.dp=2"
         )
     if unknown := [word for word in only if word not in FORMATS]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,6 @@ from armillary.cli.main import USER_ERROR
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output
 from armillary.cli.train.nodes import fitted_to, train_on_nodes
-from armillary.cli.train.parity import parity, the_recipe
 from armillary.cli.train.planning import begin, planned, refuse_days, seconds_left
 from armillary.cli.train.view import TrainView, outcome_of, say_end
 from armillary.cli.verb_decorator import moved, set_option, verb, yes_option
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @verb
-@click.argument("words", nargs=-1, metavar="RECIPE")
+@click.argument("recipe", type=click.Path(path_type=Path))
 @set_option
 @yes_option
 @click.option("--devices", type=int, metavar="N", help="Use N devices: dp is as large as fills them.")
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 @click.option("--take-over", is_flag=True, help="Resume a run that another process is running, and stop that process.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
-@click.option("--parity", "as_parity", is_flag=True, help="Compare strategies (or RECIPE's layout) with one process.")
-@moved("--only", "name strategies and formats behind --parity, like armillary train --parity pp fp32")
-@moved("--page", "name the page behind --parity, like armillary train --parity docs/page.md")
+@moved("--parity", "try armillary parity", is_flag=True)
+@moved("--only", "name strategies and formats, like armillary parity pp fp32")
+@moved("--page", "name the page, like armillary parity docs/page.md")
 @moved("--random-weights", "try --set train.from_scratch=true", is_flag=True)
 @moved("--from", "try --set model.path=FOLDER, or --set model.name=NAME for a run or a Hub id")
 @moved("--until", "try --set train.until=val_loss=3.2")
 def train(
     out: Output,
     home: Home,
-    words: tuple[str, ...],
+    recipe: Path,
     overrides: tuple[str, ...],
     devices: int | None,
     nodes: str | None,
@@ -59,7 +59,6 @@ def train(
     take_over: bool,
     device: str | None,
     dry_run: bool,
-    as_parity: bool,
     yes: bool,
 ) -> None:
     """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
@@ -72,18 +71,11 @@ def train(
 
     --nodes MIN:MAX runs on MIN to MAX nodes, which meet at HOST:PORT: start the same command on each. When one is lost
     or joins, the run goes on from its newest checkpoint with fewer or more data-parallel ranks and the same batches.
-
-    --parity trains a tiny model on --devices ranks (2, 4 or 8) by every strategy and in one process, and writes the
-    differences to a page (parallel_agreement.md); exit code 1 where one does not hold. In place of RECIPE it takes
-    names of strategies or parts of them, dense, experts, fp32, fp64, and another page (FILE.md).
     """
     need_torch("training")
     from armillary.parallel.world import is_launched
     from armillary.training.stopping import Until
 
-    if as_parity:
-        return parity(out, home, words, overrides, devices=devices, dry_run=dry_run)
-    recipe = the_recipe(words)
     asked = _asked(load_recipe(recipe, overrides), devices if nodes is None else None)
     settings: dict[str, Any] = {"device": device, "until": Until.of(asked.train)}
     choice = {"name": name or "", "new": new, "take_over": take_over, "file": str(recipe.absolute())}

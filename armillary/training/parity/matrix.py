@@ -181,7 +181,7 @@ def page(rows: Sequence[Row]) -> str:
     older = "Rows of 8 runs are older: a rate of 1e-2. " if any(row.variants > most for row in rows) else ""
     return (
         "# Agreement of every strategy with one process\n\n"
-        "Written by `armillary train --parity` and by `pytest -m slow tests/parallel/test_matrix.py`, last on "
+        "Written by `armillary parity` and by `pytest -m slow tests/parallel/test_matrix.py`, last on "
         f"{datetime.date.today()}, torch {torch.__version__}. Largest relative difference from one process over "
         f"{STEPS} AdamW steps of a tiny model (vocabulary 37, which no number of ranks divides; with experts: 8, two a "
         "token and a shared one, balance loss, z-loss and selection bias), learning rate 3e-3, gradients "
