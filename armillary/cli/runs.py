@@ -17,6 +17,7 @@ from armillary.spec.toml.fields import to_plain
 from armillary.store.goodput import GoodputAccount, account_of_run
 from armillary.store.hang_verdict import read_verdict
 from armillary.store.home import Home
+from armillary.store.run_events import read_events
 from armillary.store.run_state import RunState
 from armillary.store.runs import Run, find_run, list_runs
 from armillary.units import seconds_text
@@ -88,7 +89,10 @@ def _show_one(out: Output, run: Run) -> None:
 
 
 def _say_trouble(out: Output, run: Run) -> None:
-    """The last hang of the run, and a rank that is later than the others, where there are."""
+    """The last hang of the run, nodes that were left out, and a rank that is later than the others, where there are."""
+    for event in read_events(run.folder):
+        if "excluded" in event.more:
+            out.say(f"{_ago(event.time)}: {event.more['excluded']}")
     if (verdict := read_verdict(run.folder)) is not None:
         out.say(f"{'was hung' if verdict.resolved else 'hung'} {_ago(verdict.time)}: {verdict.text}")
     if (slow := straggler_of(run)) is not None:

@@ -43,6 +43,17 @@ PARTS: Mapping[Part, str] = {
     "idle": "idle",
     "other": "other",
 }
+JOB_PARTS: Mapping[str, tuple[Part, ...]] = {
+    "data preparation": ("preparing",),
+    "I/O": ("loading", "saving", "exporting"),
+    "scheduling": ("restarting", "waiting"),
+    "validation": ("validation",),
+    "logging": ("logging",),
+    "repeated steps": ("repeated",),
+    "other": ("other",),
+}
+"""what a job does beside its steps, and the parts of the account in each; data preparation has the wait for batches,
+too"""
 _PART_OF: Mapping[EventName, Part] = {
     "created": "loading",
     "resumed": "loading",
@@ -99,13 +110,13 @@ class GoodputAccount:
         return [(text, self.seconds[part], self.share(part)) for part, text in PARTS.items() if self.seconds[part] > 0]
 
     def amdahl(self) -> list[tuple[str, float, float]]:
-        """(name, share, speedup) of the whole job if that part took no time: 1 / (1 − share), after Amdahl. Idle time,
-        in which nothing ran, is no part of the job."""
+        """(name, share, speedup) of the whole job if that took no time: 1 / (1 − share), after Amdahl. Idle time, in
+        which nothing ran, is no part of the job."""
         work_s = self.total_s - self.seconds["idle"]
-        parts: dict[str, float] = {PARTS[part]: self.seconds[part] for part in PARTS if part not in ("useful", "idle")}
-        parts["waiting for data"] = self.data_wait_s
-        parts["steps themselves"] = self.seconds["useful"] - self.data_wait_s
-        shares = {name: seconds / work_s for name, seconds in parts.items() if seconds > 0 and work_s > 0}
+        spent = {name: sum(self.seconds[part] for part in parts) for name, parts in JOB_PARTS.items()}
+        spent["data preparation"] += self.data_wait_s
+        spent["steps"] = self.seconds["useful"] - self.data_wait_s
+        shares = {name: seconds / work_s for name, seconds in spent.items() if seconds > 0 and work_s > 0}
         rows = [(name, share, 1 / (1 - share) if share < 1 else float("inf")) for name, share in shares.items()]
         return sorted(rows, key=lambda row: -row[1])
 

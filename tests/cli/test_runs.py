@@ -88,7 +88,9 @@ def test_a_hang_and_a_straggler_are_shown(cli: Cli, home: Home) -> None:
         for step in range(60):
             late = {"rank_spread_s": 0.4, "slowest_rank": 1.0, "slowest_rank_data_s": 0.3}
             writer.write({"loss": 3.0, "step_s": 1.0} | late, step=step)
+    add_event(run.folder, "waiting", excluded="the node on h2 is left out: rank 5 was late")
     shown = cli("runs", run.name)
+    assert "ago: the node on h2 is left out: rank 5 was late" in shown.out
     assert "rank 1 is in broadcast; fix that" in shown.out
     assert "straggler: rank 1 is 400 ms per step later than the others since step" in shown.out
     assert "waiting for its data" in shown.out

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.store.goodput import account_of, account_of_run
+from armillary.store.goodput import JOB_PARTS, PARTS, account_of, account_of_run
 from armillary.store.home import Home
 from armillary.store.run_events import EVENTS, NAME, RunEvent, add_event, read_events
 from armillary.store.runs import create_run
@@ -50,9 +50,16 @@ def test_a_healthy_run() -> None:
     assert account.goodput_fraction == pytest.approx(28 / 46) and account.data_wait_s == 1.0
     assert (account.num_saves, account.save_s, account.num_failures, account.mtbf_s) == (1, 2, 0, None)
     shares = {name: share for name, share, _ in account.amdahl()}
-    assert sum(shares.values()) == pytest.approx(1) and shares["waiting for data"] == pytest.approx(1 / 46)
+    assert sum(shares.values()) == pytest.approx(1) and shares["data preparation"] == pytest.approx(1 / 46)
+    assert shares == pytest.approx(
+        {"steps": 27 / 46, "I/O": 13 / 46, "validation": 3 / 46, "logging": 2 / 46, "data preparation": 1 / 46}
+    )
     name, share, speedup = account.amdahl()[1]
-    assert name == "loading" and speedup == pytest.approx(46 / 36) == pytest.approx(1 / (1 - share))
+    assert name == "I/O" and speedup == pytest.approx(46 / 33) == pytest.approx(1 / (1 - share))
+
+
+def test_every_part_is_in_the_table_of_the_whole_job() -> None:
+    assert sorted(part for parts in JOB_PARTS.values() for part in parts) == sorted({*PARTS} - {"useful", "idle"})
 
 
 def test_steps_after_the_last_checkpoint_are_repeated() -> None:

@@ -1,9 +1,9 @@
 """`armillary train --nodes MIN:MAX`: a run whose nodes come and go. Every node runs the same command.
 
-The nodes of a round are those that met in torchrun's rendezvous. Its first node leads: it plans the layout for all of
-their devices, opens the run, watches for hangs and lets waiting nodes in. Where a node or a rank is lost, or another
-node waits, the round ends, and the next one goes on from the newest checkpoint with as many data-parallel ranks as
-there are devices for. The batch stays the same: its rows are shared out among the ranks that there are.
+The nodes of a round are those that met in torchrun's rendezvous. Its first node leads (leader.py): it plans the layout
+for all of their devices, opens the run, watches for hangs and lets waiting nodes in. Where a node or a rank is lost, or
+another node waits, the round ends, and the next one goes on from the newest checkpoint with as many data-parallel ranks
+as there are devices for. The batch stays the same: its rows are shared out among the ranks that there are.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.cli.output import Output
 from armillary.cli.train.launch import EndRanks, HangWatch, Launched, RankDied, RunHung, launch_once
-from armillary.cli.train.planning import begin
-from armillary.cli.train.rank_processes import Place, new_store
-from armillary.cli.train.restarts import Restarts
+from armillary.cli.train.leader import Leader, share_out
+from armillary.cli.train.node_exclusion import NodeExcluded, node_facts, refuse_excluded
+from armillary.cli.train.rank_processes import Place
 from armillary.cli.train.round_check import CHECK_S, RoundCheck
-from armillary.errors import ArmillaryError, BadLayout
-from armillary.spec.layout import Layout
-from armillary.spec.layout_rules.elastic import elastic_layout, ranks_per_replica
+from armillary.errors import ArmillaryError
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
@@ -56,7 +54,7 @@ class ElasticNode:
     planning: Mapping[str, Any]  # device, until
     open_run: OpenRun  # opens it the first time
     program: str = "armillary.cli.train.rank"
-    _store: Any = None  # in which the ranks meet, where this node leads
+    store: Any = None  # in which the ranks meet, where this node leads
 
     def train(self) -> dict[str, Any]:
         """How the run ended: as its main rank says, or with `finished` false where this node left."""
@@ -64,10 +62,13 @@ class ElasticNode:
 
         meeting = NodeRendezvous(self.nodes, self.recipe_id)
         while True:
+            refuse_excluded(meeting.noted("excluded"), self._facts(meeting))
             self.out.say(f"waiting at {self.nodes.where} for nodes: {self.nodes.least} to {self.nodes.most} take part")
             members = meeting.join()
             try:
                 outcome = self._take_part(meeting, members)
+            except NodeExcluded:
+                raise
             except BaseException as error:
                 self._note_failure(meeting, members, error)
                 raise
@@ -85,20 +86,32 @@ class ElasticNode:
 
     def _take_part(self, meeting: NodeRendezvous, members: Round) -> dict[str, Any] | None:
         """The outcome where the run has ended, or this node leaves; None where another round follows."""
-        posted = members.gather("node", {"devices": self.devices, "machine": machine()})
+        posted = members.gather("node", self._facts(meeting))
         if posted is None:
             return None
-        start = self._lead(meeting, members, posted) if members.is_leader else members.wait_for("start")
+        start = Leader(self, meeting, members, posted).start() if members.is_leader else members.wait_for("start")
         if start is None:
             return None
         if start.get("fatal"):
             raise ArmillaryError(start["fatal"])
+        if "leaves" in start:
+            self._leave_out(members, start)
+            return None
         if start.get("waits"):
             self.out.warn(start["waits"])
             while not meeting.num_waiting():
                 time.sleep(CHECK_S)
             return None
         return self._train(meeting, members, posted, start)
+
+    def _facts(self, meeting: NodeRendezvous) -> dict[str, Any]:
+        return node_facts(self.devices, is_host=meeting.is_host)
+
+    def _leave_out(self, members: Round, start: dict[str, Any]) -> None:
+        """One node has no part any more: it ends here, and the others meet again."""
+        if start["leaves"] == members.node:
+            raise NodeExcluded(f"{start['why']}; start it again with a new run, when it is as fast as the others")
+        self.out.warn(start["why"])
 
     def _train(
         self, meeting: NodeRendezvous, members: Round, posted: list[Any], start: dict[str, Any]
@@ -117,8 +130,9 @@ class ElasticNode:
         except ArmillaryError as error:
             members.post_first("fatal", str(error))
             raise
-        except BaseException:
-            members.post_first("failed", f"node {members.node} was stopped")
+        except BaseException:  # Ctrl-C, or a bug: the others go on
+            with suppress(ArmillaryError):
+                members.post_first("failed", f"node {members.node} was stopped")
             raise
         return self._ended(meeting, members, start, launched)
 
@@ -126,7 +140,7 @@ class ElasticNode:
         """The ranks of this node, or none where the layout has no use for them."""
         from armillary.machine.cores import compute_threads
 
-        counts = share_out([node["devices"] for node in posted], start["ranks"])
+        counts = share_out(posted, start["ranks"])
         first, count = sum(counts[: members.node]), counts[members.node]
         here = sum(n for n, node in zip(counts, posted, strict=True) if node["machine"] == machine())
         host, port = start["address"]
@@ -136,7 +150,7 @@ class ElasticNode:
             world=start["ranks"],
             host=host,
             port=port,
-            store=self._store if members.is_leader else None,
+            store=self.store if members.is_leader else None,
             on_loopback=len({node["machine"] for node in posted}) == 1,
         )
         check = RoundCheck(self, meeting, members, start)
@@ -158,87 +172,6 @@ class ElasticNode:
 
     def _watch(self, folder: Path, start: dict[str, Any]) -> HangWatch:
         return HangWatch(folder=folder, on_hang=start["on_hang"], say=self.out.warn, remote_data=start["remote_data"])
-
-    # --- leading a round
-
-    def _lead(self, meeting: NodeRendezvous, members: Round, posted: list[Any]) -> dict[str, Any]:
-        """Plan for the devices of all nodes, open the run, and tell the others."""
-        try:
-            start = self._start(meeting, sum(node["devices"] for node in posted))
-        except BaseException as error:
-            members.post("start", {"fatal": str(error) or "the leader was stopped; start again"})
-            raise
-        members.post("start", start)
-        return start
-
-    def _start(self, meeting: NodeRendezvous, num_ranks: int) -> dict[str, Any]:
-        from armillary.training.resilience.watcher import reads_remote
-
-        layout = elastic_layout(self.recipe.layout, self.config, self.recipe.train, num_ranks)
-        if layout is None:
-            if job := meeting.noted("run"):
-                add_event(Path(job["folder"]), "waiting")
-            inner, need = self.recipe.layout.text("tp", "pp", "cp"), ranks_per_replica(self.recipe.layout)
-            return {"waits": f"{num_ranks} ranks are fewer than {inner} needs ({need}); waiting for more nodes"}
-        try:
-            begun, run = self._open(meeting, layout)
-        except BadLayout as error:
-            if meeting.noted("run") is None:
-                raise
-            return {"waits": f"{error}; waiting for more nodes"}  # it fitted the memory of more devices
-        job = begun.recipe.train
-        self.out.say(f"{num_ranks} ranks on {layout.text()}: {rows_text(layout, job.batch_tokens // job.sequence)}")
-        until, store = self.planning.get("until"), new_store(meeting.address)
-        self._store = store
-        return {
-            "run": str(run.folder),
-            "ranks": layout.num_devices,
-            "layout": layout.text(),
-            "address": [store.host, store.port],
-            "on_cpu": begun.plan.cluster.chip.kind == "cpu" or self.planning.get("device") == "cpu",
-            "on_hang": job.on_hang,
-            "remote_data": reads_remote(begun.plan),
-            "task": {
-                "run": str(run.folder),
-                "owner": run.owner,
-                "device": self.planning.get("device"),
-                "brief": False,
-                "home": {"work": str(self.home.work), "cache": str(self.home.cache)},
-                "until": f"{until.gauge}={until.value!r}" if until else "",
-            },
-        }
-
-    def _open(self, meeting: NodeRendezvous, layout: Layout) -> tuple[ResolvedRun, Run]:
-        """The run, with a plan for this layout: opened the first time, and then taken from the leader before."""
-        job: dict[str, Any] | None = meeting.noted("run")
-        shown = self.out if job is None else Output("silent")
-        recipe = replace(self.recipe, layout=layout)
-        begun = begin(shown, self.home, recipe, **{**self.planning, "devices": layout.num_devices})
-        begun = replace(begun, recipe=self.recipe)  # as it was given, so that a run resumes with any number of nodes
-        if job is None:
-            begun, run = self.open_run(shown, begun)
-        else:
-            begun, run = self._reopen(meeting, begun, job)
-        meeting.note("run", {"folder": str(run.folder), "owner": run.owner})
-        return begun, run
-
-    def _reopen(self, meeting: NodeRendezvous, begun: ResolvedRun, job: dict[str, Any]) -> tuple[ResolvedRun, Run]:
-        run = Run(folder=Path(job["folder"]), owner=job["owner"])
-        begun = begun.with_settings_of(run)
-        run = run.claim(take_over=True, say=self.out.say)
-        run.write_plan(begun.plan)
-        failure, most = meeting.noted("failure"), begun.recipe.train.max_restarts
-        restarts = Restarts(run, most, self.out.warn)
-        restarts.load(meeting.noted("restarts") or restarts.state())
-        if failure is None:
-            add_event(run.folder, "restarting")
-            return begun, run
-        if not restarts.allows(failure):
-            note = f"{failure}, and {most} restarts without a new checkpoint have been; see {run.folder / 'logs'}"
-            raise ArmillaryError(f"{note}, and train again")
-        meeting.note("restarts", restarts.state())
-        meeting.note("failure", None)
-        return begun, run
 
     # --- the end of a round
 
@@ -302,18 +235,3 @@ class ElasticNode:
             if all(members.read(f"bye/{node}") for node in range(members.num_nodes)):
                 return
             time.sleep(CHECK_S)
-
-
-def share_out(devices: list[int], num_ranks: int) -> list[int]:
-    """Ranks of each node: its devices, in order, as long as there are ranks left."""
-    counts: list[int] = []
-    for count in devices:
-        counts.append(min(count, num_ranks - sum(counts)))
-    return counts
-
-
-def rows_text(layout: Layout, rows: int) -> str:
-    each, more = divmod(rows, layout.dp)
-    if not more:
-        return f"{each} rows of the batch of {rows} each"
-    return f"{each} or {each + 1} rows of the batch of {rows} each"

@@ -81,7 +81,9 @@ def _goodput(report: DemoReport) -> str:
         return ""
     bar = budget_bar([(name, share) for name, _, share in account.rows()], account.total_s)
     title = f"Where the {seconds_text(account.total_s)} of the run went: goodput {account.goodput_fraction:.0%}"
-    return section(title, bar + _sum([share for _, _, share in account.rows()]))
+    faster = [[name, f"{share:.1%}", f"{speedup:.2f} ×"] for name, share, speedup in account.amdahl()]
+    amdahl = table(["the whole job without it (Amdahl)", "share", "faster"], faster)
+    return section(title, bar + _sum([share for _, _, share in account.rows()]) + amdahl)
 
 
 def _sum(shares: object) -> str:

@@ -150,6 +150,9 @@ class TrainJob:
     on_hang: Free[OnHang] = "wait"
     """what follows the verdict on a run that stands still: exit, restart from the newest checkpoint (under torchrun or
     srun: exit, and its own restarts follow), or wait, where the run goes on if it can"""
+    exclude_stragglers: Free[bool] = False
+    """with --nodes: when nodes meet again, after a failure or because one joins, the node of a rank that the others
+    have been waiting for is left out, where fewer nodes are faster without it or another one waits to take its place"""
     seed: Defining[int] = 0
     """seed of the initial weights and of dropout"""
     eval_every: Free[int] = 50

@@ -376,10 +376,10 @@ class Saver:
         if base is not None:
             job["base"] = str(self._run.checkpoint(base) / save_plan.file_name(rank))
         if self._writer is None:
-            self._writer = ShardWriter(self._buffer, self._plan.places)
+            self._writer = ShardWriter.of(self._buffer, self._plan.places)
         with plain_errors(folder):
             try:
-                done = self._writer.write(job)
+                done = self._writer.ask(job)
             finally:
                 if self._peers is not None and save.in_memory:
                     self._peers.swap_files(folder)

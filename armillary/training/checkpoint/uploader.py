@@ -16,6 +16,7 @@ from armillary.store.runs import Run
 from armillary.training.checkpoint.commit import STATE, Abandoned, StoreChannel
 from armillary.training.checkpoint.retention import Entry, Policy, removable
 from armillary.training.checkpoint.save_plan import file_name
+from armillary.training.checkpoint.shard_writer import ShardWriter
 from armillary.training.checkpoint.stored_run import claim, run_url, stored_entry
 from armillary.training.checkpoint.upload import (
     Part,
@@ -25,7 +26,6 @@ from armillary.training.checkpoint.upload import (
     upload_files,
     write_manifest,
 )
-from armillary.training.checkpoint.worker_process import WorkerProcess
 
 
 class Uploader:
@@ -34,7 +34,7 @@ class Uploader:
     def __init__(self, run: Run, url: str, ranks: Consensus, channel: StoreChannel, policy: Policy) -> None:
         self._run, self._ranks, self._channel, self._policy = run, ranks, channel, policy
         self.url, self._store = run_url(url, run), url
-        self._process: WorkerProcess | None = None
+        self._process: ShardWriter | None = None
         self._in_process = url.startswith("memory:")  # is there for one process only
         self._changed = threading.Condition()
         self._waiting: dict[int, int | None] = {}  # step -> the full checkpoint that it needs
@@ -194,7 +194,7 @@ class Uploader:
         if self._in_process:
             return upload_files(url, paths)
         if self._process is None:
-            self._process = WorkerProcess()
+            self._process = ShardWriter()
         done = self._process.ask({"upload": url, "paths": paths})
         if "error" in done:
             raise ArmillaryError(done["error"])

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from armillary.training.checkpoint.worker_process import MODULE as WRITER_MODULE
+from armillary.training.checkpoint.shard_writer import MODULE as WRITER_MODULE
 
 ProcessState = Literal["running", "sleeping", "disk", "stopped", "gone", "unknown"]
 _STATES: dict[str, ProcessState] = {

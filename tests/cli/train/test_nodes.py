@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.cli.train.elastic import rows_text, share_out
+from armillary.cli.train.leader import rows_text, share_out
 from armillary.cli.train.nodes import parse_nodes
 from armillary.errors import BadInput
 from armillary.spec.layout import Layout
@@ -34,10 +34,14 @@ def test_an_empty_range(text: str) -> None:
         parse_nodes(text)
 
 
+def nodes(*devices: int) -> list[dict[str, int]]:
+    return [{"devices": count} for count in devices]
+
+
 def test_ranks_fill_nodes_in_order() -> None:
-    assert share_out([4, 4, 4], 12) == [4, 4, 4]
-    assert share_out([4, 4, 4], 8) == [4, 4, 0]  # tp × pp = 8: the third waits
-    assert share_out([1, 2, 4], 5) == [1, 2, 2]
+    assert share_out(nodes(4, 4, 4), 12) == [4, 4, 4]
+    assert share_out(nodes(4, 4, 4), 8) == [4, 4, 0]  # tp × pp = 8: the third waits
+    assert share_out(nodes(1, 2, 4), 5) == [1, 2, 2]
 
 
 def test_rows_are_shared_out_as_evenly_as_possible() -> None:

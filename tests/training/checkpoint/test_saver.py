@@ -36,13 +36,13 @@ def run(tmp_path: Path) -> Run:
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Writes begin when the event is set."""
-    begin, write = threading.Event(), ShardWriter.write
+    begin, write = threading.Event(), ShardWriter.ask
 
     def later(self: ShardWriter, job: Any) -> Any:
         begin.wait(20)
         return write(self, job)
 
-    monkeypatch.setattr(ShardWriter, "write", later)
+    monkeypatch.setattr(ShardWriter, "ask", later)
     return begin
 
 
@@ -89,7 +89,7 @@ def test_a_writer_that_is_killed_is_replaced(run: Run) -> None:
     saver.save(1, {"w": torch.ones(4)}, {})
     saver.finish()
     assert saver._writer is not None
-    os.kill(saver._writer.process.pid, signal.SIGKILL)
+    os.kill(saver._writer.pid, signal.SIGKILL)
     saver.save(2, {"w": torch.zeros(4)}, {})
     saver.finish()
     saver.close()
@@ -153,7 +153,7 @@ def die(*_):
 
 save(1)
 saver.finish()
-writer = saver._writer.process.pid
+writer = saver._writer.pid
 print(writer, flush=True)
 if moment == "before the rename":
     saving.commit = lambda *four: commit.commit(*four[:4], die)
@@ -248,7 +248,7 @@ def fail_on_rank_1(folder: str) -> list[str]:
     saver.finish()
     if rank == 1:
         assert saver._writer is not None
-        saver._writer.write = lambda job: {"errno": errno.ENOSPC, "error": "No space left on device"}  # type: ignore
+        saver._writer.ask = lambda job: {"errno": errno.ENOSPC, "error": "No space left on device"}  # type: ignore
     saver.save(2, tensors, {})
     said = []
     try:

@@ -22,6 +22,7 @@ from armillary.spec.recipe import Recipe, to_toml
 from armillary.store.gauges import read_gauges
 from armillary.store.goodput import account_of_run
 from armillary.store.home import Home
+from armillary.store.run_events import read_events
 from armillary.store.runs import find_run
 from armillary.training.prepare_run import model_source, resolve_run
 from armillary.training.trainer import Trainer
@@ -82,13 +83,21 @@ class Nodes:
         self.started.append((node, file))
         return node
 
+    def children(self, node: subprocess.Popen[bytes]) -> list[int]:
+        return list(map(int, Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()))
+
+    def rank_of(self, node: subprocess.Popen[bytes]) -> int:
+        """The process of its one rank."""
+        program = b"armillary.cli.train.rank"
+        return next(pid for pid in self.children(node) if program in Path(f"/proc/{pid}/cmdline").read_bytes())
+
     def kill(self, node: subprocess.Popen[bytes]) -> None:
         """As if its machine were switched off: its launcher, and the rank, which has a session of its own."""
-        children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+        children = self.children(node)
         node.kill()
         for pid in children:
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def said(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("node-*.log")))
@@ -162,11 +171,38 @@ def test_ranks_are_lost_and_come_back_with_the_same_batches(nodes: Nodes, recipe
     for node, _ in nodes.started:
         node.send_signal(signal.SIGTERM)
     nodes.wait(lambda: all(node.poll() is not None for node, _ in nodes.started))
-    assert noticed_s < 10, f"{noticed_s:.0f} s"
     run = find_run(home, "elastic")
     got = [(each["step"], each["loss"], each["batch_checksum"]) for each in read_gauges(run.gauges)]
     account = account_of_run(run, now=time.time())
     assert account is not None and account.num_failures == 1 and account.seconds["waiting"] > 0
     whole = losses(plan_of(recipe(*ELASTIC, "layout.dp=1"), home), len(got))[:-1]
+    apart = max(abs(loss / row[0] - 1) for (_, loss, _), row in zip(got, whole, strict=True))
+    print(f"lost node noticed after {noticed_s:.1f} s; {len(got)} steps, losses at most {apart:.1e} apart")
+    assert noticed_s < 10
     assert [(step, checksum) for step, _, checksum in got] == [(n, row[2]) for n, row in enumerate(whole)]
     assert [loss for _, loss, _ in got] == pytest.approx([row[0] for row in whole], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_node_of_a_straggler_is_left_out_at_the_next_restart(nodes: Nodes, home: Home) -> None:
+    """One rank is stopped half of the time; another one dies, and all meet again without the node of the first."""
+    nodes.recipe.write_text(nodes.recipe.read_text().replace("[train]", "[train]\nexclude_stragglers = true"))
+    first = [nodes.start() for _ in range(4)]
+    nodes.wait(lambda: "4 ranks on dp=4" in nodes.said() and nodes.steps() > 10)
+    host = next(node for node in first if is_host(node, nodes.port))
+    slow, dies = [node for node in first if node is not host][:2]
+    before, pid = nodes.steps(), nodes.rank_of(slow)
+    end = time.monotonic() + 240
+    while nodes.steps() < before + 60:
+        assert time.monotonic() < end, nodes.said()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(pid, number)
+            time.sleep(0.3)
+    os.kill(nodes.rank_of(dies), signal.SIGKILL)
+    nodes.wait(lambda: slow.poll() is not None)
+    assert slow.returncode == 2 and "is left out: rank" in nodes.said()
+    nodes.wait(lambda: "3 ranks on dp=3" in nodes.said())
+    before = nodes.steps()
+    nodes.wait(lambda: nodes.steps() > before + 10)
+    events = read_events(find_run(home, "elastic").folder)
+    assert [event.more["excluded"] for event in events if "excluded" in event.more]

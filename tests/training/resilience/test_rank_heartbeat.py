@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from armillary.parallel.store_barrier import RankLost, StoreBarrier
 from armillary.parallel.world import World
-from armillary.training.checkpoint.worker_process import WorkerProcess
+from armillary.training.checkpoint.shard_writer import ShardWriter
 from armillary.training.resilience.rank_heartbeat import MUCH_IO, HeartbeatBoard, HeartbeatSender
 
 
@@ -20,7 +20,7 @@ def sender_in(folder: Path) -> HeartbeatSender:
 
 
 def test_what_is_written_of_a_checkpoint_beside_a_step_is_no_progress(tmp_path: Path) -> None:
-    sender, worker = sender_in(tmp_path), WorkerProcess()
+    sender, worker = sender_in(tmp_path), ShardWriter()
     (tmp_path / "part").write_bytes(bytes(16 * MUCH_IO))
     store, path = tmp_path / "store", str(tmp_path / "part")
     try:
