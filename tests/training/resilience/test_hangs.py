@@ -62,7 +62,7 @@ def judged(run: Run) -> tuple[HangVerdict, float]:
     return verdict, verdict.time - Path(run.folder, "hung").stat().st_mtime
 
 
-SHORT = ("train.steps=30", "train.eval_every=0", "train.save_every=20", "layout.dp=2")
+SHORT = ("train.steps=30", "train.eval_every=0", "train.save_every=20", "layout.dp=2", "train.checkpoint_async=false")
 LONG = ("train.steps=1000", "train.eval_every=0", "train.save_every=20", "layout.dp=2")
 
 
@@ -87,6 +87,7 @@ def test_a_rank_that_hangs_is_diagnosed(fault: str, cause: str, says: str, recip
     first, second = verdict.ranks
     where = verdict.text + " ".join(second.lines)
     assert first.step == STEP and first.lines and ("hanging_rank.py" in where or "step_batches.py" in where)
+    print(f"{fault}: {verdict.cause} of rank {verdict.rank} after {after_s:.1f} s")
     assert time.monotonic() - begin < 90
 
 
@@ -96,6 +97,7 @@ def test_a_rank_that_skips_a_collective_is_diagnosed(layout: list[str], recipe: 
     """In one group gloo aborts a rank at once, because sizes differ; where the groups differ, all ranks wait."""
     run, said, ended = hang(recipe(*LONG, *layout), home, "skips")
     verdict, after_s = judged(run)
+    print(f"skips: {verdict.cause} of rank {verdict.rank} after {after_s:.1f} s")
     assert (verdict.cause, verdict.rank) == ("desync", 1) and after_s < WITHIN_S, verdict.text
     assert "armillary/parallel/apply.py" in verdict.text and "armillary/parallel/consensus.py" in verdict.text
     assert "number" in verdict.text and "bytes" in verdict.text and said and isinstance(ended, RunHung | RankFailed)
@@ -107,6 +109,7 @@ def test_a_rank_that_dies_is_diagnosed_at_once(recipe: Make, home: Home) -> None
     verdict, after_s = judged(run)
     assert isinstance(ended, RankFailed) and "rank 1 was killed by signal 9" in str(ended)
     assert (verdict.cause, verdict.rank) == ("dead_process", 1) and "killed by signal 9" in verdict.text
+    print(f"dies: {verdict.cause} of rank {verdict.rank} after {after_s:.1f} s")
     assert after_s < WITHIN_S and said
 
 
