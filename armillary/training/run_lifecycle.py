@@ -1,24 +1,18 @@
-"""The lifecycle of a run between its steps: resume, validate, save, end.
+"""The lifecycle of a run between its steps: resume, validate, save, end."""
 
-Tensors are saved under names that do not depend on the layout, so a run can resume on any layout.
-"""
-
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from armillary.errors import ArmillaryError, BadData
+from armillary.errors import ArmillaryError
 from armillary.parallel.consensus import Consensus
 from armillary.parallel.host_memory import Event
-from armillary.spec.plan import Plan
 from armillary.store.atomic import sweep_folder
 from armillary.store.goodput import account_of
 from armillary.store.run_events import read_events
@@ -28,22 +22,22 @@ from armillary.training.checkpoint.export import export, export_adapter
 from armillary.training.checkpoint.interval import SaveClock
 from armillary.training.checkpoint.peer_copies import PeerCopies
 from armillary.training.checkpoint.retention import Policy
-from armillary.training.checkpoint.saver import Saved, Saver
+from armillary.training.checkpoint.save_in_flight import Saved
+from armillary.training.checkpoint.saver import Saver
 from armillary.training.checkpoint.staging import call_before_steps
-from armillary.training.data.shard_index import NAME as INDEX
 from armillary.training.resilience.replica_check import check_replicas
 from armillary.training.resilience.sigterm_grace import NoPreemption
 from armillary.training.skipped_batches import SkippedBatches
 from armillary.training.startup_probe import startup_costs
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.numerics import seed
-from armillary.training.step.optimizer import states_by_name, weights_by_name
 from armillary.training.step.optimizer_offload import widen
 from armillary.training.step_batches import Due
 from armillary.training.stopping import Until
 from armillary.training.telemetry.run_clock import RunClock
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
+from armillary.training.trainer_state import check_text, facts_of, restore_facts, tensors_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,18 +109,14 @@ class RunLifecycle:
         trainer.telemetry.progress.mark("resume")
         trainer.telemetry.progress.step = step - 1
         about = trainer.ranks.run_on_all(lambda: checkpoint.read_facts(folder))
-        trainer.ranks.run_on_all(lambda: self._check_text(about))
-        checkpoint.load(folder, self._tensors(), trainer.ranks, trainer.mesh.machines)
+        trainer.ranks.run_on_all(lambda: check_text(trainer.plan, about, run=self.run.name))
+        checkpoint.load(folder, tensors_of(trainer), trainer.ranks, trainer.mesh.machines)
         if isinstance(trainer.optimizer, HostAdamW):
             trainer.optimizer.upload_weights()
         if about["ranks"] != trainer.ranks.size:
             seed(self.job.seed, trainer.ranks.rank, step)
-        trainer.tokens, trainer.nonfinite.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])
-        trainer.val_loss, self.loss = about["val_loss"], float(about["loss"])
-        if trainer.scaler.is_enabled() and about["scaler"]:
-            trainer.scaler.load_state_dict(about["scaler"])
-        trainer.spikes.load(about.get("spikes", {}))
-        trainer.batches.left_out = set(about.get("left_out_batches", ()))
+        restore_facts(trainer, about)
+        self.loss = float(about["loss"])
         self.done, self.saved = step, trainer.ranks.broadcast(self._last_on_disk(step))
         self.restarts, self._checked = int(about["restarts_total"]) + 1, -1
         return step
@@ -154,16 +144,8 @@ class RunLifecycle:
         """Measure startup costs before the first step, which reports them; with a GPU, pin memory for checkpoints
         meanwhile."""
         if self.trainer.device.type == "cuda":
-            self.saver.prepare(self._tensors())
+            self.saver.prepare(tensors_of(self.trainer))
         self._startup = startup_costs(self.trainer, step)
-
-    def _check_text(self, about: Mapping[str, Any]) -> None:
-        """The order of samples is a function of the step only while the text is the same."""
-        if about.get("text") not in (None, "", text_mark(self.trainer.plan)):
-            raise BadData(
-                f"the text has changed since run {self.run.name} was saved at step {about['step']}; put it "
-                "back, or begin a new run with --run NAME"
-            )
 
     def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
         """The report with what was validated and saved, and whether the run is done; `step` steps are."""
@@ -179,12 +161,12 @@ class RunLifecycle:
             more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
         done = step == job.steps or (self.until is not None and self.until.is_met(report.gauges | more))
         if job.replica_check_every and step % job.replica_check_every == 0:
-            self._check_replicas(step, self._tensors(), trainer.ranks)
+            self._check_replicas(step, tensors_of(trainer), trainer.ranks)
         if done or report.save:
             more |= self.save(step, wait=done)
         else:
             if report.copy:
-                self.saver.save(step, self._tensors(), self._facts(), in_memory=True)
+                self.saver.save(step, tensors_of(trainer), self._facts(), in_memory=True)
             more |= self._save_gauges()
         more["goodput_fraction"] = self.run_clock.goodput_fraction
         return replace(report, gauges=report.gauges | more), done
@@ -221,7 +203,7 @@ class RunLifecycle:
 
     def capture(self) -> None:
         """Note the tensors, for a step that is abandoned: within a step the model may hold gathered ones instead."""
-        self._captured = self._tensors()
+        self._captured = tensors_of(self.trainer)
 
     def ended(self, first: int, step: int, *, finished: bool = False, export: Path | None = None) -> Trained:
         """A run that has ended after `step` steps, all of which are saved."""
@@ -249,7 +231,7 @@ class RunLifecycle:
         self._checked = step
 
     def _save(self, step: int, *, wait: bool) -> dict[str, float]:
-        begin, tensors = time.perf_counter(), self._tensors()
+        begin, tensors = time.perf_counter(), tensors_of(self.trainer)
         self.trainer.telemetry.progress.mark("save")
         self._check_replicas(step, tensors, self.trainer.ranks)
         self.saver.save(step, tensors, self._facts())
@@ -339,38 +321,5 @@ class RunLifecycle:
             export_adapter(trainer.sharded, job, self.run.folder / "adapter" / str(step), ranks, base=base)
         return folder
 
-    def _tensors(self) -> dict[str, Any]:
-        """Trained tensors and optimizer states, under names that do not depend on the layout."""
-        model, optimizer, called = self.trainer.model, self.trainer.optimizer, self.trainer.sharded.full_name
-        trained = {f"model.{name}": value for name, value in weights_by_name(model, optimizer, called).items()}
-        buffers = dict(model.named_buffers())
-        trained |= {f"model.{name}": value for name, value in model.state_dict().items() if name in buffers}
-        states = states_by_name(model, optimizer, called)
-        return trained | {f"optimizer.{name}": value for name, value in states.items()}
-
     def _facts(self) -> dict[str, Any]:
-        trainer = self.trainer
-        return {
-            "tokens_total": trainer.tokens,
-            "skipped_steps_total": trainer.nonfinite.skipped,
-            "loss": self.loss,
-            "val_loss": trainer.val_loss,
-            "restarts_total": self.restarts,
-            "layout": trainer.layout.text(),
-            "scaler": trainer.scaler.state_dict(),
-            "base": trainer.plan.weights,
-            "kernels": trainer.choices.names,
-            "text": text_mark(trainer.plan),
-            "spikes": trainer.spikes.state(),
-            "left_out_batches": sorted(trainer.batches.left_out),
-        }
-
-
-def text_mark(plan: Plan) -> str:
-    """A short mark of the shards a run reads, from their checksums; empty where they are not on local disks."""
-    assert plan.data is not None
-    indices = [Path(folder) / INDEX for folder in plan.data.paths or (plan.data.path,)]
-    if not all(path.is_file() for path in indices):
-        return ""
-    sums = [checksum for path in indices for checksum in re.findall(r'"sha256": ?"([0-9a-f]+)"', path.read_text())]
-    return blake2b("".join(sums).encode(), digest_size=8).hexdigest()
+        return facts_of(self.trainer, loss=self.loss, restarts=self.restarts)

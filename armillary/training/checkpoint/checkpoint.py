@@ -32,7 +32,8 @@ from armillary.training.checkpoint.delta_reader import DeltaReader
 from armillary.training.checkpoint.disk_errors import plain_errors
 from armillary.training.checkpoint.peer_copies import gather_newest, memory_run
 from armillary.training.checkpoint.retention import Entry, Policy, removable
-from armillary.training.checkpoint.saver import VERSION, Saved, Saver
+from armillary.training.checkpoint.save_in_flight import Saved
+from armillary.training.checkpoint.saver import VERSION, Saver
 from armillary.training.checkpoint.stored_chunks import read_shards
 from armillary.training.checkpoint.stored_run import fetch_newest
 from armillary.training.step.numerics import set_random_state

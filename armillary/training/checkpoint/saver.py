@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from armillary.errors import ArmillaryError
 from armillary.machine.memory import available_bytes
 from armillary.parallel.consensus import Consensus
 from armillary.parallel.host_memory import CopyStream, Event
-from armillary.store.manifest import FileEntry
 from armillary.store.runs import Run
 from armillary.store.writer_process import machine
 from armillary.training.checkpoint import save_plan
@@ -35,11 +32,12 @@ from armillary.training.checkpoint.commit import (
     refuse_failed,
 )
 from armillary.training.checkpoint.delta_schedule import DeltaSchedule
-from armillary.training.checkpoint.disk_errors import plain_errors, write_error
+from armillary.training.checkpoint.disk_errors import plain_errors
 from armillary.training.checkpoint.peer_copies import PeerCopies, small_files
+from armillary.training.checkpoint.rank_shard import RankShard
 from armillary.training.checkpoint.retention import Policy
+from armillary.training.checkpoint.save_in_flight import Saved, SaveInFlight
 from armillary.training.checkpoint.save_plan import SavePlan
-from armillary.training.checkpoint.shard_writer import ShardWriter
 from armillary.training.checkpoint.staging import Copy, StagingBuffer, fits_memory
 from armillary.training.checkpoint.uploader import Uploader
 from armillary.training.step.numerics import random_state
@@ -52,39 +50,10 @@ LAST_WAIT_S = 10.0
 """a run of several ranks that fails waits so long for a save in flight: the others may be gone"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint that was committed."""
-
-    step: int
-    folder: Path
-    bytes: int  # of all its files
-    seconds: float = 0.0  # from the request to the commit
-    stall_s: float = 0.0  # part of it in which this rank did not train
-    wait_s: float = 0.0  # part of the stall in which it waited for the save before
-    delta_of: int | None = None  # step of the full checkpoint that this one needs
-    saved_fraction: float = 0.0  # share of the bytes of a full one that the delta saves
-
-
 def _use_device(device: torch.device) -> None:
     """A thread begins with device 0, on which CUDA would make a context for each rank of the machine."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-
-
-@dataclass(kw_only=True)
-class _Save:
-    """A save in flight."""
-
-    step: int
-    number: int
-    about: dict[str, Any]
-    random: dict[str, Tensor]
-    copy: Copy
-    began: float
-    in_memory: bool = False
-    stall_s: float = 0.0
-    wait_s: float = 0.0
 
 
 class Saver:
@@ -115,11 +84,11 @@ class Saver:
         self._plan: SavePlan | None = None
         self._making: Future[StagingBuffer] | None = None
         self._buffer: StagingBuffer | None = None
-        self._writer: ShardWriter | None = None
+        self._shard: RankShard | None = None
         self._uploader: Uploader | None = None
         self._abandoned = threading.Event()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use_device, initargs=(self._device,))
-        self._last: tuple[_Save, Future[None]] | None = None
+        self._last: tuple[SaveInFlight, Future[None]] | None = None
         self._error: ArmillaryError | None = None
         self._done: list[Saved] = []
         self._notes: list[str] = []
@@ -150,7 +119,7 @@ class Saver:
         copy.start(tensors, self.stream, ready)
         about = {"version": VERSION, "step": step, "ranks": self._ranks.size, **facts}
         self._count += 1
-        save = _Save(
+        save = SaveInFlight(
             step=step,
             number=self._count,
             about=about,
@@ -248,8 +217,8 @@ class Saver:
             with suppress(Exception):
                 self._last[1].result(AT_ONCE_S if at_once else LAST_WAIT_S if failed and several else None)
         self._abandoned.set()
-        if self._writer is not None:
-            self._writer.close(kill=at_once or (self._last is not None and not self._last[1].done()))
+        if self._shard is not None:
+            self._shard.close(kill=at_once or (self._last is not None and not self._last[1].done()))
         if self._last is not None:
             wait([self._last[1]], timeout=2.0)
             if not self._last[1].done():  # in a transfer to a rank that is gone, which ends with the process group
@@ -275,7 +244,7 @@ class Saver:
 
     # --- in the thread
 
-    def _finish_save(self, save: _Save) -> None:
+    def _finish_save(self, save: SaveInFlight) -> None:
         """Copy, write, report; on the main rank also commit. An error is kept until the next step."""
         try:
             save.copy.run()
@@ -294,7 +263,7 @@ class Saver:
         except Exception as error:  # of the store, or a bug: training must not go on without checkpoints silently
             self._error = ArmillaryError(f"checkpoint {save.step} failed ({error!r}); train again: the run continues")
 
-    def _commit(self, save: _Save) -> None:
+    def _commit(self, save: SaveInFlight) -> None:
         """On the main rank: tell the others where to write, wait for all, and give the folder its name."""
         assert self._plan is not None
         key, begun = f"{save.number}/begin", None if save.in_memory else self._deltas.next_base(self._run)
@@ -323,7 +292,7 @@ class Saver:
         else:
             self._count_saved(save, begun, size)
 
-    def _take_part(self, save: _Save) -> None:
+    def _take_part(self, save: SaveInFlight) -> None:
         """On the other ranks: write what the main rank asks for, and for a peer copy complete this machine's part."""
         instruction = self._channel.take(f"{save.number}/begin")
         self._write_and_report(save, instruction)
@@ -331,10 +300,10 @@ class Saver:
             small = self._channel.take(f"{save.number}/committed")
             self._peers.commit(self._peers.place(instruction.folder), save.step, small)
 
-    def _home(self, save: _Save) -> Run:
+    def _home(self, save: SaveInFlight) -> Run:
         return self._peers.run if self._peers is not None and save.in_memory else self._run
 
-    def _count_saved(self, save: _Save, base: int | None, size: int) -> None:
+    def _count_saved(self, save: SaveInFlight, base: int | None, size: int) -> None:
         assert self._plan is not None
         fraction = 0.0 if base is None else max(0.0, 1.0 - size / self._plan.total_bytes)
         saved = Saved(
@@ -356,35 +325,14 @@ class Saver:
         except (ArmillaryError, OSError) as error:  # the checkpoint is there: whatever else fails is no reason to stop
             self._notes.append(f"old checkpoints are not deleted: {error}")
 
-    def _write_and_report(self, save: _Save, instruction: Instruction | None) -> None:
+    def _write_and_report(self, save: SaveInFlight, instruction: Instruction | None) -> None:
         if instruction is None:
             return
+        assert self._plan is not None and self._buffer is not None
+        if self._shard is None:  # by this thread, with which its process ends
+            self._shard = RankShard(self._run, self._ranks.rank, self._plan, self._buffer, self._peers)
         try:
-            report = self._write(save, instruction)
+            report = self._shard.write(save, instruction)
         except ArmillaryError as error:
             report = Report(files={}, random=save.random, error=str(error))
         self._channel.put(f"{save.number}/{self._ranks.rank}", report)
-
-    def _write(self, save: _Save, instruction: Instruction) -> Report:
-        assert self._plan is not None and self._buffer is not None
-        rank, folder, base = self._ranks.rank, instruction.folder, instruction.base
-        if self._peers is not None and save.in_memory:
-            folder = self._peers.place(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-        name = save_plan.file_name(rank, delta=base is not None)
-        job = {"path": str(folder / name)}
-        if base is not None:
-            job["base"] = str(self._run.checkpoint(base) / save_plan.file_name(rank))
-        if self._writer is None:
-            self._writer = ShardWriter.of(self._buffer, self._plan.places)
-        with plain_errors(folder):
-            try:
-                done = self._writer.ask(job)
-            finally:
-                if self._peers is not None and save.in_memory:
-                    self._peers.swap_files(folder)
-        if "error" in done:
-            raise write_error(folder, done["errno"], done["error"])
-        entry = FileEntry(bytes=done["bytes"], block_sha256=done["block_sha256"])
-        places = tuple((offset, length) for offset, length in done.get("places", ()))
-        return Report(files={name: entry}, random=save.random, places=places)

@@ -16,7 +16,8 @@ from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint import delta
 from armillary.training.checkpoint.checkpoint import load, newest, saved_steps
 from armillary.training.checkpoint.delta_schedule import DeltaSchedule
-from armillary.training.checkpoint.saver import Saved, Saver
+from armillary.training.checkpoint.save_in_flight import Saved
+from armillary.training.checkpoint.saver import Saver
 from armillary.training.loop import train
 from tests.ranks import Ranks
 from tests.training.checkpoint.test_checkpoint import Make, begin, cut_off

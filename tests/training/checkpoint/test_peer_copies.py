@@ -87,9 +87,9 @@ def test_memory_that_is_full_costs_a_line(tmp_path: Path, memory: Path, monkeypa
     saver = Saver(run, ALONE, peers=PeerCopies(run, ALONE))
     saver.save(1, {"w": torch.ones(4)}, {}, in_memory=True)
     saver.finish()
-    assert saver.may_copy and saver._writer is not None
+    assert saver.may_copy and saver._shard is not None
     full = {"errno": errno.ENOSPC, "error": "No space left on device"}
-    monkeypatch.setattr(saver._writer, "write", lambda job: full)
+    monkeypatch.setattr(saver._shard.writer, "ask", lambda job: full)
     saver.save(2, {"w": torch.ones(4)}, {}, in_memory=True)
     saver.finish()
     (note,) = saver.take_notes()

@@ -20,7 +20,8 @@ from armillary.store.runs import Run, create_run
 from armillary.training.checkpoint import saver as saving
 from armillary.training.checkpoint import shard_writer_process
 from armillary.training.checkpoint.checkpoint import load, newest, saved_steps
-from armillary.training.checkpoint.saver import Saved, Saver
+from armillary.training.checkpoint.save_in_flight import Saved
+from armillary.training.checkpoint.saver import Saver
 from armillary.training.checkpoint.shard_writer import ShardWriter
 from armillary.training.checkpoint.staging import call_before_steps, fits_memory
 from tests.fork_server import ForkServer
@@ -88,8 +89,8 @@ def test_a_writer_that_is_killed_is_replaced(run: Run) -> None:
     saver = Saver(run, ALONE)
     saver.save(1, {"w": torch.ones(4)}, {})
     saver.finish()
-    assert saver._writer is not None
-    os.kill(saver._writer.pid, signal.SIGKILL)
+    assert saver._shard is not None
+    os.kill(saver._shard.writer.pid, signal.SIGKILL)
     saver.save(2, {"w": torch.zeros(4)}, {})
     saver.finish()
     saver.close()
@@ -153,7 +154,7 @@ def die(*_):
 
 save(1)
 saver.finish()
-writer = saver._writer.pid
+writer = saver._shard.writer.pid
 print(writer, flush=True)
 if moment == "before the rename":
     saving.commit = lambda *four: commit.commit(*four[:4], die)
@@ -247,8 +248,8 @@ def fail_on_rank_1(folder: str) -> list[str]:
     saver.save(1, tensors, {})
     saver.finish()
     if rank == 1:
-        assert saver._writer is not None
-        saver._writer.ask = lambda job: {"errno": errno.ENOSPC, "error": "No space left on device"}  # type: ignore
+        assert saver._shard is not None
+        saver._shard.writer.ask = lambda job: {"errno": errno.ENOSPC, "error": "No space left on device"}  # type: ignore
     saver.save(2, tensors, {})
     said = []
     try:
