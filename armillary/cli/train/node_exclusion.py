@@ -91,7 +91,7 @@ def _straggler(run: Run, *, since: float, num_nodes: int) -> tuple[int, str] | N
     from armillary.diagnosis.readings.run_folder import read_gauges_file
 
     verdict = read_verdict(run.folder)
-    if verdict is not None and verdict.time >= since and verdict.cause == "slow_rank":
+    if verdict is not None and not verdict.resolved and verdict.time >= since and verdict.cause == "slow_rank":
         return verdict.rank, verdict.text.partition(";")[0]
     try:
         reading = read_gauges_file(run.gauges)

@@ -102,7 +102,7 @@ class Nodes:
     def said(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("node-*.log")))
 
-    def wait(self, condition: Callable[[], Any], seconds: float = 240.0) -> None:
+    def wait(self, condition: Callable[[], Any], seconds: float = 600.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, self.said()
@@ -185,19 +185,21 @@ def test_ranks_are_lost_and_come_back_with_the_same_batches(nodes: Nodes, recipe
 
 @pytest.mark.slow
 def test_the_node_of_a_straggler_is_left_out_at_the_next_restart(nodes: Nodes, home: Home) -> None:
-    """One rank is stopped half of the time; another one dies, and all meet again without the node of the first."""
+    """One rank is stopped most of the time; another one dies, and all meet again without the node of the first."""
     nodes.recipe.write_text(nodes.recipe.read_text().replace("[train]", "[train]\nexclude_stragglers = true"))
     first = [nodes.start() for _ in range(4)]
     nodes.wait(lambda: "4 ranks on dp=4" in nodes.said() and nodes.steps() > 10)
     host = next(node for node in first if is_host(node, nodes.port))
     slow, dies = [node for node in first if node is not host][:2]
     before, pid = nodes.steps(), nodes.rank_of(slow)
-    end = time.monotonic() + 240
-    while nodes.steps() < before + 60:
+    end = time.monotonic() + 600
+    while nodes.steps() < before + 40:
         assert time.monotonic() < end, nodes.said()
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            os.kill(pid, number)
-            time.sleep(0.3)
+        for _ in range(20):  # several times per step: it is the slowest in nearly all of them
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.15)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.02)
     os.kill(nodes.rank_of(dies), signal.SIGKILL)
     nodes.wait(lambda: slow.poll() is not None)
     assert slow.returncode == 2 and "is left out: rank" in nodes.said()
