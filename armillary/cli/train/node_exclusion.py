@@ -69,10 +69,10 @@ def refuse_excluded(excluded: Sequence[Mapping[str, Any]] | None, facts: Mapping
 def excluded_node(run: Run, last: Mapping[str, Any], *, others_wait: bool) -> Exclusion | None:
     """The node of the last round whose rank the others waited for. None where there is none, where fewer nodes without
     it would be slower, or where it is the one that the nodes meet at."""
-    found = _straggler(run, since=float(last["time"]), num_nodes=0 if others_wait else len(last["nodes"]))
-    if found is None:
+    straggler = _straggler(run, since=float(last["time"]), num_nodes=0 if others_wait else len(last["nodes"]))
+    if straggler is None:
         return None
-    rank, why = found
+    rank, why = straggler
     nodes, first = list(last["nodes"]), 0
     for node in nodes:
         first += node["ranks"]
@@ -102,8 +102,8 @@ def _straggler(run: Run, *, since: float, num_nodes: int) -> tuple[int, str] | N
     if slow is None or not _is_worth_it(slow, reading, num_nodes):
         return None
     cause = "waiting for its data" if slow.cause == "data" else "in its own work"
-    late = f"{seconds_text(slow.seconds)} per step later than the others since step {slow.since:,}"
-    return slow.rank, f"rank {slow.rank} was {late}, {cause}"
+    delay = f"{seconds_text(slow.seconds)} per step later than the others since step {slow.since:,}"
+    return slow.rank, f"rank {slow.rank} was {delay}, {cause}"
 
 
 def _is_worth_it(slow: Straggler, reading: Reading, num_nodes: int) -> bool:
