@@ -67,6 +67,28 @@ def test_compressed_tensors(name: str) -> None:
     assert torch.equal(rows.dequantised().to(expected.dtype), expected[[5, 1, 40]])
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_packed_weights_take_the_memory_of_the_file(name: str) -> None:
+    """Rows as wide as in real models; scales in bf16, the least that is published."""
+    format, args = SCHEMES[name]
+    scheme = scheme_of(args | ({"block_structure": [128, 128]} if "block_structure" in args else {}))
+    tensors = compress(torch.randn(256, 1024), scheme, format)
+    if tensors["weight_scale"].dtype == torch.float32 and args["strategy"] != "block":
+        tensors["weight_scale"] = tensors["weight_scale"].bfloat16()
+    table = {"quant_method": "compressed-tensors", "config_groups": {"group_0": json.loads(scheme.model_dump_json())}}
+    packed = read(table, named(tensors), (256, 1024))
+    assert packed.nbytes <= 1.05 * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_nested_nf4_takes_the_memory_of_the_file() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    codes, state = functional.quantize_4bit(torch.randn(256, 1024), quant_type="nf4", compress_statistics=True)
+    tensors = {f"m.weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()} | {"m.weight": codes}
+    packed = read({"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors, (256, 1024))
+    assert packed.nbytes <= 1.05 * sum(tensor.nbytes for tensor in tensors.values())
+    assert torch.equal(packed.dequantised(), functional.dequantize_4bit(codes, state))
+
+
 def test_fp8_blocks_of_deepseek() -> None:
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 
