@@ -23,7 +23,7 @@ needs_bf16 = pytest.mark.skipif(not packs(torch.empty(0, dtype=torch.bfloat16)),
     ("make", "most"),
     [
         pytest.param(PackedDense, 5e-3, marks=needs_bf16),
-        (Int8Dense, 3e-2),
+        (Int8Dense.rounded, 3e-2),
         pytest.param(partial(PackedDense, plain=True), 5e-3, marks=needs_bf16),
     ],
 )
