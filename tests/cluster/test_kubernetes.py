@@ -1,4 +1,7 @@
-"""Manifests against the schemas of three Kubernetes versions, and the target against an API server's HTTP interface."""
+"""Manifests against the schemas of three Kubernetes versions, and the target against an API server's HTTP interface.
+
+The schemas and the official client are 230 MB, so these tests run with `make peers`; the others need neither.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -46,6 +48,8 @@ def a_job(folder: Path = Path("/here/jobs/fox"), **launch: object) -> Job:
 
 
 def validate(manifest: dict[str, Any]) -> None:
+    import kubernetes_validate
+
     for version in VERSIONS:
         kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -64,6 +68,7 @@ FULL = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("more", [{}, FULL])
 def test_every_manifest_is_valid(more: dict[str, object]) -> None:
     text = target.files(a_job(**more), 'a = "1"\nb = 2\n')[target.FILE]
@@ -72,11 +77,14 @@ def test_every_manifest_is_valid(more: dict[str, object]) -> None:
     assert objects[1]["data"][RECIPE] == 'a = "1"\nb = 2\n'
     for each in objects:
         validate(each)
+    import kubernetes_validate
+
     broken = {**objects[0], "spec": {**objects[0]["spec"], "parallelism": "two"}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("controller", "kinds"), [("jobset", ["JobSet"]), ("trainjob", ["TrainJob", "TrainingRuntime"])]
 )
@@ -131,6 +139,7 @@ def test_what_cannot_run_is_refused(job: Job, error: type[ArmillaryError]) -> No
         manifests(job, "")
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("file", sorted(DEPLOY.rglob("*.yaml")), ids=lambda file: file.parent.name + "/" + file.name)
 def test_the_kustomize_base(file: Path) -> None:
     for each in yaml.safe_load_all(file.read_text()):
@@ -177,6 +186,7 @@ def a_pod(name: str, index: int, phase: str = "Running") -> dict[str, Any]:
     }
 
 
+@pytest.mark.peers
 def test_submit_makes_what_the_job_owns(api: FakeApi, job: Job) -> None:
     assert target.submit(job) == "fox"
     assert api.asked == [
@@ -192,6 +202,7 @@ def test_submit_makes_what_the_job_owns(api: FakeApi, job: Job) -> None:
     assert len(api.bodies) == 8 and "DELETE /apis/batch/v1/namespaces/ml/jobs/fox" in api.asked
 
 
+@pytest.mark.peers
 def test_state_logs_and_cancel(api: FakeApi, job: Job) -> None:
     target.submit(job)
     api.pods += [a_pod("fox-0-abc", 0), a_pod("fox-1-def", 1)]
@@ -208,6 +219,7 @@ def test_state_logs_and_cancel(api: FakeApi, job: Job) -> None:
     assert target.state(job).state == "cancelled" and not api.objects
 
 
+@pytest.mark.peers
 def test_how_a_job_ended(api: FakeApi, job: Job) -> None:
     target.submit(job)
     owner = api.objects["/apis/batch/v1/namespaces/ml/jobs/fox"]
@@ -217,6 +229,7 @@ def test_how_a_job_ended(api: FakeApi, job: Job) -> None:
     assert target.state(job).state == "finished"
 
 
+@pytest.mark.peers
 def test_a_cluster_without_jobsets_says_so(api: FakeApi, job: Job) -> None:
     wanted = replace(job, launch=replace(job.launch, controller="jobset"))
     with pytest.raises(BadRecipe, match=r"launch\.controller=job"):
@@ -225,6 +238,7 @@ def test_a_cluster_without_jobsets_says_so(api: FakeApi, job: Job) -> None:
     assert target.submit(wanted) == "fox" and api.bodies[0]["kind"] == "JobSet"
 
 
+@pytest.mark.peers
 def test_errors_of_the_server_are_one_line(api: FakeApi, job: Job) -> None:
     api.groups.clear()
     with pytest.raises(ArmillaryError, match="did not create Job fox"):

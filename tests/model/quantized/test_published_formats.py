@@ -80,8 +80,10 @@ def test_packed_weights_take_the_memory_of_the_file(name: str) -> None:
     assert packed.nbytes <= 1.05 * sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.peers
 def test_nested_nf4_takes_the_memory_of_the_file() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional
+
     codes, state = functional.quantize_4bit(torch.randn(256, 1024), quant_type="nf4", compress_statistics=True)
     tensors = {f"m.weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()} | {"m.weight": codes}
     packed = read({"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors, (256, 1024))
@@ -148,18 +150,22 @@ def test_gptq_by_its_definition(bits: int, act_order: bool, checkpoint_format: s
     assert torch.equal(packed.dequantised(), expected.t())
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_bitsandbytes_4bit(kind: str, nested: bool) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional
+
     codes, state = functional.quantize_4bit(weight(), quant_type=kind, compress_statistics=nested)
     tensors = {f"m.weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
     packed = read({"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors | {"m.weight": codes})
     assert torch.equal(packed.dequantised(), functional.dequantize_4bit(codes, state))
 
 
+@pytest.mark.peers
 def test_bitsandbytes_int8() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional
+
     codes, maximum, _ = functional.int8_vectorwise_quant(weight().half())
     tensors = {"m.weight": codes, "m.SCB": maximum, "m.weight_format": torch.tensor(0, dtype=torch.uint8)}
     packed = read({"quant_method": "bitsandbytes", "load_in_8bit": True}, tensors)
