@@ -9,6 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 READY := .venv/.ready-$(KEY)
+LINT = $(BIN)/ruff check .; $(BIN)/ruff format --check --quiet .; $(BIN)/mypy
 # All tests on ranks go to one worker, with their pool (tests/conftest.py); the others are shared out by file.
 WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 PEERS_READY := .venv-peers/.ready-$(KEY)
@@ -28,8 +29,11 @@ help: ## this list
 demo: $(READY) ## the complete cycle: measure, plan, train, serve, load, diagnose, improve; a report
 	@$(BIN)/armillary demo
 
-test: $(READY) lint ## lint, types and the tests that any machine can run
-	@$(BIN)/pytest -q $(WORKERS)
+# While types are checked on one core, the other compiles the tests, which both workers would do otherwise.
+test: $(READY) ## lint, types and the tests that any machine can run
+	@trap 'kill $$(jobs -p) 2>/dev/null || true' EXIT; \
+	$(BIN)/pytest -q --collect-only > /dev/null 2>&1 & \
+	$(LINT); wait; $(BIN)/pytest -q $(WORKERS)
 
 test-all: $(READY) lint ## also the slow tests
 	@$(BIN)/pytest -q $(WORKERS) -m 'not gpu and not peers and not services and not slow'
@@ -52,9 +56,7 @@ peers: $(PEERS_READY) ## against other people's programs, in a venv of their own
 	@.venv-peers/bin/python -m pytest -q -m peers
 
 lint: $(READY)
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/mypy
+	@$(LINT)
 
 sizes: ## lines per file
 	@find armillary -name '*.py' -size +0 -exec wc -l {} + | sort -n

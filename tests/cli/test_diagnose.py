@@ -70,7 +70,7 @@ def test_a_lever_is_applied_and_held_to_its_word(cli: Cli, home: Home, tmp_path:
     said = cli("diagnose", "quiet-otter", "--apply", "1", "--to", str(tmp_path / "next.toml")).out
     assert "predicted 2.00 ×" in said
     words = command(said)
-    assert words[0] == "train" and load_recipe(train_words(words)[0]).data.workers == 3
+    assert words[0] == "train" and load_recipe(recipe_of(words)).data.workers == 3
     after(home)
     said = cli("diagnose", "compare", "quiet-otter", "bold-heron").out
     assert "step 1 s → 550 ms   obtained 1.82 ×   predicted 2.00 ×   (track record: 1 lever, median error 9%)" in said
@@ -90,12 +90,11 @@ def command(said: str) -> list[str]:
     return shlex.split(first.removeprefix("next: armillary "))
 
 
-def train_words(words: list[str]) -> list[str]:
-    """What the train verb's parser makes of them."""
+def recipe_of(words: list[str]) -> Path:
+    """The recipe that the train verb's parser finds in them."""
     from armillary.cli.train.train import train
 
-    context = train.make_context("train", words[1:])
-    return list(context.params["words"])
+    return Path(train.make_context("train", words[1:]).params["recipe"])
 
 
 def stored_model(folder: Path) -> Path:

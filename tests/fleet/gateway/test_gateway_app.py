@@ -173,7 +173,7 @@ async def test_smuggled_requests_are_refused(tmp_path: Path) -> None:
 
 def make_certificate(folder: Path) -> Tls:
     """A certificate for 127.0.0.1 that signs itself."""
-    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 

@@ -111,7 +111,6 @@ async def test_a_request_that_no_replica_answered_costs_nothing(tmp_path: Path) 
 
 @scenario
 async def test_without_redis_requests_with_limits_are_refused_or_served_as_set(tmp_path: Path) -> None:
-    pytest.importorskip("redis")
     key, said = key_with(tmp_path, requests=2), list[str]()
     limiter = RedisLimiter("redis://127.0.0.1:1/0", said.append, retry_s=0.0)
     with pytest.raises(LimiterUnavailable):

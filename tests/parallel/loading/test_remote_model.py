@@ -23,7 +23,6 @@ from tests.model.layers.test_attention_forms import small
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Transformer, str]:
     """A model in several files, and its address."""
-    pytest.importorskip("fsspec")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = build(small(), dtype=torch.float32, device="cpu", seed=3)
     folder = save_model(model, tmp_path / "bucket" / "model", shard_bytes=8_000)

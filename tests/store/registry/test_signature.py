@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from armillary.errors import BadInput, BadModel, NotFound
 from armillary.store.home import Home
 from armillary.store.registry.open_registry import open_registry
 from armillary.store.registry.release import decode, encode
-
-serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
 
 
 def make_key(path: Path) -> Path:
