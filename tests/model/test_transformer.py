@@ -148,6 +148,7 @@ assert counters["stats"]["unique_graphs"] <= 2, counters["stats"]
 """
 
 
+@pytest.mark.slow
 def test_compiled_blocks_of_one_kind_share_a_graph_whatever_attend_does_with_the_layer() -> None:
     """A cache is indexed by layer; with the index baked in, the compiler would give up after eight layers.
     In a process of its own: once torch's compiler has run, its profiler records no Python stacks."""

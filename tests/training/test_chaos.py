@@ -71,6 +71,7 @@ def test_two_ranks_killed_twice(recipe: Make, home: Home, ranks: Ranks, server: 
     assert max(steps_lost(done.folder), default=0) < 2 * EVERY
 
 
+@pytest.mark.slow
 def test_without_restarts_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
     recipe: Make, home: Home, server: ForkServer, cli: Callable[..., Ran]
 ) -> None:

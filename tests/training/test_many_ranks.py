@@ -127,7 +127,7 @@ LONGER = [
 @pytest.mark.parametrize(
     "chain",
     [
-        [*CHAIN[2:5], CHAIN[0]],
+        pytest.param([*CHAIN[2:5], CHAIN[0]], marks=pytest.mark.slow),
         pytest.param(CHAIN, marks=pytest.mark.slow),
         pytest.param([*LONGER, *CHAIN], marks=pytest.mark.slow),
     ],

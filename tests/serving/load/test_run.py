@@ -224,6 +224,7 @@ def test_requests_that_the_server_is_too_short_for_are_not_sent(cli: Callable[..
     assert fits.code == 0, fits.err
 
 
+@pytest.mark.slow
 def test_the_verb_searches(cli: Callable[..., Any]) -> None:
     """Ten requests at 100 a second succeed, whatever comes after them fails."""
     with fake_server(first_s=(0.001,), gap_s=0.0, fails=tuple(range(12, 2000))) as fake:
