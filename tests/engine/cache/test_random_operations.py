@@ -18,12 +18,12 @@ from tests.engine.fake import VOCAB, ask, make_scheduler
 MIXED = (Group(), Group(sees="window", reach=6))
 
 
-MANY = pytest.param(FULL_ATTENTION, 100_000, marks=pytest.mark.slow)
+MANY = [pytest.param(groups, 100_000, marks=pytest.mark.slow) for groups in (FULL_ATTENTION, MIXED)]
 
 
 @pytest.mark.parametrize(
     ("groups", "operations"),
-    [(FULL_ATTENTION, 20_000), (MIXED, 10_000), MANY],
+    [(FULL_ATTENTION, 20_000), (MIXED, 10_000), *MANY],
 )
 def test_random_operations_leave_nothing_allocated(groups: Any, operations: int) -> None:
     dice = random.Random(7)
