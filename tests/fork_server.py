@@ -153,8 +153,8 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve() -> None:
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]  # before torch's modules take it by name
     _import_all()
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
     gc.collect()
     gc.freeze()
     children: dict[int, subprocess.Popen[Any]] = {}

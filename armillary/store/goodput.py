@@ -172,7 +172,7 @@ class _Ledger:
             died = min(now, max(self.since, event.number("seen")))
             self._book("idle", now - died)
             now = died
-        if self.event == "failed" and event.event in ("restarting", "waiting"):
+        if self.event == "failed" and event.event in ("failed", "restarting", "waiting"):  # a survivor says it, too
             self._book("restarting", now - self.since)
         elif self.event == "steps":
             self._book_steps(event, now - self.since, lost=failed or "step" not in event.more)

@@ -195,11 +195,11 @@ def test_the_node_of_a_straggler_is_left_out_at_the_next_restart(nodes: Nodes, h
     end = time.monotonic() + 600
     while nodes.steps() < before + 40:
         assert time.monotonic() < end, nodes.said()
-        for _ in range(20):  # several times per step: it is the slowest in nearly all of them
+        for _ in range(20):  # at least once per step, however short: it is the slowest in nearly all of them
             os.kill(pid, signal.SIGSTOP)
             time.sleep(0.15)
             os.kill(pid, signal.SIGCONT)
-            time.sleep(0.02)
+            time.sleep(0.005)
     os.kill(nodes.rank_of(dies), signal.SIGKILL)
     nodes.wait(lambda: slow.poll() is not None)
     assert slow.returncode == 2 and "is left out: rank" in nodes.said()
