@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from armillary.spec.gauges import GAUGES, prometheus_name
-from armillary.spec.imported import deepspeed, megatron, torchtitan
+from armillary.spec.imported import from_deepspeed, from_megatron, from_torchtitan
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import TABLES, Recipe
 from armillary.spec.tables.hardware import TierTable
@@ -101,7 +101,11 @@ def pages() -> dict[str, str]:
 def imported_page() -> str:
     """Keys of other trainers, as the importers map them."""
     parts = [IMPORTED_HEAD]
-    for title, module in (("torchtitan", torchtitan), ("DeepSpeed", deepspeed), ("Megatron-LM", megatron)):
+    for title, module in (
+        ("torchtitan", from_torchtitan),
+        ("DeepSpeed", from_deepspeed),
+        ("Megatron-LM", from_megatron),
+    ):
         same = {**module.SAME, **{theirs: ours for theirs, (ours, _) in getattr(module, "DEFAULTS", {}).items()}}
         keys = "\n".join(f"| `{theirs}` | `{ours}` |" for theirs, ours in same.items())
         out = "\n".join(f"| `{key}{'…' if key[-1] in '.-' else ''}` | {why} |" for key, why in module.REASONS.items())

@@ -40,8 +40,8 @@ def import_(
 
     Every key of FILE is listed: what it became, or why the recipe does not have it.
     """
-    from armillary.spec.imported.keys import Given
-    from armillary.spec.imported.read import read_configuration, recipe_text
+    from armillary.spec.imported.key_map import Given
+    from armillary.spec.imported.read_config import read_configuration, recipe_text
     from armillary.spec.recipe import to_dict
 
     imported = read_configuration(file, Given(model=model, on=on, sequence=sequence), kind)

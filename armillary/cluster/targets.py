@@ -6,8 +6,8 @@ from typing import Protocol
 
 from armillary.cluster import local, slurm, ssh
 from armillary.cluster.job import Job, JobState
-from armillary.cluster.kubernetes import target as kubernetes
-from armillary.cluster.ray import target as ray
+from armillary.cluster.kubernetes import kubernetes_jobs as kubernetes
+from armillary.cluster.ray import ray_jobs as ray
 
 
 class Target(Protocol):

@@ -25,7 +25,7 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 def run_web(home: Home, listen: ListenOptions, *, say: Say, opens: bool = False) -> None:
     """Serve the page; an address that others can reach has a token in it."""
     require_http()
-    from armillary.web.app import WebApp, is_loopback
+    from armillary.web.web_app import WebApp, is_loopback
 
     is_local = is_loopback(listen.host)
     token = "" if is_local else secrets.token_urlsafe(24)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.spec.imported.test_read import DEEPSPEED
+from tests.spec.imported.test_read_config import DEEPSPEED
 
 Cli = Callable[..., Any]
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from armillary.cluster.job import RECIPE, Job, write_job
-from armillary.cluster.kubernetes import target
+from armillary.cluster.kubernetes import kubernetes_jobs
 from armillary.cluster.kubernetes.manifests import manifests
 from armillary.cluster.log_files import log_lines
 from armillary.errors import ArmillaryError, BadInput, BadRecipe
@@ -71,7 +71,7 @@ FULL = {
 @pytest.mark.peers
 @pytest.mark.parametrize("more", [{}, FULL])
 def test_every_manifest_is_valid(more: dict[str, object]) -> None:
-    text = target.files(a_job(**more), 'a = "1"\nb = 2\n')[target.FILE]
+    text = kubernetes_jobs.files(a_job(**more), 'a = "1"\nb = 2\n')[kubernetes_jobs.FILE]
     objects = list(yaml.safe_load_all(text))
     assert [each["kind"] for each in objects] == ["Job", "ConfigMap", "Service", "PodDisruptionBudget"]
     assert objects[1]["data"][RECIPE] == 'a = "1"\nb = 2\n'
@@ -172,12 +172,12 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     job = a_job(tmp_path / "jobs" / "fox", namespace="")
-    write_job(job, {RECIPE: "", **target.files(job, "")})
+    write_job(job, {RECIPE: "", **kubernetes_jobs.files(job, "")})
     return job
 
 
 def a_pod(name: str, index: int, phase: str = "Running") -> dict[str, Any]:
-    meta = {"name": name, "labels": {"armillary.job": "fox"}, "annotations": {target.INDEX: str(index)}}
+    meta = {"name": name, "labels": {"armillary.job": "fox"}, "annotations": {kubernetes_jobs.INDEX: str(index)}}
     spec = {"nodeName": f"gpu{index}", "containers": [{"name": "ranks"}]}
     return {
         "metadata": {**meta, "creationTimestamp": f"2026-01-01T00:00:0{index}Z"},
@@ -188,7 +188,7 @@ def a_pod(name: str, index: int, phase: str = "Running") -> dict[str, Any]:
 
 @pytest.mark.peers
 def test_submit_makes_what_the_job_owns(api: FakeApi, job: Job) -> None:
-    assert target.submit(job) == "fox"
+    assert kubernetes_jobs.submit(job) == "fox"
     assert api.asked == [
         "POST /apis/batch/v1/namespaces/ml/jobs",
         "POST /api/v1/namespaces/ml/configmaps",
@@ -197,49 +197,49 @@ def test_submit_makes_what_the_job_owns(api: FakeApi, job: Job) -> None:
     ]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "fox", "uid": "uid-1"}
     assert all(body["metadata"]["ownerReferences"] == [owner] for body in api.bodies[1:])
-    assert target.state(job).state == "pending"
-    target.submit(job)  # the one before is replaced
+    assert kubernetes_jobs.state(job).state == "pending"
+    kubernetes_jobs.submit(job)  # the one before is replaced
     assert len(api.bodies) == 8 and "DELETE /apis/batch/v1/namespaces/ml/jobs/fox" in api.asked
 
 
 @pytest.mark.peers
 def test_state_logs_and_cancel(api: FakeApi, job: Job) -> None:
-    target.submit(job)
+    kubernetes_jobs.submit(job)
     api.pods += [a_pod("fox-0-abc", 0), a_pod("fox-1-def", 1)]
     api.logs |= {"fox-0-abc": "2026-01-01T00:00:01.12Z step 1\n", "fox-1-def": "2026-01-01T00:00:01.1Z hello\n"}
-    seen = target.state(job)
+    seen = kubernetes_jobs.state(job)
     assert (seen.state, seen.where) == ("running", "gpu0, gpu1")
-    target.fetch_logs(job)
+    kubernetes_jobs.fetch_logs(job)
     api.logs["fox-0-abc"] += "2026-01-01T00:00:01.123Z step 2\n"
-    target.fetch_logs(job)
+    kubernetes_jobs.fetch_logs(job)
     assert list(log_lines(job)) == ["node 0 | step 1", "node 0 | step 2", "node 1 | hello"]
-    target.cancel(job)
-    assert target.state(job).detail == "ending"
+    kubernetes_jobs.cancel(job)
+    assert kubernetes_jobs.state(job).detail == "ending"
     api.all_gone()
-    assert target.state(job).state == "cancelled" and not api.objects
+    assert kubernetes_jobs.state(job).state == "cancelled" and not api.objects
 
 
 @pytest.mark.peers
 def test_how_a_job_ended(api: FakeApi, job: Job) -> None:
-    target.submit(job)
+    kubernetes_jobs.submit(job)
     owner = api.objects["/apis/batch/v1/namespaces/ml/jobs/fox"]
     owner["status"] = {"conditions": [{"type": "Failed", "status": "True", "reason": "PodFailurePolicy"}]}
-    assert target.state(job).state == "failed" and target.state(job).detail == "PodFailurePolicy"
+    assert kubernetes_jobs.state(job).state == "failed" and kubernetes_jobs.state(job).detail == "PodFailurePolicy"
     owner["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
-    assert target.state(job).state == "finished"
+    assert kubernetes_jobs.state(job).state == "finished"
 
 
 @pytest.mark.peers
 def test_a_cluster_without_jobsets_says_so(api: FakeApi, job: Job) -> None:
     wanted = replace(job, launch=replace(job.launch, controller="jobset"))
     with pytest.raises(BadRecipe, match=r"launch\.controller=job"):
-        target.submit(wanted)
+        kubernetes_jobs.submit(wanted)
     api.groups.append("/apis/jobset.x-k8s.io/v1alpha2")
-    assert target.submit(wanted) == "fox" and api.bodies[0]["kind"] == "JobSet"
+    assert kubernetes_jobs.submit(wanted) == "fox" and api.bodies[0]["kind"] == "JobSet"
 
 
 @pytest.mark.peers
 def test_errors_of_the_server_are_one_line(api: FakeApi, job: Job) -> None:
     api.groups.clear()
     with pytest.raises(ArmillaryError, match="did not create Job fox"):
-        target.submit(job)
+        kubernetes_jobs.submit(job)

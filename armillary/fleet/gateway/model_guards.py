@@ -15,12 +15,12 @@ from dataclasses import replace
 from armillary.fleet.gateway.body import RequestBody
 from armillary.fleet.gateway.remote_checks import remote_check
 from armillary.fleet.guards.guard_config import GuardSettings
+from armillary.fleet.guards.guard_verdict import Blocked
 from armillary.fleet.guards.guarded_prompt import guarded_prompt
 from armillary.fleet.guards.guarded_response import GuardedStream, guarded_response
 from armillary.fleet.guards.injection import injection
 from armillary.fleet.guards.patterns import PERSONAL_KINDS, deny_list, patterns, personal_data
 from armillary.fleet.guards.text_stream import NamedCheck, checked
-from armillary.fleet.guards.verdict import Blocked
 from armillary.serving.http.problem import Problem, bad_request
 
 GUARDED_PATHS = ("/v1/chat/completions", "/v1/completions")

@@ -9,8 +9,8 @@ import msgspec
 
 from armillary.fleet.gateway.upstream import ReplicaPool, UpstreamError
 from armillary.fleet.guards.guard_config import GuardSettings
+from armillary.fleet.guards.guard_verdict import TextCheck
 from armillary.fleet.guards.ngrams import hashed_ngrams
-from armillary.fleet.guards.verdict import TextCheck
 from armillary.serving.http.problem import Problem
 
 _MOST_BYTES = 1_000_000

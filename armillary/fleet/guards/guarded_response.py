@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from armillary.fleet.guards.guard_verdict import Blocked
 from armillary.fleet.guards.text_stream import NamedCheck, TextStream, checked
-from armillary.fleet.guards.verdict import Blocked
 from armillary.serving.http.problem import Problem
 
 _BOUNDARY = re.compile(rb"\r\n\r\n|\n\n")

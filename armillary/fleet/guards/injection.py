@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from armillary.fleet.guards.verdict import Span, SpanCheck
+from armillary.fleet.guards.guard_verdict import Span, SpanCheck
 
 LIMIT = 1.0
 _SIGNS: tuple[tuple[float, str], ...] = (

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from armillary.errors import BadRecipe
-from armillary.fleet.guards.verdict import Span, SpanCheck
+from armillary.fleet.guards.guard_verdict import Span, SpanCheck
 
 
 def deny_list(terms: Sequence[str]) -> SpanCheck:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from armillary.fleet.guards.verdict import Blocked, Span, SpanCheck, TextCheck, masked
+from armillary.fleet.guards.guard_verdict import Blocked, Span, SpanCheck, TextCheck, masked
 
 _BEFORE = 64
 """characters that have passed and are looked at again, for word boundaries"""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.model.quantized.formats import Rows
-from armillary.store.gguf.header import BLOCKS
+from armillary.store.gguf.gguf_header import BLOCKS
 
 # b blocks
 

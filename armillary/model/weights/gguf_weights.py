@@ -11,7 +11,7 @@ from armillary.model.quantized.gguf_blocks import GgufBlocks
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantized.stored import Stored
 from armillary.spec.model import ModelConfig
-from armillary.store.gguf.header import GgufTensor, read_header
+from armillary.store.gguf.gguf_header import GgufTensor, read_header
 
 _NAMES = {
     "token_embd": "model.embed_tokens",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from armillary.errors import BadModel
 from armillary.store.atomic import write_text
-from armillary.store.gguf.config import to_hf_config
-from armillary.store.gguf.header import read_header
-from armillary.store.gguf.tokenizer import tokenizer_files
+from armillary.store.gguf.gguf_config import to_hf_config
+from armillary.store.gguf.gguf_header import read_header
+from armillary.store.gguf.gguf_tokenizer import tokenizer_files
 from armillary.store.hf_folder import GGUF_MARKER
 from armillary.store.home import Home
 

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from armillary.errors import BadRecipe
+from armillary.fleet.guards.guard_verdict import Blocked, masked
 from armillary.fleet.guards.injection import LIMIT, injection_score
 from armillary.fleet.guards.ngrams import hashed_ngrams
 from armillary.fleet.guards.patterns import deny_list, patterns, personal_data
 from armillary.fleet.guards.text_stream import NamedCheck, TextStream, checked
-from armillary.fleet.guards.verdict import Blocked, masked
 
 PERSONAL = {
     "write to anna.m+x@mail.example.org now": "write to [EMAIL] now",

@@ -23,7 +23,7 @@ from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.weights.hf_weights import load_model
 from armillary.spec.tables.serve import Serve
-from armillary.store.gguf.header import BLOCKS, read_header
+from armillary.store.gguf.gguf_header import BLOCKS, read_header
 from armillary.store.gguf.local_folder import gguf_folder
 from armillary.store.home import Home
 from armillary.store.resolve_model import resolve_model

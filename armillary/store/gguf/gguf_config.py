@@ -5,7 +5,7 @@ import struct
 from typing import Any
 
 from armillary.errors import BadModel
-from armillary.store.gguf.header import GgufHeader
+from armillary.store.gguf.gguf_header import GgufHeader
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """supported values of general.architecture; Mistral's files say llama"""

@@ -18,10 +18,10 @@ from armillary.serving.http.asgi import AsgiConnection, Headers, Receive, Send
 from armillary.serving.http.problem import Problem
 from armillary.store.home import Home
 from armillary.web.form import Query, View
-from armillary.web.page import Tab, page_html
-from armillary.web.tabs import catalogue, diagnose, plan, runs
-from armillary.web.tabs.plan import BadField
-from armillary.web.tabs.server_gauges import ServeTab
+from armillary.web.tabs import catalogue_tab, diagnose_tab, plan_tab, runs_tab
+from armillary.web.tabs.plan_tab import BadField
+from armillary.web.tabs.server_tab import ServeTab
+from armillary.web.web_page import Tab, page_html
 
 COOKIE = "armillary_token"
 STATIC = {"/web.js": b"text/javascript; charset=utf-8", "/web.css": b"text/css; charset=utf-8"}
@@ -46,13 +46,13 @@ class WebApp:
         self.home, self.token, self.hosts = home, token, hosts
         served = ServeTab()
         self.tabs: Mapping[str, Tab] = {
-            "plan": Tab(title="Plan", fields=plan.fields, view=plan.view),
-            "catalogue": Tab(title="Catalogue", fields=catalogue.fields, view=catalogue.view),
-            "runs": Tab(title="Runs", fields=runs.fields, view=runs.view),
+            "plan": Tab(title="Plan", fields=plan_tab.fields, view=plan_tab.view),
+            "catalogue": Tab(title="Catalogue", fields=catalogue_tab.fields, view=catalogue_tab.view),
+            "runs": Tab(title="Runs", fields=runs_tab.fields, view=runs_tab.view),
             "serve": Tab(title="Serve", fields=served.fields, view=served.view),
-            "diagnose": Tab(title="Diagnose", fields=diagnose.fields, view=diagnose.view),
+            "diagnose": Tab(title="Diagnose", fields=diagnose_tab.fields, view=diagnose_tab.view),
         }
-        self.downloads: Mapping[str, Download] = {"/document": plan.document, "/recipe": diagnose.recipe}
+        self.downloads: Mapping[str, Download] = {"/document": plan_tab.document, "/recipe": diagnose_tab.recipe}
 
     def warm_up(self) -> None:
         """Read the catalogue before the first visitor waits for it."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from armillary.errors import BadRecipe, NotFound
-from armillary.spec.imported.deepspeed import read_deepspeed
-from armillary.spec.imported.keys import Given, Imported
-from armillary.spec.imported.megatron import read_megatron
-from armillary.spec.imported.torchtitan import read_torchtitan
+from armillary.spec.imported.from_deepspeed import read_deepspeed
+from armillary.spec.imported.from_megatron import read_megatron
+from armillary.spec.imported.from_torchtitan import read_torchtitan
+from armillary.spec.imported.key_map import Given, Imported
 from armillary.spec.recipe import to_toml
 
 READERS: Mapping[str, Callable[[str, Given], Imported]] = {

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from armillary.errors import BadRecipe
-from armillary.spec.imported.keys import Given, Imported, Keys, flat
+from armillary.spec.imported.key_map import Given, Imported, Keys, flat
 from armillary.spec.tables.train import TrainJob
 
 SAME = {

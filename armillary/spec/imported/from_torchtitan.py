@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 
 from armillary.errors import BadRecipe
-from armillary.spec.imported.keys import Given, Imported, Keys, flat
+from armillary.spec.imported.key_map import Given, Imported, Keys, flat
 
 MODELS = {
     ("llama3", "8B"): "llama-3.1-8b",

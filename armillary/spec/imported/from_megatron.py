@@ -8,7 +8,7 @@ from typing import Any
 
 from armillary.errors import BadRecipe
 from armillary.spec import catalogue
-from armillary.spec.imported.keys import Given, Imported, Keys
+from armillary.spec.imported.key_map import Given, Imported, Keys
 
 SAME = {
     "tensor-model-parallel-size": "layout.tp",

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import BadRecipe, NotFound
-from armillary.spec.imported.deepspeed import read_deepspeed
-from armillary.spec.imported.keys import Given, Imported
-from armillary.spec.imported.megatron import arguments, read_megatron
-from armillary.spec.imported.read import read_configuration, recipe_text
-from armillary.spec.imported.torchtitan import read_torchtitan
+from armillary.spec.imported.from_deepspeed import read_deepspeed
+from armillary.spec.imported.from_megatron import arguments, read_megatron
+from armillary.spec.imported.from_torchtitan import read_torchtitan
+from armillary.spec.imported.key_map import Given, Imported
+from armillary.spec.imported.read_config import read_configuration, recipe_text
 from armillary.spec.recipe import load_recipe
 
 TITAN = """
@@ -188,7 +188,7 @@ def test_arguments_of_a_script() -> None:
 
 
 def test_every_key_is_accounted_for() -> None:
-    from armillary.spec.imported.keys import flat
+    from armillary.spec.imported.key_map import flat
 
     accounted(read_deepspeed(json.dumps(DEEPSPEED), Given(model="gpt2")), set(flat(DEEPSPEED)))
     accounted(read_megatron(MEGATRON, Given()), set(arguments(MEGATRON)))

@@ -14,8 +14,8 @@ import pytest
 from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
 from armillary.store.runs import create_run
-from armillary.web.app import WebApp, is_loopback
-from armillary.web.tabs.server_gauges import is_loopback as is_loopback_url
+from armillary.web.tabs.server_tab import is_loopback as is_loopback_url
+from armillary.web.web_app import WebApp, is_loopback
 
 HOSTS = frozenset({"127.0.0.1"})
 

@@ -16,7 +16,7 @@ from armillary.report.page import items, section, table
 from armillary.store.home import Home
 from armillary.store.runs import Run, find_run, list_runs
 from armillary.web.form import Field, Query, View, value_of
-from armillary.web.tabs.runs import NO_RUNS
+from armillary.web.tabs.runs_tab import NO_RUNS
 
 RUN = Field(name="run", label="Run", hint="the newest")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from armillary.errors import BadModel
-from armillary.store.gguf.header import GgufHeader
+from armillary.store.gguf.gguf_header import GgufHeader
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens (llama.h)
 _WORDS = (
