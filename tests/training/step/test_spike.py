@@ -178,19 +178,15 @@ def trained(begun: ResolvedRun) -> tuple[Run, Trained, list[str]]:
 
 def library(folder: Path, seed: int) -> tuple[str, ...]:
     """Overrides for other text than the guard was set up on: modules of Python, in short pieces. Batches of 256 tokens
-    of it vary as much as a spike, and runs that read other ones end 3 % apart."""
+    of it vary as much as a spike, and runs of 150 steps that read other ones end up to 2 % apart."""
     modules = Path(sysconfig.get_path("stdlib"))
     for path in (*modules.glob("asyncio/*.py"), *modules.glob("email/*.py")):
         lines = path.read_text().splitlines(keepends=True)
         for at in range(0, len(lines), 25):
             (folder / f"library-{path.stem}-{at}.py").write_text("".join(lines[at : at + 25]))
     seeds = f"train.seed={seed}", f"data.seed={seed}"
-    return f"data.source={folder}/library-*.py", *seeds, "train.batch_tokens=2048", "layout.micro_batch=16"
-
-
-NOT_YET = pytest.mark.xfail(
-    reason="1.6 % on 2026-11-18; whether that is the noise of other batches was not measured yet"
-)
+    sizes = "train.steps=450", "train.batch_tokens=2048", "layout.micro_batch=16", "train.eval_batches=8"
+    return f"data.source={folder}/library-*.py", *seeds, *sizes
 
 
 def leave_out_updates(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +205,7 @@ def leave_out_updates(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("action", "seed"), [("skip", 7), ("rewind", 7), pytest.param("rewind", 11, marks=NOT_YET)])
+@pytest.mark.parametrize(("action", "seed"), [("skip", 7), ("skip", 11), ("rewind", 7), ("rewind", 11), ("rewind", 13)])
 def test_a_corrupt_shard_is_named_and_left_out(
     action: str,
     seed: int,
