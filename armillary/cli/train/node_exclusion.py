@@ -10,10 +10,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from armillary.errors import ArmillaryError
+from armillary.spec.plan import Plan
+from armillary.store.gauges import read_gauges
 from armillary.store.hang_verdict import read_verdict
 from armillary.store.runs import Run
 from armillary.store.writer_process import machine
@@ -88,16 +90,17 @@ def excluded_node(run: Run, last: Mapping[str, Any], *, others_wait: bool) -> Ex
 def _straggler(run: Run, *, since: float, num_nodes: int) -> tuple[int, str] | None:
     """A rank of the starts since then, and what is said of it: it stood still, or was late step after step."""
     from armillary.diagnosis.evidence.stragglers import recent_straggler
-    from armillary.diagnosis.readings.run_folder import read_gauges_file
+    from armillary.diagnosis.readings.run_folder import read_records
 
     verdict = read_verdict(run.folder)
     if verdict is not None and not verdict.resolved and verdict.time >= since and verdict.cause == "slow_rank":
         return verdict.rank, verdict.text.partition(";")[0]
     try:
-        reading = read_gauges_file(run.gauges)
+        records = [record for record in read_gauges(run.gauges) if record["time"] >= since]
+        plan = Plan.from_json(run.plan.read_text(), str(run.plan)) if run.plan.is_file() else None
+        reading = read_records(records, source=f"run {run.name}", plan=plan)
     except ArmillaryError:
         return None
-    reading = replace(reading, steps=tuple(each for each in reading.steps if float(each.get("time", 0.0)) >= since))
     slow = recent_straggler(reading, reading.plan) if reading.kind == "training" else None
     if slow is None or not _is_worth_it(slow, reading, num_nodes):
         return None

@@ -55,6 +55,8 @@ def test_three_nodes_without_a_small_delay_are_slower_than_four_with_it(home: Ho
 def test_only_steps_of_the_last_round_count_and_the_meeting_point_stays(home: Home) -> None:
     run, last = a_run(home, 0.4, since=200.0)
     assert excluded_node(run, last, others_wait=False) is None
+    run, last = a_run(home, 0.4, since=105.0)
+    assert excluded_node(run, last, others_wait=False) is not None
     run, last = a_run(home, 0.4, rank=1)
     assert excluded_node(run, last, others_wait=False) is None
 
