@@ -8,12 +8,15 @@ cancelled exists once the job was cancelled
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Callable, Mapping
 
-from armillary.cluster.job import Job, JobState
+from armillary.cluster.job import INTERRUPTED, Job, JobState
+from armillary.cluster.node import is_interrupted
 
 Shell = Callable[[int, str], str]
 """runs a line of shell on node K"""
+_TOLD_TO_END = {0, INTERRUPTED, 128 + signal.SIGTERM}
 
 
 def node_script(
@@ -52,20 +55,23 @@ def script_name(node: int) -> str:
 
 
 def state(job: Job, shell: Shell) -> JobState:
-    """From the exit codes of its nodes, and of those that have none, whether their process lives."""
+    """From the exit codes of its nodes, and of those that have none, whether their process lives. An elastic job goes
+    on without nodes that are lost, and is finished where one of them says so."""
     live = {node for node in range(job.num_nodes) if _exit_code(job, node) is None and _is_alive(job, node, shell)}
     codes = [_exit_code(job, node) for node in range(job.num_nodes)]  # a script may have ended meanwhile
-    lost = [node for node, code in enumerate(codes) if code is None and node not in live]
-    ended = {f"node {node}": code for node, code in enumerate(codes) if code}
-    if None in codes and not lost:
-        return JobState(state="running", detail=", ".join(f"{node} ended with {code}" for node, code in ended.items()))
+    lost = [f"node {node} was killed" for node, code in enumerate(codes) if code is None and node not in live]
+    wrong = [*lost, *(f"node {node} ended with {code}" for node, code in enumerate(codes) if code)]
+    if live and None in codes and (not lost or job.least_nodes):
+        return JobState(state="running", detail=", ".join(wrong))
     if (job.folder / "cancelled").exists():
         return JobState(state="cancelled")
-    if lost:
-        return JobState(state="failed", detail=f"node {lost[0]} was killed")
-    if ended:
-        return JobState(state="failed", detail=", ".join(f"{node} ended with {code}" for node, code in ended.items()))
-    return JobState(state="finished")
+    if not wrong or (job.least_nodes and 0 in codes):
+        return JobState(state="finished")
+    if not lost and (
+        set(codes) <= {0, INTERRUPTED} or (set(codes) <= _TOLD_TO_END and is_interrupted(job.rank_command()))
+    ):
+        return JobState(state="stopped", detail="resumable")
+    return JobState(state="failed", detail=", ".join(wrong))
 
 
 def cancel(job: Job, shell: Shell) -> None:

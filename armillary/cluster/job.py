@@ -26,7 +26,10 @@ FILE, RECIPE, CHECK = "job.json", "recipe.toml", "check.json"
 _FIRST_PORT, _NUM_PORTS = 20_000, 9_000
 """below the ports that Linux gives to outgoing connections (32768 and above)"""
 
-State = Literal["pending", "running", "finished", "failed", "cancelled", "unknown"]
+State = Literal["pending", "running", "finished", "stopped", "failed", "cancelled", "unknown"]
+INTERRUPTED = 75
+"""exit code of a node whose ranks were asked to save and end, and did: EX_TEMPFAIL, so that schedulers start the job
+again; such a job is stopped, and resumes when it is launched again"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class Job:
     work: Path  # folder in which ranks start
     home: Path | None = None  # --home of the ranks; None: the default
     num_nodes: int
+    least_nodes: int = 0  # with which an elastic run goes on; 0: with all of them only
     ranks_per_node: int
     gpus_per_node: int = 0
     restarts: int = 0  # of ranks, by torchrun
@@ -91,7 +95,7 @@ class Job:
             "--run",
             self.name,
             "--devices",
-            str(self.num_ranks),
+            str(self.ranks_per_node if self.least_nodes else self.num_ranks),
             "--yes",
             *home,
         )
@@ -100,6 +104,7 @@ class Job:
         """The shell command that starts the ranks of one node; `rendezvous` and the others may be shell variables."""
         options = {
             "--nodes": str(self.num_nodes),
+            "--least": str(self.least_nodes) if self.least_nodes and not self.is_check else "",
             "--ranks": str(self.ranks_per_node),
             "--id": shlex.quote(self.name),
             "--restarts": str(self.restarts),

@@ -8,6 +8,8 @@ from armillary.cluster import hosts
 from armillary.cluster.commands import run_program
 from armillary.cluster.job import Job, JobState
 from armillary.machine.cores import compute_threads
+from armillary.spec.network_domains import Domain
+from armillary.spec.tables.launch_target import Launch
 
 
 def files(job: Job, recipe: str) -> dict[str, str]:
@@ -38,6 +40,11 @@ def fetch_logs(job: Job) -> None:
 
 def cancel(job: Job) -> None:
     hosts.cancel(job, _shell)
+
+
+def domains(launch: Launch) -> dict[str, Domain]:
+    """This machine has no network."""
+    return {}
 
 
 def free_port() -> int:

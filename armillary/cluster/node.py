@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
+from armillary.cluster.job import INTERRUPTED
 from armillary.cluster.node_health import serve_health
 from armillary.errors import ArmillaryError, BadInput, NotFound, missing
 from armillary.machine.cores import compute_threads
@@ -29,8 +31,6 @@ from armillary.store.runs import Run, find_run
 NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 """variables in which Slurm and Kubernetes number the nodes of a job"""
 USER_ERROR = 2
-INTERRUPTED = 75
-"""exit code where ranks were asked to save and end, and did: EX_TEMPFAIL, so that schedulers start the job again"""
 _RESOLVE_EVERY_S = 1.0
 
 
@@ -38,7 +38,7 @@ _RESOLVE_EVERY_S = 1.0
 class NodeStart:
     """What a node is told: `rendezvous` is HOST:PORT on the first node, `stop_s` how long ranks may take to end when
     asked to, `health_port` where probes are answered (0: nowhere), `resolve_s` how long the first node's name may stay
-    unknown, and `command` what each rank runs."""
+    unknown, and `command` what each rank runs; in an elastic run, with `least` nodes or more, what each node runs."""
 
     nodes: int
     ranks: int
@@ -51,6 +51,7 @@ class NodeStart:
     node_id: str = ""
     health_port: int = 0
     resolve_s: float = 0.0
+    least: int = 0  # nodes with which an elastic run goes on
     command: tuple[str, ...]
 
     @property
@@ -74,13 +75,14 @@ def main(arguments: Sequence[str]) -> int:
             serve_health(start.health_port, start.ranks)
         route = find_route(start)
         os.environ |= environment(start, route, os.environ)
-        arguments = torchrun_arguments(start, route)
+        arguments = [] if start.least else torchrun_arguments(start, route)
     except ArmillaryError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     print(f"node {start.node_rank} of {start.nodes} is {os.environ[NODE_ID]}, {route.address} on {route.interface}")
     sys.stdout.flush()
-    return run_torchrun(arguments) or (INTERRUPTED if is_interrupted(start.command) else 0)
+    code = run_elastic(start) if start.least else run_torchrun(arguments)
+    return code or (INTERRUPTED if is_interrupted(start.command) else 0)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -97,6 +99,16 @@ def find_route(start: NodeStart) -> Route:
             if time.monotonic() >= end:
                 raise
             time.sleep(_RESOLVE_EVERY_S)
+
+
+def run_elastic(start: NodeStart) -> int:
+    """`armillary train --nodes`, whose nodes come and go; it gets the signals that come here."""
+    nodes = f"{start.least}:{start.nodes}@{start.rendezvous}"
+    process = subprocess.Popen([sys.executable, "-m", "armillary", *start.command, "--nodes", nodes])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: process.send_signal(number))
+    code = process.wait()
+    return 128 - code if code < 0 else code
 
 
 def run_torchrun(arguments: list[str]) -> int:
@@ -124,6 +136,7 @@ _NUMBERS = (
     ("stop-s", float),
     ("health-port", int),
     ("resolve-s", float),
+    ("least", int),
 )
 
 

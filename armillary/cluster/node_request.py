@@ -15,6 +15,9 @@ from armillary.spec.tables.launch_target import TargetName
 from armillary.store.home import Home
 from armillary.store.runs import list_runs, new_name
 
+ELASTIC: tuple[TargetName, ...] = ("local", "ssh", "slurm")
+"""targets whose jobs may go on with fewer nodes than they were started with"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
@@ -29,10 +32,18 @@ class Nodes:
         return f"{self.count} node{'s' * (self.count > 1)} × {self.ranks} rank{'s' * (self.ranks > 1)}"
 
 
+def parse_range(text: str) -> tuple[int, int]:
+    """(least, most) nodes: '4' is (0, 4), all of them always; '2:4' is an elastic run."""
+    least, colon, most = text.strip().rpartition(":")
+    if not most.isdecimal() or not (least.isdecimal() if colon else least == ""):
+        raise BadInput(f"--nodes {text} is no number of nodes; try --nodes 4, or --nodes 2:4")
+    if int(most) < 1 or (colon and not 1 <= int(least) <= int(most)):
+        raise BadInput(f"--nodes {text} is nothing to run on; try --nodes {f'1:{max(1, int(most))}' if colon else 1}")
+    return int(least) if colon else 0, int(most)
+
+
 def with_nodes(recipe: Recipe, nodes: int) -> Recipe:
     """The recipe for so many nodes of the kind it states."""
-    if nodes < 1:
-        raise BadInput(f"--nodes {nodes} is nothing to run on; give at least 1")
     table = recipe.hardware
     if table.is_here:
         return replace(recipe, hardware=replace(table, nodes=nodes))
@@ -72,10 +83,20 @@ def nodes_of(recipe: Recipe, cluster: Cluster) -> Nodes:
 
 
 def make_job(
-    recipe: Recipe, nodes: Nodes, home: Home, *, target: TargetName, name: str = "", is_check: bool = False
+    recipe: Recipe,
+    nodes: Nodes,
+    home: Home,
+    *,
+    target: TargetName,
+    name: str = "",
+    least: int = 0,
+    is_check: bool = False,
 ) -> Job:
-    """The job of a recipe, which is named after its run, or the check of its nodes."""
+    """The job of a recipe, which is named after its run, or the check of its nodes; with `least` nodes or more its run
+    goes on."""
     launch = recipe.launch
+    if least and target not in ELASTIC:
+        raise BadInput(f"--on {target} has no nodes that come and go; give one number, like --nodes {nodes.count}")
     if target == "local" and launch.port is None:
         launch = replace(launch, port=free_port())
     taken = {run.name for run in list_runs(home)} | {job.name for job in list_jobs(home)}
@@ -89,6 +110,7 @@ def make_job(
         work=Path.cwd(),
         home=own_home,
         num_nodes=nodes.count,
+        least_nodes=least,
         ranks_per_node=nodes.ranks,
         gpus_per_node=nodes.gpus,
         restarts=0 if is_check else recipe.train.max_restarts,

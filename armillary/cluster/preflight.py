@@ -59,6 +59,7 @@ def judge_probe(
             *_disks(probe.ranks),
             *_links(probe, probe.links, "link between ranks"),
             *_links(probe, probe.groups, "group of ranks"),
+            *_links(probe, probe.domains, "nodes of one"),
             *_network(probe, cluster),
             *_versions(probe.ranks),
         )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files as package_files
 from math import ceil
 
 from armillary.cluster.commands import TargetFailed, run_program
 from armillary.cluster.job import Job, JobState, State
+from armillary.errors import ArmillaryError
+from armillary.spec.network_domains import Domain
+from armillary.spec.tables.launch_target import Launch
 
 SCRIPT, LOG = "slurm.sh", "slurm.log"
 _NO_SLURM = "log in to a machine of the Slurm cluster, or choose another --on"
@@ -61,7 +66,8 @@ def request(job: Job) -> tuple[str, ...]:
         option
         for option, given in (
             (f"--job-name={job.name}", True),
-            (f"--nodes={job.num_nodes}", True),
+            (f"--nodes={f'{job.least_nodes}-' if job.least_nodes else ''}{job.num_nodes}", True),
+            ("--no-kill", job.least_nodes),  # when a node fails
             ("--ntasks-per-node=1", True),
             (f"--gres=gpu:{job.gpus_per_node}", job.gpus_per_node),
             (f"--cpus-per-task={launch.cpus_per_node}", launch.cpus_per_node),
@@ -91,7 +97,16 @@ def _step_options(job: Job) -> tuple[str, ...]:
     cores = (f"--cpus-per-task={launch.cpus_per_node}",) if launch.cpus_per_node else ()
     container = (f"--container-image={launch.image}", f"--container-mounts={mounts}") if _is_pyxis(job) else ()
     wait = f"--wait={ceil(job.stop_s)}"
-    return (wait, "--kill-on-bad-exit=0", f"--output={job.logs}/node-%n.log", "--open-mode=append", *cores, *container)
+    elastic = ("--no-kill",) if job.least_nodes else ()
+    return (
+        wait,
+        *elastic,
+        "--kill-on-bad-exit=0",
+        f"--output={job.logs}/node-%n.log",
+        "--open-mode=append",
+        *cores,
+        *container,
+    )
 
 
 def _folders(job: Job) -> list[str]:
@@ -161,6 +176,53 @@ def fetch_logs(job: Job) -> None:
 def cancel(job: Job) -> None:
     """The ranks get SIGTERM and save; Slurm kills what is left after its KillWait."""
     run_program(["scancel", job.handle], then=_NO_SLURM)
+
+
+def domains(launch: Launch) -> dict[str, Domain]:
+    """From the switches that slurm.conf's topology names; nothing where it names none."""
+    partition = [f"--partition={launch.partition}"] if launch.partition else []
+    try:
+        said = run_program(["scontrol", "--oneliner", "show", "topology"], then=_NO_SLURM)
+        names = run_program(["sinfo", "--noheader", "--Node", "--format=%N", *partition], then=_NO_SLURM).split()
+        switches = [Switch.of(line) for line in said.splitlines() if line.startswith("SwitchName=")]
+        hosts = {each.nodes: _expanded(each.nodes) for each in switches}
+    except ArmillaryError:
+        return {}
+    return domains_by_switch(switches, hosts, names)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A line of `scontrol show topology`: level 0 is next to the nodes, and all nodes below a switch are listed."""
+
+    name: str
+    level: int
+    nodes: str
+
+    @classmethod
+    def of(cls, line: str) -> Switch:
+        fields = dict(word.partition("=")[::2] for word in line.split())
+        return cls(name=fields["SwitchName"], level=int(fields.get("Level", "0")), nodes=fields.get("Nodes", ""))
+
+
+def _expanded(nodes: str) -> frozenset[str]:
+    """'tux[0-3]' -> its nodes."""
+    return (
+        frozenset(run_program(["scontrol", "show", "hostnames", nodes], then=_NO_SLURM).split())
+        if nodes
+        else frozenset()
+    )
+
+
+def domains_by_switch(
+    switches: Sequence[Switch], hosts: Mapping[str, frozenset[str]], names: Sequence[str]
+) -> dict[str, Domain]:
+    """Node -> its switches, from the outermost."""
+    outer_first = sorted(switches, key=lambda switch: -switch.level)
+    return {
+        name: tuple(f"switch={switch.name}" for switch in outer_first if name in hosts[switch.nodes])
+        for name in dict.fromkeys(names)
+    }
 
 
 def allocation(job: Job) -> list[str]:

@@ -8,6 +8,8 @@ from armillary.cluster import local, slurm, ssh
 from armillary.cluster.job import Job, JobState
 from armillary.cluster.kubernetes import kubernetes_jobs as kubernetes
 from armillary.cluster.ray import ray_jobs as ray
+from armillary.spec.network_domains import Domain
+from armillary.spec.tables.launch_target import Launch
 
 
 class Target(Protocol):
@@ -27,6 +29,9 @@ class Target(Protocol):
 
     def cancel(self, job: Job) -> None:
         """Ask the ranks to save and end."""
+
+    def domains(self, launch: Launch) -> dict[str, Domain]:
+        """The domains of the network that the target's nodes are in, by node, as far as it knows them."""
 
 
 TARGETS: dict[str, Target] = {"local": local, "ssh": ssh, "slurm": slurm, "kubernetes": kubernetes, "ray": ray}

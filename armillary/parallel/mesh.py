@@ -1,27 +1,33 @@
 """The mesh: which ranks share which axis of a layout.
 
 Axes from the outermost to the innermost are pp, replicate, shard, tp (`spec.placement`): neighbours on the mesh are
-neighbours in a machine, so the axis with most communication gets the fastest links, however a launcher numbered the
-processes. Ranks that share a row (cp) replicate the weights too.
+neighbours in a machine and in a domain of the network, so the axis with most communication gets the fastest links,
+however a launcher numbered the processes. Ranks that share a row (cp) replicate the weights too.
 """
 
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.errors import BadLayout
+from armillary.machine.network_domain import network_domain
 from armillary.machine.node_id import node_id
 from armillary.parallel.world import World, new_group, new_mesh
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import axis_sizes, expert_axis_sizes
+from armillary.spec.network_domains import Domain, in_domain_order
 
 DATA_AXES = ("replicate", "shard")
 AXES = ("pp", *DATA_AXES, "tp")
 """outermost first"""
 EXPERT_AXES = ("expert_replicate", "expert_shard", "ep")
 """into which the data axes are split for experts, outermost first"""
+AXIS_NAMES = {**dict.fromkeys((*AXES, *EXPERT_AXES), "dp"), "pp": "pp", "tp": "tp", "ep": "ep"}
+"""axis of the mesh -> the axis of the layout that it belongs to"""
 
 
 class Mesh:
@@ -36,9 +42,10 @@ class Mesh:
         cp: int = 1,
         context: dist.ProcessGroup | None = None,
         experts: DeviceMesh | None = None,
+        domains: tuple[Domain, ...] = (),
     ) -> None:
         self.sizes, self.world, self.torch_mesh = sizes, world, torch_mesh
-        self.machines = machines
+        self.machines, self.domains = machines, domains
         """of each rank"""
         self.cp, self.context = cp, context
         """ranks that share a row, and their group where there are several"""
@@ -86,50 +93,70 @@ class Mesh:
         return group is None or len({self.machines[rank] for rank in dist.get_process_group_ranks(group)}) == 1
 
 
-def make_mesh(layout: Layout, world: World) -> Mesh:
-    """The mesh of a layout over the processes that run; every rank calls it."""
+def make_mesh(layout: Layout, world: World, timeouts_s: Mapping[str, float] | None = None) -> Mesh:
+    """The mesh of a layout over the processes that run; every rank calls it. `timeouts_s` are those of exchanges along
+    tp, cp, ep, dp and pp; the default group's where none is given."""
     sizes = axis_sizes(layout)
     if prod(sizes.values()) != world.size:
         _refuse_size(layout, world.size)
     if world.size == 1 and not dist.is_initialized():
         return Mesh(sizes, world)
-    places = _neighbours(world)
+    places = places_of(world)
     ranks = torch.tensor(ranks_by_machine(places)).view(tuple(sizes.values()))
-    torch_mesh = new_mesh(world.device.type, ranks, tuple(sizes))
-    context = _own_group(ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp), world)
-    machines = tuple(machine for machine, _ in places)
+    limits = {axis: limit for axis in AXIS_NAMES if (limit := (timeouts_s or {}).get(AXIS_NAMES[axis])) is not None}
+    torch_mesh = new_mesh(world.device.type, ranks, tuple(sizes), limits)
+    lines = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp)
+    context = _own_group(lines, world, (timeouts_s or {}).get("cp"))
+    machines, domains = (tuple(each) for each in zip(*((place.machine, place.domain) for place in places), strict=True))
     experts = None
     if layout.ep > 1:
         shape = expert_axis_sizes(layout)
-        experts = new_mesh(world.device.type, ranks.view(tuple(shape.values())), tuple(shape))
-    return Mesh(sizes, world, torch_mesh, machines, cp=layout.cp, context=context, experts=experts)
+        experts = new_mesh(world.device.type, ranks.view(tuple(shape.values())), tuple(shape), limits)
+    return Mesh(sizes, world, torch_mesh, machines, cp=layout.cp, context=context, experts=experts, domains=domains)
 
 
-def _own_group(lines: torch.Tensor, world: World) -> dist.ProcessGroup | None:
+def _own_group(lines: torch.Tensor, world: World, timeout_s: float | None) -> dist.ProcessGroup | None:
     """Creates a group per line of ranks; returns this rank's, None where it is alone."""
     if lines.shape[1] == 1:
         return None
-    groups = {tuple(line): new_group(line) for line in lines.tolist()}
+    groups = {tuple(line): new_group(line, timeout_s=timeout_s) for line in lines.tolist()}
     return next(group for line, group in groups.items() if world.rank in line)
 
 
 def machines_of(world: World) -> tuple[str, ...]:
     """The machine of every rank; every rank calls it."""
-    return tuple(machine for machine, _ in _neighbours(world))
+    return tuple(place.machine for place in places_of(world))
 
 
-def _neighbours(world: World) -> list[tuple[str, int]]:
-    """(machine, number on it) of every rank."""
-    places: list[tuple[str, int]] = [("", 0)] * world.size
-    dist.all_gather_object(places, (node_id(), world.local_rank))
+class Place(NamedTuple):
+    """Where a rank is: its machine, its number on it, and the machine's domains in the network."""
+
+    machine: str
+    number: int
+    domain: Domain = ()
+
+
+def places_of(world: World) -> list[Place]:
+    """The place of every rank; every rank calls it."""
+    places = [Place("", 0)] * world.size
+    dist.all_gather_object(places, Place(node_id(), world.local_rank, network_domain()))
     return places
 
 
-def ranks_by_machine(places: list[tuple[str, int]]) -> list[int]:
-    """Ranks in the order of machines (as they first appear), and within one by their number on it: srun may
-    distribute ranks round-robin over machines, torchrun does not."""
-    machines = list(dict.fromkeys(machine for machine, _ in places))
-    return sorted(range(len(places)), key=lambda rank: (machines.index(places[rank][0]), places[rank][1]))
+def ranks_by_machine(places: Sequence[Place]) -> list[int]:
+    """Ranks in the order of domains and machines (as they first appear), and within a machine by their number on it:
+    srun may distribute ranks round-robin over machines, and torchrun numbers machines as they arrive."""
+    paths = [(*place.domain, place.machine) for place in places]
+    order = list(dict.fromkeys(paths[rank] for rank in in_domain_order(paths)))
+    return sorted(range(len(places)), key=lambda rank: (order.index(paths[rank]), places[rank].number))
+
+
+def domains_of_nodes(world: World) -> tuple[Domain, ...]:
+    """The domains of every machine, in the order in which the mesh takes them; every rank calls it."""
+    if world.size == 1 and not dist.is_initialized():
+        return ()
+    places = places_of(world)
+    return tuple({places[rank].machine: places[rank].domain for rank in ranks_by_machine(places)}.values())
 
 
 def _refuse_size(layout: Layout, have: int) -> None:

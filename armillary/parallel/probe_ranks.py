@@ -1,14 +1,14 @@
 """The measurements of a pre-flight check, on the ranks of a layout: each device, each link of its groups, each disk.
 
 Every figure is the best of several trials: other work on a machine only makes a trial slower. The rate of a pair is
-bytes per second in one direction while both are busy; that of a group is bus bandwidth (as nccl-tests defines it), from
-t = alpha + bytes / beta fitted to all-reduces of several sizes.
+bytes per second in one direction while both are busy; that of a group is bus bandwidth (as nccl-tests defines it) of
+all-reduces: bytes over seconds between two large sizes, which leaves out latency and what a network lets pass at once.
 """
 
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,9 +21,9 @@ from armillary.parallel.consensus import Consensus
 from armillary.parallel.mesh import AXES, Mesh, make_mesh
 from armillary.parallel.world import World, new_group
 from armillary.profiling.ceilings.ceilings import name_of
-from armillary.profiling.ceilings.collectives import fit
 from armillary.spec.arithmetic.non_gemm_ops import wire_factor
 from armillary.spec.layout import Layout
+from armillary.spec.network_domains import Domain
 from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe
 
 TRIALS = 20
@@ -34,7 +34,10 @@ GEMM_SIZE = {"cpu": 256, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 DISK_BYTES = 1 << 25
 PAIR_BYTES, SMALL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}, 1 << 12
-GROUP_BYTES = (1 << 14, 1 << 18, 1 << 21)
+GROUP_BYTES = {"cpu": (1 << 12, 1 << 19, 1 << 22), "cuda": (1 << 14, 1 << 24, 1 << 27)}
+"""latency is that of the first, rate from the difference of the others"""
+GROUP_S, FEWEST = 1.0, 3
+"""of each size in a group, and trials where one takes longer"""
 MOST_PAIRS = 16
 """ranks of a group up to which every pair is measured; in a larger one each rank with those 1, 2, 4 … further on"""
 
@@ -52,6 +55,7 @@ def probe_ranks(layout: Layout, world: World, ranks: Consensus, folder: Path) ->
         links=_unique(ranks.gather(links)),
         groups=_unique(ranks.gather(groups)),
         network=ranks.broadcast(_network(machines, world)),
+        domains=_unique(ranks.gather(_domain_networks(machines, mesh.domains, world))),
         seconds=time.monotonic() - began,
     )
 
@@ -212,18 +216,44 @@ def _network(machines: tuple[str, ...], world: World) -> LinkProbe | None:
     return _all_reduces("nodes", tuple(first), group, world.device, apart=True) if world.rank in first else None
 
 
+def _domain_networks(machines: tuple[str, ...], domains: tuple[Domain, ...], world: World) -> list[LinkProbe]:
+    """The same inside the innermost domains of the network that hold several nodes, but not all: at the same time."""
+    first = [machines.index(node) for node in dict.fromkeys(machines)]
+    members = groups_in_domains({rank: domains[rank] for rank in first} if domains else {})
+    groups = {ranks: new_group(ranks) for ranks in members}
+    return [
+        _all_reduces(kind, ranks, groups[ranks], world.device, apart=True)
+        for ranks, kind in members.items()
+        if world.rank in ranks
+    ]
+
+
+def groups_in_domains(domains: Mapping[int, Domain]) -> dict[tuple[int, ...], str]:
+    """Ranks that share the innermost domain in which any has a neighbour, and its kind; nothing where that is all."""
+    for depth in range(min((len(domain) for domain in domains.values()), default=0), 0, -1):
+        groups: dict[Domain, list[int]] = {}
+        for rank, domain in domains.items():
+            groups.setdefault(domain[:depth], []).append(rank)
+        several = {tuple(ranks): domain[-1].partition("=")[0] for domain, ranks in groups.items() if len(ranks) > 1}
+        if several:
+            return several if len(groups) > 1 else {}
+    return {}
+
+
 def _all_reduces(
     axis: str, members: tuple[int, ...], group: dist.ProcessGroup, device: torch.device, *, apart: bool
 ) -> LinkProbe:
-    seconds = [_all_reduce_s(size, group, device) for size in GROUP_BYTES]
-    model, steps = fit(GROUP_BYTES, seconds), 2 * (len(members) - 1)
-    rate = model.bytes_per_s * wire_factor("all_reduce", len(members))
-    latency = model.alpha_s / steps
+    sizes, steps = GROUP_BYTES[device.type], 2 * (len(members) - 1)
+    small, middle, large = (_all_reduce_s(size, group, device) for size in sizes)
+    rate = (sizes[2] - sizes[1]) / max(large - middle, 1e-9) * wire_factor("all_reduce", len(members))
+    latency = small / steps
     return LinkProbe(axis=axis, ranks=members, between_nodes=apart, bytes_per_s=rate, latency_s=latency)
 
 
 def _all_reduce_s(size: int, group: dist.ProcessGroup, device: torch.device) -> float:
     value = torch.zeros(size // 4, device=device)
-    for _ in range(2):
-        dist.all_reduce(value, group=group)
-    return min(_wait(lambda: dist.all_reduce(value, group=group), device) for _ in range(TRIALS))
+    dist.all_reduce(value, group=group)
+    first = torch.tensor(_wait(lambda: dist.all_reduce(value, group=group), device), device=device)
+    dist.all_reduce(first, dist.ReduceOp.MAX, group=group)  # all make the same number of trials
+    trials = min(TRIALS, max(FEWEST, int(GROUP_S / float(first))))
+    return min(_wait(lambda: dist.all_reduce(value, group=group), device) for _ in range(trials))

@@ -189,15 +189,22 @@ def default_timeout() -> timedelta:
     return timeout_of(world)
 
 
-def new_group(ranks: Sequence[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
-    """A group of these ranks, or of all; every rank calls it."""
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=default_timeout())
+def new_group(
+    ranks: Sequence[int] | None = None, *, backend: str | None = None, timeout_s: float | None = None
+) -> dist.ProcessGroup:
+    """A group of these ranks, or of all; every rank calls it. The timeout is the default group's unless given."""
+    timeout = default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
     return group
 
 
-def new_mesh(device_type: str, ranks: torch.Tensor, axes: Sequence[str]) -> DeviceMesh:
-    """torch's mesh of these ranks, with a group for every axis; every rank calls it."""
+def new_mesh(
+    device_type: str, ranks: torch.Tensor, axes: Sequence[str], timeouts_s: Mapping[str, float] | None = None
+) -> DeviceMesh:
+    """torch's mesh of these ranks, with a group for every axis, each with its timeout; every rank calls it."""
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes))
-    for group in mesh.get_all_groups():
-        dist.distributed_c10d._set_pg_timeout(default_timeout(), group)
+    for axis, group in zip(axes, mesh.get_all_groups(), strict=True):
+        given = (timeouts_s or {}).get(axis)
+        timeout = default_timeout() if given is None else timedelta(seconds=given)
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
     return mesh

@@ -40,12 +40,14 @@ class LinkProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProbe:
-    """All of it; `network` is the link between nodes as an all-reduce of one rank per node sees it."""
+    """All of it; `network` is the link between nodes as an all-reduce of one rank per node sees it, `domains` the same
+    inside each domain of the network (a rack, a switch), by its kind."""
 
     ranks: tuple[RankProbe, ...]
     links: tuple[LinkProbe, ...] = ()
     groups: tuple[LinkProbe, ...] = ()
     network: LinkProbe | None = None
+    domains: tuple[LinkProbe, ...] = ()
     seconds: float = 0.0
 
 
@@ -57,6 +59,7 @@ def best_of(first: ClusterProbe, second: ClusterProbe) -> ClusterProbe:
         ranks=tuple(ranks),
         links=_faster_links(first.links, second.links),
         groups=_faster_links(first.groups, second.groups),
+        domains=_faster_links(first.domains, second.domains),
         network=_faster_links([first.network], [second.network])[0] if first.network and second.network else None,
         seconds=first.seconds + second.seconds,
     )

@@ -77,10 +77,10 @@ class Peaks:
         """bytes/s of the fastest copy in device memory."""
         return self.best("copy", "bytes_per_s")
 
-    def link(self, name: str) -> tuple[float, float] | None:
-        """(bytes/s, latency in s) of a link between nodes as it was measured last; None where it was not."""
-        points = [point for point in self.points.get("link", ()) if point["link"] == name]
-        return (float(points[-1]["bytes_per_s"]), float(points[-1]["alpha_s"])) if points else None
+    def link(self, name: str, chip: str) -> Point | None:
+        """A link as it was measured last between nodes with this chip; None where it was not."""
+        known = (point for point in reversed(self.points.get("link", ())) if point["link"] == name)
+        return next((point for point in known if point.get("chip", chip) == chip), None)
 
     def with_points(self, kind: str, points: Iterable[Point]) -> Peaks:
         """With these points added; a point replaces an older one of the same case."""

@@ -55,7 +55,7 @@ class Trainer:
         self.plan, self.job, self.layout = plan, plan.train, plan.layout
         self.world, self.device = world, world.device
         self.ranks = ranks or Consensus(rank=world.rank, size=world.size)
-        self.mesh = self.ranks.run_on_all(lambda: make_mesh(plan.layout, world))
+        self.mesh = self.ranks.run_on_all(lambda: make_mesh(plan.layout, world, self.job.axis_timeouts_s))
         self.text = self.ranks.run_on_all(lambda: open_text(plan))
         self.sharded, self.choices = build_model(plan, self.mesh, self.ranks, names=kernels, home=home)
         self.model = self.sharded.model

@@ -18,13 +18,16 @@ GROUPS = ("/api/v1", "/apis/batch/v1", "/apis/policy/v1")
 
 
 class FakeApi:
-    """What the server holds: objects by path, pods, and their logs; `asked` are the requests in order."""
+    """What the server holds: objects by path, pods and their logs, nodes with their labels; `asked` are the requests in
+    order, and `refused` the last parts of paths that this user may not use."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
         self.pods: list[dict[str, Any]] = []
         self.logs: dict[str, str] = {}
         self.groups = [*GROUPS]
+        self.nodes: dict[str, dict[str, str]] = {}
+        self.refused: set[str] = set()
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
 
@@ -32,6 +35,11 @@ class FakeApi:
         url = urlsplit(target)
         path, query = url.path, {name: values[0] for name, values in parse_qs(url.query).items()}
         self.asked.append(f"{method} {path}")
+        if path.rpartition("/")[2] in self.refused:
+            return 403, status(403, f"{path} is forbidden")
+        if path == "/api/v1/nodes":
+            items = [{"metadata": {"name": name, "labels": labels}} for name, labels in self.nodes.items()]
+            return 200, {"kind": "NodeList", "apiVersion": "v1", "metadata": {}, "items": items}
         if not any(path.startswith(f"{group}/namespaces/") for group in self.groups):
             return 404, "404 page not found"
         if path.endswith("/log"):
@@ -69,10 +77,16 @@ class FakeApi:
         return 200, self.objects.pop(path)
 
     def all_gone(self) -> None:
-        """The pods have ended, and with them what waited for that."""
+        """The pods have ended, and with them what waited for that; the cluster deletes what it owned."""
         self.pods.clear()
         self.objects = {
             path: each for path, each in self.objects.items() if "deletionTimestamp" not in each["metadata"]
+        }
+        there = {each["metadata"]["uid"] for each in self.objects.values()}
+        self.objects = {
+            path: each
+            for path, each in self.objects.items()
+            if all(owner["uid"] in there for owner in each["metadata"].get("ownerReferences", []))
         }
 
 

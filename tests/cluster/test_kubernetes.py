@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from armillary.cluster.commands import TargetFailed
 from armillary.cluster.job import RECIPE, Job, write_job
 from armillary.cluster.kubernetes import kubernetes_jobs
-from armillary.cluster.kubernetes.manifests import manifests
+from armillary.cluster.kubernetes.manifests import manifests, pod_template
 from armillary.cluster.log_files import log_lines
 from armillary.errors import ArmillaryError, BadInput, BadRecipe
 from armillary.spec.tables.launch_target import Launch
@@ -190,6 +191,7 @@ def a_pod(name: str, index: int, phase: str = "Running") -> dict[str, Any]:
 def test_submit_makes_what_the_job_owns(api: FakeApi, job: Job) -> None:
     assert kubernetes_jobs.submit(job) == "fox"
     assert api.asked == [
+        "GET /api/v1/nodes",
         "POST /apis/batch/v1/namespaces/ml/jobs",
         "POST /api/v1/namespaces/ml/configmaps",
         "POST /api/v1/namespaces/ml/services",
@@ -200,6 +202,48 @@ def test_submit_makes_what_the_job_owns(api: FakeApi, job: Job) -> None:
     assert kubernetes_jobs.state(job).state == "pending"
     kubernetes_jobs.submit(job)  # the one before is replaced
     assert len(api.bodies) == 8 and "DELETE /apis/batch/v1/namespaces/ml/jobs/fox" in api.asked
+
+
+@pytest.mark.peers
+def test_pods_learn_the_domains_of_the_nodes(api: FakeApi, job: Job) -> None:
+    zone, clique = "topology.kubernetes.io/zone", "nvidia.com/gpu.clique"
+    api.nodes = {f"gpu{number}": {zone: "a", clique: f"c{number // 2}"} for number in range(4)}
+    assert kubernetes_jobs.domains(job.launch)["gpu3"] == ("zone=a", "nvlink=c1")
+    kubernetes_jobs.submit(job)
+    owner, recipe = api.bodies[:2]
+    assert json.loads(recipe["data"]["domains.json"])["gpu2"] == "zone=a/nvlink=c1"
+    (container,) = owner["spec"]["template"]["spec"]["containers"]
+    assert {"name": "ARMILLARY_NETWORK_DOMAINS", "value": "/etc/armillary/domains.json"} in container["env"]
+    api.refused.add("nodes")
+    assert kubernetes_jobs.domains(job.launch) == {}, "a role that may not list nodes"
+
+
+@pytest.mark.peers
+def test_a_job_that_cannot_be_made_whole_is_taken_back(api: FakeApi, job: Job) -> None:
+    """Its pods would wait for a recipe that never comes."""
+    api.refused.add("configmaps")
+    with pytest.raises(TargetFailed, match="did not create ConfigMap"):
+        kubernetes_jobs.submit(job)
+    assert not api.objects
+
+
+@pytest.mark.peers
+def test_the_names_of_pods_stay_until_they_have_saved(api: FakeApi, job: Job) -> None:
+    kubernetes_jobs.submit(job)
+    api.pods.append(a_pod("fox-0-abc", 0))
+    kubernetes_jobs.cancel(job)
+    assert "/api/v1/namespaces/ml/services/fox" in api.objects
+    api.all_gone()
+    assert not api.objects
+
+
+def test_setup_lines_have_time_before_the_first_probe() -> None:
+    def start_s(job: Job) -> int:
+        (container,) = pod_template(job)["spec"]["containers"]
+        probe = container["startupProbe"]
+        return int(probe["periodSeconds"] * probe["failureThreshold"])
+
+    assert start_s(a_job()) == 120 and start_s(a_job(setup=("pip install wheel",))) == 1800
 
 
 @pytest.mark.peers

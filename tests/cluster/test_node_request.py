@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from armillary.cluster.job import find_job, list_jobs, note_handle, read_job, write_job
-from armillary.cluster.node_request import fill_nodes, make_job, nodes_of, with_nodes
+from armillary.cluster.node_request import fill_nodes, make_job, nodes_of, parse_range, with_nodes
 from armillary.errors import BadInput, BadLayout, BadRecipe, NotFound
 from armillary.spec.hardware import Chip, Cluster, Link, Tier
 from armillary.spec.layout import Layout
@@ -59,7 +59,7 @@ def test_what_cannot_be_placed_is_refused_with_a_way_out() -> None:
     with pytest.raises(BadLayout, match=r"try --set layout\.tp"):
         fill_nodes(recipe("hardware.on=dgx-h200x1", "layout.tp=3"), recipe("hardware.on=dgx-h200x1").cluster())
     with pytest.raises(BadInput, match="--nodes 0 is nothing"):
-        with_nodes(recipe(), 0)
+        parse_range("0")
     with pytest.raises(BadRecipe, match="counts machines like this one"):
         recipe("hardware.on=h100x8", "hardware.nodes=2")
 

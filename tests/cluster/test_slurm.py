@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from armillary.cluster.job import Job
-from armillary.cluster.slurm import allocation, files, read_state
+from armillary.cluster.slurm import Switch, allocation, domains_by_switch, files, read_state
 from armillary.spec.tables.launch_target import Launch
 
 
@@ -101,3 +101,20 @@ def test_an_allocation_asks_for_the_same() -> None:
 def test_states(line: str, state: str, detail: str, where: str) -> None:
     found = read_state(line)
     assert (found.state, found.detail, found.where) == (state, detail, where)
+
+
+def test_an_elastic_job_survives_its_nodes() -> None:
+    text = script(replace(a_job(), least_nodes=1))
+    assert "#SBATCH --nodes=1-2\n#SBATCH --no-kill\n" in text and "srun --wait=120 --no-kill " in text
+    assert "--nodes 2 --least 1 --ranks 8" in text and "--devices 8 --yes" in text
+
+
+def test_the_domains_of_nodes_are_their_switches() -> None:
+    lines = (
+        "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=tux[0-1]",
+        "SwitchName=s1 Level=0 LinkSpeed=1 Nodes=tux[2-3]",
+        "SwitchName=s2 Level=1 LinkSpeed=1 Nodes=tux[0-3] Switches=s[0-1]",
+    )
+    hosts = {f"tux[{a}-{b}]": frozenset(f"tux{n}" for n in range(a, b + 1)) for a, b in ((0, 1), (2, 3), (0, 3))}
+    found = domains_by_switch([Switch.of(line) for line in lines], hosts, ["tux1", "tux2", "tux2", "tux9"])
+    assert found == {"tux1": ("switch=s2", "switch=s0"), "tux2": ("switch=s2", "switch=s1"), "tux9": ()}

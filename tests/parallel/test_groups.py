@@ -14,10 +14,11 @@ from torch.distributed import distributed_c10d
 
 from armillary.model.transformer import build
 from armillary.parallel.apply import apply
-from armillary.parallel.mesh import make_mesh
+from armillary.parallel.mesh import AXES, EXPERT_AXES, make_mesh
 from armillary.parallel.pipeline.stage import make_stage_model
 from armillary.parallel.world import World, join_world, timeout_of
 from armillary.spec.layout import Layout
+from armillary.spec.tables.train import AXIS_TIMEOUTS_S
 from armillary.training.loop import make_consensus
 from armillary.training.parity.case import SEQUENCE, mixture
 from armillary.training.step.loss import loss_sum
@@ -68,6 +69,23 @@ def made_for(layout: Layout) -> list[float]:
 def test_every_group_has_the_timeout_of_the_default_one(ranks: Ranks, layout: Layout) -> None:
     for found in ranks.run(4, made_for, layout):
         assert len(found) > 2 and set(found) == {ALIKE.total_seconds()}
+
+
+def by_axis(layout: Layout) -> dict[str, float]:
+    """Seconds that bound the groups of each axis, as a recipe's timeouts say."""
+    limits = {axis: 10.0 * number for number, axis in enumerate(AXIS_TIMEOUTS_S, 1)}
+    with join_world("cpu") as world:
+        mesh = make_mesh(layout, world, limits)
+        groups = {axis: group for axis in (*AXES, *EXPERT_AXES) if (group := mesh.group(axis))}
+        groups |= {"cp": mesh.context} if mesh.context else {}
+        return {axis: timeout_of(group).total_seconds() for axis, group in groups.items()}
+
+
+def test_axes_have_timeouts_of_their_own(ranks: Ranks) -> None:
+    """tp 10 s, cp 20 s, ep 30 s, dp 40 s, pp 50 s."""
+    assert ranks.run(4, by_axis, Layout(tp=2, pp=2))[0] == {"tp": 10, "pp": 50}
+    assert ranks.run(4, by_axis, Layout(dp=2, cp=2))[0] == {"replicate": 40, "cp": 20}
+    assert ranks.run(4, by_axis, Layout(dp=4, ep=2))[0] == {"replicate": 40, "expert_replicate": 40, "ep": 30}
 
 
 def waits_for_a_stuck_rank(finished: str) -> tuple[str, float]:

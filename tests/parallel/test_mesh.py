@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from armillary.errors import BadLayout
-from armillary.parallel.mesh import make_mesh, ranks_by_machine
+from armillary.parallel.mesh import Place, make_mesh, ranks_by_machine
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from tests.ranks import Ranks
@@ -44,8 +44,16 @@ def test_shards_are_next_and_copies_the_farthest(ranks: Ranks) -> None:
 
 
 def test_ranks_dealt_out_to_machines_in_turn_are_put_side_by_side() -> None:
-    assert ranks_by_machine([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 2, 1, 3]
-    assert ranks_by_machine([("z", 0), ("z", 1), ("a", 0), ("a", 1)]) == [0, 1, 2, 3]
+    assert ranks_by_machine([Place("a", 0), Place("b", 0), Place("a", 1), Place("b", 1)]) == [0, 2, 1, 3]
+    assert ranks_by_machine([Place("z", 0), Place("z", 1), Place("a", 0), Place("a", 1)]) == [0, 1, 2, 3]
+
+
+def test_machines_of_a_domain_are_neighbours() -> None:
+    """torchrun has numbered four machines of two racks as they arrived: tp = 4 must not leave a rack."""
+    racks = {"m0": "rack=1", "m1": "rack=2", "m2": "rack=1", "m3": "rack=2"}
+    places = [Place(machine, number, ("zone=a", rack)) for machine, rack in racks.items() for number in range(2)]
+    assert ranks_by_machine(places) == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert ranks_by_machine([*places, Place("m4", 0)])[-1] == 8, "a machine of which nothing is known"
 
 
 def test_an_axis_of_one_has_no_group() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -19,6 +20,27 @@ from tests.services.two_hosts import Hosts, two_hosts, why_not
 pytestmark = [pytest.mark.services, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 ROOT = str(Path(__file__).parents[2])
 LONG_S = 1200.0
+SENDING = """
+[model]
+name = "armillary-2m"
+
+[layout]
+dp = 2
+precision = "fp32"
+
+[data]
+source = "{text}"
+
+[train]
+sequence = 128
+batch_tokens = 1024
+steps = 24
+save_every = 0
+eval_every = 0
+profile_every = 0
+compile = false
+"""
+"""a step of which the gradients' all-reduce over a slow link is the larger part"""
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +58,7 @@ def armillary(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., str]]:
 
     def run(*words: str) -> str:
         command = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-m", "armillary", *words]
+        command += ["--home", str(tmp_path)]
         done = hosts.run(0, command, cwd=tmp_path, timeout=LONG_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -49,18 +72,21 @@ def armillary(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., str]]:
 def wait_for(armillary: Callable[..., str], done: Callable[[dict[str, str]], bool]) -> dict[str, str]:
     end = time.monotonic() + LONG_S
     while True:
-        (facts,) = json.loads(armillary("launch", "jobs", "--json"))
+        (facts,) = (each for each in json.loads(armillary("launch", "jobs", "--json")) if each["job"] == "fox")
         if done(facts):
             return dict(facts)
         assert time.monotonic() < end, armillary("launch", "logs", "fox")
         time.sleep(1)
 
 
+def launch_table(hosts: Hosts) -> str:
+    options = json.dumps(list(hosts.ssh_options))
+    return f"[launch]\nhosts = {json.dumps(hosts.addresses)}\nssh_options = {options}\n"
+
+
 def test_two_hosts_train_stop_and_resume(armillary: Callable[..., str], hosts: Hosts, tmp_path: Path) -> None:
     recipe = RECIPE.format(text=tmp_path / "text", steps=300, more="")
-    options = json.dumps(list(hosts.ssh_options))
-    launch = f"[launch]\nhosts = {json.dumps(hosts.addresses)}\nssh_options = {options}\n"
-    (tmp_path / "r.toml").write_text(recipe + launch)
+    (tmp_path / "r.toml").write_text(recipe + launch_table(hosts))
     start = ("launch", "r.toml", "--on", "ssh", "--nodes", "2", "--run", "fox")
     armillary(*start)
     wait_for(armillary, lambda facts: (facts["step"] or "0")[0] != "0")
@@ -79,3 +105,23 @@ def test_two_hosts_train_stop_and_resume(armillary: Callable[..., str], hosts: H
     (tmp_path / "plain.toml").write_text(recipe)
     armillary("train", "plain.toml", "--devices", "2", "--run", "hen")
     assert same_weights(tmp_path, "fox", "hen")
+
+
+def test_plan_with_the_measured_link(armillary: Callable[..., str], hosts: Hosts, tmp_path: Path) -> None:
+    """The pre-flight measures the throttled link, the plan uses it and says so, and steps take as long as planned."""
+    hosts.throttle("100mbit")
+    (tmp_path / "r.toml").write_text(SENDING.format(text=tmp_path / "text") + launch_table(hosts))
+    start = ("launch", "r.toml", "--on", "ssh", "--nodes", "2")
+    armillary("bench", "ceilings", "--quick")
+    network = json.loads(armillary(*start, "--check", "--json"))["probe"]["network"]
+    assert 0.7 * 12.5e6 < network["bytes_per_s"] < 1.1 * 12.5e6, network  # 100 Mbit/s
+    said = armillary(*start, "--run", "fox")
+    assert "measured" in said, said
+    wait_for(armillary, lambda facts: facts["state"] == "finished")
+    (run,) = tmp_path.glob("runs/*-fox")
+    planned = json.loads((run / "plan.json").read_text())["predicted"]
+    steps = [json.loads(line) for line in (run / "gauges.jsonl").read_text().splitlines()]
+    measured = median(step["step_s"] for step in steps if step.get("step_s") and step["step"] > 4)
+    print(f"link {network['bytes_per_s'] / 1e6:.1f} MB/s, {network['latency_s'] * 1e6:.0f} us")
+    print(f"step planned {planned['step_s']:.3f} s, measured {measured:.3f} s: {planned['step_s'] / measured - 1:+.0%}")
+    assert planned["step_s"] == pytest.approx(measured, rel=0.25)

@@ -73,9 +73,8 @@ def check_nodes(out: Output, home: Home, job: Job, recipe: Recipe, files: dict[s
     probe, cluster = read_probe(result), find_cluster(recipe)
     verdict = judge_probe(probe, cluster, _ceilings(home, probe, cluster))
     _say(out, probe, verdict, job)
-    if probe.network is not None and job.target != "local":  # whose nodes are one machine
-        names = [tier.link.name for tier in cluster.tiers if tier.link.kind == "scale_out"]
-        keep_link(home, names[0] if names else "network", probe.network)
+    if job.target != "local":  # whose nodes are one machine
+        keep_links(home, probe, cluster)
     answer = {"healthy": verdict.is_healthy, "outliers": verdict.outliers, "excluded": verdict.excluded, "probe": probe}
     out.result(answer, quiet=[outlier.text for outlier in verdict.outliers])
     if not verdict.is_healthy:
@@ -128,13 +127,34 @@ def _find_printed(job: Job, result: Path) -> None:
             result.write_text(line.removeprefix(PRINTED_LINE), encoding="utf-8")
 
 
-def keep_link(home: Home, name: str, network: LinkProbe) -> None:
-    """Store the link between nodes, for later plans."""
+def keep_links(home: Home, probe: ClusterProbe, cluster: Cluster) -> None:
+    """Store the links of these nodes, for later plans of nodes with the same chip."""
     from armillary.store.peaks import BESIDE, NETWORK, new_peaks, save_peaks
 
-    point = {"link": name, "alpha_s": network.latency_s, "bytes_per_s": network.bytes_per_s}
-    circumstances = {"date": time.strftime("%Y-%m-%d"), "nodes": len(network.ranks)}
-    save_peaks(home, new_peaks(NETWORK).with_points("link", [{**point, BESIDE: circumstances}]))
+    beside = {"date": time.strftime("%Y-%m-%d"), "nodes": len({rank.node for rank in probe.ranks})}
+    points = [
+        {"link": name, "chip": cluster.chip.name, "alpha_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
+        for name, link in links_by_name(probe, cluster).items()
+    ]
+    if points:
+        save_peaks(home, new_peaks(NETWORK).with_points("link", [{**point, BESIDE: beside} for point in points]))
+
+
+def links_by_name(probe: ClusterProbe, cluster: Cluster) -> dict[str, LinkProbe]:
+    """The measured links under the names that plans know them by; of several alike the slowest, which a step waits
+    for. Links inside a node only where it has GPUs: those between ranks of a CPU are its memory."""
+    from armillary.spec.network_domains import inner_link
+
+    outer = [tier.link.name for tier in cluster.tiers if tier.link.kind == "scale_out"] or ["network"]
+    inner = [tier.link.name for tier in cluster.tiers if tier.link.kind == "scale_up"]
+    named = [(outer[-1], probe.network)] if probe.network else []
+    named += [(inner_link(outer[-1], link.axis), link) for link in probe.domains]
+    if inner and cluster.chip.kind != "cpu":
+        named += [(inner[0], group) for group in probe.groups if not group.between_nodes]
+    slowest: dict[str, LinkProbe] = {}
+    for name, link in sorted(named, key=lambda each: each[1].bytes_per_s):
+        slowest.setdefault(name, link)
+    return slowest
 
 
 def _say(out: Output, probe: ClusterProbe, verdict: Verdict, job: Job) -> None:
@@ -148,6 +168,9 @@ def _say(out: Output, probe: ClusterProbe, verdict: Verdict, job: Job) -> None:
     if probe.network is not None:
         speed, latency = bytes_text(probe.network.bytes_per_s), seconds_text(probe.network.latency_s)
         out.say(f"between nodes: {speed}/s, {latency} per step of a ring")
+    for kind in dict.fromkeys(link.axis for link in probe.domains):
+        rates = sorted(link.bytes_per_s for link in probe.domains if link.axis == kind)
+        out.say(f"between nodes of one {kind}: {bytes_text(rates[0])}/s to {bytes_text(rates[-1])}/s")
     for outlier in verdict.outliers:
         out.warn(outlier.text)
     if verdict.is_healthy:

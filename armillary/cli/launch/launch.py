@@ -20,6 +20,8 @@ from armillary.units import seconds_text
 if TYPE_CHECKING:
     from armillary.cluster.job import Job, JobState
     from armillary.cluster.node_request import Nodes
+    from armillary.spec.network_domains import Domain
+    from armillary.spec.tables.launch_target import TargetName
 
 TARGET_NAMES = ("local", "ssh", "slurm", "kubernetes", "ray")
 
@@ -45,7 +47,9 @@ launch = LaunchGroup(
 @click.argument("recipe", type=click.Path(path_type=Path))
 @set_option
 @click.option("--on", "target", type=click.Choice(TARGET_NAMES), help="Where.  [default: the recipe's launch.on]")
-@click.option("--nodes", type=int, metavar="N", help="Use N nodes: dp is as large as fills their devices.")
+@click.option(
+    "--nodes", metavar="N|MIN:MAX", help="Use N nodes, dp fills their devices; or let MIN to MAX come and go."
+)
 @click.option("--run", "name", metavar="NAME", help="Resume this run, or begin one of this name.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and what would be submitted; write nothing.")
 @click.option("--check", "is_check", is_flag=True, help="Measure the nodes and their links instead; name outliers.")
@@ -56,7 +60,7 @@ def start(
     recipe: Path,
     overrides: tuple[str, ...],
     target: str | None,
-    nodes: int | None,
+    nodes: str | None,
     name: str | None,
     dry_run: bool,
     is_check: bool,
@@ -69,14 +73,17 @@ def start(
 
     --check starts the same ranks for a minute to measure every device, disk and link; exit code 1 where one is an
     outlier. What it measures between nodes is used by later plans.
+
+    --nodes 3:4 (local, ssh, slurm) starts up to four nodes; when one is lost or comes back, the run goes on from its
+    newest checkpoint with as many as there are, from three on.
     """
     from armillary.cluster.job import RECIPE
-    from armillary.cluster.node_request import make_job
+    from armillary.cluster.node_request import make_job, parse_range
     from armillary.cluster.targets import TARGETS
 
-    asked, placed = _ask(out, home, recipe, overrides, nodes)
-    where: Any = target or asked.launch.on
-    job = make_job(asked, placed, home, target=where, name=name or "", is_check=is_check)
+    least, most = parse_range(nodes) if nodes is not None else (0, None)
+    where, asked, placed = _ask(out, home, recipe, overrides, target, most, look=not dry_run)
+    job = make_job(asked, placed, home, target=where, name=name or "", least=least, is_check=is_check)
     text = to_toml(asked)
     files = {RECIPE: text, **TARGETS[job.target].files(job, text)}
     _warn_shared(out, job)
@@ -90,8 +97,18 @@ def start(
     _submit(out, job, placed, files, interactive=interactive)
 
 
-def _ask(out: Output, home: Home, file: Path, overrides: tuple[str, ...], nodes: int | None) -> tuple[Recipe, Nodes]:
-    """The recipe for its nodes, after its plan was shown; a layout that does not fit is refused."""
+def _ask(
+    out: Output,
+    home: Home,
+    file: Path,
+    overrides: tuple[str, ...],
+    target: str | None,
+    nodes: int | None,
+    *,
+    look: bool,
+) -> tuple[TargetName, Recipe, Nodes]:
+    """The recipe for its nodes, after its plan was shown; a layout that does not fit is refused. The target is asked
+    for the domains of its network where we may `look`."""
     from armillary.cli.plan.options import find_cluster
     from armillary.cluster.node_request import fill_nodes, nodes_of, with_nodes
 
@@ -100,8 +117,18 @@ def _ask(out: Output, home: Home, file: Path, overrides: tuple[str, ...], nodes:
         recipe = with_nodes(recipe, nodes)
         recipe = fill_nodes(recipe, find_cluster(recipe))
     placed = nodes_of(recipe, find_cluster(recipe))
-    _say_plan(out, home, recipe)
-    return recipe, placed
+    where: Any = target or recipe.launch.on
+    _say_plan(out, home, recipe, _domains(where, recipe, placed.count) if look else ())
+    return where, recipe, placed
+
+
+def _domains(target: TargetName, recipe: Recipe, count: int) -> tuple[Domain, ...]:
+    """Of as many nodes as the target's scheduler would choose; none where it has too few, or does not know."""
+    from armillary.cluster.targets import TARGETS
+    from armillary.spec.network_domains import packed
+
+    known = TARGETS[target].domains(recipe.launch) if count > 1 else {}
+    return packed(list(known.values()), count) if len(known) >= count else ()
 
 
 def _warn_shared(out: Output, job: Job) -> None:
@@ -111,13 +138,14 @@ def _warn_shared(out: Output, job: Job) -> None:
         )
 
 
-def _say_plan(out: Output, home: Home, recipe: Recipe) -> None:
+def _say_plan(out: Output, home: Home, recipe: Recipe, domains: tuple[Domain, ...]) -> None:
     from armillary.cli.plan.plan import priced
     from armillary.cli.plan.plan_text import say_training
     from armillary.planning.training.training_plan import training_plan
 
     names = ("model", "on", "sequence", "batch_tokens", "lora")
-    problem, prediction, how = priced(out, home, {"recipe": to_dict(recipe), "overrides": (), **dict.fromkeys(names)})
+    asked = {"recipe": to_dict(recipe), "overrides": (), "domains": domains, **dict.fromkeys(names)}
+    problem, prediction, how = priced(out, home, asked)
     planned = training_plan(problem, prediction)
     say_training(out, planned, how)
     if not planned.fits:
@@ -305,7 +333,7 @@ def cancel(out: Output, home: Home, name: str) -> None:
 
     job = find_job(home, name)
     before = state_of(job)
-    if before.state in ("finished", "failed", "cancelled"):
+    if before.state in ("finished", "stopped", "failed", "cancelled"):
         raise BadInput(f"job {job.name} has ended ({before.state}); armillary launch logs {job.name} shows how")
     TARGETS[job.target].cancel(job)
     out.say(f"job {job.name} was asked to save and end; armillary launch jobs shows when it has")

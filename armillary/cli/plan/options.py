@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from armillary.planning.training.resolve_recipe import TrainingProblem
     from armillary.spec.hardware import Cluster
     from armillary.spec.model import ModelConfig
+    from armillary.spec.network_domains import Domain
     from armillary.spec.recipe import Recipe
 
 
@@ -89,14 +90,17 @@ def ask(
     batch_tokens: str | None,
     lora: str | None,
     overrides: tuple[str, ...],
+    domains: Sequence[Domain] = (),
 ) -> TrainingProblem:
-    """The training problem with model and devices found; what the flags leave out is derived and noted."""
+    """The training problem with model and devices found; what the flags leave out is derived and noted. `domains` are
+    those of the nodes in their network."""
     from armillary.planning.training.resolve_recipe import resolve
+    from armillary.spec.network_domains import with_domains
     from armillary.spec.recipe import check_recipe
 
     asked = read_recipe(recipe, model, on, sequence, batch_tokens, overrides)
     config = model_config(out, home, asked)
-    cluster = find_cluster(asked)
+    cluster = with_domains(find_cluster(asked), domains)
     notes: list[str] = []
     if recipe is None:
         asked, notes = _with_usual(asked, config, cluster, sequence, batch_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from armillary.cli.open_model import find_model, need_torch
 from armillary.cli.output import Output, path_text
 from armillary.errors import BadInput, BadLayout
+from armillary.spec.network_domains import Domain, with_domains
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.store.remote import is_url
@@ -33,8 +35,10 @@ def begin(
     devices: int | None = None,
     fills: int | None = None,
     until: Until | None = None,
+    domains: Sequence[Domain] = (),
 ) -> ResolvedRun:
-    """Find the model, fetching its weights if necessary, check everything, plan it, and show the plan."""
+    """Find the model, fetching its weights if necessary, check everything, plan it, and show the plan; `domains` are
+    those of the nodes in their network."""
     need_torch("training")
     from armillary.model.device import pick_device
     from armillary.training.prepare_run import model_source, resolve_run
@@ -47,11 +51,16 @@ def begin(
     begun = _with_compile(
         resolve_run(recipe, home, source, cpu_ranks=devices or 0, fills=fills, until=until, device=device)
     )
-    begun, predicted = planned(begun)
+    begun, predicted = planned(_with_domains(begun, domains))
     say_start(out, begun, predicted)
     for note in begun.plan.notes:
         out.warn(note)
     return begun
+
+
+def _with_domains(begun: ResolvedRun, domains: Sequence[Domain]) -> ResolvedRun:
+    cluster = with_domains(begun.plan.cluster, domains)
+    return begun if cluster == begun.plan.cluster else replace(begun, plan=replace(begun.plan, cluster=cluster))
 
 
 def planned(begun: ResolvedRun) -> tuple[ResolvedRun, TrainingPlan]:

@@ -289,17 +289,18 @@ def train_joined(
 ) -> None:
     """Train as one of the ranks that torchrun or srun started: the main rank prints, and opens the run for all. With
     `elastic`, dp follows the number of ranks."""
+    from armillary.parallel.mesh import domains_of_nodes
     from armillary.parallel.world import join_world
     from armillary.training.prepare_run import train_on_ranks
 
     def find() -> ResolvedRun:
         fitted = fitted_to(shown, home, recipe, world.size) if elastic else recipe
         fills = None if elastic else planning["fills"]
-        begun = begin(shown, home, fitted, **{**planning, "devices": world.size, "fills": fills})
+        begun = begin(shown, home, fitted, **{**planning, "devices": world.size, "fills": fills, "domains": domains})
         return replace(begun, recipe=recipe)  # as it was given, so that a run resumes with any number of ranks
 
     with join_world(device) as world:
-        shown = out if world.is_main else Output("silent")
+        shown, domains = out if world.is_main else Output("silent"), domains_of_nodes(world)
         try:
             done = train_on_ranks(
                 world,

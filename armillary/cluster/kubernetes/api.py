@@ -114,6 +114,13 @@ class Cluster:
             items: list[Manifest] = json.loads(answer.data)["items"]
         return sorted(items, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
 
+    def node_labels(self, selector: str = "") -> dict[str, dict[str, str]]:
+        """Labels of the cluster's nodes by name."""
+        with self._said("list nodes"):
+            answer = self._core.list_node(label_selector=selector, _preload_content=False, _request_timeout=_TIMEOUT_S)
+            items: list[Manifest] = json.loads(answer.data)["items"]
+        return {node["metadata"]["name"]: node["metadata"].get("labels", {}) for node in items}
+
     def log(self, pod: str, container: str, since_s: int | None = None) -> str:
         """What the pod has printed, in the last seconds where they are given, every line with its time; nothing before
         its container has started."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from armillary.cluster.commands import TargetFailed
 from armillary.cluster.job import RECIPE, Job, JobState
 from armillary.cluster.kubernetes.manifests import CONTROLLERS, LABEL, Manifest, manifests
-from armillary.errors import BadRecipe
+from armillary.cluster.node_labels import KUBERNETES, domain_of
+from armillary.errors import ArmillaryError, BadRecipe
+from armillary.spec.network_domains import Domain
+from armillary.spec.tables.launch_target import Launch
 
 if TYPE_CHECKING:
     from armillary.cluster.kubernetes.api import Cluster
@@ -56,15 +60,40 @@ def submit(job: Job) -> str:
     owner, *rest = _written(job)
     created = cluster.create(owner) or _replace(cluster, owner, job)
     belongs = [{"apiVersion": version, "kind": kind, "name": job.name, "uid": created["metadata"]["uid"]}]
-    for each in rest:
-        owned = {**each, "metadata": {**each["metadata"], "ownerReferences": belongs}}
-        if cluster.create(owned) is None:
-            _replace(cluster, owned, job)
+    try:
+        for each in rest:
+            owned = {**each, "metadata": {**each["metadata"], "ownerReferences": belongs}}
+            if cluster.create(owned) is None:
+                _replace(cluster, owned, job)
+    except BaseException:  # its pods would wait for ever for what is missing
+        with suppress(TargetFailed):
+            cluster.delete(owner)
+        raise
     return job.name
 
 
 def _written(job: Job) -> list[Manifest]:
-    return manifests(job, (job.folder / RECIPE).read_text(encoding="utf-8"))
+    domains = {node: "/".join(domain) for node, domain in domains_of(_cluster(job), job.launch).items() if domain}
+    return manifests(job, (job.folder / RECIPE).read_text(encoding="utf-8"), domains)
+
+
+def domains(launch: Launch) -> dict[str, Domain]:
+    from armillary.cluster.kubernetes.api import Cluster
+
+    try:
+        return domains_of(Cluster(launch.namespace), launch)
+    except ArmillaryError:  # no cluster is configured: submitting says so
+        return {}
+
+
+def domains_of(cluster: Cluster, launch: Launch) -> dict[str, Domain]:
+    """From the labels of the nodes that pods may run on; nothing where the user's role may not list nodes."""
+    selector = ",".join(f"{label}={value}" for label, value in launch.node_selector.items())
+    try:
+        labels = cluster.node_labels(selector)
+    except TargetFailed:
+        return {}
+    return {node: domain_of(each, KUBERNETES, launch.pack_within) for node, each in labels.items()}
 
 
 def _replace(cluster: Cluster, manifest: Manifest, job: Job) -> Manifest:
@@ -140,12 +169,13 @@ def _moment(line: str) -> str:
 
 
 def cancel(job: Job) -> None:
-    """Pods get SIGTERM and have their grace period to save; then everything of the job is deleted."""
+    """Pods get SIGTERM and have their grace period to save; what the job owns, as the service by which they find each
+    other, is deleted by the cluster once they have ended."""
     cluster = _cluster(job)
     fetch_logs(job)
     (job.folder / _CANCELLED).touch()
-    for manifest in reversed(_written(job)):
-        cluster.delete(manifest)
+    version, kind = CONTROLLERS[job.launch.controller]
+    cluster.delete({"apiVersion": version, "kind": kind, "metadata": {"name": job.name}})
 
 
 def _cluster(job: Job) -> Cluster:

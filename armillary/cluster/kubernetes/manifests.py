@@ -6,8 +6,10 @@ are on the volumes of `launch.mounts`.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 from pathlib import Path, PurePosixPath
@@ -17,6 +19,7 @@ from armillary.cluster.job import CHECK, RECIPE, Job
 from armillary.cluster.node import USER_ERROR
 from armillary.cluster.node_health import LIVE, READY
 from armillary.errors import BadInput, BadRecipe
+from armillary.machine.network_domain import DOMAINS_FILE
 from armillary.machine.node_id import NODE_ID
 
 Manifest = dict[str, Any]
@@ -29,24 +32,30 @@ CONTROLLERS = {"job": ("batch/v1", "Job"), "jobset": (JOBSET, "JobSet"), "trainj
 HEALTH_PORT = 8080
 USER_ID = 1000
 """of the image in the Dockerfile"""
-_JOB_FOLDER = "/etc/armillary"
+_JOB_FOLDER, _DOMAINS = "/etc/armillary", "domains.json"
 _REPLICATED = "node"
 """name that Kubeflow expects of the pods in which ranks run"""
 _MARGIN_S = 10
 """from the end of the ranks to the end of their pod"""
 _RESOLVE_S = 600
 """how long a pod waits for the name of the first one: it may be scheduled later, on a node that pulls the image"""
+_START_S, _SETUP_S = 120, 1800
+"""how long a pod may take to answer its first probe, without and with launch.setup"""
 _LONGEST_NAME = 52
 """of 63 characters, less the number of a pod and what JobSet puts between"""
 
 
-def manifests(job: Job, recipe: str) -> list[Manifest]:
-    """The owner first (Job, JobSet or TrainJob), then what lives as long as it does."""
+def manifests(job: Job, recipe: str, domains: Mapping[str, str] | None = None) -> list[Manifest]:
+    """The owner first (Job, JobSet or TrainJob), then what lives as long as it does. `domains` of the cluster's nodes
+    travel with the recipe: which of them a pod gets is not known yet."""
     _check(job)
+    if domains:
+        places = {**job.launch.environment, DOMAINS_FILE: f"{_JOB_FOLDER}/{_DOMAINS}"}
+        job = replace(job, launch=replace(job.launch, environment=places))
     owners = {"job": _indexed_job, "jobset": _jobset, "trainjob": _trainjob}[job.launch.controller](job)
     services = [_service(job)] if job.launch.controller == "job" else []
     budget = [_disruption_budget(job)] if job.num_nodes > 1 else []
-    return [*owners, _config_map(job, recipe), *services, *budget]
+    return [*owners, _config_map(job, recipe, domains or {}), *services, *budget]
 
 
 def home_of(job: Job) -> PurePosixPath:
@@ -147,8 +156,9 @@ def _trainer_replicated(job: Job) -> Manifest:
     return replicated
 
 
-def _config_map(job: Job, recipe: str) -> Manifest:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(job), "data": {RECIPE: recipe}}
+def _config_map(job: Job, recipe: str, domains: Mapping[str, str]) -> Manifest:
+    data = {RECIPE: recipe, **({_DOMAINS: json.dumps(dict(domains))} if domains else {})}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(job), "data": data}
 
 
 def _service(job: Job) -> Manifest:
@@ -173,7 +183,13 @@ def _disruption_budget(job: Job) -> Manifest:
 
 def pod_template(job: Job) -> Manifest:
     profile = {"type": "RuntimeDefault"}
-    secure = {"runAsNonRoot": True, "runAsUser": USER_ID, "fsGroup": USER_ID, "seccompProfile": profile}
+    secure = {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "fsGroup": USER_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",  # else the owner of every checkpoint is set at every start
+        "seccompProfile": profile,
+    }
     spec = {
         "restartPolicy": "Never",
         "subdomain": job.name,
@@ -226,7 +242,7 @@ def _container(job: Job) -> Manifest:
         **({"envFrom": secrets} if secrets else {}),
         "ports": [{"name": "rendezvous", "containerPort": job.port}, {"name": "health", "containerPort": HEALTH_PORT}],
         "resources": _resources(job),
-        **_probes(),
+        **_probes(job),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": _volume_mounts(job),
     }
@@ -255,16 +271,17 @@ def first_pod(job: Job) -> str:
     return f"{stem}.{job.name}"
 
 
-def _probes() -> Manifest:
+def _probes(job: Job) -> Manifest:
     """Live while the process that watches the ranks answers; ready while all ranks of the node run. A hang is noticed,
-    judged and ended by the ranks themselves (train.on_hang)."""
+    judged and ended by the ranks themselves (train.on_hang). Setup lines, which may install something, come first."""
+    start_s = _SETUP_S if job.launch.setup else _START_S
 
     def probe(path: str, period_s: int, failures: int) -> Manifest:
         get = {"path": path, "port": "health"}
         return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
 
     return {
-        "startupProbe": probe(LIVE, 5, 24),
+        "startupProbe": probe(LIVE, 5, start_s // 5),
         "livenessProbe": probe(LIVE, 20, 6),
         "readinessProbe": probe(READY, 10, 3),
     }

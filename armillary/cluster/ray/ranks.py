@@ -20,14 +20,18 @@ from typing import Any
 
 from armillary.cluster.job import Job, read_job
 from armillary.cluster.node import is_finished, is_interrupted
+from armillary.cluster.node_labels import RAY, domain_of
 from armillary.machine.cores import compute_threads
+from armillary.machine.network_domain import NETWORK_DOMAIN
 from armillary.machine.network_route import route_to
 from armillary.machine.node_id import NODE_ID
+from armillary.spec.network_domains import Domain
 from armillary.store import nan_safe_json
 from armillary.store.atomic import write_json
 
 STATE = "ray_state.json"
-POLL_S = 0.5
+POLL_S, MARGIN_S = 0.5, 10.0
+OVER = ("finished", "failed", "cancelled")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,8 +40,9 @@ class RankActor:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._signalled, self._lock = 0, threading.Lock()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, packed_by: str = "") -> dict[str, Any]:
         """Where it runs: node, address, its GPUs, and a port that nobody listens on."""
         import ray
 
@@ -46,7 +51,10 @@ class RankActor:
             port = probe.getsockname()[1]
         context = ray.get_runtime_context()
         gpus = [str(each) for each in context.get_accelerator_ids().get("GPU", [])]
-        return {"node": context.get_node_id(), "address": ray.util.get_node_ip_address(), "gpus": gpus, "port": port}
+        node = context.get_node_id()
+        domain = "/".join(node_domains(ray, packed_by).get(node, ()))
+        address = ray.util.get_node_ip_address()
+        return {"node": node, "address": address, "gpus": gpus, "port": port, "domain": domain}
 
     def run(self, command: list[str], environment: Mapping[str, str], work: str, log: str) -> int:
         """The exit code of the rank."""
@@ -54,15 +62,20 @@ class RankActor:
         interface = route_to(host, is_host=environment["RANK"] == "0").interface
         network = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         env = {**os.environ, **network, **environment}
-        with Path(log).open("ab") as file:
-            self._process = subprocess.Popen(
-                command, env=env, cwd=work, stdout=file, stderr=file, preexec_fn=_end_with_parent
-            )
+        with self._lock:
+            if self._signalled:  # before there was a process
+                return 128 + self._signalled
+            with Path(log).open("ab") as file:
+                self._process = subprocess.Popen(
+                    command, env=env, cwd=work, stdout=file, stderr=file, preexec_fn=_end_with_parent
+                )
         return self._process.wait()
 
     def signal(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        with self._lock:
+            self._signalled = number
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(number)
 
 
 def _end_with_parent() -> None:
@@ -76,7 +89,9 @@ class Supervisor:
     def __init__(self, folder: str) -> None:
         self._job = read_job(Path(folder))
         self._actors: list[Any] = []
-        self._is_cancelled = False
+        self._is_cancelled, self._cancelled_at = False, 0.0
+        if read_note(self._job).get("state") in OVER:
+            return  # Ray has started it again elsewhere, after the job's end
         threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
 
     def ping(self) -> bool:
@@ -84,7 +99,11 @@ class Supervisor:
 
     def cancel(self) -> None:
         """Ask all ranks to save and end."""
-        self._is_cancelled = True
+        if not self._is_cancelled:
+            self._is_cancelled, self._cancelled_at = True, time.monotonic()
+        self._signal()
+
+    def _signal(self) -> None:
         for actor in self._actors:
             actor.signal.remote(int(signal.SIGTERM))
 
@@ -94,7 +113,7 @@ class Supervisor:
             for start in range(self._job.restarts + 1):
                 detail = self._start(start)
                 if self._is_cancelled:
-                    return self._note("cancelled")
+                    return self._note("cancelled", detail)
                 if is_finished(command) or not (detail or is_interrupted(command)):
                     return self._note("finished")
                 detail = detail or "its ranks were asked to end"
@@ -114,9 +133,11 @@ class Supervisor:
                 if self._is_cancelled:
                     return ""
             self._actors = _make_actors(self._job, group)
-            facts = ray.get([actor.facts.remote() for actor in self._actors])
+            facts = ray.get([actor.facts.remote(self._job.launch.pack_within) for actor in self._actors])
             where = ", ".join(dict.fromkeys(each["address"] for each in facts))
             self._note("running", where=where, actors=facts)
+            if self._is_cancelled:  # while the actors were made
+                self._signal()
             return self._watch(_begin(self._job, self._actors, facts, start))
         except ray.exceptions.RayActorError:
             return "a rank was lost before it began"
@@ -140,11 +161,19 @@ class Supervisor:
                     return f"rank {rank} was lost with its node"
                 if code and not self._is_cancelled:
                     return f"rank {rank} ended with {code}"
+            if self._is_cancelled and time.monotonic() > self._cancelled_at + self._job.stop_s + MARGIN_S:
+                return "ranks had not ended in time"
         return ""
 
     def _note(self, state: str, detail: str = "", where: str = "", actors: Any = ()) -> None:
         values = {"state": state, "detail": detail, "where": where, "actors": list(actors), "time": time.time()}
         write_json(self._job.folder / STATE, values)
+
+
+def node_domains(ray: Any, packed_by: str = "") -> dict[str, Domain]:
+    """The domains of the cluster's living nodes by Ray's id of them, from their labels."""
+    alive = (node for node in ray.nodes() if node["Alive"])
+    return {node["NodeID"]: domain_of(node.get("Labels") or {}, RAY, packed_by) for node in alive}
 
 
 def bundles(job: Job) -> list[dict[str, float]]:
@@ -198,6 +227,7 @@ def rank_environment(job: Job, rank: int, facts: list[dict[str, Any]], start: in
         "MASTER_PORT": str(facts[0]["port"]),
         "TORCHELASTIC_RESTART_COUNT": str(start),
         NODE_ID: f"{facts[rank]['node']}-{node}",
+        NETWORK_DOMAIN: facts[rank].get("domain", ""),
         "OMP_NUM_THREADS": str(compute_threads(neighbours)),
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
         **job.launch.environment,

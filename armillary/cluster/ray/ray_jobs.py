@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+from armillary.cluster.commands import TargetFailed
 from armillary.cluster.job import Job, JobState
 from armillary.cluster.ray.connection import NAMESPACE, connect
-from armillary.cluster.ray.ranks import STATE, Supervisor, bundles, read_note
+from armillary.cluster.ray.ranks import STATE, Supervisor, bundles, node_domains, read_note
+from armillary.errors import ArmillaryError
+from armillary.spec.network_domains import Domain
+from armillary.spec.tables.launch_target import Launch
 
 FILE = "ray.json"
+_GONE_S = 30.0
 
 
 def files(job: Job, recipe: str) -> dict[str, str]:
@@ -22,12 +28,21 @@ def submit(job: Job) -> str:
     """Start the supervisor as an actor with a name, which lives on when this process ends."""
     ray = connect(job.launch.address)
     (job.folder / STATE).unlink(missing_ok=True)
-    if (before := _supervisor(ray, job)) is not None:
-        ray.kill(before)
+    _end_before(ray, job)
     options = {"name": job.name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
     supervisor = ray.remote(Supervisor).options(**options).remote(str(job.folder))
     ray.get(supervisor.ping.remote())
     return job.name
+
+
+def _end_before(ray: Any, job: Job) -> None:
+    """The supervisor of an earlier start; its name is free only some time after it was killed."""
+    end = time.monotonic() + _GONE_S
+    while (before := _supervisor(ray, job)) is not None:
+        if time.monotonic() > end:
+            raise TargetFailed(f"actor {job.name} of an earlier start does not go away; name another --run")
+        ray.kill(before)
+        time.sleep(0.2)
 
 
 def state(job: Job) -> JobState:
@@ -52,6 +67,14 @@ def cancel(job: Job) -> None:
     ray = connect(job.launch.address)
     if (supervisor := _supervisor(ray, job)) is not None:
         ray.get(supervisor.cancel.remote())
+
+
+def domains(launch: Launch) -> dict[str, Domain]:
+    """From the labels of the cluster's nodes."""
+    try:
+        return node_domains(connect(launch.address), launch.pack_within)
+    except ArmillaryError:  # no cluster answers: submitting says so
+        return {}
 
 
 def _supervisor(ray: Any, job: Job) -> Any:

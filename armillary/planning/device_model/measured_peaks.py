@@ -26,20 +26,27 @@ def measured_peaks(home: Home, chip: Chip, device: str = "") -> Peaks | None:
 
 
 def with_measured_links(home: Home, cluster: Cluster) -> Cluster:
-    """The cluster with the links between nodes as `armillary launch --check` measured them last."""
+    """The cluster with its links as `armillary launch --check` measured them last between nodes of this kind."""
     if cluster.num_nodes == 1 or not home.peaks.is_dir():
         return cluster
     from armillary.store.peaks import NETWORK, load_peaks
 
     peaks = load_peaks(home, NETWORK)
-    return replace(cluster, tiers=tuple(_as_measured(tier, peaks) for tier in cluster.tiers)) if peaks else cluster
+    return (
+        replace(cluster, tiers=tuple(_as_measured(tier, peaks, cluster.chip) for tier in cluster.tiers))
+        if peaks
+        else cluster
+    )
 
 
-def _as_measured(tier: Tier, peaks: Peaks) -> Tier:
-    seen = peaks.link(tier.link.name)
-    if seen is None:
+def _as_measured(tier: Tier, peaks: Peaks, chip: Chip) -> Tier:
+    point = peaks.link(tier.link.name, chip.name)
+    if point is None:
         return tier
-    link = replace(tier.link, bytes_per_s=seen[0], latency_s=seen[1], is_measured=True)
+    circumstances = point.get("beside", {})
+    source = f"armillary launch --check of {circumstances.get('date', peaks.date)}"
+    rate, latency = float(point["bytes_per_s"]), float(point["alpha_s"])
+    link = replace(tier.link, bytes_per_s=rate, latency_s=latency, is_measured=True, source=source)
     return replace(tier, link=link, oversubscription=1.0)
 
 

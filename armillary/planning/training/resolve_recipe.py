@@ -21,7 +21,7 @@ from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
-from armillary.units import count_text
+from armillary.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import
     from armillary.store.peaks import Peaks
@@ -64,6 +64,7 @@ def resolve(
     )
     recipe = replace(recipe, layout=replace(recipe.layout, precision=resolved.dtype))
     cluster, measured, share, notes = _devices(with_measured_links(home, cluster), recipe.layout, home)
+    notes = (*notes, *_measured_links(cluster.tiers))
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     case = TrainCase(
         model=model,
@@ -104,6 +105,16 @@ def _unknown_links(tiers: Sequence[Tier]) -> tuple[str, ...]:
     """A note for each link whose speed is neither in the catalogue nor measured."""
     unknown = [tier.link for tier in tiers if tier.link.bytes_per_s is None]
     return tuple(f"the speed of {link.title} is unknown: {_REMEDY[link.kind == 'scale_out']}" for link in unknown)
+
+
+def _measured_links(tiers: Sequence[Tier]) -> tuple[str, ...]:
+    """A note for each link that was measured on these nodes."""
+    return tuple(
+        f"{link.title}: {bytes_text(link.bytes_per_s or 0)}/s and {seconds_text(link.latency_s or 0)} per step of a "
+        f"ring, as measured ({link.source})"
+        for link in (tier.link for tier in tiers)
+        if link.is_measured
+    )
 
 
 _REMEDY = {False: "armillary bench collectives measures it", True: "armillary launch --check measures it"}

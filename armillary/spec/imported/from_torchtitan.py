@@ -62,7 +62,7 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 THEIR_LR = 8e-4
 REASONS = {
     "job.": "a run's folder and name are ours",
-    "comm.": "timeouts of collectives are the watchdog's: train.on_hang",
+    "comm.": "timeouts of collectives are by axis: train.timeouts",
     "profiling.": "train.profile_every profiles without a trace file; armillary profile writes one",
     "memory_estimation.": "armillary plan predicts memory",
     "model.": "the shape is the catalogue's, or a folder's: [model]",

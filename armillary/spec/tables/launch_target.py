@@ -71,7 +71,8 @@ class Launch:
     node_selector: Mapping[str, str] = field(default_factory=dict)
     """Kubernetes: labels that nodes must have, like "nvidia.com/gpu.product" """
     pack_within: str = ""
-    """Kubernetes: label of nodes, like their rack, among whose equals the network is fastest: pods are packed there"""
+    """Kubernetes: label of nodes, like their rack, among whose equals the network is fastest: pods are packed there. On
+    Ray ranks are ordered by such a label"""
 
     def __post_init__(self) -> None:
         at_least(self, "launch", 1, "ranks_per_node", "cpus_per_node", "memory_bytes", "shm_bytes")

@@ -15,6 +15,9 @@ from armillary.spec.tables.checks import above_zero, at_least, refuse
 from armillary.spec.tables.resume_class import Defining, Free, Noted
 
 OnHang = Literal["exit", "restart", "wait"]
+AXIS_TIMEOUTS_S: Mapping[str, float] = {"tp": 300.0, "cp": 300.0, "ep": 300.0, "dp": 450.0, "pp": 600.0}
+"""chosen, not measured: shorter on inner axes, so that the neighbours of a lost rank report it before ranks that only
+wait for those; long enough for ranks that compile, or write a checkpoint, at different speeds"""
 LONGEST = 100_000
 """most rows per round: its table is in memory"""
 
@@ -150,6 +153,9 @@ class TrainJob:
     on_hang: Free[OnHang] = "wait"
     """what follows the verdict on a run that stands still: exit, restart from the newest checkpoint (under torchrun or
     srun: exit, and its own restarts follow), or wait, where the run goes on if it can"""
+    timeouts: Free[Mapping[str, float]] = field(default_factory=dict)
+    """seconds after which an exchange along an axis fails, by axis; the others are { tp = 300, cp = 300, ep = 300, dp =
+    450, pp = 600 }: those that exchange most often notice a lost rank first"""
     exclude_stragglers: Free[bool] = False
     """with --nodes: when nodes meet again, after a failure or because one joins, the node of a rank that the others
     have been waiting for is left out, where fewer nodes are faster without it or another one waits to take its place"""
@@ -226,6 +232,10 @@ class TrainJob:
         at_least(self, "train", 0, *intervals, *weights, "min_lr", "clip", "seed", "lora_rank", "lora_dropout")
         above_zero(self, "train", "lr", "eps", "lora_alpha", "expert_capacity")
         above_zero(self, "train", "decay_fraction", most=1)
+        for axis, seconds in self.timeouts.items():
+            if axis not in AXIS_TIMEOUTS_S or not seconds > 0:
+                known = ", ".join(AXIS_TIMEOUTS_S)
+                raise BadRecipe(f"train.timeouts has {axis} = {seconds:g}; give seconds for one of {known}")
         for name, step in self.milestones.items():
             if step < 1:
                 raise BadRecipe(f"train.milestones has {name} = {step}; give the number of steps after which it is")
@@ -240,6 +250,10 @@ class TrainJob:
             raise refuse(self, "train", "warmup_steps", f"at most train.steps={self.steps}", self.steps // 10)
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
             raise refuse(self, "train", "min_lr", f"at most train.lr={self.lr}")
+
+    @property
+    def axis_timeouts_s(self) -> dict[str, float]:
+        return {**AXIS_TIMEOUTS_S, **self.timeouts}
 
     @property
     def compiled(self) -> bool:

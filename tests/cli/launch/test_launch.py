@@ -91,6 +91,28 @@ def test_a_job_is_cancelled_and_started_again(cli: Cli, recipe: str, tmp_path: P
     assert until(cli, "fox", "failed")["detail"] == "node 0 ended with 7, node 1 ended with 7"
 
 
+def test_a_job_whose_ranks_saved_and_ended_is_stopped(cli: Cli, recipe: str, tmp_path: Path) -> None:
+    """As after SIGTERM to the ranks: it is no failure, and resumes."""
+    cli("launch", recipe, "--set", stand_in(tmp_path, "exit 75"), "--run", "fox")
+    assert until(cli, "fox", "stopped")["detail"] == "resumable"
+    assert "stopped (resumable)" in cli("launch", "jobs").out
+    cancelled = cli("launch", "cancel", "fox")
+    assert cancelled.code == 2 and "has ended (stopped)" in cancelled.err
+
+
+def test_an_elastic_job_goes_on_without_a_node(cli: Cli, recipe: str, tmp_path: Path) -> None:
+    """Node 1 is lost at once, node 0 ends well: the job has finished."""
+    body = 'echo "$*"; [[ "$*" == *"--node-rank 1"* ]] && exit 137; sleep 0.3'
+    cli("launch", recipe, "--nodes", "1:2", "--set", stand_in(tmp_path, body), "--run", "fox")
+    until(cli, "fox", "finished")
+    said = cli("launch", "logs", "fox", "--node", "0").out
+    assert "--nodes 2 --least 1 --ranks 1 " in said and "--devices 1 --yes" in said
+    for nodes, hint in (("2:1", "try --nodes 1:1"), ("0", "try --nodes 1"), ("a:2", "try --nodes 4, or --nodes 2:4")):
+        assert hint in cli("launch", recipe, "--nodes", nodes).err
+    ran = cli("launch", recipe, "--nodes", "1:2", "--on", "ray", "--dry-run")
+    assert ran.code == 2 and "give one number, like --nodes 2" in ran.err
+
+
 def test_what_is_missing_is_said_in_one_line(cli: Cli, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     ran = cli("launch", recipe, "--on", "slurm")
