@@ -255,5 +255,5 @@ def _all_reduce_s(size: int, group: dist.ProcessGroup, device: torch.device) -> 
     dist.all_reduce(value, group=group)
     first = torch.tensor(_wait(lambda: dist.all_reduce(value, group=group), device), device=device)
     dist.all_reduce(first, dist.ReduceOp.MAX, group=group)  # all make the same number of trials
-    trials = min(TRIALS, max(FEWEST, int(GROUP_S / float(first))))
-    return min(_wait(lambda: dist.all_reduce(value, group=group), device) for _ in range(trials))
+    repeats = min(TRIALS, max(FEWEST, int(GROUP_S / float(first))))
+    return min(_wait(lambda: dist.all_reduce(value, group=group), device) for _ in range(repeats))

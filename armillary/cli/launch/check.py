@@ -131,13 +131,13 @@ def keep_links(home: Home, probe: ClusterProbe, cluster: Cluster) -> None:
     """Store the links of these nodes, for later plans of nodes with the same chip."""
     from armillary.store.peaks import BESIDE, NETWORK, new_peaks, save_peaks
 
-    beside = {"date": time.strftime("%Y-%m-%d"), "nodes": len({rank.node for rank in probe.ranks})}
+    circumstances = {"date": time.strftime("%Y-%m-%d"), "nodes": len({rank.node for rank in probe.ranks})}
     points = [
         {"link": name, "chip": cluster.chip.name, "alpha_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
         for name, link in links_by_name(probe, cluster).items()
     ]
     if points:
-        save_peaks(home, new_peaks(NETWORK).with_points("link", [{**point, BESIDE: beside} for point in points]))
+        save_peaks(home, new_peaks(NETWORK).with_points("link", [{**point, BESIDE: circumstances} for point in points]))
 
 
 def links_by_name(probe: ClusterProbe, cluster: Cluster) -> dict[str, LinkProbe]:
@@ -147,12 +147,12 @@ def links_by_name(probe: ClusterProbe, cluster: Cluster) -> dict[str, LinkProbe]
 
     outer = [tier.link.name for tier in cluster.tiers if tier.link.kind == "scale_out"] or ["network"]
     inner = [tier.link.name for tier in cluster.tiers if tier.link.kind == "scale_up"]
-    named = [(outer[-1], probe.network)] if probe.network else []
-    named += [(inner_link(outer[-1], link.axis), link) for link in probe.domains]
+    measured = [(outer[-1], probe.network)] if probe.network else []
+    measured += [(inner_link(outer[-1], link.axis), link) for link in probe.domains]
     if inner and cluster.chip.kind != "cpu":
-        named += [(inner[0], group) for group in probe.groups if not group.between_nodes]
+        measured += [(inner[0], group) for group in probe.groups if not group.between_nodes]
     slowest: dict[str, LinkProbe] = {}
-    for name, link in sorted(named, key=lambda each: each[1].bytes_per_s):
+    for name, link in sorted(measured, key=lambda each: each[1].bytes_per_s):
         slowest.setdefault(name, link)
     return slowest
 
