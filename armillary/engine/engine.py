@@ -42,12 +42,15 @@ class Completion:
     """of the output tokens, where requested"""
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     """of the prompt's tokens but the first, where requested"""
+    pooled: list[float] = field(default_factory=list)
+    """vector of the prompt, where requested instead of tokens"""
 
     def add(self, delta: OutputDelta) -> None:
         self.tokens += delta.tokens
         self.text += delta.text
         self.logprobs += delta.logprobs
         self.finish, self.error = delta.finish, delta.error
+        self.pooled = delta.sequence.pooled
         self.prompt_logprobs = (delta.sequence.leader or delta.sequence).prompt_logprobs
 
 

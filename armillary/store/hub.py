@@ -19,10 +19,13 @@ _SMALL = [
     "tokenizer*.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "*_Pooling/config.json",
 ]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 # Some repositories hold the weights a second time, in subfolders or in the publisher's own format.
-_NEVER = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]
+_NEVER = ["*/*.safetensors*", "*/tokenizer*", "tokenizer*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]
 _LOGIN = "run hf auth login (or set HF_TOKEN)"
 _ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 

@@ -22,6 +22,9 @@ _FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
     INDEX,
 )
 
@@ -36,6 +39,7 @@ def local_files(url: str, home: Home | None = None) -> Path:
     folder = (home or Home.default()).cache / "remote_models" / f"{remote.url.rpartition('/')[2]}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     for name in present:
+        (folder / name).parent.mkdir(exist_ok=True)
         write_bytes(folder / name, b"".join(remote.read(name)))
     for name in set(_FILES) - set(present):
         (folder / name).unlink(missing_ok=True)

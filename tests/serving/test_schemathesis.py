@@ -19,6 +19,8 @@ LEAST = {
     "/v1/completions": 800,
     "/v1/messages": 300,
     "/v1/responses": 300,
+    "/v1/embeddings": 200,
+    "/v1/rerank|/v1/score": 400,
     "/tokenize": 500,
     "/detokenize": 300,
     "/v1/models|/health|/ready": 300,

@@ -98,7 +98,7 @@ class KVCache:
     def start(self, seq: Sequence) -> None:
         """Empty tables; `match` and `grow` fill them."""
         seq.forget_blocks(len(self.groups))
-        seq.matching = self.prefix and seq.request.params.prompt_logprobs is None
+        seq.matching = self.prefix and not seq.request.params.needs_every_token
         if not seq.matching:
             seq.miss = seq.miss or "off"
 

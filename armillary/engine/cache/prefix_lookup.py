@@ -51,7 +51,7 @@ def rematch(cache: KVCache, seq: Sequence, budget: int) -> int:
     """Later in a prompt: share blocks that another request computed meanwhile. Only for full attention in all
     layers."""
     at_boundary = not seq.computed % cache.block_tokens and len(seq.tables[0]) * cache.block_tokens == seq.computed
-    if cache.window_groups or not cache.prefix or not at_boundary or seq.request.params.prompt_logprobs is not None:
+    if cache.window_groups or not cache.prefix or not at_boundary or seq.request.params.needs_every_token:
         return 0
     cache.register_blocks(seq)
     index = seq.computed // cache.block_tokens
@@ -62,7 +62,7 @@ def rematch(cache: KVCache, seq: Sequence, budget: int) -> int:
 def probe(cache: KVCache, seq: Sequence) -> int:
     """About how many blocks of the prompt running sequences hold, which cost nothing. By bisection, because prefixes
     are evicted from their ends."""
-    if not cache.prefix or not cache.full_groups or seq.request.params.prompt_logprobs is not None:
+    if not cache.prefix or not cache.full_groups or seq.request.params.needs_every_token:
         return 0
     by_digest, refs = cache.prefix_cache.by_digest[cache.full_groups[0]], cache.pool.refs  # no one holds the null block
     first_unused = bisect_left(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.engine.request.constraint import Structure
+from armillary.engine.request.pooling import Pooling
 from armillary.errors import BadInput
 from armillary.model.generation_config import sampling_defaults
 
@@ -58,6 +59,8 @@ class SamplingParams:
     """the only tokens allowed; none: all"""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
     """forbidden token sequences (`token_limits.bad_tokens_of` makes them from words)"""
+    pooling: Pooling | None = None
+    """a vector of the prompt is wanted instead of tokens"""
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -101,6 +104,8 @@ class SamplingParams:
             raise BadInput(f"stop={self.stop!r} must be texts; give tokens as stop_ids")
         if not all(self.stop):
             raise BadInput("a stop text is empty and would end every answer; leave it out")
+        if self.pooling is not None and (self.n != 1 or self.max_tokens != 1):
+            raise BadInput("a pooled prompt has no completions; give n=1 and max_tokens=1")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise BadInput("allowed_token_ids is empty and leaves no token; name at least one, or leave it out")
         if not all(self.bad_tokens):
@@ -125,6 +130,11 @@ class SamplingParams:
                 raise BadInput(f"{name}={value!r} must be from {low:g} to {high:g}; correct the request")
 
     @property
+    def needs_every_token(self) -> bool:
+        """Whether every token of the prompt must be computed, so that none comes from the prefix cache."""
+        return self.prompt_logprobs is not None or (self.pooling is not None and self.pooling.needs_every_token)
+
+    @property
     def is_penalised(self) -> bool:
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
@@ -135,6 +145,7 @@ class SamplingParams:
             "logit_bias": self.logit_bias,
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_tokens": [token for tokens in self.bad_tokens for token in tokens],
+            "pooling.token_ids": () if self.pooling is None else self.pooling.token_ids,
         }
         for name, tokens in tokens_by_field.items():
             for token in tokens:
@@ -142,6 +153,11 @@ class SamplingParams:
                     raise BadInput(f"{name} has token {token!r} outside the vocabulary of {vocab:,}; leave it out")
         if self.logit_bias and len(self.logit_bias) == vocab and max(self.logit_bias.values()) <= -100:
             raise BadInput("logit_bias rules every token out; leave at least one")
+
+
+def pooling_params(pooling: Pooling) -> SamplingParams:
+    """Parameters of a request that ends with its prefill."""
+    return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling)
 
 
 @dataclass(frozen=True, kw_only=True)

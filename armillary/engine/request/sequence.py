@@ -74,6 +74,7 @@ class Sequence:
         "num_writable",
         "number",
         "order",
+        "pooled",
         "preemptions",
         "prefill_target",
         "prefix_source",
@@ -106,6 +107,7 @@ class Sequence:
 
         self.logprobs: list[Logprob] = []  # of its output tokens, where requested; there may be more than tokens
         self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens but the first
+        self.pooled: list[float] = []  # of its prompt, where requested, once that is computed
 
         self.long_rope = False  # uses the RoPE frequencies of long contexts, where the model has such
         self.is_prefilling = True  # the tokens that it started with are not all computed

@@ -10,6 +10,7 @@ import numpy as np
 
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
+from armillary.engine.runner.pooled_prompts import pooled_chunks
 from armillary.engine.runner.step_input import Admitted, Extra, Ints, PromptLogprobs, Shape, Step
 from armillary.engine.scheduler.decision import Decision
 
@@ -71,6 +72,7 @@ class Encoder:
             self._fill(step, decision)
         step.extras = self._extras(decision)
         step.prompts = _prompt_logprobs(decision)
+        step.pooled = [pooled for _, pooled in pooled_chunks(decision)]
         return step
 
     def _decodes(self, shape: Shape, decision: Decision) -> Ints:

@@ -19,6 +19,7 @@ from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, i
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
 from armillary.engine.runner.forward import Forward, gathered, inputs_of
+from armillary.engine.runner.pooled_prompts import pool, store_pooled
 from armillary.engine.runner.sampler import DeviceSampler, Masks
 from armillary.engine.runner.step_input import Ints, Shape, Step
 from armillary.engine.scheduler.decision import Decision
@@ -43,6 +44,8 @@ class Launched:
     logprobs: Tensor | None = None
     """log-probabilities of the sequences that want them (`DeviceSampler.logprobs`)"""
     prompts: list[Tensor] = field(default_factory=list)
+    pooled: Tensor | None = None
+    """vectors of pooled tokens, one after the other"""
     done: torch.cuda.Event | None = None
     logits_BV: Tensor | None = None
     """where tokens are not sampled yet: constraint masks depend on tokens of the step before"""
@@ -157,8 +160,12 @@ class FastExecutor:
         """Run an encoded step; `masks` where another rank has computed them."""
         self.rows.take(step)
         launched = Launched(decision=decision, step=step)
-        if step.prompts:
-            logits_BV, launched.prompts = self._with_prompts(step)
+        if step.prompts or step.pooled:
+            inputs = inputs_of(step.shape, self.rows.send(step.ints))
+            hidden_TH = self.forward.hidden(inputs)
+            launched.prompts = self._prompt_logprobs(step, hidden_TH)
+            logits_BV = self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None
+            launched.pooled = pool(self.forward, step, hidden_TH, logits_BV) if step.pooled else None
         else:
             quick = step.draws and not step.extras
             result = self.steps.run(step.shape, quick, step.ints)
@@ -185,10 +192,8 @@ class FastExecutor:
         launched.logits_BV = None
         return self._sent(launched)
 
-    def _with_prompts(self, step: Step) -> tuple[Tensor | None, list[Tensor]]:
-        """Logits, and log-probabilities of prompt tokens, a few at a time."""
-        inputs = inputs_of(step.shape, self.rows.send(step.ints))
-        hidden_TH = self.forward.hidden(inputs)
+    def _prompt_logprobs(self, step: Step, hidden_TH: Tensor) -> list[Tensor]:
+        """Log-probabilities of prompt tokens, a few at a time."""
         prompts = []
         for wanted in step.prompts:
             targets = torch.tensor(wanted.targets, device=self.device)
@@ -198,7 +203,7 @@ class FastExecutor:
                 for piece, target in zip(pieces, targets.split(_HEAD_TOKENS), strict=True)
             ]
             prompts.append(torch.cat(logprobs))
-        return self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None, prompts
+        return prompts
 
     def masks(self, step: Step, decision: Decision) -> Masks:
         """Constraint masks of a step; none for sequences that ended meanwhile."""
@@ -221,6 +226,7 @@ class FastExecutor:
         if self.device.type == "cuda":
             launched.tokens_B, launched.logprobs = _to_host(launched.tokens_B), _to_host(launched.logprobs)
             launched.prompts = [host for logprobs in launched.prompts if (host := _to_host(logprobs)) is not None]
+            launched.pooled = _to_host(launched.pooled)
             launched.done = torch.cuda.Event()
             launched.done.record()
         return launched
@@ -230,6 +236,8 @@ class FastExecutor:
         if launched.done is not None:
             launched.done.synchronize()
         _store_prompt_logprobs(launched)
+        if launched.pooled is not None:
+            store_pooled(launched.decision, launched.pooled.tolist())
         if launched.tokens_B is None:
             return []
         tokens, decision = launched.tokens_B.tolist(), launched.decision

@@ -146,7 +146,12 @@ class Forward:
         if self.one_head is not None and small is not None and len(hidden_BH) == 1 and self.head == self.model.head:
             assert norm is not None
             return small(hidden_BH, self.one_head, norm.weight, None, norm.eps)  # type: ignore[no-any-return]
-        return self.head(hidden_BH if norm is None else self._norm(norm, hidden_BH))
+        return self.head(self.normed(hidden_BH))
+
+    def normed(self, hidden_TH: Tensor) -> Tensor:
+        """[T, H], after the last norm."""
+        norm = self.model.norm
+        return hidden_TH if norm is None else self._norm(norm, hidden_TH)
 
     def _cos_sin_of(self, angles_T: Tensor) -> dict[bool, tuple[Tensor | None, Tensor | None]]:
         if self.angles is None:

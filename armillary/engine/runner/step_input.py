@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from armillary.engine.request.pooling import Pooling
+
 Ints = np.ndarray  # of int32
 
 # T tokens, B sequences, G groups of layers, all padded
@@ -94,6 +96,16 @@ class PromptLogprobs:
     num_top: int  # and so many of the likeliest
 
 
+@dataclass(frozen=True, kw_only=True)
+class PooledTokens:
+    """Tokens of a step that become part of a pooled prompt."""
+
+    first: int  # place of the first among the tokens of the step
+    size: int
+    at: int  # index among the sequences of the step
+    pooling: Pooling
+
+
 @dataclass(kw_only=True)
 class Step:
     """A step, ready to be run."""
@@ -105,6 +117,7 @@ class Step:
     admitted: list[Admitted] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)  # empty: the fast sampler suffices
     prompts: list[PromptLogprobs] = field(default_factory=list)
+    pooled: list[PooledTokens] = field(default_factory=list)
     draws: bool = True
 
     def part(self, name: str) -> Ints:

@@ -62,6 +62,7 @@ class Decision:
         "ended",
         "has_constraints",
         "has_finished",
+        "has_pooling",
         "last",
         "number",
         "positions",
@@ -89,6 +90,7 @@ class Decision:
         self.ended: list[Sequence] = []  # sequences past their deadline
         self.has_constraints = False  # a sequence in the step has a constraint that follows its tokens
         self.has_finished = False  # a sequence ended while the step was in flight
+        self.has_pooling = False  # a sequence that ends its prefill wants a vector and no token
 
     @property
     def empty(self) -> bool:
@@ -160,6 +162,15 @@ def without_broken(sequences: list[Sequence], tokens: list[int]) -> tuple[list[S
             seq.tokens.pop()
     usable = [(seq, token) for seq, token in zip(sequences, tokens, strict=True) if token != BROKEN]
     return [seq for seq, _ in usable], [token for _, token in usable]
+
+
+def without_pooled(sequences: list[Sequence], tokens: list[int]) -> tuple[list[Sequence], list[int]]:
+    """The sequences that generate, and their tokens; a token that came with a pooled prompt is removed."""
+    for seq in sequences:
+        if seq.request.params.pooling is not None:
+            seq.tokens.pop()
+    rest = [pair for pair in zip(sequences, tokens, strict=True) if pair[0].request.params.pooling is None]
+    return [seq for seq, _ in rest], [token for _, token in rest]
 
 
 def _ending(seq: Sequence, token: int) -> Ending | None:

@@ -24,6 +24,7 @@ from armillary.engine.scheduler.decision import (
     limit_decodes,
     take_back,
     without_broken,
+    without_pooled,
 )
 from armillary.engine.scheduler.preemption import fitting, preempt_until_fits
 from armillary.engine.scheduler.prefill_budget import Budget, PrefillPlanner, StepLimit
@@ -200,16 +201,17 @@ class Scheduler:
     def _add_chunk(self, decision: Decision, seq: Sequence, count: int) -> None:
         start = seq.computed
         seq.computed = start + count
-        samples = seq.computed == seq.prefill_target
+        samples, pools = seq.computed == seq.prefill_target, seq.request.params.pooling is not None
         if samples:
             seq.is_prefilling = False
             decision.prefill_done.append(seq)
             decision.has_constraints |= seq.constraint is not None
+            decision.has_pooling |= pools
             if seq.computed == seq.limit - 1:
                 decision.last.append(seq)
         else:
             seq.num_allocated = 0  # a single remaining token is not a decode yet
-        if samples and count == 1:
+        if samples and count == 1 and not pools:
             decision.decodes.append(seq)
             decision.positions.append(start)
         else:
@@ -307,10 +309,12 @@ class Scheduler:
                 seq.first_token_at = now
         if BROKEN in sampled:
             sequences, sampled = without_broken(sequences, sampled)
-        self.totals.tokens_out += len(sampled)
         for seq, _ in over:
             self.admission.ended(seq)
         self._end(over, now)
+        if decision.has_pooling:
+            sequences, sampled = without_pooled(sequences, sampled)
+        self.totals.tokens_out += len(sampled)
         self._check()
         return Outcome(sequences, sampled, [seq for seq, _ in over])
 

@@ -22,10 +22,14 @@ _MAX_TOKENS = {
 """paths whose responses have tokens, and their field for the most"""
 _TEMPLATE_TOKENS, _MESSAGE_TOKENS = 64, 16
 """most tokens that chat templates add: a default system prompt, and marks around each message"""
+_RANKED, _JUDGE_BYTES = ("/v1/rerank", "/v1/score"), 512
+"""paths that compare texts, and the bytes around each pair where a model judges it"""
 _NO_PROMPT = ("model", "user", "cache_salt", "stop", "stream_options")
 """fields that never become part of a prompt; all others may, as tools, schemas and documents do"""
 _TEXTS = (str, list, dict)
 _STREAM_OPTIONS = ("/v1/chat/completions", "/v1/completions")
+_NOT_SALTED = ("/tokenize", "/detokenize")
+"""paths whose requests leave nothing in a prefix cache"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class RequestBody:
     def prompt(self) -> bytes:
         """The text of the prompt, to compare beginnings and to bound its tokens."""
         parts = [
-            _text(self.table.get(name)) for name in ("instructions", "system", "tools", "messages", "prompt", "input")
+            _text(self.table.get(name))
+            for name in ("instructions", "system", "tools", "messages", "prompt", "input", "query", "text_1")
         ]
         return _SEPARATOR.join(part for part in parts if part)
 
@@ -56,7 +61,21 @@ class RequestBody:
         count = len(messages) if isinstance(messages, list) else 0
         texts = (each for name, each in self.table.items() if name not in _NO_PROMPT and isinstance(each, _TEXTS))
         size = sum(len(_text(each)) for each in texts)
-        return int(size / bytes_per_token) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * count
+        size += self._repeated_bytes()
+        return int(size / bytes_per_token) + _TEMPLATE_TOKENS * self._texts + _MESSAGE_TOKENS * count
+
+    @property
+    def _texts(self) -> int:
+        """Texts that get a template of their own: those of an embedding, and the documents of a ranking."""
+        lists = [self.table.get(name) for name in ("input", "documents", "text_2")]
+        return max([1, *(len(each) for each in lists if isinstance(each, list))]) if not self.generates else 1
+
+    def _repeated_bytes(self) -> int:
+        """A model that judges documents reads query and instruction with each of them."""
+        shared = ("query", "instruction", "text_1") if self.path in _RANKED else ()
+        return sum(len(_text(self.table.get(name))) for name in shared) * (self._texts - 1) + (
+            _JUDGE_BYTES * self._texts if shared else 0
+        )
 
     @property
     def max_tokens(self) -> int | None:
@@ -111,7 +130,7 @@ def forwarded(
     if usage and body.path in _STREAM_OPTIONS and not body.reports_usage:
         options = body.table.get("stream_options")
         changes["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    if key is not None and body.path in _STREAM_OPTIONS:
+    if key is not None and body.path not in _NOT_SALTED:
         changes |= _of_key(key, body.table)
     return bytes(msgspec.json.encode({**body.table, **changes}))
 

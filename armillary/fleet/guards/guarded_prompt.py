@@ -7,7 +7,19 @@ from typing import Any
 
 from armillary.serving.http.problem import bad_request
 
-_FIELDS = ("instructions", "system", "messages", "prompt", "suffix", "input", "query", "documents", "text_1", "text_2")
+_FIELDS = (
+    "instructions",
+    "system",
+    "messages",
+    "prompt",
+    "suffix",
+    "input",
+    "query",
+    "documents",
+    "text_1",
+    "text_2",
+    "instruction",
+)
 _TEXT_KEYS = ("content", "text", "arguments", "output", "thinking", "reasoning_content", "title")
 Change = Callable[[str], Awaitable[str]]
 

@@ -42,6 +42,9 @@ _ALONGSIDE = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
 )
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Read = Callable[[str], Tensor]  # an unsharded parameter by our name
@@ -242,9 +245,10 @@ def save_model(
     _refuse_foreign(Path(folder))
     with staged_folder(Path(folder), overwrite=overwrite) as staged:
         _write_shards(model, staged, stored_dtype, shard_bytes, progress, read)
-        for path in [template / name for name in _ALONGSIDE] if template else []:
-            if path.exists():
-                shutil.copyfile(path, staged / path.name)
+        for name in _ALONGSIDE if template else ():
+            if template is not None and (template / name).exists():
+                (staged / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(template / name, staged / name)
         (staged / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     return Path(folder)
 
@@ -253,9 +257,8 @@ def _refuse_foreign(folder: Path) -> None:
     """Only a model folder, or an empty one, may be replaced: `--overwrite` never deletes anything else."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    written = re.compile(
-        r"config\.json|model[\w.-]*\.safetensors(\.index\.json)?|" + "|".join(map(re.escape, _ALONGSIDE))
-    )
+    small_files = "|".join(re.escape(name.partition("/")[0]) for name in _ALONGSIDE)
+    written = re.compile(rf"config\.json|model[\w.-]*\.safetensors(\.index\.json)?|{small_files}")
     foreign = sorted(path.name for path in folder.iterdir() if not written.fullmatch(path.name))
     if foreign:
         raise BadInput(f"{folder} holds {foreign[0]}, which is no part of a model we write; choose another folder")

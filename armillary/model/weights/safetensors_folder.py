@@ -21,6 +21,7 @@ from armillary.store.hf_folder import gguf_file, weight_files
 from armillary.store.remote import Remote
 from armillary.store.remote_model import remote_weight_files, weights_url
 
+_EMBEDDING = "embed_tokens.weight"  # without the "model." that it has in a model with a head
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHERS = {
@@ -60,6 +61,10 @@ class TensorFolder:
         self._open: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
         self.files = self._index()
+        self._prefix = ""
+        """of names here that are stored without it, as in embedding models, which are saved without a head"""
+        if _EMBEDDING in self.files:
+            self._prefix, self.files = "model.", {f"model.{name}": file for name, file in self.files.items()}
 
     def __enter__(self) -> TensorFolder:
         return self
@@ -114,7 +119,7 @@ class TensorFolder:
         if self.url:
             return self._fetch(self._where(name))
         try:
-            return self._file(self.files[name]).get_tensor(name)
+            return self._file(self.files[name]).get_tensor(name.removeprefix(self._prefix))
         except SafetensorError as error:
             raise BadModel(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the model again") from None
 
@@ -139,7 +144,7 @@ class TensorFolder:
         return StoredTensor(path, begin, torch.Size(entry["shape"]), dtype)
 
     def _entry(self, name: str) -> dict[str, Any]:
-        return self._header(self.files[name])[1][name]  # type: ignore[no-any-return]
+        return self._header(self.files[name])[1][name.removeprefix(self._prefix)]  # type: ignore[no-any-return]
 
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
         """(byte at which tensors begin, what and where they are)."""

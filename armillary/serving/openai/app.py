@@ -22,11 +22,15 @@ from armillary.serving.http.problem import Problem, bad_request
 from armillary.serving.http.server import Say
 from armillary.serving.openai.chat import chat, chat_prompt
 from armillary.serving.openai.completions import complete
+from armillary.serving.openai.embeddings import embed
 from armillary.serving.openai.generation_request import refuse_priority
 from armillary.serving.openai.messages_request import MessagesRequest, chat_of_messages
 from armillary.serving.openai.messages_response import MessageWriter
 from armillary.serving.openai.openapi import document
+from armillary.serving.openai.pooled_generation import PooledWriter
+from armillary.serving.openai.pooling_request import EmbeddingRequest, PoolingFields, RerankRequest, ScoreRequest
 from armillary.serving.openai.request_body import UnknownFields, decode_body
+from armillary.serving.openai.rerank import rerank, score
 from armillary.serving.openai.response import ResponseWriter
 from armillary.serving.openai.responses_request import ResponsesRequest, chat_of_responses
 from armillary.serving.openai.responses_response import ResponsesWriter
@@ -41,7 +45,18 @@ from armillary.serving.openai.served_model import ServedModel
 from armillary.serving.openai.tracing import Tracing
 from armillary.serving.processes.server_metrics import Metrics
 
-T = TypeVar("T", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+T = TypeVar(
+    "T",
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 Handler = Callable[[AsgiConnection], Awaitable[None]]
 _PAGE = Path(__file__).with_name("chat.html")
 _BODY_TIMEOUT_S = 30.0
@@ -118,6 +133,9 @@ class Api:
             "/v1/completions": partial(self._generate, CompletionRequest, complete, "text_completion"),
             "/v1/messages": partial(self._translated, MessagesRequest, chat_of_messages, MessageWriter),
             "/v1/responses": partial(self._translated, ResponsesRequest, chat_of_responses, ResponsesWriter),
+            "/v1/embeddings": partial(self._generate, EmbeddingRequest, embed, "embedding", writer=PooledWriter),
+            "/v1/rerank": partial(self._generate, RerankRequest, rerank, "rerank", writer=PooledWriter),
+            "/v1/score": partial(self._generate, ScoreRequest, score, "score", writer=PooledWriter),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -142,10 +160,18 @@ class Api:
 
     # --- generation
 
-    async def _generate(self, schema: Any, start: Any, kind: str, connection: AsgiConnection) -> None:
+    async def _generate(
+        self,
+        schema: Any,
+        start: Any,
+        kind: str,
+        connection: AsgiConnection,
+        *,
+        writer: type[ResponseWriter] = ResponseWriter,
+    ) -> None:
         self._check_admission()  # before the body is read, and again after it, as reading may take long
-        body: SamplingFields = await self._body(connection, schema)
-        await self._respond(connection, body, start, kind, ResponseWriter)
+        body: SamplingFields | PoolingFields = await self._body(connection, schema)
+        await self._respond(connection, body, start, kind, writer)
 
     async def _translated(self, schema: Any, translate: Any, writer: Any, connection: AsgiConnection) -> None:
         """Another API's request, as the chat that it stands for."""
@@ -154,7 +180,12 @@ class Api:
         await self._respond(connection, body, chat, "chat.completion", writer)
 
     async def _respond(
-        self, connection: AsgiConnection, body: SamplingFields, start: Any, kind: str, writer: type[ResponseWriter]
+        self,
+        connection: AsgiConnection,
+        body: SamplingFields | PoolingFields,
+        start: Any,
+        kind: str,
+        writer: type[ResponseWriter],
     ) -> None:
         begin, generation, status = time.monotonic(), None, 500
         refuse_priority(body, self.served.serve)

@@ -9,6 +9,7 @@ from armillary.engine.scheduler.request_checks import completion_limit
 from armillary.errors import BadInput, ContextLengthExceeded
 from armillary.model.generation_config import SamplingDefaults
 from armillary.serving.http.problem import Problem, bad_request
+from armillary.serving.openai.pooling_request import PoolingFields
 from armillary.serving.openai.schemas import SamplingFields
 from armillary.serving.openai.served_model import ServedModel
 from armillary.spec.tables.serve import Serve
@@ -76,13 +77,13 @@ def generation_request(
         )
     except BadInput as error:
         raise bad_request(str(error), str(error).partition("=")[0] if "=" in str(error) else None) from None
-    timeouts = [limit for limit in (body.timeout_s, max_timeout_s) if limit is not None]
+    timeout_s, own_timeout = time_limit(body.timeout_s, max_timeout_s)
     return GenerationRequest(
         params=params,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        timeout_s=min(timeouts, default=None),
+        timeout_s=timeout_s,
         include_stop=bool(body.include_stop_str_in_output),
-        own_timeout=body.timeout_s is not None and body.timeout_s == min(timeouts),
+        own_timeout=own_timeout,
         stream=bool(body.stream),
         skip_special=body.skip_special_tokens is not False,
         priority=body.priority or 0,
@@ -90,7 +91,13 @@ def generation_request(
     )
 
 
-def refuse_priority(body: SamplingFields, serve: Serve) -> None:
+def time_limit(own: float | None, most: float | None) -> tuple[float | None, bool]:
+    """The time limit of a request, and whether it is the client's own."""
+    limits = [limit for limit in (own, most) if limit is not None]
+    return min(limits, default=None), own is not None and own == min(limits)
+
+
+def refuse_priority(body: SamplingFields | PoolingFields, serve: Serve) -> None:
     """Problem 400 where the body sets a priority that the scheduler would ignore."""
     if body.priority and not serve.ageing_s:
         raise bad_request("priority is off on this server (serve.ageing_s=0); leave it out", "priority")

@@ -79,6 +79,10 @@ class MessagesRequest(Struct, kw_only=True):
     """auto, any (some call), tool (this call) or none"""
     thinking: dict[str, Any] | None = None
     """ignored: whether a model thinks is a matter of its chat template"""
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    """ours: only requests with the same salt share cached prefixes"""
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    """ours: smaller values are scheduled first"""
 
 
 def chat_of_messages(body: MessagesRequest) -> ChatRequest:
@@ -95,6 +99,8 @@ def chat_of_messages(body: MessagesRequest) -> ChatRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k or None,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
         tool_choice=_choice(choice) if choice is not None else None,
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,

@@ -6,7 +6,7 @@ import msgspec
 
 from armillary.serving.http import openapi
 from armillary.serving.http.openapi import json_content, object_schema, responses
-from armillary.serving.openai import messages_request, responses_request, schemas
+from armillary.serving.openai import messages_request, pooling_request, responses_request, schemas
 from armillary.spec.toml.fields import help_of
 
 _BODIES = {
@@ -14,10 +14,13 @@ _BODIES = {
     "/v1/completions": schemas.CompletionRequest,
     "/v1/messages": messages_request.MessagesRequest,
     "/v1/responses": responses_request.ResponsesRequest,
+    "/v1/embeddings": pooling_request.EmbeddingRequest,
+    "/v1/rerank": pooling_request.RerankRequest,
+    "/v1/score": pooling_request.ScoreRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
 }
-_MODULES = (schemas, messages_request, responses_request)
+_MODULES = (schemas, messages_request, responses_request, pooling_request)
 _OPTIONAL_TEXT = {"type": ["string", "null"]}
 _ERROR_FIELDS = {
     "message": {"type": "string"},
@@ -44,6 +47,11 @@ _USAGE = {
 }
 
 
+_SCORED = {"data": {"type": "array"}, "model": {"type": "string"}, "usage": _USAGE}
+_COMPLETE = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+"""paths whose responses are never streamed"""
+
+
 def document() -> dict[str, Any]:
     references, components = msgspec.json.schema_components(
         list(_BODIES.values()), ref_template="#/components/schemas/{name}"
@@ -60,6 +68,12 @@ def document() -> dict[str, Any]:
             "Respond to an input, as OpenAI's newer API",
             object_schema({"object": {"const": "response"}, "output": {"type": "array"}, "usage": {"type": "object"}}),
         ),
+        "/v1/embeddings": ("Vectors of texts", object_schema({"object": {"const": "list"}} | _SCORED)),
+        "/v1/rerank": (
+            "Documents in the order in which they fit a query",
+            object_schema({"id": {"type": "string"}, "results": {"type": "array"}, "usage": _USAGE}),
+        ),
+        "/v1/score": ("How well pairs of texts fit", object_schema({"id": {"type": "string"}} | _SCORED)),
         "/tokenize": (
             "Token ids of a text or a conversation",
             object_schema({"tokens": _INTEGERS, "count": {"type": "integer"}, "max_model_len": {"type": "integer"}}),
@@ -103,7 +117,7 @@ def _completion(key: str) -> dict[str, Any]:
 
 def _post(path: str, summary: str, result: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
     content = json_content(result)
-    if path.startswith("/v1/"):
+    if path.startswith("/v1/") and path not in _COMPLETE:
         content["text/event-stream"] = {"schema": object_schema({"data": {"type": "string"}})}
     return {
         "post": {

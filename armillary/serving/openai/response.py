@@ -12,6 +12,7 @@ from armillary.serving.http.asgi import AsgiConnection, ClientDisconnected
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai.generation import ChoiceDelta, Generation
 from armillary.serving.openai.generation_request import timeout_problem
+from armillary.serving.openai.pooling_request import PoolingFields
 from armillary.serving.openai.schemas import SamplingFields, StreamOptions
 from armillary.serving.processes.server_metrics import Metrics
 
@@ -61,7 +62,7 @@ class ResponseWriter:
             "system_fingerprint": None,
         }
 
-    async def send(self, body: SamplingFields) -> None:
+    async def send(self, body: SamplingFields | PoolingFields) -> None:
         """Submit the generation and send its response; a client that disconnects aborts it."""
         generation, timeout_s, watcher = self._generation, self._generation.request.timeout_s, None
         unfinished: str | None = "abort"

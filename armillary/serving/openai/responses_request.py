@@ -94,6 +94,10 @@ class ResponsesRequest(Struct, kw_only=True):
     """ignored: whether a model thinks is a matter of its chat template"""
     truncation: Literal["auto", "disabled"] | None = None
     """only disabled"""
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    """ours: only requests with the same salt share cached prefixes"""
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    """ours: smaller values are scheduled first"""
 
 
 def chat_of_responses(body: ResponsesRequest) -> ChatRequest:
@@ -111,6 +115,8 @@ def chat_of_responses(body: ResponsesRequest) -> ChatRequest:
         stream=body.stream,
         temperature=body.temperature,
         top_p=body.top_p,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,

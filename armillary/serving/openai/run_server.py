@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from armillary.model.generation_config import sampling_defaults
+from armillary.model.pooling_config import PoolingConfig, pooling_config
 from armillary.model.text.tokenizer import eos_ids_of
 from armillary.serving.http.server import (
     ListenOptions,
@@ -35,6 +36,7 @@ from armillary.serving.openai.tracing import Tracing
 from armillary.serving.processes.engine_client import EngineClient
 from armillary.serving.processes.engine_ipc import EngineConfig
 from armillary.serving.processes.server_metrics import Metrics
+from armillary.spec.tables.serve import Serve
 from armillary.store.registry.release import Release
 from armillary.store.resolve_model import ModelSource, release_source
 
@@ -90,17 +92,30 @@ def served_model(source: ModelSource, config: EngineConfig, ranks: int, metrics:
             f"sampling defaults of the model (generation_config.json): {defaults}; --set serve.generation_config=none "
             "for neutral ones"
         )
+    pooling = pooling_of(source.folder, serve)
+    judges = "rerank" in source.name.lower() and not pooling.described
     return ServedModel(
         name=serve.name or source.name,
         tokenization=tokenization,
         serve=serve,
         created=int(time.time()),
         defaults=defaults,
+        pooling=pooling,
+        scoring=("yes_no" if judges else "embedding") if serve.scoring == "auto" else serve.scoring,
+        hidden=source.config.hidden,
         context=serve.max_model_len or source.config.context,
         tools=family if serve.tools == "auto" else serve.tools,
         reasoning={"auto": reasoning, "none": None}.get(serve.reasoning, serve.reasoning),
         engine=EngineClient(config, ranks=ranks, metrics=metrics, say=say),
     )
+
+
+def pooling_of(folder: Path, serve: Serve) -> PoolingConfig:
+    """How embeddings are pooled: as the recipe says, else as the model's folder says."""
+    if serve.pooling == "none":
+        return PoolingConfig(unsupported="serve.pooling=none")
+    own = pooling_config(folder)
+    return own if serve.pooling == "auto" else replace(own, mode=serve.pooling, unsupported="")
 
 
 def _successor(

@@ -1,9 +1,10 @@
 """The served model: its name, tokenizer, engine and limits."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from armillary.model.generation_config import SamplingDefaults
+from armillary.model.pooling_config import PoolingConfig
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai.tokenization import Tokenization
 from armillary.serving.processes.engine_client import EngineClient
@@ -22,6 +23,9 @@ class ServedModel:
     context: int
     tools: str | None = None
     reasoning: str | None = None  # format of its reasoning; none: it is part of the text
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    scoring: Literal["embedding", "yes_no"] = "embedding"
+    hidden: int = 0  # numbers of an embedding
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = 0
 

@@ -111,6 +111,11 @@ class EngineClient:
     def num_requests(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def most_prompt_tokens(self) -> int | None:
+        """Most prompt tokens in flight; none: not known before the engine has started."""
+        return None if self.started is None else self.started.kv_tokens * _MAX_PROMPTS
+
     def why_not_ready(self) -> str | None:
         """Why no request can be served now; none: the engine is ready."""
         if self.state != "ready":
@@ -164,8 +169,9 @@ class EngineClient:
 
     def _check_admission(self, tokens: int) -> None:
         """Problem 429 where the prompts in flight, which take host memory, exceed a few times the KV cache."""
-        assert self.started is not None, "an engine that is ready has reported its KV cache"
-        if self._in_flight and self._prompt_tokens + tokens > self.started.kv_tokens * _MAX_PROMPTS:
+        most = self.most_prompt_tokens
+        assert most is not None, "an engine that is ready has reported its KV cache"
+        if self._in_flight and self._prompt_tokens + tokens > most:
             self.metrics.rejected += 1
             raise Problem(
                 429,
@@ -302,6 +308,9 @@ class EngineClient:
         for number, prompt in output.prompts.items():
             if number in in_flight:
                 in_flight[number].box.prompts[in_flight[number].first] = prompt
+        for number, vector in output.pooled.items():
+            if number in in_flight:
+                in_flight[number].box.pooled[in_flight[number].first] = vector
         for i, (key, token) in enumerate(zip(output.keys, output.tokens, strict=True)):
             request = in_flight.get(key >> INDEX_BITS)
             if request is not None:

@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,12 +102,14 @@ class StepOutput:
     """position in `tokens` -> (token, log-probability, top tokens)"""
     prompts: dict[int, list[Any]] = field(default_factory=dict)
     """request number -> log-probabilities of its prompt"""
+    pooled: dict[int, bytes] = field(default_factory=dict)
+    """request number -> vector of its prompt, as 32-bit floats"""
     ends: list[tuple[int, str, str, dict[str, float]]] = field(default_factory=list)
     """(key, finish reason, error, gauges of the request)"""
     state: dict[str, float] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepOutput, (self.keys, self.tokens, self.logprobs, self.prompts, self.ends, self.state)
+        return StepOutput, (self.keys, self.tokens, self.logprobs, self.prompts, self.pooled, self.ends, self.state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,8 @@ class OutputSender:
                 output.keys.append(key)
                 output.tokens.append(delta.tokens[0])
             if delta.finish is not None:
+                if seq.pooled:
+                    output.pooled[int(seq.request.id)] = array("f", seq.pooled).tobytes()
                 output.ends.append((key, delta.finish, delta.error, request_gauges(seq)))
 
     def flush(self) -> None:

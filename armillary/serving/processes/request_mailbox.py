@@ -46,6 +46,7 @@ class Mailbox:
         self.times = [_Times() for _ in range(choices)]
         # first choice of a prompt -> log-probabilities of the prompt's tokens from the second on
         self.prompts: dict[int, list[Any]] = {}
+        self.pooled: dict[int, bytes] = {}  # choice -> vector of its prompt, as 32-bit floats
         self._events: list[TokenEvent] = []
         self._problem: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

@@ -91,9 +91,17 @@ def _defaults() -> dict[str, dict[str, Any]]:
     return tomllib.loads((Path(__file__).parent / "defaults.toml").read_text())
 
 
+def _has_no_head(raw: Mapping[str, Any]) -> bool:
+    """Whether it was saved without a head, as embedding models are: architecture MistralModel, not MistralForCausalLM.
+    Its embedding then stands for the head, as a tied one."""
+    architectures = raw.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    return isinstance(first, str) and first.endswith("Model") and not first.endswith(("LMHeadModel", "LMModel"))
+
+
 def _common(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The Llama-like fields that most families share; readers override what differs."""
-    tied = raw.get("tie_word_embeddings") or False
+    tied = raw.get("tie_word_embeddings") or _has_no_head(raw)
     if "hidden_size" not in raw:
         return {"vocab": raw["vocab_size"], "tied": tied, "rope": read_rope(raw)}
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]

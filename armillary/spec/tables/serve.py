@@ -89,6 +89,13 @@ class Serve:
     reasoning: Literal["auto", "none", "think", "harmony"] = "auto"
     """server: format of a model's reasoning, which chats return as reasoning_content: think tags, or gpt-oss' harmony;
     auto: that of the chat template; none: it stays in the text"""
+    pooling: Literal["auto", "none", "last", "mean", "cls"] = "auto"
+    """server: hidden states that embeddings are made of; auto: as the model's modules.json and 1_Pooling say, else the
+    last token's; none: no embeddings"""
+    scoring: Literal["auto", "embedding", "yes_no"] = "auto"
+    """server: how /v1/rerank and /v1/score compare texts: by the cosine of their embeddings, or by the probability that
+    the model says yes to both, as Qwen3-Reranker does; auto: yes_no where the model's name has "rerank" and it has no
+    modules.json"""
     generation_config: Literal["auto", "none"] = "auto"
     """sampling parameters that a request leaves out; auto: from the model's generation_config.json; none: neutral
     ones"""

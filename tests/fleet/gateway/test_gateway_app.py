@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import ArmillaryError
+from armillary.fleet.gateway.body import decode
 from armillary.fleet.gateway.gateway_config import GatewayConfig, load_config
+from armillary.fleet.gateway.keys import KeyFile
 from armillary.serving.http.server import ListenOptions, Tls, bind, http_server
 from armillary.spec.toml.fields import build
 from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario, until
@@ -203,3 +205,47 @@ async def test_https(tmp_path: Path) -> None:
         Tls(certificate=tls.key, key=tls.certificate).check()
     with pytest.raises(ArmillaryError, match="No such file"):
         Tls(certificate=tmp_path / "missing", key=tls.key).check()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/score", {"text_1": "a", "text_2": ["b"]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 3}),
+    ],
+)
+def test_every_path_with_prompts_is_counted_and_keeps_keys_apart(
+    tmp_path: Path, path: str, fields: dict[str, object]
+) -> None:
+    """A limit of tokens is reserved and settled, and prefix caches of two keys are never shared."""
+
+    @scenario
+    async def runs(tmp_path: Path) -> None:
+        replica = FakeReplica(completion_tokens=0)
+        keys = KeyFile(tmp_path / "keys.json")
+        limits = {"requests": 2, "tokens": 5000}
+        secrets = [keys.add(name, limits=limits)[1] for name in ("one", "two")]
+        async with gateway_of(tmp_path, replica) as client:
+            for secret in secrets:
+                answer = await client.post({"model": "bot"} | fields, path, authorization=f"Bearer {secret}")
+                assert answer.status == 200, answer.text
+            first = await client.post({"model": "bot"} | fields, path, authorization=f"Bearer {secrets[0]}")
+            refused = await client.post({"model": "bot"} | fields, path, authorization=f"Bearer {secrets[0]}")
+            assert (first.status, refused.status) == (200, 429)
+            assert [line["prompt_tokens"] for line in client.lines()][:3] == [5, 5, 5]
+        salts = [body["cache_salt"] for body in replica.bodies]
+        assert salts[0] != salts[1] and salts[0] == salts[2]
+
+    runs(tmp_path)
+
+
+def test_a_ranking_may_repeat_its_query() -> None:
+    """A model that judges reads the query with every document: the bound covers both ways."""
+    query, documents = "q" * 300, ["d" * 50] * 20
+    body = decode(json.dumps({"model": "m", "query": query, "documents": documents}).encode(), "/v1/rerank")
+    assert body.most_prompt_tokens(1.0) >= 20 * (300 + 50 + 400)
+    texts = decode(json.dumps({"model": "m", "input": ["x" * 10] * 5}).encode(), "/v1/embeddings")
+    assert 5 * (10 + 64) <= texts.most_prompt_tokens(1.0) < 600
