@@ -219,6 +219,8 @@ OPS: dict[str, str] = {
     "grouped_linear": "gemm.grouped:GROUPED_LINEAR",
     "fp8_linear": "fp8.linear:FP8_LINEAR",
     "fp8_matmul": "fp8.matmul:FP8_MATMUL",
+    "weight_only_linear": "quantized.weight_only:WEIGHT_ONLY",
+    "block_fp8_linear": "quantized.block_fp8:BLOCK_FP8",
     "paged_attention": "paged.paged_attention:PAGED_ATTENTION",
     "qkv_cache": "paged.qkv_to_cache:QKV_CACHE",
     "sample": "sampling.sampling:SAMPLE",

@@ -100,6 +100,22 @@ def _fp8_matmul(call: Call) -> Op:
     return call.op("matmul", 2 * tokens * n * k, x.bytes + w.bytes, tokens * n * x.size, dtype="fp8")
 
 
+def _weight_only(call: Call) -> Op:
+    """(x, codes [n, …], scales, zeros, kind, group)."""
+    x, n = call.tensor(0), call.tensor(1).shape[0]
+    tokens = prod(x.shape[:-1])
+    return call.op("matmul", 2 * x.count * n, sum(each.bytes for each in call.tensors), tokens * n * x.size)
+
+
+def _block_fp8(call: Call) -> Op:
+    """(x, weight [n, k] in fp8, scales, library): the library's GEMM is an operator of its own."""
+    x, w = call.tensor(0), call.tensor(1)
+    if call.flag(3):
+        return call.op("elementwise", 2 * x.count, x.bytes, x.count * w.size)
+    written = prod(x.shape[:-1]) * w.shape[0] * x.size
+    return call.op("matmul", 2 * x.count * w.shape[0], x.bytes + w.bytes, written, dtype="fp8")
+
+
 def _qkv_cache(call: Call) -> Op:
     """Queries come out, keys and values go into the cache, of which only their rows are touched."""
     qkv, slots = call.tensor(0), call.tensor(2)
@@ -122,6 +138,8 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::grouped_linear_backward": _grouped_backward,
     **dict.fromkeys(("armillary::fp8_linear", "armillary::fp8_linear_backward"), _quantise),
     "armillary::fp8_matmul": _fp8_matmul,
+    "armillary::weight_only_linear": _weight_only,
+    "armillary::block_fp8_linear": _block_fp8,
     "armillary::qkv_cache": _qkv_cache,
     **dict.fromkeys(("armillary::logprobs", "armillary::sample"), one_pass("sampling")),
 }

@@ -1,0 +1,152 @@
+"""A linear layer over packed weights, for a few tokens: its time is that of reading codes and scales once.
+
+Codes of 8 bits lie as they are published, a byte per column. Codes of 4 bits lie in words that a kernel unpacks with
+few instructions: in each block of 128 columns, word i of 16 holds columns 32·j + 2·i + h at the nibble j + 4·h, so that
+the inputs of one nibble pair are 32 bits that lie beside those of the next word's.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.kernels.core.op import Case, Op, OpWork, in_triton
+
+# M tokens, K inputs, N outputs, G groups of inputs with one scale each
+
+PackedFormat = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
+MAX_TOKENS = 64
+BLOCK = 128
+"""columns in one block of 4-bit codes"""
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def to_words(codes_NK: Tensor) -> Tensor:
+    """[N, K / 8] int32 of 4-bit codes, one per byte; K is a multiple of 128."""
+    blocks = codes_NK.unflatten(1, (-1, 4, 16, 2)).int()  # block, j, i, h
+    shifts = 4 * torch.arange(4, device=codes_NK.device)[:, None, None] + 16 * torch.arange(2, device=codes_NK.device)
+    return (blocks << shifts.int()).sum((2, 4), dtype=torch.int32).flatten(1)
+
+
+def from_words(words_NW: Tensor) -> Tensor:
+    """[N, 8·W] codes, one per byte."""
+    shifts = 4 * torch.arange(4, device=words_NW.device)[:, None, None] + 16 * torch.arange(2, device=words_NW.device)
+    blocks = words_NW.unflatten(1, (-1, 1, 16, 1)) >> shifts.int() & 15
+    return blocks.to(torch.uint8).flatten(1)
+
+
+def dequantised(codes: Tensor, scale: Tensor, zero: Tensor | None, kind: PackedFormat, group: int) -> Tensor:
+    """[N, K] in fp32, or in fp64 where the scale is in it."""
+    dtype = scale.dtype if scale.dtype == torch.float64 else torch.float32
+    numbers = _numbers(codes, kind).to(dtype)
+    if kind in ("int4", "int8"):
+        middle = 1 << (3 if kind == "int4" else 7)
+        numbers = numbers - (middle if zero is None else _spread(zero.to(dtype), group, numbers.shape[1]))
+    if kind == "mxfp4":
+        return torch.ldexp(numbers, _spread(scale.int() - 127, group, numbers.shape[1]))
+    factor = scale.view(torch.float8_e4m3fn).to(dtype) / zero if kind == "nvfp4" else scale.to(dtype)
+    return numbers * _spread(factor, group, numbers.shape[1])
+
+
+def _numbers(codes: Tensor, kind: PackedFormat) -> Tensor:
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn)
+    if kind == "int8":
+        return codes
+    unpacked = from_words(codes)
+    return unpacked if kind == "int4" else torch.tensor(FP4, device=codes.device)[unpacked.int()]
+
+
+def _spread(of_group_NG: Tensor, group: int, columns: int) -> Tensor:
+    if of_group_NG.shape[1] == 1:
+        return of_group_NG
+    return of_group_NG.repeat_interleave(group, dim=1)[:, :columns]
+
+
+def reference(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: PackedFormat, group: int) -> Tensor:
+    """x @ weightᵀ, the weight in x's dtype. `scale` [N, G], or [N, 1] for whole rows; `zero` of int codes likewise,
+    None: the middle; for nvfp4 the divisor [N, 1] of the scales. Scales of mxfp4 are exponents, of nvfp4 E4M3."""
+    return F.linear(x, dequantised(codes, scale, zero, kind, group).to(x.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOnlyCase(Case):
+    """A few tokens through a packed weight."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    kind: PackedFormat = "int4"
+    group: int = 128  # inputs with one scale; `inputs` for one scale per row
+    zeros: bool = False
+
+
+def inputs(case: WeightOnlyCase, generator: torch.Generator) -> tuple[object, ...]:
+    device, (N, K) = generator.device, (case.outputs, case.inputs)
+    x = case.normal(generator, case.tokens, K)
+    groups = -(-K // case.group)
+    bits = 8 if case.kind in ("int8", "fp8") else 4
+    codes = torch.randint(0, 1 << bits, (N, K), generator=generator, device=device, dtype=torch.uint8)
+    if case.kind == "fp8":
+        codes = torch.where(codes & 127 > 119, codes & 0x8F, codes)  # neither NaN nor very large
+    spread = {"int4": 4.0, "int8": 64.0, "fp8": 64.0, "mxfp4": 3.0, "nvfp4": 3.0}[case.kind] * K**0.5
+    random = torch.rand(N, groups, generator=generator, device=device)
+    scale, zero = ((random + 0.5) / spread).half() if case.kind != "fp8" else (random + 0.5) / spread, None
+    if case.kind == "mxfp4":
+        scale = torch.randint(116, 122, (N, groups), generator=generator, device=device, dtype=torch.uint8)
+    elif case.kind == "nvfp4":
+        scale = (random * 400 + 1).to(torch.float8_e4m3fn).view(torch.uint8)
+        zero = torch.full((N, 1), 200 * spread, device=device)
+    elif case.zeros:
+        zero = torch.randint(0, 1 << bits, (N, groups), generator=generator, device=device, dtype=torch.uint8)
+    return x, codes if bits == 8 else to_words(codes), scale, zero, case.kind, case.group
+
+
+def work(case: WeightOnlyCase) -> OpWork:
+    """Codes, scales and x are read once, and the result is written once."""
+    return OpWork(flops=2.0 * case.tokens * case.outputs * case.inputs, bytes=float(bytes_read(case)), ceiling="read")
+
+
+def bytes_read(case: WeightOnlyCase) -> int:
+    codes = case.outputs * case.inputs // (1 if case.kind in ("int8", "fp8") else 2)
+    per_scale = {"int4": 2, "int8": 2, "fp8": 4, "mxfp4": 1, "nvfp4": 1}[case.kind] + case.zeros
+    scales = case.outputs * -(-case.inputs // case.group) * per_scale
+    return codes + scales + case.torch_dtype.itemsize * case.tokens * (case.inputs + case.outputs)
+
+
+def refuses(case: WeightOnlyCase) -> str | None:
+    if case.tokens > MAX_TOKENS:
+        return f"it is for up to {MAX_TOKENS} tokens"
+    if case.dtype not in ("bf16", "fp16"):
+        return "it is for inputs of 16 bits"
+    return unsupported(case.kind, case.group, case.inputs)
+
+
+def unsupported(kind: PackedFormat, group: int, columns: int) -> str | None:
+    """Why the kernels do not take rows of `columns` codes in groups of `group`, or None."""
+    if columns % BLOCK:
+        return f"rows are no multiple of {BLOCK} columns"
+    if group < columns and (group & (group - 1) or group < 16 or (group < 32 and kind in ("int4", "int8", "fp8"))):
+        return f"groups of {group} columns"
+    return None
+
+
+_BENCHED: tuple[tuple[PackedFormat, int], ...] = (("int4", 128), ("int8", 0), ("fp8", 0))
+WEIGHT_ONLY = Op(
+    name="weight_only_linear",
+    reference=reference,
+    versions=(in_triton("quantized.weight_only_triton", "weight_only_linear", refuses=refuses),),
+    inputs=inputs,
+    work=work,
+    tolerance={"bf16": 2e-2, "fp16": 2e-2},
+    cases={
+        f"{kind} {name} {tokens}": WeightOnlyCase(
+            tokens=tokens, outputs=outputs, inputs=width, kind=kind, group=group or width
+        )
+        for kind, group in _BENCHED
+        for tokens in (1, 8)
+        for name, outputs, width in (("gate and up", 28672, 4096), ("down", 4096, 14336))
+    },
+)

@@ -1,0 +1,56 @@
+"""Linear layers over packed weights in Triton: a matrix-vector product for one token, tensor cores for a few."""
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.core.launch import ceil_div, is_bare, power_of_two
+from armillary.kernels.quantized.gemv_triton import PackedGemvTiles, run_gemv
+from armillary.kernels.quantized.skinny_packed_triton import PackedSkinnyTiles, run_skinny
+from armillary.kernels.quantized.weight_only import MAX_TOKENS, PackedFormat, reference, unsupported
+
+# M tokens, K inputs, N rows of the weight
+
+_PROGRAMS = 132  # multiprocessors of the GPU that tiles were chosen for
+_WHOLE = 4096  # longest row that is loaded at once
+
+
+def weight_only_linear(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: PackedFormat, group: int
+) -> Tensor:
+    """The reference's result; what the kernels do not take goes to the reference."""
+    tokens, columns = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    wide = x.dtype not in (torch.bfloat16, torch.float16)
+    if wide or not 0 < tokens <= MAX_TOKENS or unsupported(kind, group, columns):
+        return reference(x, codes, scale, zero, kind, group)
+    return (_launched if is_bare(x) else _op)(x, codes, scale, zero, kind, group)
+
+
+def _launched(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, group: int) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    if len(flat) == 1:
+        y = run_gemv(flat[0], codes, scale, zero, kind, group, gemv_tiles(len(codes), flat.shape[1], kind))
+    else:
+        y = run_skinny(flat, codes, scale, zero, kind, group, skinny_tiles(len(codes), flat.shape[1]))
+    return y.view(*x.shape[:-1], len(codes))
+
+
+_op = torch.library.custom_op("armillary::weight_only_linear", _launched, mutates_args=())
+
+
+@_op.register_fake
+def _(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, group: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(codes))
+
+
+def gemv_tiles(outputs: int, inputs: int, kind: str) -> PackedGemvTiles:
+    """A thread has 16 bytes of each row in a step: 32 columns of 4 bits, 16 of 8."""
+    padded, per_warp = max(128, power_of_two(inputs)), 1024 if kind not in ("int8", "fp8") else 512
+    depth = padded if padded <= _WHOLE else next(d for d in (2048, 1024, 512, 256, 128) if inputs % d == 0)
+    rows = 4 if outputs >= 16 * _PROGRAMS else 2
+    return PackedGemvTiles(rows=rows, depth=depth, warps=max(1, min(8, depth // per_warp)))
+
+
+def skinny_tiles(outputs: int, inputs: int) -> PackedSkinnyTiles:
+    """Splits of the inner dim, so that there are about two programs per multiprocessor."""
+    tiles = ceil_div(outputs, 64)
+    return PackedSkinnyTiles(splits=max(1, min(2 * _PROGRAMS // tiles, inputs // 1024)))

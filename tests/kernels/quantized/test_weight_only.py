@@ -1,0 +1,107 @@
+"""Linear layers over packed weights: every format, one token and a few, against the torch reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from armillary.kernels.core.agreement import relative_error
+from armillary.kernels.quantized.weight_only import (
+    WeightOnlyCase,
+    from_words,
+    inputs,
+    reference,
+    refuses,
+    to_words,
+    unsupported,
+)
+from tests.kernels.interpreter import needs_interpreter
+
+FORMATS = [
+    ("int4", 128, False),
+    ("int4", 64, True),
+    ("int4", 384, True),
+    ("mxfp4", 32, False),
+    ("nvfp4", 16, False),
+    ("int8", 384, False),
+    ("int8", 128, True),
+    ("fp8", 384, False),
+    ("fp8", 128, False),
+]
+
+
+def drawn(kind: Any, group: int, zeros: bool, tokens: int, **options: Any) -> tuple[tuple[Any, ...], torch.Tensor]:
+    """Arguments, and the result in fp64."""
+    sizes = {"outputs": 37, "inputs": 384, "device": "cpu"} | options
+    case = WeightOnlyCase(tokens=tokens, kind=kind, group=group, zeros=zeros, **sizes)
+    assert refuses(case) is None
+    arguments = inputs(case, torch.Generator(case.device).manual_seed(tokens))
+    wide = (x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments)
+    return arguments, reference(*wide)  # type: ignore[arg-type]
+
+
+def test_words_hold_every_code_once() -> None:
+    codes = torch.randint(0, 16, (5, 256), dtype=torch.uint8)
+    words = to_words(codes)
+    assert words.dtype == torch.int32 and words.shape == (5, 32) and words.nbytes == codes.numel() // 2
+    assert torch.equal(from_words(words), codes)
+    one = torch.zeros(1, 128, dtype=torch.uint8)
+    one[0, 32 * 2 + 2 * 5 + 1] = 9  # j = 2, word 5, h = 1: nibble 2 + 4
+    assert to_words(one)[0, 5].item() == 9 << 24
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
+def test_one_token(kind: str, group: int, zeros: bool) -> None:
+    from armillary.kernels.quantized.gemv_triton import PackedGemvTiles, run_gemv
+
+    dtype = "fp16" if zeros else "bf16"
+    (x, *rest), wanted = drawn(kind, group, zeros, 1, dtype=dtype)
+    for tiles in (PackedGemvTiles(rows=8, depth=256, warps=1), PackedGemvTiles(rows=16, depth=512, warps=1)):
+        assert relative_error(run_gemv(x[0], *rest, tiles), wanted[0]) < 4e-3
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
+def test_a_few_tokens(kind: str, group: int, zeros: bool) -> None:
+    from armillary.kernels.quantized.skinny_packed_triton import PackedSkinnyTiles, run_skinny
+
+    arguments, wanted = drawn(kind, group, zeros, 3, dtype="bf16" if zeros else "fp16")
+    result = run_skinny(*arguments, PackedSkinnyTiles(splits=2))
+    assert relative_error(result, wanted) < 4e-3
+
+
+@needs_interpreter
+def test_other_shapes_go_to_the_reference() -> None:
+    from armillary.kernels.quantized.weight_only_triton import weight_only_linear
+
+    (x, *rest), wanted = drawn("int8", 128, True, 2)
+    with torch.no_grad():
+        result = weight_only_linear(x.float().view(2, 1, -1), *rest)
+    assert result.shape == (2, 1, 37) and relative_error(result[:, 0], wanted) < 1e-5
+    assert weight_only_linear(x[:0], *rest).shape == (0, 37)
+
+
+def test_what_is_refused_says_why() -> None:
+    assert "128 columns" in str(unsupported("int4", 128, 4000))
+    assert "groups of 96" in str(unsupported("int4", 96, 4096))
+    assert "groups of 16" in str(unsupported("int4", 16, 4096)) and unsupported("nvfp4", 16, 4096) is None
+    assert "64 tokens" in str(refuses(WeightOnlyCase(tokens=65, outputs=128, inputs=128)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 64])
+@pytest.mark.parametrize(("outputs", "width"), [(4096, 4096), (1000, 14336), (37, 384)])
+@pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
+def test_on_a_gpu(kind: str, group: int, zeros: bool, outputs: int, width: int, tokens: int, dtype: str) -> None:
+    from armillary.kernels.quantized.weight_only_triton import weight_only_linear
+
+    group = width if group == 384 else group
+    arguments, wanted = drawn(kind, group, zeros, tokens, outputs=outputs, inputs=width, dtype=dtype, device="cuda")
+    with torch.no_grad():
+        result = weight_only_linear(*arguments)
+        assert relative_error(result, wanted) < 5e-3
+        assert torch.equal(weight_only_linear(*arguments), result), "the same bits every time"
