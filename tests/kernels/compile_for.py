@@ -141,7 +141,19 @@ def loss(vocab: int, dtype: torch.dtype = BF16) -> None:
 
 
 FP32, FP8 = torch.float32, torch.float8_e4m3fn
+def small_moe(tokens: int, hidden: int, ffn: int, experts: int, top_k: int, dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels.moe.small_moe import SmallMoECase, inputs
+    from armillary.kernels.moe.small_moe_triton import small_moe
+
+    name = "bf16" if dtype == BF16 else "fp32"
+    case = SmallMoECase(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, dtype=name, device="cpu")
+    small_moe(*inputs(case, torch.Generator().manual_seed(0)))
+
+
 CASES: dict[str, Callable[[], None]] = {
+    **{f"experts for {m} tokens": lambda m=m: small_moe(m, 2048, 768, 16, 8) for m in (1, 8, 64)},
+    "experts for one token, long rows": lambda: small_moe(1, 4096, 7168, 4, 2),
+    "experts for 8 tokens, fp32": lambda: small_moe(8, 1024, 768, 4, 2, FP32),
     "grouped, pointers, few rows": lambda: grouped(32, tma=False),
     "grouped, pointers, some rows": lambda: grouped(200, tma=False),
     "grouped, pointers": lambda: grouped(1000, tma=False),

@@ -14,6 +14,7 @@ from armillary.kernels.core.op import Case, Op
 from armillary.kernels.core.requirements import has_triton
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
 from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinearCase
+from armillary.kernels.moe.small_moe import SMALL_MOE, SmallMoECase
 from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
 from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
 from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
@@ -48,12 +49,14 @@ class EngineKernels:
     """GEMM for a few tokens fused with the norm before and the gate or residual after; none: plain GEMMs"""
     grouped: Run | None = None
     """grouped GEMM over the experts of a layer, without a synchronization; none: expert by expert"""
+    moe: Run | None = None
+    """router and experts of a layer for a few tokens; none: as for many"""
     capturable: bool = False
     """none of them waits for the device, so that steps can be captured in CUDA graphs"""
 
     def for_packed(self) -> EngineKernels:
         """Without GEMMs that take plain weights."""
-        return replace(self, small=None, grouped=None, capturable=self.capturable and self.grouped is None)
+        return replace(self, small=None, grouped=None, moe=None, capturable=self.capturable and self.grouped is None)
 
 
 _CHECKED = 8  # rows of the agreement check at the start, which has to be fast; the bench checks larger ones
@@ -85,8 +88,10 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         PAGED_ATTENTION, PagedCase(batch=batch, context=min(config.context, 256), **heads, **on), deterministic=True
     )
     on_triton, grouped = into_cache.version == attention.version == "triton", _grouped(config, batch, on)
+    moe = _moe(config, on)
     return EngineKernels(
         grouped=grouped,
+        moe=moe,
         norm=_first(NORM, normed),
         add_norm=_first(ADD_NORM, normed),
         activate=_first(
@@ -99,7 +104,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         capturable=on_triton and (config.moe is None or grouped is not None),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
-        small=_first(SMALL_LINEAR, small) if _plain(config) else None,
+        small=_first(SMALL_LINEAR, small) if _plain(config, moe) else None,
     )
 
 
@@ -117,6 +122,30 @@ def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
     return None if chosen.version == "eager" else chosen.run
 
 
+def _moe(config: ModelConfig, on: dict[str, Any]) -> Run | None:
+    if config.moe is None:
+        return None
+    moe = config.moe
+    case = SmallMoECase(
+        tokens=2,
+        hidden=config.hidden,
+        ffn=moe.ffn,
+        experts=moe.num_experts,
+        top_k=moe.top_k,
+        score=moe.score,
+        bias=moe.expert_bias,
+        activation=config.activation,
+        groups=moe.groups,
+        top_groups=moe.top_groups,
+        selection_bias=moe.selection_bias,
+        scale_input=moe.scale_input,
+        normalize=moe.normalize,
+        **on,
+    )
+    chosen = choose(SMALL_MOE, case, deterministic=True)
+    return None if chosen.version == "eager" else chosen.run
+
+
 def _decode_kernels(device: torch.device, *, fused: bool) -> dict[str, Any]:
     if not has_triton(device):
         return {}
@@ -130,7 +159,7 @@ def _first(op: Op, case: Case) -> Run:
     return choose(op, case, deterministic=True).run
 
 
-def _plain(config: ModelConfig) -> bool:
+def _plain(config: ModelConfig, moe: Run | None) -> bool:
     """Whether the fused small GEMMs have the model's norm and activation: an RMS norm, SwiGLU, no biases."""
     biased = config.qkv_bias or config.out_bias or config.mlp_bias
     return (
@@ -143,5 +172,5 @@ def _plain(config: ModelConfig) -> bool:
         and not biased
         and config.parallel == "none"
         and config.residual_scale == 1.0
-        and config.moe is None
+        and (config.moe is None or (moe is not None and not config.moe.shared_gate))
     )

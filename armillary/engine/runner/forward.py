@@ -1,8 +1,8 @@
 """Forward pass of the engine over paged KV blocks, from tokens to logits, in few launches.
 
 A layer is nine calls (norm with residual add, fused QKV, keys and values into the cache, attention, out, norm, up,
-activation, down), or six for a few tokens, where norms, gate and residual are fused into the GEMMs. Nothing here waits
-for the device, so that a step can be captured in a CUDA graph.
+activation, down), or six for a few tokens, where norms, gate and residual are fused into the GEMMs; experts are three
+kernels then. Nothing here waits for the device, so that a step can be captured in a CUDA graph.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
 from armillary.model.layers.rope import RotaryTable, inverse_frequencies
+from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.transformer import Transformer
 
@@ -202,6 +203,8 @@ class Forward:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         if layer.mixture is not None:
+            if self.kernels.moe is not None and len(x) <= MAX_TOKENS:
+                return self.reduce(layer.mixture.few_tokens(self.kernels.moe, x))
             return self.reduce(layer.mixture(x[None])[0])
         assert layer.up is not None and layer.down is not None
         return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
@@ -223,8 +226,20 @@ class Forward:
         if selected is not None:
             mixed, x = mixed.index_select(0, selected), x.index_select(0, selected)
         x = small(mixed, _weight(layer.out), None, x)
+        if layer.mixture is not None:
+            return self._small_mixture(layer.mixture, x, second)
         inner = small(x, _weight(layer.up), second.weight, None, second.eps, True)
         return small(inner, _weight(layer.down), None, x)  # type: ignore[no-any-return]
+
+    def _small_mixture(self, mixture: MixtureOfExperts, x: Tensor, norm: Norm) -> Tensor:
+        """Norm, experts and residual; the shared expert's result is added to the residual first."""
+        small, added = self.kernels.small, x
+        assert small is not None and self.kernels.moe is not None
+        if mixture.shared is not None:
+            inner = small(x, mixture.shared.up.weight, norm.weight, None, norm.eps, True)
+            added = small(inner, mixture.shared.down.weight, None, x)
+        weights, activation = mixture.weights(), mixture.experts.activation
+        return self.kernels.moe(x, weights, mixture.moe, activation, norm.weight, added, norm.eps)  # type: ignore[no-any-return]
 
     def _norm(self, norm: Norm, x: Tensor) -> Tensor:
         return self.kernels.norm(x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
+from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.transformer import Block
 from armillary.spec.model import ModelConfig
@@ -62,7 +63,7 @@ class Layer:
     out: LinearFn
     up: LinearFn | None  # none: `mixture` computes the MLP
     down: LinearFn | None
-    mixture: nn.Module | None
+    mixture: MixtureOfExperts | None
     activation: str
     gated: bool
     norms: dict[str, Norm | None]  # attention_norm, attention_post_norm, mlp_norm, mlp_post_norm

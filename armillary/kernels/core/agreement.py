@@ -134,6 +134,8 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 def _to_float(x: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in another dtype; everything else unchanged."""
+    if isinstance(x, tuple) and hasattr(x, "_fields"):  # a NamedTuple of weights
+        return type(x)(*(_to_float(each, dtype) for each in x))
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 

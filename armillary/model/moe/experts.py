@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.kernels.core.dtype import widen
+from armillary.kernels.moe.routing import choose_experts
+from armillary.kernels.moe.small_moe import MoEWeights
 from armillary.model.layers.mlp import MLP, activate
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.router_losses import RouterBalance, with_router_losses
@@ -64,30 +66,7 @@ class Router(nn.Module):
 
     def choose(self, logits_ME: Tensor) -> tuple[Tensor, Tensor]:
         """(weights_Mk, experts_Mk), the likeliest first."""
-        if self.moe.score == "softmax_topk":
-            top_Mk, experts_Mk = logits_ME.topk(self.moe.top_k, dim=-1)
-            return top_Mk.softmax(dim=-1), experts_Mk
-        scores_ME = logits_ME.softmax(dim=-1) if self.moe.score == "softmax" else logits_ME.sigmoid()
-        experts_Mk = self._choose(scores_ME)
-        weights_Mk = scores_ME.gather(-1, experts_Mk)
-        if self.moe.normalize:
-            weights_Mk = weights_Mk / weights_Mk.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-        return weights_Mk * self.moe.routed_scale, experts_Mk
-
-    def _choose(self, scores_ME: Tensor) -> Tensor:
-        choice_ME = scores_ME if self.selection_bias is None else scores_ME + self.selection_bias
-        if self.moe.groups > 1:
-            choice_ME = self._limit_groups(choice_ME)
-        return choice_ME.topk(self.moe.top_k, dim=-1).indices
-
-    def _limit_groups(self, choice_ME: Tensor) -> Tensor:
-        """Keep only the experts of the best groups; a group's score is that of its best (or two best) experts."""
-        grouped_MGe = choice_ME.unflatten(-1, (self.moe.groups, -1))
-        best = 2 if self.moe.selection_bias else 1
-        group_scores_MG = grouped_MGe.topk(best, dim=-1).values.sum(dim=-1)
-        kept_Mg = group_scores_MG.topk(self.moe.top_groups, dim=-1).indices
-        keep_MG = torch.zeros_like(group_scores_MG, dtype=torch.bool).scatter(-1, kept_Mg, True)
-        return grouped_MGe.masked_fill(~keep_MG[..., None], -torch.inf).flatten(1)
+        return choose_experts(logits_ME, self.moe, self.selection_bias)
 
 
 class Experts(nn.Module):
@@ -154,6 +133,22 @@ class MixtureOfExperts(nn.Module):
         self.balance: RouterBalance | None = None  # router losses and counts of training; inactive without gradients
         self.copies = 1  # ranks that route the same tokens
 
+    def few_tokens(self, run: Callable[..., Tensor], x_MH: Tensor) -> Tensor:
+        """By a version of `kernels.moe.small_moe`."""
+        return run(x_MH, self.weights(), self.moe, self.experts.activation, None, self.shared_part(x_MH))
+
+    def weights(self) -> MoEWeights:
+        experts, router = self.experts, self.router
+        return MoEWeights(
+            router_EH=router.weight,
+            up_E2FH=experts.up_E2FH,
+            down_EHF=experts.down_EHF,
+            router_bias_E=router.bias,
+            selection_bias_E=router.selection_bias,
+            up_bias_E2F=experts.up_bias_E2F,
+            down_bias_EH=experts.down_bias_EH,
+        )
+
     def forward(self, x_BTH: Tensor) -> Tensor:
         x_MH = x_BTH.flatten(0, 1)
         logits_ME = self.router.logits(x_MH)
@@ -161,7 +156,7 @@ class MixtureOfExperts(nn.Module):
         balance = self.balance if torch.is_grad_enabled() else None
         experts_Mk = chosen_Mk if balance is None else balance.within_capacity(chosen_Mk, len(x_BTH), self.moe)
         mixed_MH, shared_MH = self.dispatch(
-            self.experts, x_MH, weights_Mk.to(x_MH.dtype), experts_Mk, lambda: self._shared(x_MH)
+            self.experts, x_MH, weights_Mk.to(x_MH.dtype), experts_Mk, lambda: self.shared_part(x_MH)
         )
         mixed_BTH = (mixed_MH if shared_MH is None else mixed_MH + shared_MH).view_as(x_BTH)
         if balance is None:
@@ -170,7 +165,7 @@ class MixtureOfExperts(nn.Module):
             mixed_BTH, logits_ME, self.router.probabilities(logits_ME), chosen_Mk, experts_Mk, balance
         )
 
-    def _shared(self, x_MH: Tensor) -> Tensor | None:
+    def shared_part(self, x_MH: Tensor) -> Tensor | None:
         """The shared expert's part, which every token has."""
         if self.shared is None:
             return None

@@ -1,0 +1,181 @@
+"""Mixture of experts for a few tokens, as decoding has it: its time is that of reading each chosen expert once.
+
+An RMS norm before and a residual after are part of it, as in `gemm.skinny`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.kernels.core.dtype import widen
+from armillary.kernels.core.op import Case, Op, OpWork, in_triton
+from armillary.kernels.moe.routing import choose_experts
+from armillary.kernels.norm.norm import norm
+from armillary.kernels.pointwise.activation import activate
+from armillary.spec.model import MoE
+
+# M tokens, H hidden, E experts, F inner size of an expert, k experts per token
+
+MAX_TOKENS = 64
+ACTIVATIONS = ("silu", "swiglu_clamped")
+
+
+class MoEWeights(NamedTuple):
+    """Router and experts of a layer; gate and up rows alternate."""
+
+    router_EH: Tensor
+    up_E2FH: Tensor
+    down_EHF: Tensor
+    router_bias_E: Tensor | None = None
+    selection_bias_E: Tensor | None = None  # fp32
+    up_bias_E2F: Tensor | None = None
+    down_bias_EH: Tensor | None = None
+
+
+def small_moe(
+    x_MH: Tensor,
+    weights: MoEWeights,
+    moe: MoE,
+    activation: str = "silu",
+    norm_H: Tensor | None = None,
+    residual_MH: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """residual + Σ weight · expert(norm(x)) over the chosen experts; norm and residual only where they are given."""
+    if norm_H is not None:
+        x_MH = norm(x_MH, norm_H, None, eps)
+    logits_ME = widen(F.linear(x_MH, weights.router_EH, weights.router_bias_E))
+    chosen_Mk, experts_Mk = choose_experts(logits_ME, moe, weights.selection_bias_E)
+    chosen_Mk = chosen_Mk.to(x_MH.dtype)
+    mixed_MH = torch.zeros_like(x_MH) if residual_MH is None else residual_MH
+    for slot in range(moe.top_k):
+        expert_M, weight_M1 = experts_Mk[:, slot], chosen_Mk[:, slot, None]
+        rows_MH = x_MH * weight_M1 if moe.scale_input else x_MH
+        out_MH = _expert(rows_MH, weights, expert_M, activation)
+        mixed_MH = mixed_MH + (out_MH if moe.scale_input else out_MH * weight_M1)
+    return mixed_MH
+
+
+def _expert(x_MH: Tensor, weights: MoEWeights, expert_M: Tensor, activation: str) -> Tensor:
+    """Every row through an expert of its own."""
+    inner_M2F = torch.einsum("mh,mfh->mf", x_MH, weights.up_E2FH[expert_M])
+    if weights.up_bias_E2F is not None:
+        inner_M2F = inner_M2F + weights.up_bias_E2F[expert_M]
+    out_MH = torch.einsum("mf,mhf->mh", activate(inner_M2F, activation, True), weights.down_EHF[expert_M])
+    return out_MH if weights.down_bias_EH is None else out_MH + weights.down_bias_EH[expert_M]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallMoECase(Case):
+    """A few tokens through a layer's experts."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    score: str = "softmax"
+    bias: bool = False  # of router and experts
+    activation: str = "silu"
+    norm: bool = True  # an RMS norm before, and a residual after
+    groups: int = 1
+    top_groups: int = 1
+    selection_bias: bool = False
+    scale_input: bool = False
+    normalize: bool = True
+
+    @property
+    def moe(self) -> MoE:
+        return MoE(
+            num_experts=self.experts,
+            top_k=self.top_k,
+            ffn=self.ffn,
+            score=self.score,  # type: ignore[arg-type]
+            normalize=self.normalize,
+            routed_scale=2.5 if self.groups > 1 else 1.0,
+            selection_bias=self.selection_bias,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            scale_input=self.scale_input,
+            router_bias=self.bias,
+            expert_bias=self.bias,
+        )
+
+
+def inputs(case: SmallMoECase, generator: torch.Generator) -> tuple[Any, ...]:
+    E, H, F_ = case.experts, case.hidden, case.ffn
+
+    def drawn(*shape: int) -> Tensor:
+        return case.normal(generator, *shape) * shape[-1] ** -0.5
+
+    weights = MoEWeights(
+        router_EH=3 * drawn(E, H),
+        up_E2FH=drawn(E, 2 * F_, H),
+        down_EHF=drawn(E, H, F_),
+        router_bias_E=case.normal(generator, E) if case.bias else None,
+        selection_bias_E=0.1 * case.normal(generator, E).float() if case.selection_bias else None,
+        up_bias_E2F=case.normal(generator, E, 2 * F_) if case.bias else None,
+        down_bias_EH=case.normal(generator, E, H) if case.bias else None,
+    )
+    x = case.normal(generator, case.tokens, H)
+    weight = 1 + 0.1 * case.normal(generator, H) if case.norm else None
+    residual = case.normal(generator, case.tokens, H) if case.norm else None
+    return x, weights, case.moe, case.activation, weight, residual, 1e-6
+
+
+def touched_experts(tokens: int, experts: int, top_k: int) -> float:
+    """Experts that random tokens choose, expected."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
+
+
+def work(case: SmallMoECase) -> OpWork:
+    """The router and each chosen expert are read once."""
+    size, expert = case.torch_dtype.itemsize, 3 * case.hidden * case.ffn
+    read = case.experts * case.hidden + touched_experts(case.tokens, case.experts, case.top_k) * expert
+    flops = 2.0 * case.tokens * (case.top_k * expert + case.experts * case.hidden)
+    return OpWork(flops=flops, bytes=size * (read + 3 * case.tokens * case.hidden), ceiling="read")
+
+
+def refuses(case: SmallMoECase) -> str | None:
+    if case.tokens > MAX_TOKENS:
+        return f"it is for up to {MAX_TOKENS} tokens"
+    if case.activation not in ACTIVATIONS:
+        return f"it has no {case.activation}"
+    if case.groups & (case.groups - 1) or case.experts % case.groups:
+        return "groups of experts must be a power of two"
+    return "it sums in fp32" if case.dtype == "fp64" else None
+
+
+def _small(case: SmallMoECase) -> SmallMoECase:
+    return replace(case, tokens=min(case.tokens, 8))
+
+
+SMALL_MOE = Op(
+    name="small_moe",
+    reference=small_moe,
+    versions=(in_triton("moe.small_moe_triton", "small_moe", refuses=refuses),),
+    inputs=inputs,
+    work=work,
+    cases={
+        **{
+            f"qwen3-30b-a3b {tokens}": SmallMoECase(tokens=tokens, hidden=2048, ffn=768, experts=128, top_k=8)
+            for tokens in (1, 8, 64)
+        },
+        "gpt-oss-20b 1": SmallMoECase(
+            tokens=1,
+            hidden=2880,
+            ffn=2880,
+            experts=32,
+            top_k=4,
+            score="softmax_topk",
+            bias=True,
+            activation="swiglu_clamped",
+        ),
+        "mixtral-8x7b 1": SmallMoECase(tokens=1, hidden=4096, ffn=14336, experts=8, top_k=2),
+        "deepseek-v2-lite 1": SmallMoECase(tokens=1, hidden=2048, ffn=1408, experts=64, top_k=6, normalize=False),
+    },
+    small=_small,
+)

@@ -1,0 +1,68 @@
+"""Experts for a few tokens: any routing, any size, agreeing with the plain reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from armillary.kernels.core.agreement import check, expect
+from armillary.kernels.moe.small_moe import SMALL_MOE, SmallMoECase, inputs, refuses, touched_experts
+from tests.kernels.interpreter import needs_interpreter
+
+BASE = SmallMoECase(tokens=1, hidden=48, ffn=24, experts=8, top_k=2, dtype="fp32", device="cpu")
+CASES = {
+    "one token": BASE,
+    "some": replace(BASE, tokens=5),
+    "more than 16 for an expert": replace(BASE, tokens=40, experts=3, top_k=2),
+    "gpt-oss": replace(BASE, tokens=3, score="softmax_topk", bias=True, activation="swiglu_clamped"),
+    "gpt-oss, one token": replace(BASE, score="softmax_topk", bias=True, activation="swiglu_clamped", norm=False),
+    "deepseek": replace(BASE, tokens=4, experts=12, score="sigmoid", selection_bias=True, groups=4, top_groups=2),
+    "v2-lite": replace(BASE, tokens=2, experts=6, top_k=3, normalize=False, norm=False),
+    "llama 4": replace(BASE, tokens=2, top_k=1, score="sigmoid", normalize=False, scale_input=True),
+    "llama 4, one token": replace(BASE, top_k=1, score="sigmoid", normalize=False, scale_input=True),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_agrees(case: SmallMoECase) -> None:
+    from armillary.kernels.moe.small_moe_triton import small_moe
+
+    assert refuses(case) is None
+    arguments = inputs(case, torch.Generator().manual_seed(3))
+    found = check(small_moe, SMALL_MOE, expect(SMALL_MOE, arguments, torch.Generator().manual_seed(5)))
+    assert found.agreed, found.why_not
+
+
+@needs_interpreter
+def test_long_rows_are_read_in_steps() -> None:
+    from armillary.kernels.moe.small_moe_triton import MoETiles, small_moe
+
+    arguments = inputs(replace(BASE, hidden=100, ffn=70), torch.Generator().manual_seed(3))
+    tiles = MoETiles(up_rows=4, up_depth=64, up_warps=1, down_rows=2, down_depth=32, down_warps=1)
+    expected = expect(SMALL_MOE, arguments, torch.Generator().manual_seed(5))
+    found = check(lambda *given: small_moe(*given, tiles=tiles), SMALL_MOE, expected)
+    assert found.agreed, found.why_not
+
+
+@needs_interpreter
+def test_the_list_of_chosen_experts() -> None:
+    from armillary.kernels.moe.small_moe_triton import route
+
+    x, weights, moe, *_ = inputs(replace(BASE, tokens=3, norm=False), torch.Generator().manual_seed(1))
+    routed = route(x, weights, moe, None, 1e-6)
+    count = int(routed.active[-1])
+    assert routed.active[:count].tolist() == sorted(set(routed.experts_Mk.flatten().tolist()))
+
+
+def test_what_it_does_not_do() -> None:
+    assert refuses(replace(BASE, tokens=65)) == "it is for up to 64 tokens"
+    assert refuses(replace(BASE, activation="gelu")) == "it has no gelu"
+    assert refuses(replace(BASE, dtype="fp64"))
+
+
+def test_touched_experts() -> None:
+    assert touched_experts(1, 128, 8) == pytest.approx(8)
+    assert touched_experts(10_000, 128, 8) == pytest.approx(128)
