@@ -141,6 +141,8 @@ def loss(vocab: int, dtype: torch.dtype = BF16) -> None:
 
 
 FP32, FP8 = torch.float32, torch.float8_e4m3fn
+
+
 def small_moe(tokens: int, hidden: int, ffn: int, experts: int, top_k: int, dtype: torch.dtype = BF16) -> None:
     from armillary.kernels.moe.small_moe import SmallMoECase, inputs
     from armillary.kernels.moe.small_moe_triton import small_moe
