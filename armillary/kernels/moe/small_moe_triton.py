@@ -159,7 +159,7 @@ def _up(
     inner_PF = x_MH.new_empty(M * k, F)
     early = can_start_early(x_MH.device)
     parts = ceil_div(2 * F, tiles.up_rows)
-    named = {
+    options = {
         "EARLY": early,
         "HAS_NORM": norm_H is not None,
         "HAS_BIAS": weights.up_bias_E2F is not None,
@@ -172,7 +172,7 @@ def _up(
     }
     tensors = (x_MH, norm_H, weights.up_E2FH, weights.up_bias_E2F, routed.weights_Mk, routed.experts_Mk)
     if M == 1:
-        _up_vector_kernel[(parts, k)](*tensors, routed.rstd_M, inner_PF, H, F, **named, **early_launch(early))
+        _up_vector_kernel[(parts, k)](*tensors, routed.rstd_M, inner_PF, H, F, **options, **early_launch(early))
         return inner_PF
     _up_kernel[(parts, len(routed.active) - 1)](
         *tensors,
@@ -187,7 +187,7 @@ def _up(
         K_PAD=power_of_two(k),
         M_PAD=max(16, power_of_two(M)),
         num_stages=tiles.stages,
-        **named,
+        **options,
         **early_launch(early),
     )
     return inner_PF
@@ -199,7 +199,7 @@ def _down(
     (M, k), (_, H, F) = routed.weights_Mk.shape, weights.down_EHF.shape
     out_MH = inner_PF.new_empty(M, H)
     early = can_start_early(inner_PF.device)
-    named = {
+    options = {
         "EARLY": early,
         "HAS_BIAS": weights.down_bias_EH is not None,
         "HAS_RESIDUAL": residual_MH is not None,
@@ -213,7 +213,7 @@ def _down(
     grid = (ceil_div(H, tiles.down_rows),)
     tensors = (inner_PF, weights.down_EHF, weights.down_bias_EH, residual_MH, routed.weights_Mk, routed.experts_Mk)
     if M == 1:
-        _down_vector_kernel[grid](*tensors, out_MH, H, F, ONCE=tiles.down_depth >= F, **named, **early_launch(early))
+        _down_vector_kernel[grid](*tensors, out_MH, H, F, ONCE=tiles.down_depth >= F, **options, **early_launch(early))
         return out_MH
     _down_kernel[grid](
         *tensors,
@@ -226,7 +226,7 @@ def _down(
         K_PAD=power_of_two(k),
         M_PAD=max(16, power_of_two(M)),
         num_stages=tiles.stages,
-        **named,
+        **options,
         **early_launch(early),
     )
     return out_MH
@@ -410,21 +410,21 @@ def _limited(choice, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST
             own = tl.where(position[None, :] == tl.argmax(own, 1)[:, None], float("-inf"), own)
             total += tl.max(own, 1)
         totals = tl.where((g == each)[None, :], total[:, None], totals)
-    kept = tl.zeros_like(choice)
+    is_kept = tl.zeros_like(choice)
     for _ in tl.static_range(TOP_GROUPS):
         best = tl.argmax(totals, 1)
         totals = tl.where(g[None, :] == best[:, None], float("-inf"), totals)
-        kept = tl.where(group[None, :] == best[:, None], 1.0, kept)
-    return tl.where(kept > 0, choice, float("-inf"))
+        is_kept = tl.where(group[None, :] == best[:, None], 1.0, is_kept)
+    return tl.where(is_kept > 0, choice, float("-inf"))
 
 
 # --- experts, a single token
 
 
 @triton.jit
-def _activated(pairs, ROWS: tl.constexpr, CLAMPED: tl.constexpr):
+def _activated(pair_of_token, ROWS: tl.constexpr, CLAMPED: tl.constexpr):
     """[…, ROWS] with gate and up alternating -> […, ROWS / 2]."""
-    gate, up = tl.split(pairs)
+    gate, up = tl.split(pair_of_token)
     if CLAMPED:
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
@@ -594,10 +594,10 @@ def _up_kernel(
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         w_row = up_ptr + (expert.to(tl.int64) * 2 * F + tl.minimum(row, 2 * F - 1)[:, None]) * H
         for begin in range(0, count, _LANES):
-            lane = tl.arange(0, _LANES)
-            here = (place[None, :] == (begin + lane)[:, None]) & (is_its > 0)[None, :]
-            pairs = tl.sum(tl.where(here, pair[None, :], 0), 1)
-            tokens, is_used = pairs // TOP_K, begin + lane < count
+            offset = tl.arange(0, _LANES)
+            here = (place[None, :] == (begin + offset)[:, None]) & (is_its > 0)[None, :]
+            pair_of_token = tl.sum(tl.where(here, pair[None, :], 0), 1)
+            tokens, is_used = pair_of_token // TOP_K, begin + offset < count
             rstd = tl.load(rstd_ptr + tokens, mask=is_used & HAS_NORM, other=1.0)
             sums = tl.zeros([_LANES, ROWS], tl.float32)
             for start in range(0, H, DEPTH):
@@ -610,7 +610,7 @@ def _up_kernel(
                     scale = tl.load(norm_ptr + k, mask=k < H, other=0.0).to(tl.float32)
                     x = (x.to(tl.float32) * rstd[:, None] * scale[None, :]).to(w.dtype)
                 sums = tl.dot(x, tl.trans(w), sums, input_precision="ieee")
-            weight = tl.load(weights_ptr + pairs, mask=is_used, other=0.0)
+            weight = tl.load(weights_ptr + pair_of_token, mask=is_used, other=0.0)
             if SCALE_INPUT:
                 sums = sums * weight[:, None]
             if HAS_BIAS:
@@ -620,7 +620,7 @@ def _up_kernel(
                 inner = inner * weight[:, None]
             at = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
             tl.store(
-                inner_ptr + pairs[:, None] * F + at[None, :],
+                inner_ptr + pair_of_token[:, None] * F + at[None, :],
                 inner.to(inner_ptr.dtype.element_ty),
                 mask=is_used[:, None] & (at < F)[None, :],
             )
