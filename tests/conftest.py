@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,13 +12,15 @@ from typing import Any
 
 import pytest
 
+from tests.gpu_present import gpu_present
+
 # Images often forbid byte code: then pytest would rewrite every test file in every run, and every child process would
 # compile the whole package.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Small tensors gain nothing from threads, and threads that spin on a busy machine make tests many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU, Triton kernels are interpreted; triton looks at this when it is first imported.
-if not (shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
+if not gpu_present():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from armillary.store.home import Home

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from armillary.errors import NotFound
 from armillary.machine import host_info
 from armillary.machine.gpus import Gpu, gpu_links, gpus, torch_sees_gpus
 from armillary.machine.host_info import Cpu, Disk, Interface
@@ -88,9 +87,8 @@ def chip_of(gpu: Gpu) -> Chip:
 def _in_catalogue(gpu: Gpu) -> Chip | None:
     words = _slug(gpu.name).split("-")
     while words:
-        try:
-            chip = catalogue.chip("-".join(words))
-        except NotFound:
+        chip = catalogue.find_chip("-".join(words))
+        if chip is None:
             if not _NOT_MODEL_WORDS.fullmatch(words.pop()):
                 return None
             continue

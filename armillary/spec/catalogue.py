@@ -64,6 +64,10 @@ def model(name: str) -> ModelEntry:
     return ModelEntry(config=config_from_fields({"name": key} | fields, where=key), **about)
 
 
+def has_model(name: str) -> bool:
+    return _models().find(name) is not None
+
+
 _ABOUT = ("title", "hub", "source", "published_parameters", "aliases", "note")
 
 
@@ -171,11 +175,16 @@ def prices() -> tuple[Price, ...]:
 
 def chip(name: str) -> Chip:
     """One chip, by name or alias."""
-    table = _hardware()["chip"]
-    key = table.find(name)
-    if key is None:
-        raise _no_such("chip", name, table, "armillary hardware")
-    return _chip_row(key)
+    row = find_chip(name)
+    if row is None:
+        raise _no_such("chip", name, _hardware()["chip"], "armillary hardware")
+    return row
+
+
+def find_chip(name: str) -> Chip | None:
+    """The same, or None; the error of `chip` looks for similar names, which takes milliseconds."""
+    key = _hardware()["chip"].find(name)
+    return None if key is None else _chip_row(key)
 
 
 @cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from armillary.cli.main import main
 from armillary.model.weights.hf_weights import load_model
 from armillary.store.home import Home
 from tests.conftest import Ran
@@ -41,26 +43,42 @@ eval_every = 3
 """
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
+def write_text(folder: Path) -> Path:
     folder.mkdir()
     for i in range(30):
         (folder / f"{i}.txt").write_text(f"line one of {i}\nthe quick brown fox number {i} jumps\n" * 6)
     return folder
 
 
-@pytest.fixture
-def recipe(text: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "small.toml"
+def write_recipe(path: Path, text: Path) -> Path:
     path.write_text(RECIPE.format(source=text))
     return path
 
 
 @pytest.fixture
-def trained(cli: Cli, recipe: Path) -> str:
-    """The name of a run that has an export."""
-    return str(cli("train", str(recipe), "--json").json["run"])
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text")
+
+
+@pytest.fixture
+def recipe(text: Path, tmp_path: Path) -> Path:
+    return write_recipe(tmp_path / "small.toml", text)
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A home with the run `small`, which has an export."""
+    folder = tmp_path_factory.mktemp("trained")
+    home, recipe = Home.at(folder / "home"), write_recipe(folder / "small.toml", write_text(folder / "text"))
+    assert main(["train", str(recipe), "--run", "small", "--home", str(home.work), "--quiet"]) == 0
+    return home
+
+
+@pytest.fixture
+def trained(trained_once: Home, home: Home) -> str:
+    """The name of that run, in a copy of that home."""
+    shutil.copytree(trained_once.work, home.work, dirs_exist_ok=True)
+    return "small"
 
 
 def test_data_prepare(cli: Cli, text: Path, home: Home) -> None:

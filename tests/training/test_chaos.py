@@ -63,10 +63,10 @@ def arena(made: Recipe, home: Home, start: Callable[..., object], *, size: int) 
     return Chaos(recipe=path, home=home, start=start, ranks=size)  # type: ignore[arg-type]
 
 
-def test_two_ranks_killed_twice(recipe: Make, home: Home, ranks: Ranks, server: ForkServer) -> None:
+def test_two_ranks_killed_twice(recipe: Make, home: Home, ranks: Ranks, fork_server: ForkServer) -> None:
     made = recipe(*SETTINGS, "layout.dp=2", "train.steps=40")
     whole = uninterrupted(made, home, ranks, size=2)
-    (done,) = killed(arena(made, home, server.start, size=2), "killed", seed=3, count=2, gap_s=1.0)
+    (done,) = killed(arena(made, home, fork_server.start, size=2), "killed", seed=3, count=2, gap_s=1.0)
     assert done.strikes and weights_digest(home, "killed") == whole
     assert max(steps_lost(done.folder), default=0) < 2 * EVERY
 

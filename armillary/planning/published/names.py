@@ -6,7 +6,6 @@ parameters are nearest to the row's is chosen; no model is better than a wrong o
 
 import re
 
-from armillary.errors import NotFound
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.hardware import Chip
@@ -77,10 +76,7 @@ def _alike(known: str, name: str) -> bool:
 
 
 def _catalogued(name: str) -> ModelConfig | None:
-    try:
-        return catalogue.model(name).config
-    except NotFound:
-        return None
+    return catalogue.model(name).config if catalogue.has_model(name) else None
 
 
 def _near(config: ModelConfig, params_b: float | None) -> bool:
@@ -92,8 +88,5 @@ def _distance(config: ModelConfig, params_b: float | None) -> float:
 
 
 def _chip(name: str) -> Chip | None:
-    try:
-        return catalogue.chip(name)
-    except NotFound:
-        node = catalogue.nodes().get(name)
-        return catalogue.chips()[node.chip] if node else None
+    node = catalogue.nodes().get(name)
+    return catalogue.find_chip(name) or (catalogue.chips()[node.chip] if node else None)

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from math import inf, nan
 
-from armillary.errors import BadInput, NotFound
+from armillary.errors import BadInput
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.hardware import Chip, Cluster, Link, Node, Tier
@@ -172,10 +172,8 @@ def chip_of(text: str) -> Chip:
     words = re.sub(r"\(.*", "", text).strip().lower().replace("_", "-").replace("/", "-").split()
     parts = "-".join(words).split("-")
     for end in range(len(parts), 0, -1):
-        try:
-            return catalogue.chip("-".join(parts[:end]))
-        except NotFound:
-            continue
+        if (chip := catalogue.find_chip("-".join(parts[:end]))) is not None:
+            return chip
     raise BadInput(f"no chip '{text}' in the catalogue; armillary hardware lists them")
 
 

@@ -4,7 +4,6 @@ Time is at least FLOPs / peak and at least bytes / bandwidth (Williams, Waterman
 from `armillary bench` where this device was measured, else from the catalogue; `source` says which.
 """
 
-from armillary.errors import NotFound
 from armillary.machine.gpus import Gpu
 from armillary.machine.machine import chip_of
 from armillary.profiling.profile import Bound, Roofline
@@ -53,15 +52,8 @@ def _in_catalogue(device: str, memory_bytes: float | None) -> Chip | None:
     if known.flops:
         return known
     models = [part for word in words for part in (word, word.split("-")[0])]
-    chips = [chip for model in models if (chip := _chip(model.lower())) is not None]
-    return next((chip for chip in chips if chip.kind != "cpu"), None)
-
-
-def _chip(name: str) -> Chip | None:
-    try:
-        return catalogue.chip(name)
-    except NotFound:
-        return None
+    chips = (catalogue.find_chip(model.lower()) for model in models)
+    return next((chip for chip in chips if chip is not None and chip.kind != "cpu"), None)
 
 
 def peak_flops(roofline: Roofline, dtype: str, *, matrix: bool = True) -> float | None:

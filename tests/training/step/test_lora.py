@@ -84,8 +84,15 @@ def test_rank_0_leaves_the_model_alone(tmp_path: Path) -> None:
     assert not any(adapters(model)) and next(model.parameters()).dtype is torch.float32
 
 
-@pytest.mark.parametrize("family", sorted(NAMED))
-@pytest.mark.parametrize("on", [ALL, ("q", "v"), ("k", "out"), ("qkv", "up"), ("gate", "q")])
+PARTS = [("q", "v"), ("k", "out"), ("qkv", "up"), ("gate", "q")]
+MERGED = [
+    *((family, ALL) for family in sorted(NAMED)),
+    *((family, on) for family in ("llama", "phi3", "qwen3_moe") for on in PARTS),  # plain, stacked, with experts
+]
+OTHERS = [(family, on) for family in sorted(NAMED) for on in PARTS if (family, on) not in MERGED]
+
+
+@pytest.mark.parametrize(("family", "on"), [*MERGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)])
 def test_merged_computes_the_same_in_every_family(tmp_path: Path, family: str, on: tuple[str, ...]) -> None:
     model, job = adapted(tmp_path, family, seed=len(on), lora_on=on)
     with_adapters = logits(model)
