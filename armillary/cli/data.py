@@ -11,7 +11,7 @@ import click
 
 from armillary.cli.output import Output, path_text
 from armillary.cli.progress import Bar
-from armillary.cli.verb_decorator import VerbGroup
+from armillary.cli.verb_decorator import VerbGroup, moved
 from armillary.errors import BadInput
 from armillary.spec.tables.train import Data
 from armillary.store.home import Home
@@ -30,21 +30,26 @@ data = VerbGroup("data", help="Prepare text as token shards, inspect them, verif
 @data.verb
 @click.argument("source", default="stdlib")
 @click.option("--out", "target", type=click.Path(path_type=Path), help="Folder to write.  [default: data/NAME]")
-@click.option("--vocab", default="8192", show_default=True, help="Size of the tokenizer trained on the text.")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder with a tokenizer.json to use instead.")
+@click.option(
+    "--tokenizer",
+    default="8192",
+    show_default=True,
+    metavar="SIZE|FOLDER",
+    help="Size of one trained on the text, or the folder of one to use.",
+)
 @click.option("--key", default="text", show_default=True, help="JSONL key, Parquet column or suffix in tars.")
 @click.option("--held-out", default=0.01, show_default=True, help="Share of documents held out for validation.")
 @click.option("--shuffle", is_flag=True, help="Shuffle the documents.")
 @click.option("--chat", metavar="TEMPLATE", help="Chats, loss on responses only: own, chatml, plain or a .jinja.")
 @click.option("--on", "where", metavar="ray[=HOST:PORT]", help="Read and encode on a Ray cluster: the same shards.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder made from something else.")
+@moved("--vocab", "try --tokenizer 8192")
 def prepare(
     out: Output,
     home: Home,
     source: str,
     target: Path | None,
-    vocab: str,
-    tokenizer: Path | None,
+    tokenizer: str,
     key: str,
     held_out: float,
     shuffle: bool,
@@ -62,8 +67,7 @@ def prepare(
     from armillary.training.prepare_data import prepare as library_prepare
 
     settings: dict[str, Any] = {
-        "vocab": parse_count(vocab),
-        "tokenizer": tokenizer,
+        **_tokenizer(tokenizer),
         "key": key,
         "held_out": held_out,
         "shuffle": shuffle,
@@ -76,6 +80,13 @@ def prepare(
         prepared = library_prepare(source, folder, **settings, **more, progress=on_bar(bar))
     say_prepared(out, prepared)
     out.result(summary(prepared), quiet=str(prepared.folder))
+
+
+def _tokenizer(text: str) -> dict[str, Any]:
+    """The size of a tokenizer that is trained, or the folder of one that is used."""
+    if text[:1].isdigit() and not Path(text).exists():
+        return {"vocab": parse_count(text), "tokenizer": None}
+    return {"tokenizer": Path(text).expanduser()}
 
 
 def _map_on(where: str | None) -> Mapped | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from armillary.cli.output import Output
-from armillary.cli.verb_decorator import VerbGroup
+from armillary.cli.verb_decorator import VerbGroup, moved
 from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.units import seconds_text
@@ -120,23 +120,22 @@ def _config(file: Path | None, upstreams: Sequence[str], policy: str, redis: str
 @keys.verb
 @click.argument("name")
 @click.option("--model", "models", multiple=True, help="A model it may use; repeat.  [default: all]")
-@click.option("--requests", type=click.IntRange(1), help="Most requests per window and model.")
-@click.option("--tokens", type=click.IntRange(1), help="Most tokens per window and model, prompt and completion.")
-@click.option("--window", "window_s", type=click.FloatRange(min=0, min_open=True), default=60.0, help="Seconds.  [60]")
+@click.option("--limit", metavar="requests=60,tokens=20000,window=60", help="Per model, in any window of 60 s.")
 @click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Valid for so many days.")
 @click.option("--budget", metavar="20usd/month", help="Of dollars or tokens (5000000tokens/day), per day or month.")
 @click.option("--priority", default=0, help="While requests wait, lower is served earlier.  [0]")
 @click.option("--weight", default=1.0, type=click.FloatRange(min=0, min_open=True), help="Of its fair share.  [1]")
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(["inference", "metrics"]), default=["inference"])
 @keys_option
+@moved("--requests", "try --limit requests=60")
+@moved("--tokens", "try --limit tokens=20000")
+@moved("--window", "try --limit requests=60,window=10")
 def add(
     out: Output,
     home: Home,
     name: str,
     models: Sequence[str],
-    requests: int | None,
-    tokens: int | None,
-    window_s: float,
+    limit: str | None,
     days: float | None,
     budget: str | None,
     priority: int,
@@ -149,7 +148,7 @@ def add(
         name,
         models=list(models),
         scopes=list(scopes),
-        limits={"requests": requests, "tokens": tokens, "window_s": window_s},
+        limits=_limits(limit) if limit else {},
         expires=time.time() + days * _DAY_S if days else None,
         budget=_budget(budget) if budget else {},
         priority=priority,
@@ -158,6 +157,21 @@ def add(
     out.say(f"key {key.id} of {name}: {secret}")
     out.say("clients send it as Authorization: Bearer KEY; it cannot be shown again")
     out.result({"id": key.id, "name": name, "key": secret}, quiet=secret)
+
+
+def _limits(text: str) -> dict[str, Any]:
+    """The fields of limits like requests=60,tokens=20000,window=10 (seconds)."""
+    limits: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        is_count = name in ("requests", "tokens") and value.isdecimal() and int(value) > 0
+        seconds = name == "window" and re.fullmatch(r"[0-9]+\.?[0-9]*", value) is not None and float(value) > 0
+        if not (is_count or seconds):
+            raise BadInput(f"--limit {text} is not understood; write it like requests=60,tokens=20000,window=60")
+        limits["window_s" if seconds else name] = float(value) if seconds else int(value)
+    if not limits.keys() & {"requests", "tokens"}:
+        raise BadInput(f"--limit {text} limits nothing; add requests=60 or tokens=20000")
+    return limits
 
 
 def _budget(text: str) -> dict[str, Any]:

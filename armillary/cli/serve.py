@@ -25,13 +25,13 @@ _AROUND_ROUTES = tuple(
 @click.argument("model", shell_complete=completion.models)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
-@click.option("--max-model-len", type=click.IntRange(1), help="Prompt and completion together.  [default: the context]")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Devices that shard the model.")
 @click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--metrics", type=click.Choice(["armillary", "vllm"]), help="vllm: vLLM's names beside ours on /metrics.")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
 @set_option
+@moved("--max-model-len", "try --set serve.max_model_len=4096")
 @moved("--fp8", "try --set serve.weights=fp8", is_flag=True)
 @moved("--name", "try --set serve.name=…")
 @moved("--dtype", "try --set serve.dtype=bf16")
@@ -44,7 +44,6 @@ def serve(
     model: str,
     host: str,
     port: int,
-    max_model_len: int | None,
     tp: int,
     trust: bool,
     device: str | None,
@@ -58,8 +57,8 @@ def serve(
     that is promoted to the alias later replaces the one that serves, without dropping a request.
 
     SIGTERM lets requests in flight finish. The rest is keys of [serve], like limits and API keys: --set
-    serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=… (for clients), --set
-    serve.dtype=bf16, --set serve.tools=hermes, --set serve.otlp=http://….
+    serve.max_model_len=4096, --set serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=…
+    (for clients), --set serve.dtype=bf16, --set serve.tools=hermes, --set serve.otlp=http://….
 
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
     batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
@@ -72,7 +71,7 @@ def serve(
         )
     if trust:
         raise BadInput("--trust is for model files; a model folder holds no code, leave it out")
-    asked = _asked(recipe, overrides, max_model_len, metrics)
+    asked = _asked(recipe, overrides, metrics)
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
     source = find_model(out, home, model, need_weights=True, trusted_keys=asked.serve.trusted_keys)
@@ -112,10 +111,9 @@ def serve(
         run(source, config, listen, ranks=tp, follow=follow, say=say)
 
 
-def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None, metrics: str | None) -> Recipe:
+def _asked(recipe: Path | None, overrides: tuple[str, ...], metrics: str | None) -> Recipe:
     """The recipe, then flags, then --set of [serve]."""
-    flags = [f"serve.max_model_len={max_model_len}"] if max_model_len else []
-    flags += [f"serve.metrics={metrics}"] if metrics else []
+    flags = [f"serve.metrics={metrics}"] if metrics else []
     for text in overrides:
         if not text.startswith("serve."):
             raise BadInput(f"--set {text} is not of [serve]; it reads that table alone, like serve.max_running=64")

@@ -139,9 +139,9 @@ def _unusual(shuffle: bool, format: str, template: str) -> dict[str, Any]:
 
 def _check(vocab: int, held_out: float, seed: int) -> None:
     if vocab < SMALLEST:
-        raise BadInput(f"a vocabulary of {vocab} is below the {SMALLEST} of byte-level BPE; try --vocab 8192")
+        raise BadInput(f"a vocabulary of {vocab} is below the {SMALLEST} of byte-level BPE; try --tokenizer 8192")
     if vocab > LARGEST:
-        raise BadInput(f"a vocabulary of {vocab:,} is more than the {LARGEST:,} we train; try --vocab 131072")
+        raise BadInput(f"a vocabulary of {vocab:,} is more than the {LARGEST:,} we train; try --tokenizer 131072")
     if not 0 <= held_out <= 0.5:
         raise BadInput(f"held_out={held_out} is not a fraction between 0 and 0.5; 0.01 holds out one document in 100")
     if not 0 <= seed < 2**63:

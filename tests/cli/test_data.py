@@ -18,7 +18,9 @@ Cli = Callable[..., Ran]
 def folder(cli: Cli, tmp_path: Path) -> Path:
     lines = [json.dumps({"body": f"a line of text number {number} " * (number % 7 + 1)}) for number in range(100)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    ran = cli("data", "prepare", str(tmp_path / "text.jsonl"), "--key", "body", "--vocab", "300", "--shuffle", "--json")
+    ran = cli(
+        "data", "prepare", str(tmp_path / "text.jsonl"), "--key", "body", "--tokenizer", "300", "--shuffle", "--json"
+    )
     assert ran.code == 0, ran.err
     return Path(ran.json["folder"])
 

@@ -15,7 +15,7 @@ Cli = Callable[..., Any]
 def test_keys_from_add_to_revoke(cli: Cli, home: Home) -> None:
     assert "no keys yet, so the gateway serves everybody" in cli("gateway", "keys", "ls").out
     secret = cli(
-        "gateway", "keys", "add", "alice", "--model", "bot", "--requests", "60", "--days", "7", "-q"
+        "gateway", "keys", "add", "alice", "--model", "bot", "--limit", "requests=60", "--days", "7", "-q"
     ).out.strip()
     path = home.work / "gateway" / "keys.json"
     key = KeyRing(KeyFile(path)).find(secret.encode())
@@ -54,4 +54,12 @@ def test_a_key_with_a_budget(cli: Cli, home: Home) -> None:
     (key,) = KeyFile(home.work / "gateway" / "keys.json").read().values()
     assert (key.budget.usd, key.budget.period, key.priority, key.weight) == (20.0, "month", -1, 2.0)
     assert "$20 per month" in cli("gateway", "keys", "ls").out
+    cli("gateway", "keys", "add", "carl", "--limit", "requests=5, tokens=900,window=2.5")
+    limits = next(
+        key for key in KeyFile(home.work / "gateway" / "keys.json").read().values() if key.name == "carl"
+    ).limits
+    assert (limits.requests, limits.tokens, limits.window_s) == (5, 900, 2.5)
+    for wrong in ("requests=0", "requests", "tokens=many", "window=0,requests=1", "window=5", "rps=4"):
+        assert f"--limit {wrong}" in cli("gateway", "keys", "add", "eve", "--limit", wrong).err
+    assert "try --limit requests=60" in cli("gateway", "keys", "add", "eve", "--requests", "5").err
     assert "write it like 20usd/month" in cli("gateway", "keys", "add", "eve", "--budget", "lots").err

@@ -133,7 +133,7 @@ def test_a_full_disk(verb: str, cli: Cli, model: Path, tmp_path: Path) -> None:
         if verb == "convert":
             ran = cli("convert", "armillary-2m", str(disk / "m"), "--random-weights")
         else:
-            ran = cli("data", "prepare", "stdlib", "--out", str(disk / "d"), "--vocab", "300", "--quiet")
+            ran = cli("data", "prepare", "stdlib", "--out", str(disk / "d"), "--tokenizer", "300", "--quiet")
         one_line(ran, "disk full while writing")
         assert not (disk / "m").exists() and not (disk / "d").exists()
     finally:

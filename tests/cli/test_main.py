@@ -235,5 +235,4 @@ def test_no_verb_has_more_than_eight_flags() -> None:
     command = entry.command()
     found = flags(command, click.Context(command))
     assert len(found) > len(VERBS) and "--port" in found["armillary serve"]
-    more = {verb: len(own) for verb, own in found.items() if len(own) > 8}
-    assert more == {"armillary data prepare": 9, "armillary gateway keys add": 10, "armillary serve": 9}, "to be folded"
+    assert {verb: own for verb, own in found.items() if len(own) > 8} == {}

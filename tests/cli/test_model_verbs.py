@@ -82,12 +82,12 @@ def trained(trained_once: Home, home: Home) -> str:
 
 
 def test_data_prepare(cli: Cli, text: Path, home: Home) -> None:
-    ran = cli("data", "prepare", str(text), "--vocab", "300", "--json")
+    ran = cli("data", "prepare", str(text), "--tokenizer", "300", "--json")
     assert ran.code == 0 and ran.json["documents"] == 30 and ran.json["vocab"] <= 300
     assert Path(ran.json["folder"]).parent == home.data
-    again = cli("data", "prepare", str(text), "--vocab", "300")
+    again = cli("data", "prepare", str(text), "--tokenizer", "300")
     assert "already there" in again.out and "30 documents" in again.out
-    assert cli("data", "prepare", str(text), "--vocab", "300", "--quiet").out.strip() == ran.json["folder"]
+    assert cli("data", "prepare", str(text), "--tokenizer", "300", "--quiet").out.strip() == ran.json["folder"]
 
 
 def test_train_says_what_it_does_and_exports(cli: Cli, recipe: Path) -> None:

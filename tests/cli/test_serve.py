@@ -51,6 +51,6 @@ def test_keys_are_read_from_a_file(cli: Cli, folder: Path, tmp_path: Path) -> No
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(cli: Cli, folder: Path) -> None:
     """The engine's process says it, the server passes it on."""
-    ran = cli("serve", str(folder), "--port", "0", "--device", "cpu", "--max-model-len", "100000")
+    ran = cli("serve", str(folder), "--port", "0", "--device", "cpu", "--set", "serve.max_model_len=100000")
     assert ran.code == 2 and "error: serve.max_model_len=100000 exceeds the context of tiny" in ran.err, ran.err
     assert "Traceback" not in ran.err

@@ -49,7 +49,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_data_prepared_on_ray_is_the_same(armillary: Callable[..., str], cluster: RayCluster, tmp_path: Path) -> None:
-    settings = ("--vocab", "512", "--held-out", "0.1")
+    settings = ("--tokenizer", "512", "--held-out", "0.1")
     armillary("data", "prepare", "text", "--out", "here", *settings)
     armillary("data", "prepare", "text", "--out", "there", *settings, "--on", f"ray={cluster.address}")
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")

@@ -244,7 +244,7 @@ def test_data_with_more_ids_than_the_model_is_refused(recipe: Make, home: Home) 
     (made,) = begin(recipe(), home).prepare()
     folder = made.folder
     small = begin(recipe("model.vocab=300", f"data.path={folder}"), home)
-    with pytest.raises(BadData, match=r"beyond the model's vocabulary of 300; prepare it with --vocab 300"):
+    with pytest.raises(BadData, match=r"beyond the model's vocabulary of 300; prepare it with --tokenizer 300"):
         Trainer(small.plan, alone())
 
 

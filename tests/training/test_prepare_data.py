@@ -151,7 +151,7 @@ def test_other_peoples_folders_are_never_overwritten(source: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"vocab": 100}, "a vocabulary of 100 is below the 260 of byte-level BPE; try --vocab 8192"),
+        ({"vocab": 100}, "a vocabulary of 100 is below the 260 of byte-level BPE; try --tokenizer 8192"),
         ({"held_out": 1.0}, "held_out=1.0 is not a fraction between 0 and 0.5"),
         ({"seed": -1}, "seed=-1 is not between 0 and"),
     ],

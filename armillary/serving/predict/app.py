@@ -1,4 +1,4 @@
-"""The predict server's routes: /predict, /health, /ready, /schema, /metrics, /openapi.json."""
+"""The predict server's routes: /predict, /health, /ready, /schema, /metrics, /openapi.json, and KServe's under /v2."""
 
 import asyncio
 import json
@@ -25,7 +25,8 @@ from armillary.serving.http.asgi import (
 from armillary.serving.http.server import Say
 from armillary.serving.predict.batcher import BatcherClosed, QueueFull
 from armillary.serving.predict.hot_reload import HotReloader, LoadedVersion
-from armillary.serving.predict.json_workers import JsonPool, WorkerLost
+from armillary.serving.predict.json_workers import PREDICT, JsonPool, WireFormat, WorkerLost
+from armillary.serving.predict.kserve_api import KserveApi
 from armillary.serving.predict.metrics import Metrics
 from armillary.serving.predict.openapi import document
 from armillary.serving.predict.request import InvalidRequest
@@ -52,6 +53,7 @@ class PredictServer:
         keys: tuple[str, ...] = (),
     ) -> None:
         self.settings, self.metrics = settings, Metrics()
+        self.name = path.name if path.is_dir() else path.stem
         self.models = HotReloader(path, settings, say, self.metrics.ran, trust)
         self._keys = ApiKeys(keys)
         limit = settings.max_body_bytes
@@ -61,12 +63,16 @@ class PredictServer:
     # --- routes
 
     async def predict(self, request: Request) -> Response:
+        return await self.answered(request, PREDICT)
+
+    async def answered(self, request: Request, wire: WireFormat) -> Response:
+        """The response to a request for the model's outputs."""
         begin = time.perf_counter()
         if not self.admits(request):
             self.metrics.responded(401, None)
             return _no_key()
         try:
-            code, body, version = await self._respond(request, begin)
+            code, body, version = await self._respond(request, begin, wire)
         except ClientDisconnected:
             return Response(status_code=499)
         self.metrics.responded(code, time.perf_counter() - begin if code == 200 else None)
@@ -78,14 +84,14 @@ class PredictServer:
         """State of the model in three keys; the status is 200 while the process runs."""
         return JSONResponse(
             {
-                "status": "degraded" if self._why_not_ready() else "healthy",
+                "status": "degraded" if self.why_not_ready() else "healthy",
                 "model_loaded": self.models.current is not None,
                 "avg_latency_ms": self.metrics.avg_latency_ms,
             }
         )
 
     async def ready(self, request: Request) -> Response:
-        why = self._why_not_ready()
+        why = self.why_not_ready()
         return JSONResponse({"ready": not why, "why": why, "reload_problem": self.models.problem}, 503 if why else 200)
 
     async def schema(self, request: Request) -> Response:
@@ -126,11 +132,13 @@ class PredictServer:
         """Whether the request has a key, where one is required."""
         return self._keys.admits(dict(request.headers.raw))
 
-    async def _respond(self, request: Request, begin: float) -> tuple[int, bytes, LoadedVersion | None]:
+    async def _respond(
+        self, request: Request, begin: float, wire: WireFormat
+    ) -> tuple[int, bytes, LoadedVersion | None]:
         """(status, body, version that served it)."""
         try:
             async with self._bodies.read(request.receive) as body:
-                return await self._predict(body, begin)
+                return await self._predict(body, begin, wire)
         except BodyTimeout:
             return 408, _error(f"the body did not arrive within {self.settings.timeout_s:g} s"), self.models.current
         except BodyTooLarge:
@@ -138,24 +146,26 @@ class PredictServer:
         except TooManyBodies:
             return 429, _error("too many bodies are in flight; try again in a second"), self.models.current
 
-    async def _predict(self, body: bytes, begin: float) -> tuple[int, bytes, LoadedVersion | None]:
+    async def _predict(self, body: bytes, begin: float, wire: WireFormat) -> tuple[int, bytes, LoadedVersion | None]:
         """By the version that is current once the body is read, or by the next where that one closes meanwhile."""
         while (version := self.models.current) is not None:
             try:
-                return *await self._predict_by(version, body, begin), version
+                return *await self._predict_by(version, body, begin, wire), version
             except BatcherClosed:
                 if self.models.current is version:
                     return 503, _error("the server is shutting down"), version
         return 503, _error("no model is loaded"), None
 
-    async def _predict_by(self, version: LoadedVersion, body: bytes, begin: float) -> tuple[int, bytes]:
+    async def _predict_by(
+        self, version: LoadedVersion, body: bytes, begin: float, wire: WireFormat
+    ) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                return 200, await self._run(version, body, begin)
+                return 200, await self._run(version, body, begin, wire)
         except BatcherClosed:
             raise
         except InvalidRequest as error:
-            return 422, _error(str(error))
+            return wire.invalid, _error(str(error))
         except QueueFull:
             return 429, _error("too many rows wait; try again in a second")
         except WorkerLost:
@@ -164,15 +174,19 @@ class PredictServer:
             return 504, _error(f"no result within {self.settings.timeout_s:g} s")
         except Exception as error:  # of the model
             message = " ".join(str(error).split())[:300]
-            return (422 if _is_clients(error, version.schema) else 500), _error(f"the model failed: {message}")
+            return (wire.invalid if _is_clients(error, version.schema) else 500), _error(f"the model failed: {message}")
 
-    async def _run(self, version: LoadedVersion, body: bytes, begin: float) -> bytes:
-        request = await self._json_pool.read(body, version.schema, max_rows=self.settings.max_queue)
+    async def _run(self, version: LoadedVersion, body: bytes, begin: float, wire: WireFormat) -> bytes:
+        request = await self._json_pool.read(body, version.schema, max_rows=self.settings.max_queue, wire=wire)
         outputs = await version.batcher.submit(request)
-        text = await self._json_pool.write(request, outputs, version.schema)
+        text = await self._json_pool.write(request, outputs, version.schema, wire)
+        if not wire.latency:
+            head = json.dumps({"model_name": self.name, "model_version": version.release.name})
+            return head[:-1].encode() + b"," + text[1:]
         return text[:-1] + b',"latency_ms":%.3f}' % (1e3 * (time.perf_counter() - begin))
 
-    def _why_not_ready(self) -> str:
+    def why_not_ready(self) -> str:
+        """Why requests would wait; empty: they would not."""
         version = self.models.current
         if version is None:
             return "no model is loaded"
@@ -193,7 +207,8 @@ def _is_clients(error: Exception, schema: Schema) -> bool:
 async def _no_route(request: Request, error: Exception) -> Response:
     """A path or method that does not exist."""
     assert isinstance(error, HTTPException)
-    text = f"{error.detail}: {request.method} {request.url.path}; POST /predict, GET /health, /ready, /schema, /metrics"
+    paths = "POST /predict, GET /health, /ready, /schema, /metrics, /v2"
+    text = f"{error.detail}: {request.method} {request.url.path}; {paths}"
     return Response(_error(text), error.status_code, headers=error.headers, media_type="application/json")
 
 
@@ -228,5 +243,6 @@ def make_app(state: PredictServer) -> Starlette:
         Route("/schema", state.schema),
         Route("/metrics", state.prometheus),
         Route("/openapi.json", state.openapi),
+        *KserveApi(state).routes(),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})

@@ -8,12 +8,13 @@ import json
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from armillary.serving.predict.kserve import decode_infer, encode_infer
 from armillary.serving.predict.request import InvalidRequest, PredictRequest, parse, read, response_table
 from armillary.serving.predict.schema import Schema
 from armillary.serving.processes.worker_process import WorkerProcess, serve_messages
@@ -40,6 +41,20 @@ def encode_response(request: PredictRequest, outputs: list[np.ndarray[Any, Any]]
     return json.dumps(response_table(request, outputs, schema), separators=(",", ":"), allow_nan=False).encode()
 
 
+@dataclass(frozen=True, kw_only=True)
+class WireFormat:
+    """How a path writes requests and responses; both functions run in a worker where they are large."""
+
+    decode: Callable[[bytes, Schema, int], PredictRequest]
+    encode: Callable[[Any, list[np.ndarray[Any, Any]], Schema], bytes]
+    invalid: int = 422  # status of a request that does not fit
+    latency: bool = True  # whether a response ends with its own time
+
+
+PREDICT = WireFormat(decode=decode_request, encode=encode_response)
+KSERVE = WireFormat(decode=decode_infer, encode=encode_infer, invalid=400, latency=False)
+
+
 class JsonPool:
     """Decodes and encodes small JSON in this process and large JSON in workers."""
 
@@ -50,14 +65,18 @@ class JsonPool:
         for worker in self.workers:
             self._free.put(worker)
 
-    async def read(self, body: bytes, schema: Schema, *, max_rows: int) -> PredictRequest:
-        work = partial(decode_request, body, schema, max_rows)
+    async def read(self, body: bytes, schema: Schema, *, max_rows: int, wire: WireFormat = PREDICT) -> PredictRequest:
+        work = partial(wire.decode, body, schema, max_rows)
         return work() if len(body) <= LARGE_BODY else await self._in_worker(work)
 
-    async def write(self, request: PredictRequest, outputs: list[np.ndarray[Any, Any]], schema: Schema) -> bytes:
-        work = partial(
-            encode_response, replace(request, arrays=()), outputs, schema
-        )  # only the request's form is needed
+    async def write(
+        self,
+        request: PredictRequest,
+        outputs: list[np.ndarray[Any, Any]],
+        schema: Schema,
+        wire: WireFormat = PREDICT,
+    ) -> bytes:
+        work = partial(wire.encode, replace(request, arrays=()), outputs, schema)  # only the request's form is needed
         return work() if sum(output.size for output in outputs) <= LARGE_RESPONSE else await self._in_worker(work)
 
     def close(self) -> None:

@@ -152,13 +152,13 @@ def _shaped(array: np.ndarray[Any, Any], field: Field, shape: Shape | None) -> n
 
 def response_table(request: PredictRequest, outputs: list[np.ndarray[Any, Any]], schema: Schema) -> dict[str, Any]:
     """A response without its latency: `prediction` for a single output, else `outputs` by name."""
-    plain = [_plain(output[0] if request.single and schema.batched else output) for output in outputs]
-    if len(plain) == 1 and not request.by_name:
-        return {"prediction": plain[0] if isinstance(plain[0], list) else plain}
-    return {"outputs": {field.name: value for field, value in zip(schema.outputs, plain, strict=True)}}
+    values = [plain(output[0] if request.single and schema.batched else output) for output in outputs]
+    if len(values) == 1 and not request.by_name:
+        return {"prediction": values[0] if isinstance(values[0], list) else values}
+    return {"outputs": {field.name: value for field, value in zip(schema.outputs, values, strict=True)}}
 
 
-def _plain(array: np.ndarray[Any, Any]) -> Any:
+def plain(array: np.ndarray[Any, Any]) -> Any:
     """Lists of numbers; infinities and NaN are null."""
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         return np.where(np.isfinite(array), array.astype(object), None).tolist()

@@ -28,7 +28,7 @@ def open_text(plan: Plan) -> OpenData:
         have, most = opened.vocab, plan.model.vocab
         raise BadData(
             f"{plan.data.path or plan.data.paths[0]} has token ids up to {have - 1}, beyond the model's "
-            f"vocabulary of {most}; prepare it with --vocab {most}, or --set model.vocab={have}"
+            f"vocabulary of {most}; prepare it with --tokenizer {most}, or --set model.vocab={have}"
         )
     return opened
 

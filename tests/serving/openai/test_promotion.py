@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from armillary.store.registry.registry import Registry
 from armillary.store.registry.release import Release
 from armillary.store.resolve_model import resolve_model
 from tests.serving.openai.test_app import api
-from tests.serving.tiny import make_folder, run_server
+from tests.serving.tiny import Server, make_folder, run_server
 from tests.store.conftest import write_model
 
 
@@ -109,30 +111,45 @@ def test_only_what_can_move_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_promotion_and_rollback_under_load_drop_nothing(tmp_path: Path) -> None:
+def test_promotions_and_rollbacks_under_load_drop_none_of_10000_requests(tmp_path: Path) -> None:
+    """Eight clients share 10,000 requests, half of them streams, while the alias moves to and fro all the time."""
     home = Home.at(tmp_path / "home")
     registry = registry_of_two(home, make_folder(tmp_path))
-    counts, done = dict[int, int](), threading.Event()
+    outcomes, numbers, moves = list[str](), iter(range(10_000)), 0
     flags = ("--home", str(home.work), "--set", "serve.kv_bytes=20MB", "--set", "serve.registry_poll_s=0.2")
     with run_server(tmp_path / "x", *flags, model="registry:tiny@champion") as server:
 
         def client() -> None:
-            while not done.is_set():
-                status, body = server.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 4})
-                counts[status] = counts.get(status, 0) + 1
-                assert body["model"] == "tiny"
+            for number in numbers:
+                outcomes.append(one_request(server, stream=number % 2 == 1))
 
-        threads = [threading.Thread(target=client) for _ in range(4)]
+        threads = [threading.Thread(target=client) for _ in range(8)]
         for thread in threads:
             thread.start()
-        try:
-            for move, text in ((lambda: registry.promote("tiny:2", "champion"), "tiny:2"),
-                               (lambda: registry.rollback("tiny", "champion"), "tiny:1")):  # fmt: skip
-                move()
-                server.until(lambda text=text: f"serving {text}" in server.log.read_text(), 90)  # type: ignore[misc]
-                server.until(lambda: len(server.engine_pids()) == 1)
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join()
-    assert set(counts) == {200} and counts[200] > 20
+        while any(thread.is_alive() for thread in threads):
+            text = "tiny:1" if moves % 2 else "tiny:2"
+            registry.rollback("tiny", "champion") if moves % 2 else registry.promote("tiny:2", "champion")
+            moves += 1
+            server.until(lambda text=text, moves=moves: served_last(server) == (text, moves), 90)  # type: ignore[misc]
+        for thread in threads:
+            thread.join()
+        server.until(lambda: len(server.engine_pids()) == 1)
+    print(f"{moves} moves of the alias")
+    assert Counter(outcomes) == {"complete": 10_000} and moves >= 4
+
+
+def one_request(server: Server, *, stream: bool) -> str:
+    """ "complete", or what went wrong."""
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": stream}
+    try:
+        status, text, _ = server.call("POST", "/v1/completions", json.dumps(body).encode())
+    except OSError as error:
+        return repr(error)
+    whole = text.endswith("data: [DONE]\n\n") and "error" not in text if stream else '"completion_tokens":4' in text
+    return "complete" if status == 200 and whole else f"{status}: {text[-200:]}"
+
+
+def served_last(server: Server) -> tuple[str, int]:
+    """The release that the server says it serves now, and how often that has changed."""
+    lines = [line for line in server.log.read_text().splitlines() if line.startswith("serving tiny:")]
+    return (lines[-1].removeprefix("serving ") if lines else "", len(lines))
