@@ -77,7 +77,11 @@ class FastExecutor:
         self.device, self.vocab = weight.device, config.vocab
         self.max_running, self.max_tokens = max_running, max_tokens
         kernels = kernels or pick_kernels(config, dtype=weight.dtype, device=self.device, batch=max_running)
-        self.kernels = kernels.for_packed() if packed_modules(model) else kernels
+        packed = packed_modules(model)
+        self.kernels = kernels.for_packed() if packed else kernels
+        if self.device.type == "cuda":
+            for linear in packed:
+                linear.use_kernels(weight.dtype)
         pages, slots = -(-max_model_len // cache.block_tokens), max(len(group.layers) for group in cache.groups)
         blocks = (slots, cache.pool.num_blocks, 2, kv_heads or config.kv_heads, cache.block_tokens, config.head_dim)
         self.rows = DeviceRows(

@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from armillary.kernels.quantized.weight_only import FP4 as FP4_VALUES
+from armillary.kernels.quantized.weight_only import from_words
+
 # n rows, K columns, G groups of columns with one scale each
 Rows = dict[str, Tensor]  # each [n, …]
-
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""E2M1, by code (OCP Microscaling Formats 1.0, table 5)"""
 
 
 class Format(Protocol):
@@ -42,10 +42,11 @@ class IntGroups:
     group: int
     zeros: bool  # False: the zero is 2^(bits - 1)
     int8_activations: bool = False  # inputs are meant to be rounded to int8 per token (W8A8)
+    words: bool = False  # 4-bit codes are in the order of the kernels, `kernels.quantized.weight_only`
 
     def dequantise(self, rows: Rows) -> Tensor:
         codes, scale = rows["codes"], rows["scale"]
-        values = (nibbles(codes) if self.bits == 4 else codes).to(scale.dtype)
+        values = (_four_bits(codes, self.words) if self.bits == 4 else codes).to(scale.dtype)
         if self.zeros:
             values = values - spread(rows["zero"].to(scale.dtype), self.group, values.shape[1])
         else:
@@ -71,9 +72,10 @@ class Fp4:
 
     group: int
     powers: bool  # scales are exponents with bias 127
+    words: bool = False  # as in IntGroups
 
     def dequantise(self, rows: Rows) -> Tensor:
-        values = lookup_table(FP4_VALUES, rows["codes"].device)[nibbles(rows["codes"]).int()]
+        values = lookup_table(FP4_VALUES, rows["codes"].device)[_four_bits(rows["codes"], self.words).int()]
         if self.powers:
             exponents = spread(rows["scale"].int() - 127, self.group, values.shape[1])
             return torch.ldexp(values, exponents)
@@ -124,6 +126,10 @@ def lookup_table(values: tuple[float, ...], device: torch.device) -> Tensor:
 def nibbles(packed_nB: Tensor) -> Tensor:
     """[n, 2B] codes of bytes with the low nibble first."""
     return torch.stack((packed_nB & 15, packed_nB >> 4), dim=-1).flatten(-2)
+
+
+def _four_bits(codes: Tensor, words: bool) -> Tensor:
+    return from_words(codes) if words else nibbles(codes)
 
 
 def pack_nibbles(codes_nK: Tensor) -> Tensor:

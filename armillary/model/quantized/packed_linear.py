@@ -1,4 +1,5 @@
-"""Linear layers and embeddings over packed weights: some rows at a time are dequantised, used and dropped."""
+"""Linear layers and embeddings over packed weights: some rows at a time are dequantised, used and dropped; on a GPU
+kernels that read the packed weight take their place for a few tokens."""
 
 from dataclasses import replace
 
@@ -6,12 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.model.quantized.packed_kernels import PackedKernel
 from armillary.model.quantized.packed_rows import FusedRows, PackedRows
 
 # T tokens, N outputs, K inputs
 
 _BLOCK_NUMBERS = 1 << 20
 """weights dequantised at a time: 4 MB in fp32, which stays in the caches of most CPUs"""
+_GPU_BLOCK_NUMBERS = 1 << 24
+"""fewer and larger kernels"""
 
 
 class PackedLinear(nn.Module):
@@ -21,16 +25,27 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.kernels: tuple[PackedKernel | None, ...] = (None,) * len(weight.parts)
+
+    def use_kernels(self, dtype: torch.dtype) -> None:
+        """From here on inputs of `dtype` go through the kernels that were chosen for this weight on its device; 4-bit
+        codes are reordered for them, once."""
+        self.kernels = tuple(PackedKernel.of(part, dtype) for part in self.weight.parts)
+        both = zip(self.kernels, self.weight.parts, strict=True)
+        parts = tuple(part if kernel is None else kernel.part for kernel, part in both)
+        self.weight = replace(self.weight, parts=parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.cat([_matmul(x, part) for part in self.weight.parts], dim=-1)
+        both = zip(self.kernels, self.weight.parts, strict=True)
+        outputs = [kernel(x) if kernel and kernel.takes(x) else _matmul(x, part) for kernel, part in both]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         if self.weight.order_N is not None:
             y = y.index_select(-1, self.weight.order_N)
         return y if self.bias is None else y + self.bias
 
     def free(self) -> None:
         """Drop the weight, which is held in another form."""
-        self.weight = FusedRows(parts=())
+        self.weight, self.kernels = FusedRows(parts=()), ()
 
 
 class PackedEmbedding(nn.Module):
@@ -52,7 +67,7 @@ def _matmul(x: Tensor, part: PackedRows) -> Tensor:
     if part.order_K is not None:
         x = x.index_select(-1, part.order_K)
         part = replace(part, order_K=None)
-    step = max(1, _BLOCK_NUMBERS // part.columns)
+    step = max(1, (_BLOCK_NUMBERS if x.device.type == "cpu" else _GPU_BLOCK_NUMBERS) // part.columns)
     blocks = (part.select(slice(row, row + step)) for row in range(0, part.num_rows, step))
     return torch.cat([F.linear(x, block.stored_order().to(x.dtype)) for block in blocks], dim=-1)
 

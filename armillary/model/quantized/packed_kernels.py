@@ -1,0 +1,112 @@
+"""Kernels that read a packed weight: which of its formats they take, and the order that 4-bit codes have for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.core.choose_version import choose
+from armillary.kernels.core.dtype import DTYPES
+from armillary.kernels.quantized.weight_only import (
+    MAX_TOKENS,
+    WEIGHT_ONLY,
+    PackedFormat,
+    WeightOnlyCase,
+    reference,
+    refuses,
+    to_words,
+)
+from armillary.model.quantized.formats import Fp4, Fp8, IntGroups, nibbles
+from armillary.model.quantized.packed_rows import PackedRows
+
+_REORDERED = 1 << 24  # codes at a time
+_FEW = 8  # tokens that stand for all batches beyond one token in the choice
+
+Linear = Callable[..., Tensor]  # `armillary.kernels.quantized.weight_only.reference`, or a faster one
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedKernel:
+    """x @ weightᵀ for up to MAX_TOKENS tokens, by kernels that agreed with plain torch on this device."""
+
+    part: PackedRows  # in the order of the kernels
+    dtype: torch.dtype
+    format: PackedFormat
+    group: int
+    single: Linear  # for one token
+    few: Linear
+
+    @classmethod
+    def of(cls, part: PackedRows, dtype: torch.dtype) -> "PackedKernel | None":
+        """None where no kernel takes the weight, or none agrees: then plain torch runs it."""
+        case = _case(part, dtype)
+        if case is None or refuses(case) is not None:
+            return None
+        single, few = _chosen(case), _chosen(replace(case, tokens=_FEW))
+        if single is reference and few is reference:
+            return None
+        return cls(part=in_words(part), dtype=dtype, format=case.kind, group=case.group, single=single, few=few)
+
+    def takes(self, x: Tensor) -> bool:
+        return x.dtype == self.dtype and 0 < x.numel() <= MAX_TOKENS * x.shape[-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = self.part.rows
+        if self.part.order_K is not None:
+            x = x.index_select(-1, self.part.order_K)
+        run = self.single if x.numel() == x.shape[-1] else self.few
+        zero = rows.get("divisor") if self.format == "nvfp4" else rows.get("zero")
+        return run(x, rows["codes"], rows["scale"], zero, self.format, self.group)
+
+
+def _case(part: PackedRows, dtype: torch.dtype) -> WeightOnlyCase | None:
+    """The kernels' case for one token, or None for a format that they do not know."""
+    packed, zeros, group = _packed_format(part), False, part.columns
+    if packed is None or dtype not in DTYPES.values():
+        return None
+    if isinstance(part.format, IntGroups):
+        zeros = part.format.zeros
+    if isinstance(part.format, IntGroups | Fp8 | Fp4) and part.rows["scale"].shape[1] > 1:
+        group = part.format.group
+    return WeightOnlyCase(
+        tokens=1,
+        outputs=part.num_rows,
+        inputs=part.columns,
+        kind=packed,
+        group=group,
+        zeros=zeros,
+        dtype=next(name for name, known in DTYPES.items() if known == dtype),
+        device=part.rows["codes"].device.type,
+    )
+
+
+def _packed_format(part: PackedRows) -> PackedFormat | None:
+    match part.format:
+        case IntGroups(bits=4):
+            return "int4"
+        case IntGroups(bits=8):
+            return "int8"
+        case Fp8():
+            return "fp8"
+        case Fp4(powers=True):
+            return "mxfp4"
+        case Fp4():
+            return "nvfp4"
+    return None
+
+
+@cache
+def _chosen(case: WeightOnlyCase) -> Linear:
+    return choose(WEIGHT_ONLY, case, deterministic=True).run
+
+
+def in_words(part: PackedRows) -> PackedRows:
+    """With 4-bit codes in the order of the kernels; other formats as they are."""
+    if not isinstance(part.format, IntGroups | Fp4) or part.format.words or _packed_format(part) == "int8":
+        return part
+    codes = part.rows["codes"]
+    step = max(1, _REORDERED // part.columns)
+    words = torch.cat([to_words(nibbles(codes[row : row + step])) for row in range(0, len(codes), step)])
+    return replace(part, format=replace(part.format, words=True), rows=part.rows | {"codes": words})
