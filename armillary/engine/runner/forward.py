@@ -18,6 +18,7 @@ from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.layer import Dense, Layer, LinearFn, full_qk_norm, make_layer
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
+from armillary.kernels.moe.small_moe import MAX_TOKENS as FEW_TOKENS
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
@@ -109,7 +110,7 @@ class Forward:
             for tables_BP in tables_GBP
         ]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
-        small = self.kernels.small is not None and len(x) <= MAX_TOKENS
+        small = self.kernels.small is not None and len(x) <= (MAX_TOKENS if self.kernels.moe is None else FEW_TOKENS)
         added: Tensor | None = None
         for layer in self.layers:
             selected = wanted if layer is self.layers[-1] else None
@@ -203,7 +204,7 @@ class Forward:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         if layer.mixture is not None:
-            if self.kernels.moe is not None and len(x) <= MAX_TOKENS:
+            if self.kernels.moe is not None and len(x) <= FEW_TOKENS:
                 return self.reduce(layer.mixture.few_tokens(self.kernels.moe, x))
             return self.reduce(layer.mixture(x[None])[0])
         assert layer.up is not None and layer.down is not None

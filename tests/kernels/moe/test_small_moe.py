@@ -15,7 +15,7 @@ BASE = SmallMoECase(tokens=1, hidden=48, ffn=24, experts=8, top_k=2, dtype="fp32
 CASES = {
     "one token": BASE,
     "some": replace(BASE, tokens=5),
-    "more than 16 for an expert": replace(BASE, tokens=40, experts=3, top_k=2),
+    "experts that are no power of two": replace(BASE, tokens=8, experts=3, top_k=2),
     "gpt-oss": replace(BASE, tokens=3, score="softmax_topk", bias=True, activation="swiglu_clamped"),
     "gpt-oss, one token": replace(BASE, score="softmax_topk", bias=True, activation="swiglu_clamped", norm=False),
     "deepseek": replace(BASE, tokens=4, experts=12, score="sigmoid", selection_bias=True, groups=4, top_groups=2),
@@ -47,18 +47,8 @@ def test_long_rows_are_read_in_steps() -> None:
     assert found.agreed, found.why_not
 
 
-@needs_interpreter
-def test_the_list_of_chosen_experts() -> None:
-    from armillary.kernels.moe.small_moe_triton import route
-
-    x, weights, moe, *_ = inputs(replace(BASE, tokens=3, norm=False), torch.Generator().manual_seed(1))
-    routed = route(x, weights, moe, None, 1e-6)
-    count = int(routed.active[-1])
-    assert routed.active[:count].tolist() == sorted(set(routed.experts_Mk.flatten().tolist()))
-
-
 def test_what_it_does_not_do() -> None:
-    assert refuses(replace(BASE, tokens=65)) == "it is for up to 64 tokens"
+    assert refuses(replace(BASE, tokens=9)) == "it is for up to 8 tokens"
     assert refuses(replace(BASE, activation="gelu")) == "it has no gelu"
     assert refuses(replace(BASE, dtype="fp64"))
 
