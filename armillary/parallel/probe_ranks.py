@@ -26,7 +26,7 @@ from armillary.spec.layout import Layout
 from armillary.spec.network_domains import Domain
 from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe
 
-TRIALS = 20
+TRIALS = 40
 BUDGET_S = 0.4
 """of each measurement of a device"""
 GEMM_SIZE = {"cpu": 256, "cuda": 8192}

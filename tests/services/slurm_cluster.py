@@ -51,13 +51,14 @@ def missing_programs() -> list[str]:
 
 
 @contextmanager
-def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Start it; yields the environment in which Slurm's programs find it."""
+def running_slurm(folder: Path, switches: str = "") -> Iterator[dict[str, str]]:
+    """Start it; yields the environment in which Slurm's programs find it. `switches` are the lines of topology.conf."""
     folder.mkdir(parents=True)
     folder.chmod(0o755)
     (folder / "state").mkdir()
     config = CONFIG.format(folder=folder, ports=_free_ports(3), user=getpass.getuser(), host=socket.gethostname())
-    (folder / "slurm.conf").write_text(config)
+    (folder / "slurm.conf").write_text(f"{config}TopologyPlugin=topology/tree\n" if switches else config)
+    (folder / "topology.conf").write_text(switches)
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
     env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
     with ExitStack() as stack:

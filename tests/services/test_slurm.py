@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from armillary.cluster import slurm as slurm_target
+from armillary.spec.tables.launch_target import Launch
 from tests.services.slurm_cluster import missing_programs, running_slurm
 from tests.services.small_training import RECIPE, SLOW_STEPS, same_weights, write_text
 
@@ -107,3 +109,18 @@ def test_an_interactive_allocation(slurm: dict[str, str], tmp_path: Path) -> Non
     )
     assert "nodes: 2" in done.stdout and "trained" in done.stdout, done.stdout + done.stderr
     assert next(tmp_path.glob("runs/*-owl/export/4/model.safetensors")).is_file()
+
+
+def test_the_switches_of_nodes_are_their_domains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same from `scontrol`, before a job runs, and from what Slurm tells its tasks."""
+    switches = "SwitchName=leaf1 Nodes=node1\nSwitchName=leaf2 Nodes=node2\nSwitchName=spine Switches=leaf[1-2]\n"
+    with running_slurm(tmp_path / "slurm", switches) as env:
+        for name in ("SLURM_CONF", "PATH"):
+            monkeypatch.setenv(name, env[name])
+        known = slurm_target.domains(Launch())
+        program = "from armillary.machine.network_domain import network_domain as n; print(*n())"
+        command = ["srun", "--nodes=2", sys.executable, "-c", program]
+        root = str(Path(__file__).parents[2])
+        done = subprocess.run(command, env={**env, "PYTHONPATH": root}, capture_output=True, text=True, timeout=LONG_S)
+    assert known == {"node1": ("switch=spine", "switch=leaf1"), "node2": ("switch=spine", "switch=leaf2")}
+    assert sorted(done.stdout.splitlines()) == ["switch=spine switch=leaf1", "switch=spine switch=leaf2"], done.stderr

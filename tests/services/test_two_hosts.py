@@ -115,8 +115,8 @@ def test_plan_with_the_measured_link(armillary: Callable[..., str], hosts: Hosts
     armillary("bench", "ceilings", "--quick")
     network = json.loads(armillary(*start, "--check", "--json"))["probe"]["network"]
     assert 0.7 * 12.5e6 < network["bytes_per_s"] < 1.1 * 12.5e6, network  # 100 Mbit/s
-    said = armillary(*start, "--run", "fox")
-    assert "measured" in said, said
+    said = " ".join(armillary(*start, "--run", "fox").split())
+    assert "a network: 1" in said and "as measured (armillary launch --check of" in said, said
     wait_for(armillary, lambda facts: facts["state"] == "finished")
     (run,) = tmp_path.glob("runs/*-fox")
     planned = json.loads((run / "plan.json").read_text())["predicted"]
@@ -125,3 +125,13 @@ def test_plan_with_the_measured_link(armillary: Callable[..., str], hosts: Hosts
     print(f"link {network['bytes_per_s'] / 1e6:.1f} MB/s, {network['latency_s'] * 1e6:.0f} us")
     print(f"step planned {planned['step_s']:.3f} s, measured {measured:.3f} s: {planned['step_s'] / measured - 1:+.0%}")
     assert planned["step_s"] == pytest.approx(measured, rel=0.25)
+
+
+def test_a_link_slower_than_the_recipe_s_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.throttle("100mbit")
+    (tmp_path / "r.toml").write_text(SENDING.format(text=tmp_path) + launch_table(hosts))
+    words = ["launch", "r.toml", "--on", "ssh", "--nodes", "2", "--check", "--set", "hardware.network=ethernet-10g"]
+    command = [sys.executable, "-m", "armillary", *words, "--home", str(tmp_path)]
+    done = hosts.run(0, ["env", f"PYTHONPATH={ROOT}", *command], cwd=tmp_path, timeout=LONG_S)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the network between nodes: 1" in done.stderr and "MB/s" in done.stderr, done.stderr

@@ -18,14 +18,18 @@ from armillary.units import bytes_text, scaled, seconds_text
 if TYPE_CHECKING:
     from armillary.cluster.job import Job
     from armillary.cluster.preflight import Verdict
+    from armillary.parallel.consensus import Consensus
+    from armillary.parallel.world import World
     from armillary.spec.hardware import Cluster
+    from armillary.spec.layout import Layout
     from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe
     from armillary.store.peaks import Peaks
 
 POLL_S = 1.0
 SHOWN_RANKS = 16
-REPEATS = 4
-"""times that outliers are measured again: a busy machine disturbs some measurements, a slow part is slow in all"""
+REPEAT_S = 40.0
+"""for so long outliers are measured again: a busy machine disturbs some measurements, a slow part is slow in all. A
+check takes at most 60 s"""
 
 
 PRINTED, PRINTED_LINE = "-", "check: "
@@ -41,23 +45,30 @@ class CheckFailed(ArmillaryError):
 
 def measure_rank(recipe: Recipe, file: Path) -> None:
     """Measure as one of the ranks that torchrun started; the main rank writes the file."""
-    from armillary.cluster.preflight import judge_probe
-    from armillary.parallel.probe_ranks import probe_ranks
     from armillary.parallel.world import join_world
-    from armillary.store.cluster_probe import best_of, probe_text, write_probe
+    from armillary.store.cluster_probe import probe_text, write_probe
     from armillary.training.loop import make_consensus
 
     with join_world() as world:
-        ranks = make_consensus(world)
-        probe = probe_ranks(recipe.layout, world, ranks, file.parent)
-        for _ in range(REPEATS):  # every rank has all figures, so that all come to the same verdict
-            if judge_probe(probe).is_healthy:
-                break
-            probe = best_of(probe, probe_ranks(recipe.layout, world, ranks, file.parent))
+        probe = probe_undisturbed(recipe.layout, world, make_consensus(world), file.parent)
         if world.is_main and str(file) == PRINTED:
             print(f"{PRINTED_LINE}{probe_text(probe)}", flush=True)
         elif world.is_main:
             write_probe(file, probe)
+
+
+def probe_undisturbed(layout: Layout, world: World, ranks: Consensus, folder: Path) -> ClusterProbe:
+    """Measure until no rank or link is an outlier any more, or the time is up; every rank has all figures, so that all
+    come to the same verdict."""
+    from armillary.cluster.preflight import judge_probe
+    from armillary.parallel.probe_ranks import probe_ranks
+    from armillary.store.cluster_probe import best_of
+
+    began = time.monotonic()
+    probe = probe_ranks(layout, world, ranks, folder)
+    while not judge_probe(probe).is_healthy and ranks.broadcast(time.monotonic() - began < REPEAT_S):
+        probe = best_of(probe, probe_ranks(layout, world, ranks, folder))
+    return probe
 
 
 # --- where it was asked for

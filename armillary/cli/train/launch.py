@@ -118,11 +118,12 @@ def launch_once(
 
 @contextmanager
 def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
-    """Signals go to every rank: the first asks them to save and end, the second to end at once."""
+    """Signals go to every rank: the first asks them to save and end, a second Ctrl-C to end at once. A second SIGTERM
+    does not: schedulers send it to every process of a job, and a parent may pass it on as well."""
     forwarded: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
-        kind = signal.SIGINT if forwarded else signal.SIGTERM
+        kind = signal.SIGINT if forwarded and number == signal.SIGINT else signal.SIGTERM
         forwarded.append(number)
         ranks.signal(kind)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +139,20 @@ def test_a_verdict_is_taken_back_when_the_run_goes_on(ranks: FakeRanks, tmp_path
     verdict = read_verdict(tmp_path)
     assert verdict is not None and verdict.resolved
     assert said[1] == "the run goes on: rank 1 computes at train.py:3 no more"
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [
+        ([signal.SIGTERM, signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]),
+        ([signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGINT]),
+        ([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM, signal.SIGINT]),
+    ],
+)
+def test_only_a_second_ctrl_c_ends_ranks_at_once(sent: list[int], passed_on: list[int]) -> None:
+    got: list[int] = []
+    with launching._forwarding_signals(SimpleNamespace(signal=got.append)):  # type: ignore[arg-type]
+        for number in sent:
+            os.kill(os.getpid(), number)
+            time.sleep(0)  # handlers run between two instructions
+    assert got == passed_on
