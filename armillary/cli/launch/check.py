@@ -94,7 +94,7 @@ def check_nodes(out: Output, home: Home, job: Job, recipe: Recipe, files: dict[s
 
 def _run(out: Output, job: Job, files: dict[str, str]) -> Path:
     """The file that the ranks wrote."""
-    from armillary.cli.launch.launch import state_of
+    from armillary.cli.launch.job_state import Ending, state_of
     from armillary.cluster.job import CHECK, note_handle, write_job
     from armillary.cluster.targets import TARGETS
 
@@ -104,12 +104,14 @@ def _run(out: Output, job: Job, files: dict[str, str]) -> Path:
     job = note_handle(job, TARGETS[job.target].submit(job))
     try:
         with out.progress("checking", unit="s") as bar:
-            while (state := state_of(job)).is_live:
+            is_over = Ending(job)
+            while not is_over():
                 time.sleep(POLL_S)
-                bar.update(POLL_S, state=state.state)
+                bar.update(POLL_S)
     except BaseException:
         TARGETS[job.target].cancel(job)
         raise
+    state = state_of(job)
     _find_printed(job, result)
     if not result.is_file():
         why = f" ({state.detail})" if state.detail else ""

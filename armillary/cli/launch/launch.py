@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from armillary.cli import completion
+from armillary.cli.launch.job_state import follow, job_facts, progress_text, state_of
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb_decorator import VerbGroup, set_option
-from armillary.errors import BadInput, BadLayout, NotFound
+from armillary.errors import BadInput, BadLayout
 from armillary.spec.recipe import Recipe, load_recipe, to_dict, to_toml
 from armillary.store.home import Home
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:
-    from armillary.cluster.job import Job, JobState
+    from armillary.cluster.job import Job
     from armillary.cluster.node_request import Nodes
     from armillary.spec.network_domains import Domain
     from armillary.spec.tables.launch_target import TargetName
@@ -202,13 +203,13 @@ def _open_shell(out: Output, job: Job, placed: Nodes) -> None:
 def _stay(out: Output, job: Job) -> None:
     """Show the log until the job is over; Ctrl-C asks it to save and end."""
     try:
-        _follow(out, job)
+        follow(out, job)
     except KeyboardInterrupt:
         from armillary.cluster.targets import TARGETS
 
         out.say(f"asking job {job.name} to save and end")
         TARGETS[job.target].cancel(job)
-        _follow(out, job)
+        follow(out, job)
 
 
 @launch.verb
@@ -232,7 +233,7 @@ def jobs(out: Output, home: Home) -> None:
     """The jobs that were started from here, newest first, with their state and the step of their run."""
     from armillary.cluster.job import list_jobs
 
-    rows = [job_facts(job, state_of(job), _progress(home, job)) for job in list_jobs(home)]
+    rows = [job_facts(job, state_of(job), progress_text(home, job)) for job in list_jobs(home)]
     if rows:
         columns = ["job", "on", "id", "nodes", "ranks", "state", "step", "started", "where"]
         out.table("", columns, [_row(facts) for facts in rows])
@@ -258,51 +259,19 @@ def _row(facts: dict[str, Any]) -> list[object]:
     ]
 
 
-def job_facts(job: Job, state: JobState | None = None, step: str | None = None) -> dict[str, Any]:
-    """A job as --json prints it."""
-    facts = {"job": job.name, "on": job.target, "id": job.handle, "nodes": job.num_nodes, "ranks": job.num_ranks}
-    facts |= {"created": job.created, "folder": str(job.folder)}
-    return facts | ({"state": state.state, "detail": state.detail, "where": state.where, "step": step} if state else {})
-
-
-def state_of(job: Job) -> JobState:
-    """The target's word; unknown, with the reason, where it cannot be asked from here."""
-    from armillary.cluster.job import JobState
-    from armillary.cluster.targets import TARGETS
-    from armillary.errors import ArmillaryError
-
-    if not job.handle:
-        return JobState(state="unknown", detail="was not submitted")
-    try:
-        return TARGETS[job.target].state(job)
-    except ArmillaryError as error:
-        return JobState(state="unknown", detail=str(error))
-
-
-def _progress(home: Home, job: Job) -> str | None:
-    """'120 / 500' of the job's run, once it has begun."""
-    from armillary.store.runs import find_run
-
-    try:
-        state = find_run(home, job.name).progress
-    except NotFound:
-        return None
-    return f"{state.step:,} / {state.steps:,}" if state.steps else f"{state.step:,}"
-
-
 @launch.verb
 @click.argument("name", metavar="JOB", shell_complete=completion.jobs)
 @click.option("--node", type=int, metavar="K", help="Only this node.")
-@click.option("-f", "--follow", is_flag=True, help="Show what is printed as it arrives, until the job is over.")
-def logs(out: Output, home: Home, name: str, node: int | None, follow: bool) -> None:
+@click.option("-f", "--follow", "stay", is_flag=True, help="Show what is printed as it arrives, until the job is over.")
+def logs(out: Output, home: Home, name: str, node: int | None, stay: bool) -> None:
     """What the nodes of a job printed."""
     from armillary.cluster.job import find_job
     from armillary.cluster.log_files import log_lines
     from armillary.cluster.targets import TARGETS
 
     job = find_job(home, name)
-    if follow:
-        _follow(out, job, node)
+    if stay:
+        follow(out, job, node)
         return out.result({"job": job.name, "state": state_of(job).state})
     TARGETS[job.target].fetch_logs(job)
     lines = list(log_lines(job, node=node))
@@ -311,17 +280,6 @@ def logs(out: Output, home: Home, name: str, node: int | None, follow: bool) -> 
     if not lines:
         out.say(f"job {job.name} has printed nothing yet")
     out.result(lines, quiet=lines)
-
-
-def _follow(out: Output, job: Job, node: int | None = None) -> None:
-    from armillary.cluster.log_files import follow_lines
-    from armillary.cluster.targets import TARGETS
-
-    fetch = TARGETS[job.target].fetch_logs
-    for line in follow_lines(job, lambda: not state_of(job).is_live, fetch=fetch, node=node):
-        out.say(line)
-    ended = state_of(job)
-    out.say(f"job {job.name} {ended.state}" + (f" ({ended.detail})" if ended.detail else ""))
 
 
 @launch.verb

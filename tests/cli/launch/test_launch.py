@@ -122,3 +122,14 @@ def test_what_is_missing_is_said_in_one_line(cli: Cli, recipe: str, monkeypatch:
     ran = cli("launch", recipe, "--on", "ssh", "--nodes", "2", "--dry-run")
     assert "2 nodes need as many hosts and launch.hosts has 0; try --set launch.hosts=HOST1,HOST2" in ran.err
     assert "no job 'wolf'" in cli("launch", "logs", "wolf").err
+
+
+def test_a_target_that_does_not_answer_once_has_not_lost_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    from armillary.cli.launch import job_state
+    from armillary.cluster.job import JobState
+
+    states = iter(["running", "unknown", "unknown", "running", "finished"])
+    monkeypatch.setattr(job_state, "state_of", lambda job: JobState(state=next(states, "unknown")))  # type: ignore[arg-type]
+    is_over = job_state.Ending(None)  # type: ignore[arg-type]
+    assert [is_over() for _ in range(5)] == [False, False, False, False, True]
+    assert [is_over() for _ in range(job_state.MOST_UNKNOWN)].index(True) == job_state.MOST_UNKNOWN - 1
