@@ -79,6 +79,16 @@ def small_linear(tokens: int, outputs: int, dtype: torch.dtype = BF16) -> None:
         launches._launched(x, weight, None, None, 1e-6, False)
 
 
+def weight_only(tokens: int, packed: str, group: int) -> None:
+    from armillary.kernels.quantized import weight_only_triton as launches
+
+    x, bytes_each = torch.zeros(tokens, 4096, dtype=BF16), packed in ("int8", "fp8")
+    codes = torch.zeros(256, 4096, dtype=torch.uint8) if bytes_each else torch.zeros(256, 512, dtype=torch.int32)
+    scale = torch.zeros(256, 4096 // group, dtype=torch.uint8 if packed == "mxfp4" else torch.float16)
+    with torch.no_grad():
+        launches._launched(x, codes, scale, None, packed, group)
+
+
 def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: torch.dtype | None = None) -> None:
     from armillary.kernels.paged import paged_attention_triton as launches
 
@@ -171,6 +181,11 @@ CASES: dict[str, Callable[[], None]] = {
     },
     "small linear, fp32": lambda: small_linear(32, 4096, FP32),
     "small linear, one token": lambda: small_linear(1, 4096),
+    **{
+        f"weight only {m}, {packed} by {group}": lambda m=m, packed=packed, group=group: weight_only(m, packed, group)
+        for m in (1, 8, 64, 65)
+        for packed, group in (("int4", 128), ("int8", 4096), ("fp8", 128), ("mxfp4", 32))
+    },
     **{f"decode {dim}": lambda dim=dim: paged(dim, 1) for dim in (64, 128, 256)},
     **{f"prefill {dim}": lambda dim=dim: paged(dim, 300) for dim in (64, 128, 256)},
     "prefill 128, fp32": lambda: paged(128, 300, dtype=FP32),

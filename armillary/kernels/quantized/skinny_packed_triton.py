@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armillary.kernels.core.launch import ceil_div, on, power_of_two
+from armillary.kernels.core.launch import ceil_div, fitting_stages, on, power_of_two
 from armillary.kernels.gemm.skinny_triton import sum_kernel
 from armillary.kernels.quantized.gemv_triton import fp4_number, moved, scale_number
 
@@ -52,7 +52,7 @@ def run_skinny(
             BLOCK_M=block_m,
             BLOCK_N=tiles.rows,
             BLOCK_K=128 if by_row else min(128, max(32, group)),
-            STAGES=tiles.stages,
+            STAGES=fitting_stages(x, 128 * (tiles.rows + 2 * block_m), tiles.stages),
             num_warps=tiles.warps,
         )
         if tiles.splits > 1:
@@ -74,7 +74,7 @@ def run_skinny(
 
 
 @triton.jit
-def _of_nibbles(w, zero, PLACE: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
+def number_of_nibble(w, zero, PLACE: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
     """The nibble at PLACE of words, less its zero, in fp32: put into the mantissa of 128."""
     if KIND != "int4":
         return fp4_number(w, PLACE)
@@ -84,7 +84,7 @@ def _of_nibbles(w, zero, PLACE: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.cons
 
 
 @triton.jit
-def _of_bytes(w, zero, KIND: tl.constexpr, ZEROS: tl.constexpr):
+def number_of_byte(w, zero, KIND: tl.constexpr, ZEROS: tl.constexpr):
     """Codes less their zero."""
     if KIND == "fp8":
         return w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -138,8 +138,8 @@ def packed_kernel(
                     at = at + (2 * tl.arange(0, 16) // GROUP)[None, :]
                 if ZEROS:
                     zero = tl.load(zero_ptr + at)
-                first = _of_nibbles(w, zero, j, KIND, ZEROS)
-                second = _of_nibbles(w, zero, j + 4, KIND, ZEROS)
+                first = number_of_nibble(w, zero, j, KIND, ZEROS)
+                second = number_of_nibble(w, zero, j + 4, KIND, ZEROS)
                 if GROUP < 32:
                     scale = scale_number(tl.load(scale_ptr + at), KIND)
                     first, second = first * scale, second * scale
@@ -161,7 +161,7 @@ def packed_kernel(
             if ZEROS:
                 zero = tl.load(zero_ptr + at)
             x = _inputs(x_ptr, m, begin + tl.arange(0, BLOCK_K), M, K)
-            numbers = _of_bytes(w, zero, KIND, ZEROS).to(x_ptr.dtype.element_ty)
+            numbers = number_of_byte(w, zero, KIND, ZEROS).to(x_ptr.dtype.element_ty)
             if BY_ROW:
                 acc = tl.dot(numbers, x, acc)
             else:

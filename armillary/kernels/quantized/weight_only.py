@@ -1,4 +1,4 @@
-"""A linear layer over packed weights, for a few tokens: its time is that of reading codes and scales once.
+"""A linear layer over packed weights. For a few tokens its time is that of reading codes and scales once.
 
 Codes of 8 bits lie as they are published, a byte per column. Codes of 4 bits lie in words that a kernel unpacks with
 few instructions: in each block of 128 columns, word i of 16 holds columns 32·j + 2·i + h at the nibble j + 4·h, so that
@@ -18,6 +18,7 @@ from armillary.kernels.core.op import Case, Op, OpWork, in_triton
 
 PackedFormat = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
 MAX_TOKENS = 64
+"""most tokens for which packed weights are multiplied as they are; for more they are dequantised"""
 BLOCK = 128
 """columns in one block of 4-bit codes"""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -119,8 +120,6 @@ def bytes_read(case: WeightOnlyCase) -> int:
 
 
 def refuses(case: WeightOnlyCase) -> str | None:
-    if case.tokens > MAX_TOKENS:
-        return f"it is for up to {MAX_TOKENS} tokens"
     if case.dtype not in ("bf16", "fp16"):
         return "it is for inputs of 16 bits"
     return unsupported(case.kind, case.group, case.inputs)

@@ -1,9 +1,12 @@
-"""Linear layers over packed weights in Triton: a matrix-vector product for one token, tensor cores for a few."""
+"""Linear layers over packed weights in Triton: a matrix-vector product for one token, tensor cores for a few; for many
+the weight is dequantised, some rows at a time, and the library multiplies."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.core.launch import ceil_div, is_bare, power_of_two
+from armillary.kernels.quantized.dequantise_triton import dequantise
 from armillary.kernels.quantized.gemv_triton import PackedGemvTiles, run_gemv
 from armillary.kernels.quantized.skinny_packed_triton import PackedSkinnyTiles, run_skinny
 from armillary.kernels.quantized.weight_only import MAX_TOKENS, PackedFormat, reference, unsupported
@@ -12,6 +15,7 @@ from armillary.kernels.quantized.weight_only import MAX_TOKENS, PackedFormat, re
 
 _PROGRAMS = 132  # multiprocessors of the GPU that tiles were chosen for
 _WHOLE = 4096  # longest row that is loaded at once
+_DEQUANTISED = 1 << 26  # numbers at a time: 128 MB
 
 
 def weight_only_linear(
@@ -20,18 +24,29 @@ def weight_only_linear(
     """The reference's result; what the kernels do not take goes to the reference."""
     tokens, columns = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     wide = x.dtype not in (torch.bfloat16, torch.float16)
-    if wide or not 0 < tokens <= MAX_TOKENS or unsupported(kind, group, columns):
+    if wide or not tokens or unsupported(kind, group, columns):
         return reference(x, codes, scale, zero, kind, group)
     return (_launched if is_bare(x) else _op)(x, codes, scale, zero, kind, group)
 
 
 def _launched(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, group: int) -> Tensor:
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    if len(flat) == 1:
+    if len(flat) > MAX_TOKENS:
+        y = _many(flat, codes, scale, zero, kind, group)
+    elif len(flat) == 1:
         y = run_gemv(flat[0], codes, scale, zero, kind, group, gemv_tiles(len(codes), flat.shape[1], kind))
     else:
         y = run_skinny(flat, codes, scale, zero, kind, group, skinny_tiles(len(codes), flat.shape[1]))
     return y.view(*x.shape[:-1], len(codes))
+
+
+def _many(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, group: int) -> Tensor:
+    columns = x.shape[1]
+    step, outputs = max(1, _DEQUANTISED // columns), []
+    for row in range(0, len(codes), step):
+        some, of_rows = slice(row, row + step), None if zero is None else zero[row : row + step]
+        outputs.append(F.linear(x, dequantise(codes[some], scale[some], of_rows, kind, group, columns, x.dtype)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 _op = torch.library.custom_op("armillary::weight_only_linear", _launched, mutates_args=())

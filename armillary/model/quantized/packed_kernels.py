@@ -22,21 +22,22 @@ from armillary.model.quantized.formats import Fp4, Fp8, IntGroups, nibbles
 from armillary.model.quantized.packed_rows import PackedRows
 
 _REORDERED = 1 << 24  # codes at a time
-_FEW = 8  # tokens that stand for all batches beyond one token in the choice
+_FEW, _MANY = 8, MAX_TOKENS + 1  # tokens that stand for other batches in the choice
 
 Linear = Callable[..., Tensor]  # `armillary.kernels.quantized.weight_only.reference`, or a faster one
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedKernel:
-    """x @ weightᵀ for up to MAX_TOKENS tokens, by kernels that agreed with plain torch on this device."""
+    """x @ weightᵀ by kernels that agreed with plain torch on this device."""
 
     part: PackedRows  # in the order of the kernels
     dtype: torch.dtype
     format: PackedFormat
     group: int
     single: Linear  # for one token
-    few: Linear
+    few: Linear  # for up to MAX_TOKENS
+    many: Linear
 
     @classmethod
     def of(cls, part: PackedRows, dtype: torch.dtype) -> "PackedKernel | None":
@@ -44,19 +45,21 @@ class PackedKernel:
         case = _case(part, dtype)
         if case is None or refuses(case) is not None:
             return None
-        single, few = _chosen(case), _chosen(replace(case, tokens=_FEW))
-        if single is reference and few is reference:
+        single, few, many = (_chosen(replace(case, tokens=tokens)) for tokens in (1, _FEW, _MANY))
+        if single is few is many is reference:
             return None
-        return cls(part=in_words(part), dtype=dtype, format=case.kind, group=case.group, single=single, few=few)
+        chosen = {"single": single, "few": few, "many": many}
+        return cls(part=in_words(part), dtype=dtype, format=case.kind, group=case.group, **chosen)
 
     def takes(self, x: Tensor) -> bool:
-        return x.dtype == self.dtype and 0 < x.numel() <= MAX_TOKENS * x.shape[-1]
+        return x.dtype == self.dtype and x.numel() > 0
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = self.part.rows
         if self.part.order_K is not None:
             x = x.index_select(-1, self.part.order_K)
-        run = self.single if x.numel() == x.shape[-1] else self.few
+        tokens = x.numel() // x.shape[-1]
+        run = self.single if tokens == 1 else self.few if tokens <= MAX_TOKENS else self.many
         zero = rows.get("divisor") if self.format == "nvfp4" else rows.get("zero")
         return run(x, rows["codes"], rows["scale"], zero, self.format, self.group)
 

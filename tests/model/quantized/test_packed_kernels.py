@@ -94,11 +94,10 @@ def test_a_layer_with_kernels_agrees_with_plain_torch(name: str, kernels_on_a_cp
     fast.use_kernels(torch.bfloat16)
     assert isinstance(fast.kernels[0], PackedKernel) and fast.kernels[1] is None
     with torch.inference_mode():
-        for tokens in (1, 2):
+        for tokens in (1, 2, 65):
             x = torch.randn(tokens, K).bfloat16()
             assert error(fast(x), slow(x)) < 1e-2
-        many = torch.randn(70, K)
-        assert torch.equal(fast(many.bfloat16()), slow(many.bfloat16())), "more tokens are left to plain torch"
+        assert fast(x[:0]).shape == (0, 2 * N)
 
 
 @needs_interpreter
@@ -131,7 +130,7 @@ def test_a_layer_on_a_gpu_and_in_a_graph(name: str) -> None:
     fast.use_kernels(torch.bfloat16)
     assert fast.kernels[0] is not None
     with torch.inference_mode():
-        for tokens in (1, 8, 64):
+        for tokens in (1, 8, 64, 65):
             x = torch.randn(tokens, K, device="cuda", dtype=torch.bfloat16)
             assert error(fast(x), slow(x)) < 1e-2
             graph = torch.cuda.CUDAGraph()
