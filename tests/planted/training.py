@@ -66,9 +66,10 @@ def expert_collapse(wish: Wish, home: Home) -> Path:
 
 
 def many_checkpoints(wish: Wish, home: Home) -> Path:
-    """Everything is saved after every step, and steps are short."""
+    """Everything is saved after every step, steps are short, and each waits for its checkpoint."""
     rows = max(2, round(8 / wish.severity))
-    job = {"save_every": max(1, round(1 / wish.severity)), "batch_tokens": 128 * rows}
+    every = max(1, round(1 / wish.severity))
+    job = {"save_every": every, "batch_tokens": 128 * rows, "checkpoint_async": False}
     return train_small(wish, home, layout={"micro_batch": rows}, train=job)
 
 
