@@ -55,6 +55,8 @@ _ROWS = (
     Verb("generate", "armillary.cli.generate:generate", "serve", "Generate text from a model."),
     Verb("serve", "armillary.cli.serve:serve", "serve", "Serve a model to OpenAI's clients over HTTP."),
     Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder, pt2 or ONNX."),
+    Verb("quantize", "armillary.cli.quantize:quantize", "serve", "Write a model in fewer bits; say what it costs."),
+    Verb("eval", "armillary.cli.evaluate:eval_", "serve", "Perplexity, tasks, and whether a model is worse."),
     Verb("registry", "armillary.cli.registry:registry", "serve", "Versions of models, and aliases that point at them."),
     Verb("gateway", "armillary.cli.gateway:gateway", "serve", "Keys, limits and routing in front of servers."),
     Verb("load", "armillary.cli.load:load", "serve", "Test a server under load: latencies, goodput, highest rate."),

@@ -84,11 +84,33 @@ class GgufTensors:
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """llama.cpp stores the queries and keys of Llama with the two halves of each head interleaved."""
-        config = self._config
-        heads = config.heads if ".q_proj." in name else config.kv_heads if ".k_proj." in name else 0
-        if config.family != "llama" or not heads or len(rows) != heads * config.head_dim:
+        if not (heads := _interleaved_heads(name, rows, self._config)):
             return rows
-        return rows.unflatten(0, (heads, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return rows.unflatten(0, (heads, self._config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def in_file_order(name: str, rows: Tensor, config: ModelConfig) -> Tensor:
+    """The rows of a Hugging Face tensor as a file has them: the inverse of reading."""
+    if not (heads := _interleaved_heads(name, rows, config)):
+        return rows
+    return rows.unflatten(0, (heads, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _interleaved_heads(name: str, rows: Tensor, config: ModelConfig) -> int:
+    """Heads of a tensor that a file has in another order; 0 where it has not."""
+    heads = config.heads if ".q_proj." in name else config.kv_heads if ".k_proj." in name else 0
+    is_llama = config.family in ("llama", "mistral")  # whose files say llama
+    return heads if is_llama and heads and len(rows) == heads * config.head_dim else 0
+
+
+def gguf_name(hf_name: str) -> str:
+    """The inverse of `_hf_name`."""
+    module, _, end = hf_name.rpartition(".")
+    names = {value: key for key, value in _NAMES.items()}
+    if module.startswith("model.layers."):
+        _, _, number, rest = module.split(".", 3)
+        return f"blk.{number}.{names[rest]}.{end}"
+    return f"{names[module]}.{end}"
 
 
 def _hf_name(name: str) -> str:

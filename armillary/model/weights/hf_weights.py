@@ -5,17 +5,12 @@ when it is complete.
 """
 
 import json
-import os
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from armillary.errors import BadInput, BadModel
@@ -28,6 +23,7 @@ from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
 from armillary.model.weights.host_to_device import Sender
 from armillary.model.weights.packed_weights import PackedFolder, load_packed
 from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
+from armillary.model.weights.safetensors_writer import copy_alongside, refuse_foreign, write_shards
 from armillary.spec.hf.config import from_hf, to_hf
 from armillary.spec.model import ModelConfig
 from armillary.store.atomic import staged_folder
@@ -36,16 +32,6 @@ from armillary.store.hf_folder import gguf_file, read_config
 from armillary.store.remote import is_url
 from armillary.store.remote_model import local_files
 
-_ALONGSIDE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "modules.json",
-    "config_sentence_transformers.json",
-    "1_Pooling/config.json",
-)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Read = Callable[[str], Tensor]  # an unsharded parameter by our name
 
@@ -242,26 +228,13 @@ def save_model(
     raw = to_hf(model.config) | _token_ids(template)
     stored_dtype = parse_dtype(dtype) if dtype is not None else next(model.parameters()).dtype
     raw["torch_dtype"] = HF_NAMES[stored_dtype]
-    _refuse_foreign(Path(folder))
+    refuse_foreign(Path(folder))
     with staged_folder(Path(folder), overwrite=overwrite) as staged:
-        _write_shards(model, staged, stored_dtype, shard_bytes, progress, read)
-        for name in _ALONGSIDE if template else ():
-            if template is not None and (template / name).exists():
-                (staged / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(template / name, staged / name)
+        total = sum(len(rule.hf_names) for rule in rules(model.config))
+        write_shards(_counted(hf_tensors(model, stored_dtype, read), total, progress), staged, shard_bytes)
+        copy_alongside(template, staged)
         (staged / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     return Path(folder)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Only a model folder, or an empty one, may be replaced: `--overwrite` never deletes anything else."""
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    small_files = "|".join(re.escape(name.partition("/")[0]) for name in _ALONGSIDE)
-    written = re.compile(rf"config\.json|model[\w.-]*\.safetensors(\.index\.json)?|{small_files}")
-    foreign = sorted(path.name for path in folder.iterdir() if not written.fullmatch(path.name))
-    if foreign:
-        raise BadInput(f"{folder} holds {foreign[0]}, which is no part of a model we write; choose another folder")
 
 
 def _token_ids(template: Path | None) -> dict[str, Any]:
@@ -284,57 +257,10 @@ def hf_tensors(model: Transformer, dtype: torch.dtype, read: Read | None = None)
             yield name, part.contiguous()
 
 
-def _write_shards(
-    model: Transformer, folder: Path, dtype: torch.dtype, limit: int, progress: Progress | None, read: Read | None
-) -> None:
-    """One file where it fits, else several and an index; each shard is written as soon as it is full."""
-    total = sum(len(rule.hf_names) for rule in rules(model.config))
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    size = total_size = written = 0
-    for name, tensor in hf_tensors(model, dtype, read):
-        if pending and size + tensor.nbytes > limit:
-            shards.append(_write_shard(folder, len(shards), pending))
-            pending, size = {}, 0
-        pending[name] = tensor.clone() if tensor._base is not None else tensor
-        size, total_size, written = size + tensor.nbytes, total_size + tensor.nbytes, written + 1
+def _counted(
+    tensors: Iterator[tuple[str, Tensor]], total: int, progress: Progress | None
+) -> Iterator[tuple[str, Tensor]]:
+    for written, each in enumerate(tensors, start=1):
+        yield each
         if progress:
             progress(written, total)
-    shards.append(_write_shard(folder, len(shards), pending))
-    _name_shards(folder, shards, total_size)
-
-
-def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    write_tensors(folder / f"part-{index}.safetensors", tensors)
-    return list(tensors)
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file; where the disk is at fault, an OSError says so."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        code = re.search(r"os error (\d+)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code.group(1)), os.strerror(int(code.group(1))), str(path)) from error
-    path.chmod(0o666 & ~_umask())  # the library writes files that only their owner can read
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _name_shards(folder: Path, shards: list[list[str]], total_size: int) -> None:
-    if len(shards) == 1:
-        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"part-{i}.safetensors").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -98,14 +98,14 @@ def _llama3_scaling(header: GgufHeader, raw: dict[str, Any]) -> dict[str, Any]:
         divisors = struct.unpack(f"<{tensor.nbytes // 4}f", file.read(tensor.nbytes)) if tensor.kind == "F32" else ()
     factor = max(divisors, default=0.0)
     expected = [
-        _llama3_divisor(raw["rope_theta"] ** (-2 * i / raw["head_dim"]), factor) for i in range(raw["head_dim"] // 2)
+        llama3_divisor(raw["rope_theta"] ** (-2 * i / raw["head_dim"]), factor) for i in range(raw["head_dim"] // 2)
     ]
     if len(divisors) != len(expected) or any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
         raise BadModel(f"{header.path}: its rope frequencies follow no rule we know; take the safetensors folder")
     return {"rope_type": "llama3", "factor": factor} | _LLAMA3
 
 
-def _llama3_divisor(frequency: float, factor: float) -> float:
+def llama3_divisor(frequency: float, factor: float) -> float:
     """What a frequency is divided by: 1 for short wavelengths, `factor` for long ones, in between a blend."""
     low, high, old = _LLAMA3.values()
     rotations = old * frequency / (2 * math.pi)

@@ -4,18 +4,22 @@ Two kinds: byte-level BPE with merges (model "gpt2"), and SentencePiece's BPE (m
 instead of merges: any two neighbours that make a token may merge, those with the highest score first.
 """
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from armillary.errors import BadModel
 from armillary.store.gguf.gguf_header import GgufHeader
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens (llama.h)
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens (llama.h)
+NO_VOCABULARY = "none"
+WHOLE = "tokenizer.huggingface.json"
+"""the key of a complete tokenizer.json (docs/gguf.md in github.com/ggml-org/ggml)"""
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {"gpt-2": "", "llama-bpe": _WORDS % "{1,3}", "llama3": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
+SPLITS = {"gpt-2": "", "llama-bpe": _WORDS % "{1,3}", "llama3": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
 """how text is split before merges, by tokenizer.ggml.pre; empty: GPT-2's own way"""
 
 
@@ -27,12 +31,25 @@ def tokenizer_files(header: GgufHeader) -> dict[str, dict[str, Any]]:
     tokens: Any = header.metadata.get("tokenizer.ggml.tokens")
     if not _all_of(tokens, str):
         raise BadModel(f"{header.path}: its metadata has no tokenizer.ggml.tokens; fetch the file again")
+    if kind == NO_VOCABULARY:
+        return _whole(header, tokens)
     types = header.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if kind not in ("gpt2", "llama") or len(types) != len(tokens):
         raise BadModel(f"{header.path}: its tokenizer '{kind}' is not supported; gpt2 and llama are")
     content = (_byte_level if kind == "gpt2" else _sentencepiece)(header, tokens)
     content["added_tokens"] = list(_added(tokens, types))
     content |= {"version": "1.0", "truncation": None, "padding": None}
+    return {"tokenizer.json": content, "tokenizer_config.json": _config(header, tokens)}
+
+
+def _whole(header: GgufHeader, tokens: list[str]) -> dict[str, dict[str, Any]]:
+    """The tokenizer.json that the file carries."""
+    try:
+        content = json.loads(header.metadata.get(WHOLE) or "null")
+    except (ValueError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        return {}
     return {"tokenizer.json": content, "tokenizer_config.json": _config(header, tokens)}
 
 
@@ -43,8 +60,8 @@ def _all_of(items: Any, kind: type) -> bool:
 def _added(tokens: list[str], types: list[int]) -> Iterator[dict[str, Any]]:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     for i, (text, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
-            yield {"id": i, "content": text, "special": kind != _USER_DEFINED} | plain
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            yield {"id": i, "content": text, "special": kind != USER_DEFINED} | plain
 
 
 def _bpe(tokens: list[str], merges: list[list[str]], **fields: Any) -> dict[str, Any]:
@@ -59,9 +76,9 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
     pre = header.metadata.get("tokenizer.ggml.pre", "gpt-2")
     if not _all_of(merges, str) or not all(merge.count(" ") == 1 for merge in merges):
         raise BadModel(f"{header.path}: its metadata has no tokenizer.ggml.merges; fetch the file again")
-    if pre not in _SPLITS:
-        raise BadModel(f"{header.path}: text split as '{pre}' is not supported; these are: {', '.join(_SPLITS)}")
-    regex = _SPLITS[pre]
+    if pre not in SPLITS:
+        raise BadModel(f"{header.path}: text split as '{pre}' is not supported; these are: {', '.join(SPLITS)}")
+    regex = SPLITS[pre]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not regex}
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
     return {

@@ -13,7 +13,7 @@ from torch import Tensor
 from armillary.model.lora import NAMES, attach, draw, expand_b
 from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_layout import Rule, rules
-from armillary.model.weights.hf_weights import write_tensors
+from armillary.model.weights.safetensors_writer import write_tensors
 from armillary.spec.lora import Target, targets
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.train import TrainJob

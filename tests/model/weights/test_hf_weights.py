@@ -168,7 +168,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("armillary.model.weights.hf_weights.save_file", full)
+    monkeypatch.setattr("armillary.model.weights.safetensors_writer.save_file", full)
     with pytest.raises(ArmillaryError):
         save_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
