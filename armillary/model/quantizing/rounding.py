@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.model.quantized.formats import FP4_VALUES, Fp4, Fp8, IntGroups, pack_nibbles, spread
+from armillary.kernels.quantized.weight_only import FP4 as FP4_VALUES
+from armillary.model.quantized.formats import Fp4, Fp8, IntGroups, pack_nibbles, spread
 from armillary.model.quantized.packed_rows import PackedRows
 
 # N rows, K columns, G groups of columns
