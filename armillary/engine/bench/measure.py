@@ -12,6 +12,7 @@ from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
+from armillary.kernels.moe.small_moe import touched_experts
 from armillary.model.transformer import Transformer
 from armillary.stats import percentile
 
@@ -138,14 +139,15 @@ class Watch:
 
 def decode_bytes(model: Transformer, context: float, *, batch: int = 1) -> float:
     """Bytes that a decode step reads: all weights but the input embedding, and keys and values of the context; layers
-    with a window read the window."""
+    with a window read the window. Of routed experts, those that random tokens would choose."""
     config = model.config
+    moe, size = config.moe, next(model.parameters()).element_size()
+    chosen = touched_experts(batch, moe.num_experts, moe.top_k) / moe.num_experts if moe is not None else 1.0
     weights = sum(
-        p.numel() * p.element_size()
+        p.numel() * p.element_size() * (chosen if ".experts." in name else 1.0)
         for name, p in model.named_parameters()
         if config.tied or not name.startswith("embedding.")
     )
-    size = next(model.parameters()).element_size()
     seen = sum(
         min(context, config.window) if layer.attention == "sliding" and config.window else context
         for layer in config.layers

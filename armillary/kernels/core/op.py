@@ -216,6 +216,7 @@ OPS: dict[str, str] = {
     "linear_cross_entropy": "loss.linear_cross_entropy:LINEAR_CROSS_ENTROPY",
     "attention": "attention.attention:ATTENTION",
     "small_linear": "gemm.skinny:SMALL_LINEAR",
+    "small_moe": "moe.small_moe:SMALL_MOE",
     "grouped_linear": "gemm.grouped:GROUPED_LINEAR",
     "fp8_linear": "fp8.linear:FP8_LINEAR",
     "fp8_matmul": "fp8.matmul:FP8_MATMUL",

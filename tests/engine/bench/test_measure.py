@@ -13,6 +13,7 @@ from armillary.engine.bench.bench_page import bench_page, picture
 from armillary.engine.bench.measure import decode_bytes, fixed, nano_vllm, ragged, serve_all
 from armillary.engine.build import make_engine
 from armillary.model.transformer import build
+from armillary.spec.model import LayerKind, MoE
 from armillary.spec.tables.serve import Serve
 from armillary.stats import percentile
 from tests.conftest import Ran
@@ -47,6 +48,13 @@ def test_modes_are_compared_on_the_same_requests() -> None:
     assert bench_page(found).split("on-narrow")[-1].count("<rect") == 4 and ElementTree.fromstring(
         picture(found)
     ).tag.endswith("svg")
+
+
+def test_bytes_of_a_decode_count_the_chosen_experts() -> None:
+    moe = MoE(num_experts=8, top_k=2, ffn=16)
+    model = build(small(moe=moe, layers=(LayerKind(mlp="moe"),)), dtype=torch.float32, device="cpu", seed=3)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name) * 4
+    assert decode_bytes(model, 0, batch=1000) - decode_bytes(model, 0) == pytest.approx(0.75 * experts)
 
 
 def test_bytes_of_a_decode_leave_the_input_embedding_out() -> None:

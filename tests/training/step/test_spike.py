@@ -178,14 +178,21 @@ def trained(begun: ResolvedRun) -> tuple[Run, Trained, list[str]]:
 
 def library(folder: Path, seed: int) -> tuple[str, ...]:
     """Overrides for other text than the guard was set up on: modules of Python, in short pieces. Batches of 256 tokens
-    of it vary as much as a spike, and runs of 150 steps that read other ones end up to 2 % apart."""
+    of it vary as much as a spike. With the learning rate of the other tests, runs whose rates differ by 0.2 % end 5 %
+    apart; with this one, 0.3 %."""
     modules = Path(sysconfig.get_path("stdlib"))
     for path in (*modules.glob("asyncio/*.py"), *modules.glob("email/*.py")):
         lines = path.read_text().splitlines(keepends=True)
         for at in range(0, len(lines), 25):
             (folder / f"library-{path.stem}-{at}.py").write_text("".join(lines[at : at + 25]))
     seeds = f"train.seed={seed}", f"data.seed={seed}"
-    sizes = "train.steps=450", "train.batch_tokens=2048", "layout.micro_batch=16", "train.eval_batches=8"
+    sizes = (
+        "train.lr=0.002",
+        "train.steps=450",
+        "train.batch_tokens=2048",
+        "layout.micro_batch=16",
+        "train.eval_batches=8",
+    )
     return f"data.source={folder}/library-*.py", *seeds, *sizes
 
 
@@ -220,7 +227,7 @@ def test_a_corrupt_shard_is_named_and_left_out(
     _, clean, quiet = trained(begun("train.on_spike=stop", *overrides))
     assert not [line for line in quiet if "spike" in line]
     faulty = begun(f"train.on_spike={action}", *overrides)
-    shard, before = corrupt(faulty, 45)
+    shard, before = corrupt(faulty, 150)
     run, done, said = trained(faulty)
     skipped = [json.loads(line) for line in (run.folder / "skipped_batches.jsonl").read_text().splitlines()]
     spikes = [line for line in said if "is a spike" in line]
