@@ -47,11 +47,11 @@ def candidates(kind: str, inputs: int) -> Iterator[PackedGemvTiles]:
     """A thread has 16 bytes of a row in a step."""
     long = inputs > 4096
     if kind in ("int8", "fp8"):
-        shapes = ((2048, 4), (4096, 8), (1024, 2), (16384, 16)) if long else ((4096, 8), (4096, 4), (2048, 4))
+        shapes = ((2048, 4), (4096, 4), (1024, 2), (16384, 16)) if long else ((4096, 8), (4096, 4), (4096, 2))
         rows = (2, 4, 8) if not long else (2, 4)
     else:
-        shapes = ((2048, 2), (1024, 1), (16384, 16), (4096, 4)) if long else ((4096, 4), (2048, 2), (1024, 1))
-        rows = (4, 8) if long else (2, 4, 8, 16)
+        shapes = ((4096, 4), (4096, 2), (2048, 2), (16384, 8)) if long else ((4096, 4), (4096, 2), (2048, 2), (2048, 1))
+        rows = (4, 8) if long else (2, 4, 8)
     for depth, warps in shapes:
         for count in rows:
             yield PackedGemvTiles(rows=count, depth=depth, warps=warps)

@@ -14,7 +14,7 @@ from armillary.kernels.quantized.weight_only import MAX_TOKENS, PackedFormat, re
 # M tokens, K inputs, N rows of the weight
 
 _PROGRAMS = 132  # multiprocessors of the GPU that tiles were chosen for
-_WHOLE = 4096  # longest row that is loaded at once
+_WHOLE, _LONGEST = 4096, 16384  # most columns of 4 and of 8 bits that are loaded at once
 _DEQUANTISED = 1 << 26  # numbers at a time: 128 MB
 
 
@@ -58,11 +58,15 @@ def _(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, g
 
 
 def gemv_tiles(outputs: int, inputs: int, kind: str) -> PackedGemvTiles:
-    """A thread has 16 bytes of each row in a step: 32 columns of 4 bits, 16 of 8."""
-    padded, per_warp = max(128, power_of_two(inputs)), 1024 if kind not in ("int8", "fp8") else 512
-    depth = padded if padded <= _WHOLE else next(d for d in (2048, 1024, 512, 256, 128) if inputs % d == 0)
-    rows = 4 if outputs >= 16 * _PROGRAMS else 2
-    return PackedGemvTiles(rows=rows, depth=depth, warps=max(1, min(8, depth // per_warp)))
+    """The fastest on an H200 for the shapes of Llama-3.1-8B (benchmarks/quantized_h200.md): rows of bytes
+    are loaded whole, 32 bytes per thread of each; rows of 4 bits in steps of 16 bytes per thread."""
+    padded = max(128, power_of_two(inputs))
+    few = outputs < 16 * _PROGRAMS  # rows: then more programs share them
+    if kind in ("int8", "fp8"):
+        depth = min(padded, _LONGEST)
+        return PackedGemvTiles(rows=2 if few else 4, depth=depth, warps=max(1, depth // 1024))
+    depth = min(padded, _WHOLE)
+    return PackedGemvTiles(rows=8 if kind == "int4" and not few else 4, depth=depth, warps=max(1, depth // 1024))
 
 
 def skinny_tiles(outputs: int, inputs: int) -> PackedSkinnyTiles:
