@@ -133,7 +133,9 @@ def test_a_full_disk(verb: str, cli: Cli, model: Path, tmp_path: Path) -> None:
         if verb == "convert":
             ran = cli("convert", "armillary-2m", str(disk / "m"), "--random-weights")
         else:
-            ran = cli("data", "prepare", "stdlib", "--out", str(disk / "d"), "--tokenizer", "300", "--quiet")
+            (tmp_path / "text.txt").write_text("".join(f"{i * i}: the quick brown fox\n" for i in range(25_000)))
+            line = ("data", "prepare", str(tmp_path / "text.txt"), "--out", str(disk / "d"), "--tokenizer", "300")
+            ran = cli(*line, "--quiet")
         one_line(ran, "disk full while writing")
         assert not (disk / "m").exists() and not (disk / "d").exists()
     finally:

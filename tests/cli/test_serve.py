@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Ran
+from tests.fork_server import ForkServer
 from tests.serving.tiny import make_folder
 
 Cli = Callable[..., Ran]
@@ -49,8 +50,11 @@ def test_keys_are_read_from_a_file(cli: Cli, folder: Path, tmp_path: Path) -> No
     assert "holds no API key" in cli("serve", str(folder), "--set", f"serve.api_key_file={keys}").err
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(cli: Cli, folder: Path) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(
+    folder: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
     """The engine's process says it, the server passes it on."""
-    ran = cli("serve", str(folder), "--port", "0", "--device", "cpu", "--set", "serve.max_model_len=100000")
-    assert ran.code == 2 and "error: serve.max_model_len=100000 exceeds the context of tiny" in ran.err, ran.err
+    line = ["serve", str(folder), "--port", "0", "--device", "cpu", "--set", "serve.max_model_len=100000"]
+    ran = fork_server.start([*line, "--home", str(tmp_path / "home")], tmp_path / "log")
+    assert ran.wait(120) == 2 and "error: serve.max_model_len=100000 exceeds the context of tiny" in ran.err, ran.err
     assert "Traceback" not in ran.err

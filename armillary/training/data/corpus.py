@@ -10,7 +10,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,22 +174,22 @@ def _suffixes(paths: list[Path]) -> str:
     return ", ".join(f"{count} × {suffix}" for suffix, count in common) or "no files"
 
 
-def _below(folder: os.PathLike[str]) -> Iterator[Path]:
-    """Regular files below `folder`, without hidden ones and caches; linked folders are not followed."""
+def _below(folder: os.PathLike[str], without: Set[str] = frozenset()) -> Iterator[Path]:
+    """Regular files below `folder`, without hidden ones, caches and names of `without`; linked folders are not
+    followed."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith(".") or entry.name == "__pycache__":
+            if entry.name.startswith(".") or entry.name == "__pycache__" or entry.name in without:
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from _below(entry)
+                yield from _below(entry, without)
             elif entry.is_file(follow_symlinks=False) or os.path.isfile(entry):  # a link may lead nowhere
                 yield Path(entry)
 
 
 def _stdlib() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    sources = (path for path in _below(root) if path.suffix == ".py")
-    files = [path for path in sources if _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts)]
+    files = [path for path in _below(root, _NOT_LIBRARY) if path.suffix == ".py"]
     if not files:
         raise NotFound(f"this Python has no library sources in {root}; give a file or folder of text instead")
     return _of_files(STDLIB, root, files, "text")
