@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -54,14 +55,16 @@ def push(
     key: Path | None,
     url: str,
 ) -> None:
-    """Store SOURCE, a Hugging Face folder or a run's export, as the next version of NAME."""
-    folder, run = _source(home, source)
-    results = _evals(evals)
+    """Store SOURCE, a Hugging Face folder or a run's export, as the next version of NAME.
+
+    SOURCE may also be a version in MLflow: mlflow:MODEL/VERSION or mlflow:MODEL@ALIAS.
+    """
+    facts: dict[str, Any] = {"evals": _evals(evals), "licence": licence, "sign_with": key}
     store = open_registry(home, url)
-    with out.progress(f"pushing {name}", unit="B") as bar:
-        release = store.push(
-            name, folder, run=run, note=note, evals=results, licence=licence, sign_with=key, progress=bar.at
-        )
+    with TemporaryDirectory() as downloads:
+        folder, run, own_note = _source(home, source, Path(downloads))
+        with out.progress(f"pushing {name}", unit="B") as bar:
+            release = store.push(name, folder, run=run, note=note or own_note, **facts, progress=bar.at)
     if alias:
         store.promote(release.text, alias)
     out.say(
@@ -152,15 +155,25 @@ def rollback(out: Output, home: Home, name: str, alias: str, url: str) -> None:
 
 @registry.verb
 @release_argument
-@click.option("--to", "target", type=click.Path(path_type=Path), help="New folder.  [default: a cache]")
+@click.option("--to", "target", metavar="FOLDER|mlflow:MODEL", help="Where to copy it.  [default: a cache]")
 @where_option
 @keys_option
-def pull(out: Output, home: Home, release: str, target: Path | None, url: str, keys: str) -> None:
-    """Copy RELEASE to this machine; every file is compared with its checksum."""
+def pull(out: Output, home: Home, release: str, target: str | None, url: str, keys: str) -> None:
+    """Copy RELEASE to this machine; every file is compared with its checksum.
+
+    With --to mlflow:MODEL it becomes the next version of that model in MLflow.
+    """
+    from armillary.store.registry.mlflow_versions import PREFIX, upload
+
     store = open_registry(home, url, keys)
     this = store.resolve(release)
+    exports = target is not None and target.startswith(PREFIX)
     with out.progress(f"pulling {this.text}", unit="B") as bar:
-        folder = store.pull(this, target, bar.at) if target else store.load(this, bar.at)
+        folder = store.pull(this, Path(target), bar.at) if target and not exports else store.load(this, bar.at)
+    if target and exports:
+        version = upload(this, folder, target.removeprefix(PREFIX))
+        out.say(f"{this.text} is {version} in MLflow")
+        return out.result({"release": this.text, "digest": this.digest, "mlflow": version}, quiet=version)
     out.say(f"{this.text} is in {path_text(folder)}")
     out.result({"release": this.text, "digest": this.digest, "folder": str(folder)}, quiet=str(folder))
 
@@ -197,20 +210,24 @@ def gc(out: Output, home: Home, keep: int | None, dry_run: bool, url: str) -> No
 # --- arguments
 
 
-def _source(home: Home, text: str) -> tuple[Path, str]:
-    """(folder, run id) of a folder or a run."""
+def _source(home: Home, text: str, downloads: Path) -> tuple[Path, str, str]:
+    """(folder, run id, note) of a folder, a run, or a version in MLflow, which is fetched into `downloads`."""
+    from armillary.store.registry.mlflow_versions import PREFIX, download
     from armillary.store.runs import find_run, is_run_folder
 
+    if text.startswith(PREFIX):
+        fetched = download(text, downloads)
+        return fetched.folder, f"{PREFIX}{fetched.run}" if fetched.run else "", fetched.note
     path = Path(text).expanduser()
     if path.is_dir() and not is_run_folder(path):
-        return path, ""
+        return path, "", ""
     if "/" in text and not path.exists():
         raise NotFound(f"no folder {text}; give a Hugging Face folder or a run")
     run = find_run(home, text)
     folder = run.latest_export()
     if folder is None:
         raise NotFound(f"run {run.name} has exported no model; armillary checkpoints export {run.name} writes one")
-    return folder, run.id
+    return folder, run.id, ""
 
 
 def _evals(texts: Sequence[str]) -> dict[str, float]:
