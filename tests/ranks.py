@@ -19,30 +19,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
-from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
-
-from tests.gpu_present import gpu_present
 
 GRACE_S = 2.0
 MANY_GROUPS = 16
 """process groups of a rank, each with threads of its own, after which all are given up for a new one"""
-PRELOADED = [
-    "tests.ranks",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.checkpoint",
-    "torch.distributed.tensor.parallel",
-    "armillary.training.loop",
-    "armillary.training.prepare_run",
-    "armillary.training.parity.case",
-]
-"""what most functions on ranks need: imported once, and forked"""
-_CONTEXT = get_context("forkserver" if sys.platform == "linux" and not gpu_present() else "spawn")
-"""forks of a process whose imports may have started the GPU's driver cannot use the GPU"""
-if isinstance(_CONTEXT, ForkServerContext):
-    _CONTEXT.set_forkserver_preload(PRELOADED)
+_SPAWN = get_context("spawn")
 
 
 class RankFailed(AssertionError):
@@ -53,15 +37,15 @@ class RankFailed(AssertionError):
 class Worker:
     """One long-lived process."""
 
-    process: ForkServerProcess | SpawnProcess
+    process: SpawnProcess
     pipe: connection.Connection
     stacks: Path
 
     @classmethod
     def start(cls, folder: Path, number: int) -> Worker:
-        ours, theirs = _CONTEXT.Pipe()
+        ours, theirs = _SPAWN.Pipe()
         stacks = folder / f"stacks-{number}-{time.monotonic_ns()}"
-        process = _CONTEXT.Process(target=_serve, args=(theirs, str(stacks)), daemon=True, name=f"rank-{number}")
+        process = _SPAWN.Process(target=_serve, args=(theirs, str(stacks)), daemon=True, name=f"rank-{number}")
         process.start()
         theirs.close()
         return cls(process=process, pipe=ours, stacks=stacks)

@@ -130,8 +130,8 @@ def what_runs_meanwhile() -> list[str]:
             weight.chunk(2)[group.rank].contiguous() for weight in (mixture.experts.up_E2FH, mixture.experts.down_EHF)
         )
         mixture.dispatch = dispatch.AllToAllDispatch(group, grouped_linear)
-        whole = mixture._shared
-        mixture._shared = lambda x: Noted.apply(whole(x), notes, "shared expert")  # type: ignore[method-assign]
+        whole = mixture.shared_part
+        mixture.shared_part = lambda x: Noted.apply(whole(x), notes, "shared expert")  # type: ignore[method-assign]
         mixture(torch.randn(2, 6, mixture.router.weight.shape[1], requires_grad=True)).sum().backward()
     finally:
         AllToAllPlan.move, dispatch.timed = moved, waited  # type: ignore[method-assign]
