@@ -19,7 +19,7 @@ from armillary.errors import ArmillaryError
 from armillary.model.layers.attention_forms import plain
 from armillary.model.lora import NAMES, LoraLinear, adapters, change, expand_b
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights import hf_weights as weights
+from armillary.model.weights import safetensors_writer
 from armillary.model.weights.hf_layout import FAMILIES as NAMED
 from armillary.model.weights.hf_layout import rules
 from armillary.model.weights.hf_weights import load_model, save_model
@@ -185,7 +185,7 @@ def test_a_full_disk_while_adapters_are_written_is_one_line(tmp_path: Path, monk
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     model, job = adapted(tmp_path)
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(safetensors_writer, "save_file", full)
     with pytest.raises(ArmillaryError, match=r"disk full while writing .*/adapter; free some space"):
         save_adapter(model.state_dict(), model.config, job, tmp_path / "adapter", base="base")
     assert not (tmp_path / "adapter").exists()
