@@ -224,6 +224,9 @@ OPS: dict[str, str] = {
     "block_fp8_linear": "quantized.block_fp8:BLOCK_FP8",
     "paged_attention": "paged.paged_attention:PAGED_ATTENTION",
     "qkv_cache": "paged.qkv_to_cache:QKV_CACHE",
+    "latent_decode": "latent.latent_decode:LATENT_DECODE",
+    "latent_prefill": "latent.latent_prefill:LATENT_PREFILL",
+    "latent_to_cache": "latent.latent_to_cache:LATENT_TO_CACHE",
     "sample": "sampling.sampling:SAMPLE",
     "logprobs": "sampling.logprobs:LOGPROBS",
 }
