@@ -24,7 +24,7 @@ from torch import Tensor
 
 from armillary.kernels.core.agreement import relative_error
 from armillary.kernels.quantized.block_fp8 import BLOCK_FP8, BlockFp8Case
-from armillary.kernels.quantized.gemv_triton import PackedGemvTiles, run_gemv
+from armillary.kernels.quantized.packed_gemv_triton import PackedGemvTiles, run_gemv
 from armillary.kernels.quantized.sparse import SparseLinear, prune
 from armillary.kernels.quantized.weight_only import WeightOnlyCase, bytes_read, inputs, reference
 from armillary.kernels.quantized.weight_only_triton import gemv_tiles, weight_only_linear

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from armillary.model.device import fit_threads, pick_device
-from armillary.model.quantizing import targets
-from armillary.model.quantizing.quantize import Quantized, quantize
+from armillary.model.quantizing import quantization_targets
+from armillary.model.quantizing.quantize_model import Quantized, quantize
 from armillary.store.home import Home
 from armillary.store.resolve_model import resolve_model
 
@@ -34,7 +34,7 @@ def main() -> int:
     given = asked.parse_args()
     fit_threads()
     source = resolve_model(given.model, Home.at(given.home) if given.home else Home.default(), need_weights=True)
-    targets._SPECS[RTN_ZEROS] = replace(targets._SPECS["int4-rtn"], symmetric=False)
+    quantization_targets._SPECS[RTN_ZEROS] = replace(quantization_targets._SPECS["int4-rtn"], symmetric=False)
     losses: dict[tuple[str, int], float] = {}
     print("| format | groups of | bytes | perplexity | change | KL, nats | seconds |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,7 @@ def main() -> int:
 
 def _cases() -> list[tuple[str, int]]:
     grouped = ("int4-rtn", "int4-gptq", RTN_ZEROS, "int4-awq")
-    others = [name for name in targets.TARGETS if name not in grouped]
+    others = [name for name in quantization_targets.TARGETS if name not in grouped]
     return [(name, 128) for name in others] + [(name, group) for group in GROUPS for name in grouped]
 
 

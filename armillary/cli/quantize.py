@@ -16,7 +16,7 @@ from armillary.units import bytes_text
 
 if TYPE_CHECKING:
     from armillary.model.evaluation.perplexity import Comparison, Interval
-    from armillary.model.quantizing.quantize import Quantized
+    from armillary.model.quantizing.quantize_model import Quantized
 
 FORMATS = ("fp8", "int8", "int4-gptq", "int4-awq", "int4-rtn", "mxfp4", "gguf", "gguf-q4_0", "gguf-f16")
 _SHOWN = 5  # layers
@@ -57,7 +57,7 @@ def quantize(
     source = find_model(out, home, model, need_weights=True)
     need_torch("quantizing a model")
     from armillary.model.device import fit_threads, pick_device
-    from armillary.model.quantizing.quantize import quantize as run
+    from armillary.model.quantizing.quantize_model import quantize as run
 
     fit_threads()
     with out.progress(f"quantizing {source.name} to {to}", unit="block") as bar:

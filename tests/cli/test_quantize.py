@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from armillary.cli.quantize import FORMATS
-from armillary.model.quantizing.targets import TARGETS
+from armillary.model.quantizing.quantization_targets import TARGETS
 from tests.model.quantizing.tiny_source import write_source, write_text
 
 Cli = Callable[..., Any]

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, on, power_of_two
+from armillary.kernels.core.row_loads_triton import load_rows, load_vector
 
 _LEAST_ROWS = 4 * 132  # fewest rows of a weight that fill the GPU without splitting the inner dim
 _WHOLE_BYTES = 8192  # largest row that is loaded at once
@@ -70,23 +71,6 @@ def run_vector(
 
 
 @triton.jit
-def _weights(w_row, k, K, EVEN: tl.constexpr):
-    """One step of all rows of a program, read once."""
-    if EVEN:
-        return tl.load(w_row + k[None, :], eviction_policy="evict_first")
-    else:
-        return tl.load(w_row + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _vector(pointer, k, K, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointer + k)
-    else:
-        return tl.load(pointer + k, mask=k < K, other=0.0)
-
-
-@triton.jit
 def _added(sums, squares, w, x, norm, HAS_NORM: tl.constexpr):
     """Sums of products and of squares with one more step."""
     wide = x.to(tl.float32)
@@ -127,22 +111,22 @@ def vector_kernel(
     if GATED:
         width, first = N // 2, first // 2
     at = first + tl.arange(0, rows)
-    w = _weights(w_row, k, K, EVEN)
-    norm = _vector(norm_ptr, k, K, EVEN) if HAS_NORM else 0.0
+    w = load_rows(w_row, k, K, EVEN)
+    norm = load_vector(norm_ptr, k, K, EVEN) if HAS_NORM else 0.0
     if EARLY:
         gdc_wait()
-    x = _vector(x_ptr, k, K, EVEN)
+    x = load_vector(x_ptr, k, K, EVEN)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=at < width, other=0.0)
     sums, squares = tl.zeros([ROWS, DEPTH], tl.float32), tl.zeros([DEPTH], tl.float32)
     if not ONCE:
         for begin in range(DEPTH, K, DEPTH):
             k = begin + tl.arange(0, DEPTH)
-            next_w, next_x = _weights(w_row, k, K, EVEN), _vector(x_ptr, k, K, EVEN)
+            next_w, next_x = load_rows(w_row, k, K, EVEN), load_vector(x_ptr, k, K, EVEN)
             sums, squares = _added(sums, squares, w, x, norm, HAS_NORM)
             w, x = next_w, next_x
             if HAS_NORM:
-                norm = _vector(norm_ptr, k, K, EVEN)
+                norm = load_vector(norm_ptr, k, K, EVEN)
     sums, squares = _added(sums, squares, w, x, norm, HAS_NORM)
     total = tl.sum(sums, 1)
     if HAS_NORM:

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.launch import can_start_early, ceil_div, dense, early_launch, on, power_of_two
+from armillary.kernels.core.row_loads_triton import load_rows
 from armillary.kernels.moe.small_moe import MoEWeights
 from armillary.spec.model import MoE
 
@@ -246,7 +247,7 @@ def _route_kernel(
     token = tl.program_id(1)
     k = tl.arange(0, DEPTH)
     w_row = router_ptr + tl.minimum(row, E - 1)[:, None] * H
-    w = _rows(w_row, k, H, False)
+    w = load_rows(w_row, k, H, False)
     norm = _vector(norm_ptr, k, H) if HAS_NORM else 1.0
     if EARLY:
         gdc_wait()
@@ -255,7 +256,7 @@ def _route_kernel(
     sums = w.to(tl.float32) * (x * norm)[None, :]
     for begin in range(DEPTH, H, DEPTH):
         k = begin + tl.arange(0, DEPTH)
-        w, x = _rows(w_row, k, H, False), _vector(x_ptr + token * H, k, H)
+        w, x = load_rows(w_row, k, H, False), _vector(x_ptr + token * H, k, H)
         squares += x * x
         if HAS_NORM:
             x = x * _vector(norm_ptr, k, H)
@@ -383,14 +384,6 @@ def _activated(pair_of_token, ROWS: tl.constexpr, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def _rows(pointer, k, K, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointer + k[None, :], eviction_policy="evict_first")
-    else:
-        return tl.load(pointer + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
 def _up_kernel(
     x_ptr,
     norm_ptr,
@@ -426,7 +419,7 @@ def _up_kernel(
     sums = tl.zeros([ROWS, DEPTH], tl.float32)
     for begin in range(0, H, DEPTH):
         k = begin + tl.arange(0, DEPTH)
-        w = _rows(w_row, k, H, EVEN)
+        w = load_rows(w_row, k, H, EVEN)
         x = _vector(x_ptr + token * H, k, H)
         if HAS_NORM:
             x = x * _vector(norm_ptr, k, H)
@@ -497,5 +490,5 @@ def _down_kernel(
 
 @triton.jit
 def _products(w_row, x_ptr, k, K, EVEN: tl.constexpr):
-    w = _rows(w_row, k, K, EVEN)
+    w = load_rows(w_row, k, K, EVEN)
     return w.to(tl.float32) * _vector(x_ptr, k, K)[None, :]

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from armillary.kernels.core.launch import ceil_div, on
-from armillary.kernels.quantized.gemv_triton import scale_number
+from armillary.kernels.quantized.packed_values_triton import scale_number
 from armillary.kernels.quantized.skinny_packed_triton import number_of_byte, number_of_nibble
 
 # N rows, K columns, G scales per row

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from armillary.kernels.core.launch import ceil_div, fitting_stages, on, power_of_two
 from armillary.kernels.gemm.skinny_triton import sum_kernel
-from armillary.kernels.quantized.gemv_triton import fp4_number, moved, scale_number
+from armillary.kernels.quantized.packed_values_triton import fp4_number, moved, scale_number
 
 # M tokens, K inputs, N rows of the weight, G scales per row
 

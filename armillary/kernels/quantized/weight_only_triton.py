@@ -7,7 +7,7 @@ from torch import Tensor
 
 from armillary.kernels.core.launch import ceil_div, is_bare, power_of_two
 from armillary.kernels.quantized.dequantise_triton import dequantise
-from armillary.kernels.quantized.gemv_triton import PackedGemvTiles, run_gemv
+from armillary.kernels.quantized.packed_gemv_triton import PackedGemvTiles, run_gemv
 from armillary.kernels.quantized.skinny_packed_triton import PackedSkinnyTiles, run_skinny
 from armillary.kernels.quantized.weight_only import MAX_TOKENS, PackedFormat, reference, unsupported
 

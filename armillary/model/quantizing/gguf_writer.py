@@ -11,8 +11,8 @@ from torch import Tensor
 from armillary.errors import BadInput
 from armillary.model.quantized.gguf_blocks import GgufBlocks
 from armillary.model.quantizing.compressed_writer import split_packed
+from armillary.model.quantizing.quantization_targets import gguf_package, plain_kind
 from armillary.model.quantizing.quantized_stages import Fused, QuantizedStages
-from armillary.model.quantizing.targets import gguf_package, plain_kind
 from armillary.model.transformer import Transformer
 from armillary.model.weights.gguf_weights import gguf_name, in_file_order
 from armillary.model.weights.hf_layout import Rule, rules

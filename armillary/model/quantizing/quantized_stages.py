@@ -17,10 +17,10 @@ from armillary.model.evaluation.perplexity import Comparison, comparison_of, win
 from armillary.model.evaluation.text_windows import TextWindows
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantizing.awq import InputStatistics, Statistics, fold_factors, output_error, weight_of
+from armillary.model.quantizing.block_stages import Stages, input_statistics, run_stage, watched
 from armillary.model.quantizing.gptq import gptq
+from armillary.model.quantizing.quantization_targets import Target
 from armillary.model.quantizing.rounding import IntGrid
-from armillary.model.quantizing.stages import Stages, input_statistics, run_stage, watched
-from armillary.model.quantizing.targets import Target
 from armillary.model.transformer import Block, Progress, Transformer
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
 

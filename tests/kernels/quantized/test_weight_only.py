@@ -56,7 +56,7 @@ def test_words_hold_every_code_once() -> None:
 @needs_interpreter
 @pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
 def test_one_token(kind: str, group: int, zeros: bool) -> None:
-    from armillary.kernels.quantized.gemv_triton import PackedGemvTiles, run_gemv
+    from armillary.kernels.quantized.packed_gemv_triton import PackedGemvTiles, run_gemv
 
     dtype = "fp16" if zeros else "bf16"
     (x, *rest), wanted = drawn(kind, group, zeros, 1, dtype=dtype)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from armillary.model.quantizing.awq import fold_factors, output_error, weight_of
+from armillary.model.quantizing.block_stages import Stages, input_statistics, run_stage
 from armillary.model.quantizing.compressed_writer import _weight_arguments, module_tensors
 from armillary.model.quantizing.gptq import gptq
+from armillary.model.quantizing.quantization_targets import TARGETS, find_target
 from armillary.model.quantizing.rounding import IntGrid
-from armillary.model.quantizing.stages import Stages, input_statistics, run_stage
-from armillary.model.quantizing.targets import TARGETS, find_target
 from armillary.model.weights.hf_weights import load_model
 from armillary.model.weights.safetensors_folder import TensorFolder
 from tests.model.families import FAMILIES, random_model

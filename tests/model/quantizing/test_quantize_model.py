@@ -20,7 +20,7 @@ from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantized.quantization_config import packed_reader
 from armillary.model.quantizing.compressed_writer import split_packed
-from armillary.model.quantizing.quantize import quantize
+from armillary.model.quantizing.quantize_model import quantize
 from armillary.model.quantizing.quantized_stages import QuantizedStages
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.weights.gguf_weights import GgufTensors

@@ -12,11 +12,11 @@ from armillary.kernels.core.dtype import parse_dtype
 from armillary.model.evaluation.perplexity import Comparison
 from armillary.model.evaluation.text_windows import TextWindows, text_windows
 from armillary.model.quantized.quantization_config import packed_reader
+from armillary.model.quantizing.block_stages import Stages
 from armillary.model.quantizing.compressed_writer import write_compressed
 from armillary.model.quantizing.gguf_writer import write_gguf
+from armillary.model.quantizing.quantization_targets import find_target
 from armillary.model.quantizing.quantized_stages import LayerError, QuantizedStages
-from armillary.model.quantizing.stages import Stages
-from armillary.model.quantizing.targets import find_target
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.transformer import Progress
 from armillary.model.weights.convert import refuse_unwritable

@@ -1,0 +1,205 @@
+"""A matrix-vector product over 4-bit codes in Triton: codes go straight into registers, a few rows per program.
+
+A program's first codes and scales are loaded before it waits for the previous kernel, which never writes weights.
+Codes become fp32 numbers without a conversion: a nibble is put into the mantissa of 1.0, which gives 1 + code / 128 or
+1 + code / 2048 by its place; the inputs are multiplied by 128 or 2048, and their sums subtracted once per 32.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from armillary.kernels.core.row_loads_triton import load_rows
+from armillary.kernels.quantized.packed_values_triton import fp4_number, load_groups, moved, scale_number, store_rows
+
+# N rows, W words of eight codes, G scales per row
+
+
+@triton.jit
+def _nibble(w, magic, PLACE: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr):
+    """The nibble at PLACE as fp32: 1 + code / 128 for an even J, 1 + code / 2048 for an odd one; fp4 as it is."""
+    if KIND == "int4":
+        if J % 2 == 0:
+            return ((moved(w, 16 - 4 * PLACE) & 0xF0000) | magic).to(tl.float32, bitcast=True)
+        else:
+            return ((moved(w, 12 - 4 * PLACE) & 0xF000) | magic).to(tl.float32, bitcast=True)
+    else:
+        return fp4_number(w, PLACE)
+
+
+@triton.jit
+def _pair(x_ptr, at, WORDS, J: tl.constexpr, IS_BF16: tl.constexpr, EVEN: tl.constexpr):
+    """The inputs of nibbles J and J + 4 of words, fp32."""
+    where = at // 16 * 64 + 16 * J + at % 16
+    both = tl.load(x_ptr + where) if EVEN else tl.load(x_ptr + where, mask=at < WORDS, other=0)
+    if IS_BF16:
+        first = (both << 16).to(tl.float32, bitcast=True)
+        second = (both & -65536).to(tl.float32, bitcast=True)
+    else:
+        first = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _chunks(p, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Sums over four words, which are one thread's."""
+    return tl.sum(tl.reshape(p, (ROWS, WORDS // 4, 4)), 2)
+
+
+@triton.jit
+def _step4(
+    acc,
+    w,
+    scale,
+    zero,
+    x_ptr,
+    scale_ptr,
+    zero_ptr,
+    row,
+    begin,
+    WORDS,
+    G,
+    magic,
+    IS_BF16: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Sums [ROWS, chunks of four words] with one more step; `scale` and `zero` are those of the step where one is
+    enough for a block of 128 columns."""
+    at = begin + tl.arange(0, DEPTH // 8)
+    many: tl.constexpr = (not BY_ROW) and GROUP < 128
+    chunk = begin + 4 * tl.arange(0, DEPTH // 32)
+    sums_of_words = tl.zeros([ROWS, DEPTH // 8], tl.float32)
+    inputs = tl.zeros([1, DEPTH // 8], tl.float32)  # what is subtracted
+    plain = tl.zeros([1, DEPTH // 8], tl.float32)  # sums of x
+    for j in tl.static_range(4):
+        first, second = _pair(x_ptr, at, WORDS, j, IS_BF16, EVEN)
+        factor = (128.0 if j % 2 == 0 else 2048.0) if KIND == "int4" else 1.0
+        sums_of_words += _nibble(w, magic, j, j, KIND) * (first * factor)[None, :]
+        sums_of_words += _nibble(w, magic, j + 4, j, KIND) * (second * factor)[None, :]
+        if KIND == "int4":
+            total = (first + second)[None, :]
+            inputs += total * (factor if ZEROS else factor + 8.0)
+            plain += total
+        if many:
+            sums = _chunks(sums_of_words - inputs, ROWS, DEPTH // 8)
+            column = chunk // 16 * 128 + 32 * j + chunk % 16 * 2
+            if ZEROS:
+                zeros = load_groups(zero_ptr, row, column, 8 * WORDS, G, GROUP, EVEN)
+                sums -= zeros.to(tl.float32) * _chunks(plain, 1, DEPTH // 8)
+            scales = load_groups(scale_ptr, row, column, 8 * WORDS, G, GROUP, EVEN)
+            acc += sums * scale_number(scales, KIND)
+            sums_of_words = tl.zeros([ROWS, DEPTH // 8], tl.float32)
+            inputs = tl.zeros([1, DEPTH // 8], tl.float32)
+            plain = tl.zeros([1, DEPTH // 8], tl.float32)
+    if not many:
+        sums = _chunks(sums_of_words - inputs, ROWS, DEPTH // 8)
+        if ZEROS:
+            sums -= zero.to(tl.float32) * _chunks(plain, 1, DEPTH // 8)
+        acc += sums if BY_ROW else sums * scale_number(scale, KIND)
+    return acc
+
+
+@triton.jit
+def gemv4_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    N,
+    WORDS,
+    G,
+    magic,
+    EARLY: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """ROWS of 4-bit codes times x, which comes as pairs in 32 bits. Codes are loaded one step ahead."""
+    if EARLY:
+        gdc_launch_dependents()
+    bf16: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
+    many: tl.constexpr = (not BY_ROW) and GROUP < 128
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(n, N - 1).to(tl.int64)  # rows past the last are never stored
+    w_row = w_ptr + row[:, None] * WORDS
+    at, chunk = tl.arange(0, DEPTH // 8), 4 * tl.arange(0, DEPTH // 32)
+    w = load_rows(w_row, at, WORDS, EVEN)
+    scale, zero = 0.0, 0.0
+    if not many:
+        if not BY_ROW:
+            scale = load_groups(scale_ptr, row, 8 * chunk, 8 * WORDS, G, GROUP, EVEN)
+        if ZEROS:
+            zero = load_groups(zero_ptr, row, 8 * chunk, 8 * WORDS, G, 1 << 30 if BY_ROW else GROUP, EVEN)
+    if EARLY:
+        gdc_wait()
+    acc = tl.zeros([ROWS, DEPTH // 32], tl.float32)
+    begin = 0
+    if not ONCE:
+        for following in range(DEPTH // 8, WORDS, DEPTH // 8):
+            next_w = load_rows(w_row, following + at, WORDS, EVEN)
+            next_scale, next_zero = scale, zero
+            if not many:
+                columns = 8 * (following + chunk)
+                if not BY_ROW:
+                    next_scale = load_groups(scale_ptr, row, columns, 8 * WORDS, G, GROUP, EVEN)
+                    if ZEROS:
+                        next_zero = load_groups(zero_ptr, row, columns, 8 * WORDS, G, GROUP, EVEN)
+            acc = _step4(
+                acc,
+                w,
+                scale,
+                zero,
+                x_ptr,
+                scale_ptr,
+                zero_ptr,
+                row,
+                begin,
+                WORDS,
+                G,
+                magic,
+                bf16,
+                KIND,
+                ZEROS,
+                BY_ROW,
+                GROUP,
+                EVEN,
+                ROWS,
+                DEPTH,
+            )
+            w, scale, zero, begin = next_w, next_scale, next_zero, following
+    acc = _step4(
+        acc,
+        w,
+        scale,
+        zero,
+        x_ptr,
+        scale_ptr,
+        zero_ptr,
+        row,
+        begin,
+        WORDS,
+        G,
+        magic,
+        bf16,
+        KIND,
+        ZEROS,
+        BY_ROW,
+        GROUP,
+        EVEN,
+        ROWS,
+        DEPTH,
+    )
+    store_rows(tl.sum(acc, 1), scale_ptr, zero_ptr, out_ptr, n, row, N, KIND, BY_ROW)

@@ -1,0 +1,89 @@
+"""A matrix-vector product over bytes or fp8 numbers in Triton: codes go straight into registers, a few rows per
+program. Its first codes and scales are loaded before it waits for the previous kernel, which never writes weights."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from armillary.kernels.core.row_loads_triton import load_rows, load_vector
+from armillary.kernels.quantized.packed_values_triton import load_groups, scale_number, store_rows
+
+# N rows, K columns, G scales per row
+
+
+@triton.jit
+def _step8(
+    acc,
+    w,
+    scale,
+    zero,
+    x_ptr,
+    begin,
+    K,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Sums [ROWS, chunks of 16 columns] with one more step."""
+    x = load_vector(x_ptr, begin + tl.arange(0, DEPTH), K, EVEN).to(tl.float32)[None, :]
+    numbers = (w.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else w).to(tl.float32)
+    sums = tl.sum(tl.reshape(numbers * x, (ROWS, DEPTH // 16, 16)), 2)
+    if KIND == "int8":
+        middle = zero.to(tl.float32) if ZEROS else 128.0
+        sums -= middle * tl.sum(tl.reshape(x, (1, DEPTH // 16, 16)), 2)
+    return acc + (sums if BY_ROW else sums * scale_number(scale, KIND))
+
+
+@triton.jit
+def gemv8_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    N,
+    K,
+    G,
+    magic,
+    EARLY: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """ROWS of bytes or fp8 numbers times x."""
+    if EARLY:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(n, N - 1).to(tl.int64)  # rows past the last are never stored
+    w_row = w_ptr + row[:, None] * K
+    at, chunk = tl.arange(0, DEPTH), 16 * tl.arange(0, DEPTH // 16)
+    w = load_rows(w_row, at, K, EVEN)
+    scale, zero = 0.0, 0.0
+    if not BY_ROW:
+        scale = load_groups(scale_ptr, row, chunk, K, G, GROUP, EVEN)
+    if ZEROS:
+        zero = load_groups(zero_ptr, row, chunk, K, G, 1 << 30 if BY_ROW else GROUP, EVEN)
+    if EARLY:
+        gdc_wait()
+    acc = tl.zeros([ROWS, DEPTH // 16], tl.float32)
+    begin = 0
+    if not ONCE:
+        for following in range(DEPTH, K, DEPTH):
+            next_w = load_rows(w_row, following + at, K, EVEN)
+            next_scale, next_zero = scale, zero
+            if not BY_ROW:
+                next_scale = load_groups(scale_ptr, row, following + chunk, K, G, GROUP, EVEN)
+                if ZEROS:
+                    next_zero = load_groups(zero_ptr, row, following + chunk, K, G, GROUP, EVEN)
+            acc = _step8(acc, w, scale, zero, x_ptr, begin, K, KIND, ZEROS, BY_ROW, EVEN, ROWS, DEPTH)
+            w, scale, zero, begin = next_w, next_scale, next_zero, following
+    acc = _step8(acc, w, scale, zero, x_ptr, begin, K, KIND, ZEROS, BY_ROW, EVEN, ROWS, DEPTH)
+    store_rows(tl.sum(acc, 1), scale_ptr, zero_ptr, out_ptr, n, row, N, KIND, BY_ROW)

@@ -1,0 +1,58 @@
+"""One token through a packed weight in Triton: the kernel for its codes, and its tiles."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, on
+from armillary.kernels.quantized.gemv_4bit_triton import gemv4_kernel
+from armillary.kernels.quantized.gemv_8bit_triton import gemv8_kernel
+
+# N rows, K columns
+
+_ONE = 0x3F800000
+"""1.0 in fp32; handed to kernels in a register, so that mask and magic number are one instruction"""
+
+
+class PackedGemvTiles(NamedTuple):
+    """Tile sizes for one token."""
+
+    rows: int  # of the weight per program
+    depth: int  # columns per step
+    warps: int
+    early: bool = True  # start before the previous kernel has ended, where the GPU can
+
+
+def run_gemv(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, group: int, tiles: PackedGemvTiles
+) -> Tensor:
+    """One token x [K] through codes [N, …]; the result is [N] in x's dtype."""
+    N, K, four_bits = len(codes), x.numel(), kind not in ("int8", "fp8")
+    out = x.new_empty(N)
+    early = can_start_early(x.device) and tiles.early
+    kernel = gemv4_kernel if four_bits else gemv8_kernel
+    with on(x):
+        kernel[(ceil_div(N, tiles.rows),)](
+            x.view(torch.int32) if four_bits else x,  # 4-bit codes meet pairs of inputs
+            codes,
+            scale,
+            zero,
+            out,
+            N,
+            K // 8 if four_bits else K,
+            scale.shape[1],
+            _ONE,
+            EARLY=early,
+            KIND=kind,
+            ZEROS=zero is not None and kind != "nvfp4",
+            BY_ROW=scale.shape[1] == 1,
+            GROUP=group,
+            EVEN=K % tiles.depth == 0,
+            ONCE=tiles.depth >= K,
+            ROWS=tiles.rows,
+            DEPTH=tiles.depth,
+            num_warps=tiles.warps,
+            **early_launch(early),
+        )
+    return out
