@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from armillary.engine.bench.measure import Watch, decode_bytes, fixed, nano_vllm, serve_all
+from armillary.engine.bench.measure import Watch, decode_terms, fixed, nano_vllm, serve_all
 from armillary.engine.build import make_engine
 from armillary.engine.engine import Engine
 from armillary.model.transformer import Transformer, build
@@ -149,9 +149,13 @@ def single(model: Transformer, args: Any) -> dict[str, Any]:
         decode_s = found.seconds - found.ttft_p50_s
         rate = (tokens_out - 1) / decode_s
         if rate > best["tokens_per_s"]:
-            moved = decode_bytes(model, tokens_in + tokens_out / 2) * rate
+            terms = decode_terms(model, tokens_in + tokens_out / 2)
+            moved = sum(terms.values()) * rate
             best = {
                 "tokens_per_s": rate,
+                "limit_tokens_per_s": args.read / sum(terms.values()),
+                "of_limit": moved / args.read,
+                "bytes_per_token": {name: round(value) for name, value in terms.items()},
                 "bytes_per_s": moved,
                 "of_read_bandwidth": moved / args.read,
                 "ttft_s": found.ttft_p50_s,

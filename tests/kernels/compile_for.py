@@ -98,7 +98,7 @@ def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: to
     lengths = torch.tensor([max_query, max_query]).int()
     scales = torch.ones(2, 2) if cache else None
     launches._launch_both = one_stream(launches._launch_both)  # a second stream needs a device
-    launches._launched(q, pages, tables, starts, lengths, None, None, scales, 0.1, max_query, 0, 0.0)
+    launches._launched(q, pages, tables, starts, lengths, None, None, scales, 0.1, max_query, 0, False, 0.0)
 
 
 def one_token(head_dim: int) -> None:

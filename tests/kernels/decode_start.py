@@ -12,7 +12,7 @@ from armillary.kernels.paged.decode_triton import _start
 @triton.jit
 def _look(starts, lengths, out, num_rows, WORKERS: tl.constexpr, N: tl.constexpr):
     for worker in range(WORKERS):
-        _, begin, _, _, _ = _start(starts, lengths, num_rows, worker, WORKERS, N, 0, 1, 64, 1, "")
+        _, begin, _, _, _ = _start(starts, lengths, num_rows, worker, WORKERS, N, 0, False, 1, 64, 1, "")
         tl.store(out + worker, begin)
 
 

@@ -16,6 +16,7 @@ FAMILIES = (
     "mixtral",
     "qwen3_moe",
     "glm4_moe",
+    "gpt_oss",
     "phi3",
     "gemma",
     "gemma2",
@@ -29,6 +30,7 @@ _CLASSES = {
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
     "glm4_moe": "Glm4Moe",
+    "gpt_oss": "GptOss",
     "phi3": "Phi3",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
@@ -166,6 +168,20 @@ def _glm4_moe(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["rope_parameters"]["rope_type"] == "yarn":
+        fields["rope_parameters"]["truncate"] = False  # as published
+    layers = fields["num_hidden_layers"]
+    return {
+        "hidden_act": "silu",
+        "attention_bias": pick.random() < 0.8,
+        "num_local_experts": pick.choice([4, 6]),
+        "num_experts_per_tok": pick.choice([1, 2, 4]),
+        "sliding_window": pick.choice([5, 9]),
+        "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(layers)],
+    }
+
+
 def _gemma2(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     return _bias(pick, fields) | {
         "query_pre_attn_scalar": pick.choice([8, 24, 100]),
@@ -183,6 +199,7 @@ _EXTRA: dict[str, Any] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
     "phi3": _window,
     "gemma": _bias,
     "gemma2": _gemma2,

@@ -138,21 +138,33 @@ class Watch:
 
 
 def decode_bytes(model: Transformer, context: float, *, batch: int = 1) -> float:
-    """Bytes that a decode step reads: all weights but the input embedding, and keys and values of the context; layers
-    with a window read the window. Of routed experts, those that random tokens would choose."""
+    """Bytes that a decode step reads, at least."""
+    return sum(decode_terms(model, context, batch=batch).values())
+
+
+def decode_terms(model: Transformer, context: float, *, batch: int = 1) -> dict[str, float]:
+    """The same by what is read: all weights but the input embedding, and keys and values of the context; layers with a
+    window or chunk read that. Of routed experts, those that random tokens would choose."""
     config = model.config
     moe, size = config.moe, next(model.parameters()).element_size()
     chosen = touched_experts(batch, moe.num_experts, moe.top_k) / moe.num_experts if moe is not None else 1.0
-    weights = sum(
-        p.numel() * p.element_size() * (chosen if ".experts." in name else 1.0)
-        for name, p in model.named_parameters()
-        if config.tied or not name.startswith("embedding.")
-    )
-    seen = sum(
-        min(context, config.window) if layer.attention == "sliding" and config.window else context
-        for layer in config.layers
-    )
-    return weights + batch * seen * 2 * config.kv_heads * config.head_dim * size
+    terms = dict.fromkeys(("attention", "mlp", "experts", "head", "other", "kv_cache"), 0.0)
+    for name, p in model.named_parameters():
+        if config.tied or not name.startswith("embedding."):
+            terms[_part(name)] += p.numel() * p.element_size() * (chosen if ".experts." in name else 1.0)
+    limited = [layer.attention in ("sliding", "chunked") and config.window for layer in config.layers]
+    seen = sum(min(context, window) if window else context for window in limited)
+    terms["kv_cache"] = batch * seen * 2 * config.kv_heads * config.head_dim * size
+    return {name: value for name, value in terms.items() if value}
+
+
+def _part(name: str) -> str:
+    """Which term of a decode step a parameter belongs to."""
+    if name.startswith(("output.", "embedding.")):
+        return "head"
+    if ".experts." in name:
+        return "experts"
+    return next((part for part in ("attention", "mlp") if f".{part}." in name), "other")
 
 
 def fixed(

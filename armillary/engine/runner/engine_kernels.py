@@ -80,13 +80,13 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     qk: dict[str, Any] = {"norm": config.norm, "all_heads": config.qk_norm == "all"}
     if apart or config.qk_norm == "none":
         qk = {"norm": "none"}
-    small = SmallLinearCase(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
+    biased = config.qkv_bias or config.out_bias or config.mlp_bias
+    small = SmallLinearCase(tokens=1, outputs=config.hidden, inputs=config.hidden, bias=biased, **on)
     into_cache = choose(
         QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on), deterministic=True
     )
-    attention = choose(
-        PAGED_ATTENTION, PagedCase(batch=batch, context=min(config.context, 256), **heads, **on), deterministic=True
-    )
+    paged = PagedCase(batch=batch, context=min(config.context, 256), sinks=config.sinks, **heads, **on)
+    attention = choose(PAGED_ATTENTION, paged, deterministic=True)
     on_triton, grouped = into_cache.version == attention.version == "triton", _grouped(config, batch, on)
     moe = _moe(config, on)
     return EngineKernels(
@@ -160,16 +160,15 @@ def _first(op: Op, case: Case) -> Run:
 
 
 def _plain(config: ModelConfig, moe: Run | None) -> bool:
-    """Whether the fused small GEMMs have the model's norm and activation: an RMS norm, SwiGLU, no biases."""
-    biased = config.qkv_bias or config.out_bias or config.mlp_bias
+    """Whether the fused small GEMMs have the model's norm and activation: an RMS norm, and SwiGLU where an MLP is not
+    of routed experts alone."""
+    has_mlp = config.num_moe_layers < config.num_layers or (config.moe is not None and config.moe.shared_ffn > 0)
     return (
         config.norm == "rms"
         and config.norm_weight
         and not config.norm_plus_one
         and config.norm_at == "before"
-        and config.gated
-        and config.activation == "silu"
-        and not biased
+        and (not has_mlp or (config.gated and config.activation == "silu"))
         and config.parallel == "none"
         and config.residual_scale == 1.0
         and (config.moe is None or (moe is not None and not config.moe.shared_gate))

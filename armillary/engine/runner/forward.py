@@ -222,15 +222,15 @@ class Forward:
         """A few tokens: norms, gate and residual are fused into the GEMMs."""
         small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
         assert small is not None and first is not None and second is not None
-        qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps)
+        qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps, False, _bias(layer.qkv))
         mixed = self._attention(layer, qkv, batch, slots_T, cos_sin)
         if selected is not None:
             mixed, x = mixed.index_select(0, selected), x.index_select(0, selected)
-        x = small(mixed, _weight(layer.out), None, x)
+        x = small(mixed, _weight(layer.out), None, x, bias_N=_bias(layer.out))
         if layer.mixture is not None:
             return self._small_mixture(layer.mixture, x, second)
-        inner = small(x, _weight(layer.up), second.weight, None, second.eps, True)
-        return small(inner, _weight(layer.down), None, x)  # type: ignore[no-any-return]
+        inner = small(x, _weight(layer.up), second.weight, None, second.eps, True, _bias(layer.up))
+        return small(inner, _weight(layer.down), None, x, bias_N=_bias(layer.down))  # type: ignore[no-any-return]
 
     def _small_mixture(self, mixture: MixtureOfExperts, x: Tensor, norm: Norm) -> Tensor:
         """Norm, experts and residual; the shared expert's result is added to the residual first."""
@@ -273,6 +273,10 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 def _weight(linear: LinearFn | None) -> Tensor:
     assert isinstance(linear, Dense), "fused GEMMs take plain weights"
     return linear.weight
+
+
+def _bias(linear: LinearFn | None) -> Tensor | None:
+    return linear.bias if isinstance(linear, Dense) else None
 
 
 def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:

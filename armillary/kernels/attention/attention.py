@@ -32,6 +32,7 @@ class AttentionOptions:
     slopes_N: Tensor | None = None  # ALiBi: score += slope · (key position - query position)
     scale: float | None = None  # of the scores; None: 1/√D
     window: int = 0  # keys that a query sees, itself included; 0: all
+    chunk: int = 0  # queries see keys of the same chunk of so many positions only; 0: all
     softcap: float = 0.0  # c·tanh(x/c) on the scores; 0: none
     causal: bool = True  # whether keys after a query are hidden from it
     scales_2K: Tensor | None = None  # factors of the keys and values of a quantised paged cache
@@ -80,6 +81,9 @@ def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
     seen = distance_TS >= 0 if options.causal else torch.ones_like(distance_TS, dtype=torch.bool)
     if options.window:
         seen = seen & (distance_TS < options.window)
+    if options.chunk:
+        query_T1 = distance_TS[:, :1]  # the first key is at position 0
+        seen = seen & (query_T1 // options.chunk == (query_T1 - distance_TS) // options.chunk)
     if options.blocks_XY is not None:
         T, S = distance_TS.shape
         dense_mask = options.blocks_XY.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
@@ -88,13 +92,23 @@ def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
     return seen if documents_BT is None else seen & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
 
 
+def in_chunks(documents_BT: Tensor | None, chunk: int, batch: int, length: int, device: torch.device) -> Tensor:
+    """Document numbers [B, T] with which every version has chunked attention: each document is split at the multiples
+    of `chunk`."""
+    number_T = torch.arange(length, device=device) // chunk
+    if documents_BT is None:
+        return number_T.expand(batch, -1)
+    return documents_BT * (length // chunk + 1) + number_T
+
+
 def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """By the kernel that torch chooses, with a dense mask where the causal flag is not enough."""
     if not options.is_plain:
         return reference(q_BTND, k_BSKD, v_BSKD, options)
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
     T, S = q.shape[2], k.shape[2]
-    free = options.documents_BT is None and options.blocks_XY is None and not 0 < options.window < S
+    limited = 0 < options.window < S or 0 < options.chunk < S
+    free = options.documents_BT is None and options.blocks_XY is None and not limited
     plain = free and (T == S or not options.causal)
     mask = None if plain else seen_keys(distances(T, S, q.device), options)
     out = F.scaled_dot_product_attention(

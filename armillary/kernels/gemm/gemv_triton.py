@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, on, power_of_two
+from armillary.kernels.core.launch import can_start_early, ceil_div, dense, early_launch, on, power_of_two
 from armillary.kernels.core.row_loads_triton import load_rows, load_vector
 
 _LEAST_ROWS = 4 * 132  # fewest rows of a weight that fill the GPU without splitting the inner dim
@@ -39,18 +39,26 @@ def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> GemvTiles | Non
 
 
 def run_vector(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: GemvTiles
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    gated: bool,
+    tiles: GemvTiles,
+    bias: Tensor | None = None,
 ) -> Tensor:
     flat, weight = x.reshape(-1).contiguous(), weight.contiguous()
     N, K = weight.shape
     out = x.new_empty(N // 2 if gated else N)
-    norm, residual = (None if each is None else each.contiguous() for each in (norm, residual))
+    norm, residual, bias = (dense(each) for each in (norm, residual, bias))
     early = can_start_early(x.device) and tiles.early
     with on(x):
         vector_kernel[(ceil_div(N, tiles.rows),)](
             flat,
             weight,
             norm,
+            bias,
             residual,
             out,
             N,
@@ -58,6 +66,7 @@ def run_vector(
             eps,
             EARLY=early,
             HAS_NORM=norm is not None,
+            HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             GATED=gated,
             EVEN=K % tiles.depth == 0,
@@ -85,6 +94,7 @@ def vector_kernel(
     x_ptr,
     w_ptr,
     norm_ptr,
+    bias_ptr,
     residual_ptr,
     out_ptr,
     N,
@@ -92,6 +102,7 @@ def vector_kernel(
     eps,
     EARLY: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
@@ -113,6 +124,8 @@ def vector_kernel(
     at = first + tl.arange(0, rows)
     w = load_rows(w_row, k, K, EVEN)
     norm = load_vector(norm_ptr, k, K, EVEN) if HAS_NORM else 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + row).to(tl.float32)
     if EARLY:
         gdc_wait()
     x = load_vector(x_ptr, k, K, EVEN)
@@ -131,6 +144,8 @@ def vector_kernel(
     total = tl.sum(sums, 1)
     if HAS_NORM:
         total = total * tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    if HAS_BIAS:
+        total += bias
     if GATED:  # plain torch rounds the GEMM's result before the activation; so does this
         gate, up = tl.split(tl.reshape(total.to(out_ptr.dtype.element_ty).to(tl.float32), [rows, 2]))
         total = gate * tl.sigmoid(gate) * up

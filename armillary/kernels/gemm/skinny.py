@@ -1,6 +1,7 @@
 """A linear layer for a few tokens (skinny GEMM), as decoding has it: its time is that of reading the weight once.
 
-The operations around it are fused: an RMS norm of the input, SwiGLU over alternating gate and up rows, a residual.
+The operations around it are fused: an RMS norm of the input, a bias, SwiGLU over alternating gate and up rows, a
+residual.
 """
 
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ def reference(
     residual: Tensor | None = None,
     eps: float = 1e-6,
     gated: bool = False,
+    bias_N: Tensor | None = None,
 ) -> Tensor:
-    """residual + act(norm(x) @ weightᵀ); each part only where it is given."""
+    """residual + act(norm(x) @ weightᵀ + bias); each part only where it is given."""
     if norm_K is not None:
         x_MK = norm(x_MK, norm_K, None, eps)
-    y = F.linear(x_MK, weight_NK)
+    y = F.linear(x_MK, weight_NK, bias_N)
     if gated:
         gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
         y = F.silu(gate) * up
@@ -45,6 +47,7 @@ class SmallLinearCase(Case):
     norm: bool = False  # an RMS norm before
     gated: bool = False  # SwiGLU after
     residual: bool = False  # a residual after
+    bias: bool = False
 
 
 def inputs(case: SmallLinearCase, generator: torch.Generator) -> tuple[object, ...]:
@@ -53,7 +56,8 @@ def inputs(case: SmallLinearCase, generator: torch.Generator) -> tuple[object, .
     norm_weight = case.normal(generator, case.inputs) if case.norm else None
     width = case.outputs // 2 if case.gated else case.outputs
     residual = case.normal(generator, case.tokens, width) if case.residual else None
-    return x, weight, norm_weight, residual, 1e-6, case.gated
+    bias = case.normal(generator, case.outputs) if case.bias else None
+    return x, weight, norm_weight, residual, 1e-6, case.gated, bias
 
 
 def work(case: SmallLinearCase) -> OpWork:
@@ -85,6 +89,7 @@ SMALL_LINEAR = Op(
             for name, outputs, width in (("up", 14336, 4096), ("down", 4096, 14336))
         },
         "norm, swiglu 8": SmallLinearCase(tokens=8, outputs=28672, inputs=4096, norm=True, gated=True),
+        "gpt-oss-20b qkv 1": SmallLinearCase(tokens=1, outputs=5120, inputs=2880, norm=True, bias=True),
         "residual 8": SmallLinearCase(tokens=8, outputs=4096, inputs=14336, residual=True),
     },
 )

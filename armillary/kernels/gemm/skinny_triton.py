@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.core.launch import (
     can_start_early,
     ceil_div,
+    dense,
     early_launch,
     fitting_stages,
     is_bare,
@@ -52,29 +53,44 @@ def small_linear(
     residual: Tensor | None = None,
     eps: float = 1e-6,
     gated: bool = False,
+    bias_N: Tensor | None = None,
 ) -> Tensor:
     """The reference's result in one to three kernels; more tokens than MAX_TOKENS go to the reference."""
     tokens = x_MK.numel() // max(1, x_MK.shape[-1])
     if tokens > MAX_TOKENS or x_MK.dtype == torch.float64 or not x_MK.numel():
-        return reference(x_MK, weight_NK, norm_K, residual, eps, gated)
-    return (_launched if is_bare(x_MK) else _op)(x_MK, weight_NK, norm_K, residual, eps, gated)
+        return reference(x_MK, weight_NK, norm_K, residual, eps, gated, bias_N)
+    return (_launched if is_bare(x_MK) else _op)(x_MK, weight_NK, norm_K, residual, eps, gated, bias_N)
 
 
 def _launched(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    gated: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     tokens, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
     vector = vector_plan(outputs, inputs, x.element_size()) if tokens == 1 else None
     if vector is not None:
-        return run_vector(x, weight, norm, residual, eps, gated, vector)
-    return run_tiles(x, weight, norm, residual, eps, gated, plan(tokens, outputs, inputs, x.element_size()))
+        return run_vector(x, weight, norm, residual, eps, gated, vector, bias)
+    return run_tiles(x, weight, norm, residual, eps, gated, plan(tokens, outputs, inputs, x.element_size()), bias)
 
 
 _op = torch.library.custom_op("armillary::small_linear", _launched, mutates_args=())
 
 
 @_op.register_fake
-def _(x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    gated: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight) // 2 if gated else len(weight))
 
 
@@ -102,24 +118,32 @@ def _splits(rows: int, outputs: int, inputs: int) -> int:
 
 
 def run_tiles(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: SkinnyTiles
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    gated: bool,
+    tiles: SkinnyTiles,
+    bias: Tensor | None = None,
 ) -> Tensor:
     flat, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
     (M, K), N = flat.shape, len(weight)
     width, block_m = N // 2 if gated else N, max(16, power_of_two(M))
     out = x.new_empty(M, width)
-    residual = None if residual is None else residual.reshape(M, width).contiguous()
+    residual, bias = None if residual is None else residual.reshape(M, width).contiguous(), dense(bias)
     parts = torch.empty(tiles.splits, N, block_m, dtype=torch.float32, device=x.device) if tiles.splits > 1 else None
     stages = fitting_stages(x, (tiles.rows + block_m) * tiles.depth * x.element_size(), tiles.stages)
     can = can_start_early(x.device)
     early = can and (tiles.early or norm is not None)
-    options = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "BLOCK_M": block_m}
+    options = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "GATED": gated, "BLOCK_M": block_m}
     with on(x):
         if norm is not None:
             flat = normed(flat, norm.contiguous(), eps, early)
         linear_kernel[(ceil_div(N, tiles.rows), tiles.splits)](
             flat,
             weight,
+            bias,
             residual,
             out,
             parts,
@@ -141,6 +165,7 @@ def run_tiles(
             early = can and tiles.early
             sum_kernel[(ceil_div(N, 32),)](
                 parts,
+                bias,
                 residual,
                 out,
                 M,
@@ -158,19 +183,24 @@ def run_tiles(
 @triton.jit
 def _finish(
     acc,
+    bias_ptr,
     residual_ptr,
     out_ptr,
     first,
     M,
     N,
+    HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Apply activation and residual to the sums [N, M] of rows from `first` on, and store them."""
+    """Apply bias, activation and residual to the sums [N, M] of rows from `first` on, and store them."""
     rows: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     width = N
+    if HAS_BIAS:
+        row = first + tl.arange(0, BLOCK_N)
+        acc += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
         width = N // 2
         first = first // 2
@@ -191,6 +221,7 @@ def _finish(
 def linear_kernel(
     x_ptr,
     w_ptr,
+    bias_ptr,
     residual_ptr,
     out_ptr,
     part_ptr,
@@ -198,6 +229,7 @@ def linear_kernel(
     N,
     K,
     EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -235,17 +267,21 @@ def linear_kernel(
         part_ptr += split.to(tl.int64) * N * BLOCK_M
         tl.store(part_ptr + n.to(tl.int64)[:, None] * BLOCK_M + m[None, :], acc, mask=n[:, None] < N)
     else:
-        _finish(acc, residual_ptr, out_ptr, tile * BLOCK_N, M, N, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)
+        _finish(
+            acc, bias_ptr, residual_ptr, out_ptr, tile * BLOCK_N, M, N, HAS_BIAS, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N
+        )
 
 
 @triton.jit
 def sum_kernel(
     part_ptr,
+    bias_ptr,
     residual_ptr,
     out_ptr,
     M,
     N,
     EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -263,7 +299,8 @@ def sum_kernel(
     part = tl.cast(N, tl.int64) * BLOCK_M
     for split in tl.static_range(SPLITS):
         acc += tl.load(part_ptr + split * part + at, mask=n[:, None] < N, other=0.0)
-    _finish(acc, residual_ptr, out_ptr, tl.program_id(0) * BLOCK_N, M, N, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)
+    first = tl.program_id(0) * BLOCK_N
+    _finish(acc, bias_ptr, residual_ptr, out_ptr, first, M, N, HAS_BIAS, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:

@@ -13,7 +13,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.prefetch_triton import fetch
 from armillary.kernels.paged.fp8_cache_triton import absorbed_pairs, in_fp16, loaded_pairs, whole_of
-from armillary.kernels.paged.softmax_triton import absorbed, finished, pages_of, places_of, positive, scores_of, weighed
+from armillary.kernels.paged.softmax_triton import (
+    absorbed,
+    finished,
+    first_key,
+    pages_of,
+    places_of,
+    positive,
+    scores_of,
+    weighed,
+)
 
 # M rows (query, head of the group), N keys of a tile, D head dim
 
@@ -30,14 +39,14 @@ def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr, CACHE: tl.constexp
 
 
 @triton.jit
-def _lowest(count, length, WINDOW: tl.constexpr):
+def _lowest(count, length, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """The first key that any query of a row sees."""
-    return tl.maximum(length - count - WINDOW + 1, 0) if WINDOW > 0 else 0 * length
+    return first_key(tl.maximum(length - count, 0), WINDOW, CHUNKED)
 
 
 @triton.jit
-def _first_tile(count, length, N: tl.constexpr, WINDOW: tl.constexpr):
-    return _lowest(count, length, WINDOW) // N
+def _first_tile(count, length, N: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    return _lowest(count, length, WINDOW, CHUNKED) // N
 
 
 @triton.jit
@@ -65,6 +74,7 @@ def _start(
     num_workers,
     N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -74,7 +84,7 @@ def _start(
     come before."""
     row = tl.arange(0, ROWS)
     _, count, length = _row(starts, lengths, row, num_rows, QUERIES, CACHE)
-    first = _first_tile(count, length, N, WINDOW)
+    first = _first_tile(count, length, N, WINDOW, CHUNKED)
     tiles = tl.where(row < num_rows, _row_tiles(first, length, N), 0)
     total, most = tl.sum(tiles, 0) * HEADS, tl.max(tiles, 0)
     per = tl.maximum((total + num_workers - 1) // num_workers, 1)
@@ -129,6 +139,7 @@ def _fetch_keys(
     table_stride,
     N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -139,10 +150,12 @@ def _fetch_keys(
 ):
     """Prefetch the first TILES of a worker too, according to the lists that the previous kernel may yet write: a guess,
     clamped to the cache. Lists are read past L1, which would still hold the old ones after the wait."""
-    _, _, _, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS, HEADS, ".cg")
+    _, _, _, b, inside = _start(
+        starts, lengths, num_rows, worker, num_workers, N, WINDOW, CHUNKED, QUERIES, ROWS, HEADS, ".cg"
+    )
     b = _within(b, num_rows)
     _, count, length = _row(starts, lengths, b, num_rows, QUERIES, ".cg")
-    first = _first_tile(count, length, N, WINDOW)
+    first = _first_tile(count, length, N, WINDOW, CHUNKED)
     tiles = _row_tiles(first, length, N)
     head, tile = _within(inside // tiles, HEADS), first + inside % tiles
     line: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
@@ -184,6 +197,7 @@ def decode(
     slot_stride,
     table_stride,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -228,6 +242,7 @@ def decode(
                 table_stride,
                 N,
                 WINDOW,
+                CHUNKED,
                 QUERIES,
                 ROWS,
                 HEADS,
@@ -240,27 +255,27 @@ def decode(
             _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride, ROWS)
         gdc_wait()
     per, at_first, stop, b, inside = _start(
-        starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS, HEADS, ""
+        starts, lengths, num_rows, worker, num_workers, N, WINDOW, CHUNKED, QUERIES, ROWS, HEADS, ""
     )
     begin, count, length = _row(starts, lengths, b, num_rows, QUERIES, "")
-    row_tiles = _row_tiles(_first_tile(count, length, N, WINDOW), length, N)
-    head, tile = inside // row_tiles, _first_tile(count, length, N, WINDOW) + inside % row_tiles
+    row_tiles = _row_tiles(_first_tile(count, length, N, WINDOW, CHUNKED), length, N)
+    head, tile = inside // row_tiles, _first_tile(count, length, N, WINDOW, CHUNKED) + inside % row_tiles
     tl.store(shared + worker * 5, 0)
     table = tables + b.to(tl.int64) * table_stride
-    page = pages_of(table, tile, tile + (at_first < stop), _lowest(count, length, WINDOW), length, N, PAGE)
+    page = pages_of(table, tile, tile + (at_first < stop), _lowest(count, length, WINDOW, CHUNKED), length, N, PAGE)
     top, totals, sums = _nothing(M, N, D_PAD, PAIRS)
     for at_tile in range(at_first, stop):
-        first_tile = _first_tile(count, length, N, WINDOW)
-        lowest = _lowest(count, length, WINDOW)
+        first_tile = _first_tile(count, length, N, WINDOW, CHUNKED)
+        lowest = _lowest(count, length, WINDOW, CHUNKED)
         row_tiles = _row_tiles(first_tile, length, N)
         last = tile + 1 >= first_tile + row_tiles
         next_head = tl.where(last, head + 1, head)
         next_b = tl.where(next_head == HEADS, b + 1, b)
         next_head = tl.where(next_head == HEADS, 0, next_head)
         next_begin, next_count, next_length = _row(starts, lengths, next_b, num_rows, QUERIES, "")
-        next_tile = tl.where(last, _first_tile(next_count, next_length, N, WINDOW), tile + 1)
+        next_tile = tl.where(last, _first_tile(next_count, next_length, N, WINDOW, CHUNKED), tile + 1)
         table = tables + next_b.to(tl.int64) * table_stride
-        next_lowest = _lowest(next_count, next_length, WINDOW)
+        next_lowest = _lowest(next_count, next_length, WINDOW, CHUNKED)
         next_page = pages_of(table, next_tile, next_tile + (at_tile + 1 < stop), next_lowest, next_length, N, PAGE)
 
         used = query < count
@@ -299,6 +314,7 @@ def decode(
             there,
             True,
             WINDOW,
+            CHUNKED,
             HAS_CAP,
             HAS_SLOPES,
             PRECISION,

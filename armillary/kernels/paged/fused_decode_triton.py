@@ -13,12 +13,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.kernels.core.launch import can_start_early, early_launch, on, power_of_two
+from armillary.kernels.core.launch import can_start_early, dense, early_launch, on, power_of_two
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import QkvOptions, can_attend
 from armillary.kernels.paged.qkv_to_cache import attend_tokens as reference
+from armillary.kernels.paged.softmax_triton import first_key
 
-# M query heads of a KV head, padded; N keys of a tile; D head dim, whose first half is rotated with the second
+# M query heads of a KV head, padded; N keys of a tile; D head dim
 
 _MOST_SPLITS = 32  # programs that share a sequence and KV head, at most
 _SHORT = 4096  # tokens of a table up to which a program has few tiles: one program per multiprocessor is then fastest
@@ -41,23 +42,25 @@ def attend_tokens(
     rows, kv_heads, size = len(qkv), cache.shape[2], cache.shape[4]
     group = qkv.shape[1] // (kv_heads * size) - 2
     tokens = batch.tables_BP.shape[1] * cache.shape[3]
-    (splits, keys), m = tiling(rows * kv_heads, size * cache.element_size(), tokens), max(16, power_of_two(group))
+    (splits, keys), m = (
+        tiling(rows * kv_heads, size * cache.element_size(), tokens, options.window or options.chunk),
+        max(16, power_of_two(group)),
+    )
     out = qkv.new_empty(rows, kv_heads * group * size)
     programs = rows * kv_heads * splits
     partial = torch.empty(programs * m * size, dtype=torch.float32, device=qkv.device)
     peaks = torch.empty(programs * 2 * m, dtype=torch.float32, device=qkv.device)
     tables = batch.tables_BP if batch.tables_BP.stride(1) == 1 else batch.tables_BP.contiguous()
-    cos_TR, sin_TR, slots_T, lengths_B = (x.contiguous() for x in (cos_TR, sin_TR, slots_T, batch.lengths_B))  # type: ignore[union-attr]
+    cos_TR, sin_TR, slots_T, lengths_B = map(dense, (cos_TR, sin_TR, slots_T, batch.lengths_B))
     early = can_start_early(qkv.device)
-    normed = heads.norm == "rms"
-    q_weight, k_weight = (heads.q_weight, heads.k_weight) if normed else (qkv, qkv)
     with on(qkv):
         attend[(programs,)](
             qkv,
             cos_TR,
             sin_TR,
-            q_weight,
-            k_weight,
+            dense(heads.q_weight),
+            dense(heads.k_weight),
+            dense(heads.q_scale_T),
             slots_T,
             tables,
             lengths_B,
@@ -74,8 +77,14 @@ def attend_tokens(
             D=size,
             PAGE=cache.shape[3],
             SPLITS=splits,
-            NORM=normed,
+            WINDOW=options.window or options.chunk,
+            CHUNKED=options.chunk > 0,
+            ROTATES=cos_TR is not None,
+            INTERLEAVED=heads.interleaved,
+            NORM=heads.norm == "rms",
+            HAS_WEIGHT=heads.norm == "rms" and heads.q_weight is not None,
             PLUS_ONE=heads.plus_one,
+            HAS_Q_SCALE=heads.q_scale_T is not None,
             M=m,
             N=keys,
             EARLY=early,
@@ -85,10 +94,13 @@ def attend_tokens(
         join[(rows * kv_heads * group,)](
             partial,
             peaks,
+            dense(options.sinks_N),
             out,
+            HEADS=kv_heads,
             GROUP=group,
             D=size,
             SPLITS=splits,
+            HAS_SINKS=options.sinks_N is not None,
             M=m,
             EARLY=early,
             num_warps=4,
@@ -97,12 +109,15 @@ def attend_tokens(
     return out
 
 
-def tiling(sequence_heads: int, key_bytes: int, tokens: int) -> tuple[int, int]:
+def tiling(sequence_heads: int, key_bytes: int, tokens: int, window: int = 0) -> tuple[int, int]:
     """Programs that share a sequence and KV head, a power of two, and keys per tile: on an H200 128 programs and tiles
-    of 8 KB where tables are short, else twice as many and twice as large for more loads in flight."""
+    of 8 KB where tables are short, else twice as many and twice as large for more loads in flight. No more programs
+    than a window has tiles."""
+    tokens = min(tokens, window or tokens)
     more = 1 if tokens <= _SHORT else 2
-    splits = max(1, min(_MOST_SPLITS, power_of_two(128 * more // sequence_heads + 1) // 2))
-    return splits, max(16, min(64, 8192 * more // key_bytes))
+    splits, keys = power_of_two(128 * more // sequence_heads + 1) // 2, max(16, min(64, 8192 * more // key_bytes))
+    most = min(_MOST_SPLITS, power_of_two(window // keys + 2)) if window else _MOST_SPLITS
+    return max(1, min(most, splits)), keys
 
 
 @triton.jit
@@ -111,6 +126,7 @@ def _tile(
     table,
     tile,
     stop,
+    first,
     past,
     page_stride,
     kv_stride,
@@ -118,11 +134,14 @@ def _tile(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     N: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Keys and values of a tile, and which exist. Past L1: each is read once, and may have been written since this
     kernel began."""
     key = tile * N + tl.arange(0, N)
     there = (key < past) & (tile < stop)
+    if WINDOW > 0:
+        there = there & (key >= first)
     page = tl.load(table + key // PAGE, mask=there, other=0, cache_modifier=".cg").to(tl.int64)
     rows = cache + (page * page_stride + (key % PAGE) * slot_stride)[:, None] + tl.arange(0, D)[None, :]
     keys = tl.load(rows, mask=there[:, None], other=0.0, cache_modifier=".cg")
@@ -130,9 +149,9 @@ def _tile(
 
 
 @triton.jit
-def _weights(weight, dim, other, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
+def _weights(weight, dim, other, HAS_WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr):
     """The norm's weights, for dims and for their rotation partners."""
-    if NORM:
+    if HAS_WEIGHT:
         more = 1.0 if PLUS_ONE else 0.0
         first, second = tl.load(weight + dim).to(tl.float32) + more, tl.load(weight + other).to(tl.float32) + more
         return first[None, :], second[None, :]
@@ -141,13 +160,13 @@ def _weights(weight, dim, other, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
 
 
 @triton.jit
-def _rotated(x, rotated, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Rows [., D], given each dim's rotation partner, after norm and rotation."""
+def _rotated(x, rotated, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ROTATES: tl.constexpr):
+    """Rows [., D] in fp32, given each dim's rotation partner, after norm and rotation."""
     wide, rotated = x.to(tl.float32), rotated.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
         wide, rotated = wide * inverse * weights[0], rotated * inverse * weights[1]
-    return (wide * cos + rotated * sin).to(x.dtype)
+    return wide * cos + rotated * sin if ROTATES else wide
 
 
 @triton.jit
@@ -169,6 +188,7 @@ def attend(
     sin,
     q_weight,
     k_weight,
+    q_scale,
     slots,
     tables,
     lengths,
@@ -188,8 +208,14 @@ def attend(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    ROTATES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    HAS_Q_SCALE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     EARLY: tl.constexpr,
@@ -202,20 +228,27 @@ def attend(
     split, head = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS % HEADS
     b = (tl.program_id(0) // (SPLITS * HEADS)).to(tl.int64)
     dim, member = tl.arange(0, D), tl.arange(0, M)
-    other = (dim + R) % D
+    other, angle, is_first = (dim + R) % D, dim % R, dim < R
+    if INTERLEAVED:
+        other, angle, is_first = dim ^ 1, dim // 2, dim % 2 == 0
     length = tl.load(lengths + b, cache_modifier=".cg")
     past = tl.maximum(length - 1, 0)
-    tiles = (past + N - 1) // N
+    first = first_key(past, WINDOW, CHUNKED)
+    tiles = tl.maximum((past + N - 1) // N - first // N, 0)
     per = (tiles + SPLITS - 1) // SPLITS
-    begin, stop = split * per, tl.minimum((split + 1) * per, tiles)
+    begin, stop = first // N + split * per, first // N + tl.minimum((split + 1) * per, tiles)
     table, of_head = tables + b * table_stride, cache + head.to(tl.int64) * head_stride
-    keys, values, there = _tile(of_head, table, begin, stop, past, page_stride, kv_stride, slot_stride, D, PAGE, N)
-    c = tl.load(cos + b * R + dim % R, cache_modifier=".cg").to(tl.float32)[None, :]
-    s = tl.load(sin + b * R + dim % R, cache_modifier=".cg").to(tl.float32)
-    s = tl.where(dim < R, -s, s)[None, :]
+    keys, values, there = _tile(
+        of_head, table, begin, stop, first, past, page_stride, kv_stride, slot_stride, D, PAGE, N, WINDOW
+    )
+    c, s = 1.0, 0.0
+    if ROTATES:
+        c = tl.load(cos + b * R + angle, cache_modifier=".cg").to(tl.float32)[None, :]
+        s = tl.load(sin + b * R + angle, cache_modifier=".cg").to(tl.float32)
+        s = tl.where(is_first, -s, s)[None, :]
     slot = tl.load(slots + b, cache_modifier=".cg").to(tl.int64)
-    q_weights = _weights(q_weight, dim, other, NORM, PLUS_ONE)
-    k_weights = _weights(k_weight, dim, other, NORM, PLUS_ONE)
+    q_weights = _weights(q_weight, dim, other, HAS_WEIGHT, PLUS_ONE)
+    k_weights = _weights(k_weight, dim, other, HAS_WEIGHT, PLUS_ONE)
     used = (member < GROUP)[:, None]
     if EARLY:
         gdc_wait()
@@ -225,8 +258,11 @@ def attend(
     q_turned = tl.load(rows + other[None, :], mask=used, other=0.0)
     key, key_turned = tl.load(own + dim[None, :]), tl.load(own + other[None, :])
     value = tl.load(own + D + dim)
-    q = _rotated(q, q_turned, q_weights, c, s, eps, D, NORM)
-    key = _rotated(key, key_turned, k_weights, c, s, eps, D, NORM)
+    q = _rotated(q, q_turned, q_weights, c, s, eps, D, NORM, ROTATES)
+    if HAS_Q_SCALE:
+        q = q * tl.load(q_scale + b).to(tl.float32)
+    q = q.to(value.dtype)
+    key = _rotated(key, key_turned, k_weights, c, s, eps, D, NORM, ROTATES).to(value.dtype)
     if (split == SPLITS - 1) & (slot >= 0):
         place = of_head + slot // PAGE * page_stride + slot % PAGE * slot_stride
         tl.store(place + dim[None, :], key)
@@ -239,7 +275,9 @@ def attend(
     total, sums = weight, weight[:, None] * value.to(tl.float32)[None, :]
     top, total, sums = _more(top, total, sums, q, keys, values, there, factor)
     for tile in range(begin + 1, stop):
-        keys, values, there = _tile(of_head, table, tile, stop, past, page_stride, kv_stride, slot_stride, D, PAGE, N)
+        keys, values, there = _tile(
+            of_head, table, tile, stop, first, past, page_stride, kv_stride, slot_stride, D, PAGE, N, WINDOW
+        )
         top, total, sums = _more(top, total, sums, q, keys, values, there, factor)
     at = tl.program_id(0) * M + member
     tl.store(peaks + at * 2, top)
@@ -251,14 +289,17 @@ def attend(
 def join(
     partial,
     peaks,
+    sinks,
     out,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     M: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (sequence, query head): the sum over splits."""
+    """Program (sequence, query head): the sum over splits; a sink adds to the sum of weights."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -269,7 +310,13 @@ def join(
     tops, totals = tl.load(peaks + at * 2), tl.load(peaks + at * 2 + 1)
     sums = tl.load(partial + at[:, None] * D + dim[None, :])
     top = tl.max(tops, 0)
-    weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
+    if HAS_SINKS:
+        sink = tl.load(sinks + number % (HEADS * GROUP)).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(tops - safe)
     total = tl.sum(weights * totals, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - safe)
     result = tl.sum(weights[:, None] * sums, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + number * D + dim, result.to(out.dtype.element_ty))

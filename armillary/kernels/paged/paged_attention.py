@@ -120,10 +120,10 @@ def _explicit(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: AttentionOpt
 
 def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: AttentionOptions) -> Tensor:
     queries, window = q_TND.shape[0], options.window
-    if window and queries + window <= k_SKD.shape[0]:
-        k_SKD, v_SKD = k_SKD[1 - queries - window :], v_SKD[1 - queries - window :]  # keys that no query sees any more
+    if (unseen := _unseen_keys(queries, k_SKD.shape[0], options)) > 0:
+        k_SKD, v_SKD = k_SKD[unseen:], v_SKD[unseen:]
     keys = k_SKD.shape[0]
-    limited = 0 < window < keys
+    limited = 0 < window < keys or 0 < options.chunk < keys
     is_causal, mask = queries == keys and not limited, None
     if not is_causal and (queries > 1 or limited):
         mask = seen_keys(distances(queries, keys, q_TND.device), options)
@@ -132,6 +132,14 @@ def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: AttentionOptions
         q, k, v, attn_mask=mask, is_causal=is_causal and queries > 1, scale=options.scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def _unseen_keys(queries: int, keys: int, options: AttentionOptions) -> int:
+    """The first keys, which no query sees any more; full chunks, so that the others begin with one."""
+    first_query = keys - queries
+    if options.chunk:
+        return first_query - first_query % options.chunk
+    return first_query - options.window + 1 if options.window else 0
 
 
 _MOST_ONE_BY_ONE = 8
@@ -150,6 +158,7 @@ class PagedCase(Case):
     page: int = 16
     ragged: bool = False  # lengths between an eighth of the context and all of it
     window: int = 0  # sliding window; 0: none
+    chunk: int = 0  # of chunked attention; 0: none
     softcap: float = 0.0  # soft cap of scores; 0: none
     sinks: bool = False
     slopes: bool = False
@@ -185,6 +194,7 @@ def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
     options = AttentionOptions(
         scale=case.head_dim**-0.5,
         window=case.window,
+        chunk=case.chunk,
         softcap=case.softcap,
         sinks_N=normal(case.heads).float() if case.sinks else None,
         slopes_N=2.0 ** -torch.arange(1, case.heads + 1, device=device) if case.slopes else None,
@@ -193,10 +203,18 @@ def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
     return normal(case.batch * case.queries, case.heads, case.head_dim), cache, batch, options
 
 
+def _seen(case: PagedCase, length: int) -> int:
+    """Keys of a sequence that any of its queries sees."""
+    first = length - case.queries
+    if case.chunk:
+        return length - (first - first % case.chunk)
+    return min(length, case.window + case.queries - 1) if case.window else length
+
+
 def _work(case: PagedCase) -> OpWork:
     """Keys and values are read once per sequence; FLOPs of the visible pairs."""
     size, kv_size = case.torch_dtype.itemsize, case.cache_dtype.itemsize
-    keys = sum(min(length, case.window + case.queries - 1) if case.window else length for length in case.lengths())
+    keys = sum(_seen(case, length) for length in case.lengths())
     scores = case.queries * keys - case.batch * (case.queries * (case.queries - 1) // 2)
     moved = 2 * case.head_dim * (kv_size * case.kv_heads * keys + size * case.batch * case.queries * case.heads)
     ceiling: Ceiling = "read" if case.queries * case.heads // case.kv_heads <= 64 else "gemm"
@@ -240,6 +258,8 @@ PAGED_ATTENTION = Op(
         "decode 256 × 4k ragged": PagedCase(batch=256, context=4096, ragged=True),
         "decode 256 × 8k, group 8": PagedCase(batch=256, context=8192, heads=64),
         "decode 1 × 32k": PagedCase(batch=1, context=32768),
+        "gpt-oss, decode 256 × 1k": PagedCase(batch=256, context=1024, heads=64, head_dim=64, window=128, sinks=True),
+        "llama 4, decode 64 × 12k": PagedCase(batch=64, context=12288, heads=40, chunk=8192),
         "chunk of 2k at 16k": PagedCase(batch=1, context=16384, queries=2048),
     },
 )

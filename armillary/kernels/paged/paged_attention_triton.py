@@ -71,7 +71,8 @@ def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: At
         options.scales_2K,
         options.scale_for(q_TND.shape[-1]),
         batch.max_query,
-        options.window,
+        options.window or options.chunk,
+        options.chunk > 0,
         options.softcap,
     )
 
@@ -88,6 +89,7 @@ def _launched(
     scale: float,
     max_query: int,
     window: int,
+    chunked: bool,
     softcap: float,
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -105,6 +107,7 @@ def _launched(
     split = split_tiling(q.device, group, max_query, q.shape[2], cache.dtype)
     shape = {
         "WINDOW": window,
+        "CHUNKED": chunked,
         "QUERIES": split.queries,
         # rows that a program searches to find its work; few sizes, as each is compiled separately
         "ROWS": 32 if num_rows <= 32 else max(256, power_of_two(num_rows)),
@@ -131,7 +134,7 @@ _paged_attention = torch.library.custom_op("armillary::paged_attention", _launch
 
 
 @_paged_attention.register_fake
-def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query, window, softcap):
+def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query, window, chunked, softcap):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -294,7 +297,7 @@ def _launch_prefill(pointers, strides, shape, tiling, splits, scale, softcap, nu
         **register_limit(q.device, tiling.registers),
     )
     if splits > 1:
-        names = ("WINDOW", "QUERIES", "ROWS", "HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
+        names = ("WINDOW", "CHUNKED", "QUERIES", "ROWS", "HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
         combine_prefill[(4 * slots,)](
             partial,
             peaks,

@@ -9,7 +9,7 @@ contexts are too few programs for the GPU: their keys are split too, and `combin
 import triton
 import triton.language as tl
 
-from armillary.kernels.paged.softmax_triton import absorbed, finished, pages_of, positive, scores_of
+from armillary.kernels.paged.softmax_triton import absorbed, finished, first_key, pages_of, positive, scores_of
 
 
 @triton.jit
@@ -40,6 +40,7 @@ def _tiles(
     dim,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -80,6 +81,7 @@ def _tiles(
             there,
             MASKED,
             WINDOW,
+            CHUNKED,
             HAS_CAP,
             HAS_SLOPES,
             PRECISION,
@@ -109,10 +111,10 @@ def _place(starts, lengths, row_tiles, tile, PER: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _reach(first_position, length, PER: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr):
+def _reach(first_position, length, PER: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """First key that a tile's queries see, one past the last, and the key tiles [start, stop) of these."""
     upto = tl.minimum(length, first_position + PER)
-    lowest = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    lowest = first_key(first_position, WINDOW, CHUNKED)
     return lowest, upto, lowest // N, (upto + N - 1) // N
 
 
@@ -155,6 +157,7 @@ def prefill(
     slot_stride,
     table_stride,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -187,7 +190,7 @@ def prefill(
         else:  # concurrent programs read the keys of one head
             split, head, tile = 0, work // live, live - 1 - work % live
         b, begin, count, length, first_query = _place(starts, lengths, row_tiles, tile, PER, ROWS)
-        lowest, upto, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
+        lowest, upto, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW, CHUNKED)
         parts = _parts(start, stop, most, LEAST)
         if split < parts:
             _tile(
@@ -220,6 +223,7 @@ def prefill(
                 start,
                 stop,
                 WINDOW,
+                CHUNKED,
                 HEADS,
                 GROUP,
                 D,
@@ -267,6 +271,7 @@ def _tile(
     start,
     stop,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -306,7 +311,8 @@ def _tile(
     keys = cache + head.to(tl.int64) * head_stride
     clear_start = start
     if WINDOW > 0:  # tiles that begin where the last query no longer sees are masked too
-        clear_start = tl.maximum(tl.minimum((upto - WINDOW + N - 1) // N, stop), start)
+        last_first = first_key(upto - 1, WINDOW, CHUNKED)
+        clear_start = tl.maximum(tl.minimum((last_first + N - 1) // N, stop), start)
     clear_stop = tl.maximum(tl.minimum((length - count + first_query + 1) // N, stop), clear_start)
     part_start, end = start, stop
     if SPLITS > 1:
@@ -335,6 +341,7 @@ def _tile(
             dim,
             True,
             WINDOW,
+            CHUNKED,
             D,
             PAGE,
             HAS_CAP,
@@ -363,6 +370,7 @@ def _tile(
         dim,
         False,
         WINDOW,
+        CHUNKED,
         D,
         PAGE,
         HAS_CAP,
@@ -391,6 +399,7 @@ def _tile(
         dim,
         True,
         WINDOW,
+        CHUNKED,
         D,
         PAGE,
         HAS_CAP,
@@ -420,6 +429,7 @@ def combine_prefill(
     out,
     num_rows,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -446,7 +456,7 @@ def combine_prefill(
     for work in range(tl.program_id(0), live * HEADS * PIECES, tl.num_programs(0)):
         tile, head = work // PIECES // HEADS, work // PIECES % HEADS
         _, begin, count, length, first_query = _place(starts, lengths, row_tiles, tile, PER, ROWS)
-        _, _, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
+        _, _, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW, CHUNKED)
         parts = _parts(start, stop, most, LEAST)
         if parts > 1:
             m_row = work % PIECES * R + tl.arange(0, R)

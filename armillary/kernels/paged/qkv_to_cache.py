@@ -24,7 +24,7 @@ from armillary.kernels.pointwise.rope import rotate
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QkvOptions:
-    """What a layer applies to queries and keys, in this order: clamp, norm, rotation."""
+    """What a layer applies to queries and keys, in this order: clamp, norm, rotation, scale."""
 
     clip: float | None = None  # queries, keys and values are clamped to ±clip
     norm: str = "none"  # of each query and key: none, rms or layer
@@ -33,6 +33,7 @@ class QkvOptions:
     eps: float = 1e-6
     plus_one: bool = False  # weights are 1 + weight
     interleaved: bool = False  # whether neighbouring dims are rotated together, or the two halves
+    q_scale_T: Tensor | None = None  # factor of each token's queries, fp32
     scales_2K: Tensor | None = None  # divisor of keys and values that are written to a quantised cache
 
 
@@ -52,6 +53,8 @@ def qkv_cache(
     q, k = (_normed(widen(x), w, options) for x, w in ((q, options.q_weight), (k, options.k_weight)))
     if cos_TR is not None and sin_TR is not None:
         q, k = (rotate(x, cos_TR[:, None], sin_TR[:, None], interleaved=options.interleaved) for x in (q, k))
+    if options.q_scale_T is not None:
+        q = q * options.q_scale_T[:, None, None]
     _write(cache, slots_T, k, widen(v), options.scales_2K)
     return q.to(qkv.dtype), cache
 
@@ -61,7 +64,8 @@ def unpadded(
 ) -> tuple[Tensor, Tensor]:
     """qkv_cache in fewer torch calls, for CPUs: queries and keys are processed together, and every token is written."""
     heads, page, size = cache.shape[2:]
-    if not _alike(options, size) or options.scales_2K is not None or not len(qkv) or int(slots_T.min()) < 0:
+    scaled = options.scales_2K is not None or options.q_scale_T is not None
+    if not _alike(options, size) or scaled or not len(qkv) or int(slots_T.min()) < 0:
         return qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, options)
     if options.clip is not None:
         qkv = qkv.clamp(-options.clip, options.clip)
@@ -208,14 +212,15 @@ def attend_tokens(
 def can_attend(
     qkv: Tensor, cache: Tensor, cos_TR: Tensor | None, heads: QkvOptions, batch: PagedBatch, options: AttentionOptions
 ) -> bool:
-    """Whether the kernel can take these: few sequences, whole heads rotated, no mask but the causal one."""
+    """Whether the kernel can take these: few sequences, heads rotated whole or not at all, scores without soft cap and
+    slopes."""
     size = cache.shape[4]
     few = batch.max_query == 1 and 0 < len(qkv) == len(batch.tables_BP) <= MOST_SEQUENCES
     few = few and batch.tables_BP.shape[1] * cache.shape[3] <= MAX_TOKENS
-    rotates = cos_TR is not None and 2 * cos_TR.shape[-1] == size and not heads.interleaved
+    rotates = cos_TR is None or 2 * cos_TR.shape[-1] == size
     sizes = {None if weight is None else weight.numel() for weight in (heads.q_weight, heads.k_weight)}
-    normed = heads.norm == "none" or (heads.norm == "rms" and sizes == {size})
+    normed = heads.norm == "none" or (heads.norm == "rms" and sizes in ({size}, {None}))
     unscaled = heads.clip is None and heads.scales_2K is None and options.scales_2K is None
     numbers = cache.dtype == qkv.dtype != torch.float64 and power_of_two(size) == size and 32 <= size <= 256
-    plain = options.is_plain and not options.window and options.scale_for(size) > 0
-    return few and rotates and normed and numbers and unscaled and plain
+    simple = not options.softcap and options.slopes_N is None and options.scale_for(size) > 0
+    return few and rotates and normed and numbers and unscaled and simple

@@ -142,6 +142,7 @@ def _kernel(
     q_weight,
     k_weight,
     scales,
+    q_scale,
     slots,
     cache,
     q_out,
@@ -167,6 +168,7 @@ def _kernel(
     K_WEIGHT: tl.constexpr,
     HAS_CLIP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_Q_SCALE: tl.constexpr,
     LARGEST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     B: tl.constexpr,
@@ -201,6 +203,9 @@ def _kernel(
         s = tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
         qa, qb = qa * c - qb * s, qb * c + qa * s
         ka, kb = ka * c - kb * s, kb * c + ka * s
+    if HAS_Q_SCALE:
+        factor = tl.load(q_scale + token, mask=token < num_tokens, other=0.0).to(tl.float32)[:, None, None]
+        qa, qb, qc = qa * factor, qb * factor, qc * factor
 
     q_row = (token[:, None, None].to(tl.int64) * (HEADS * GROUP) + head * GROUP + member) * D
     _write(q_out + q_row, q_there, qa, qb, qc, 1.0, R, R_PAD, REST, REST_PAD, INTERLEAVED, B, G_PAD, False, LARGEST)
@@ -246,6 +251,7 @@ def qkv_cache(
         options.q_weight,
         options.k_weight,
         options.scales_2K,
+        options.q_scale_T,
         NORMS[options.norm],
         options.eps,
         options.plus_one,
@@ -264,6 +270,7 @@ def _launched(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     scales: Tensor | None,
+    q_scale: Tensor | None,
     norm: int,
     eps: float,
     plus_one: bool,
@@ -281,7 +288,7 @@ def _launched(
     rotated = cos.shape[-1] if cos is not None else 0
     rest, at_once, warps = size - 2 * rotated, *tiling(tokens, group)
     early = can_start_early(qkv.device)
-    pointers = [qkv, *(qkv if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight, scales))]
+    pointers = [qkv, *(qkv if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight, scales, q_scale))]
     with on(qkv):
         _kernel[(ceil_div(tokens, at_once) * heads,)](
             *pointers,
@@ -307,6 +314,7 @@ def _launched(
             K_WEIGHT=k_weight is not None,
             HAS_CLIP=clip > 0,
             HAS_SCALES=scales is not None,
+            HAS_Q_SCALE=q_scale is not None,
             LARGEST=torch.finfo(cache.dtype).max,
             INTERLEAVED=interleaved and rotated > 0,
             B=at_once,
@@ -328,6 +336,6 @@ def tiling(tokens: int, group: int) -> tuple[int, int]:
 
 
 @_qkv_cache.register_fake
-def _(qkv, cache, slots, cos, sin, q_weight, k_weight, scales, norm, eps, plus_one, interleaved, clip):
+def _(qkv, cache, slots, cos, sin, q_weight, k_weight, scales, q_scale, norm, eps, plus_one, interleaved, clip):
     heads, size = cache.shape[2], cache.shape[4]
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] // size - 2 * heads, size)

@@ -11,6 +11,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def first_key(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first key that a query at `position` sees: that of its window, or of its chunk of WINDOW tokens."""
+    if WINDOW == 0:
+        return position * 0
+    elif CHUNKED:
+        return position - position % WINDOW
+    else:
+        return tl.maximum(position - WINDOW + 1, 0)
+
+
+@triton.jit
 def places_of(tile, lowest, length, N: tl.constexpr, PAGE: tl.constexpr):
     """Positions of a tile's keys in their pages. Keys outside [lowest, length) are replaced by the nearest inside, so
     that nothing that a sequence does not own is read."""
@@ -57,6 +68,7 @@ def scores_of(
     there,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -71,7 +83,7 @@ def scores_of(
     if MASKED:
         seen = there[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            seen = seen & (key[None, :] >= first_key(position, WINDOW, CHUNKED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     return scores, factor
 

@@ -59,10 +59,12 @@ def run_skinny(
             sum_kernel[(ceil_div(N, 32),)](
                 parts,
                 None,
+                None,
                 out,
                 M,
                 N,
                 EARLY=False,
+                HAS_BIAS=False,
                 HAS_RESIDUAL=False,
                 GATED=False,
                 SPLITS=tiles.splits,

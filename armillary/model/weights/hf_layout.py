@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.spec.model import ModelConfig
+from armillary.spec.model import ModelConfig, MoE
 
 SELECTION_BIAS = "selection_bias"
 """a router's buffer, in fp32 for every dtype of the weights"""
@@ -27,6 +27,8 @@ class Rule:
     hf_names: tuple[str, ...]
     join: Join
     split: Split
+    transposed: bool = False
+    """its one stored tensor has the two last dims exchanged: [E, inputs, outputs]"""
 
     def joined_shape(self, shapes: Sequence[torch.Size]) -> torch.Size | None:
         """The shape that `join` would give for tensors of these shapes; None where they do not fit together."""
@@ -47,6 +49,8 @@ class Names:
     down: str = "mlp.down_proj"
     router: str = ""
     experts: tuple[str, str, str] = ("", "", "")  # gate, up and down of expert {e}
+    stacked: tuple[str, str] = ("", "")  # gate_up [E, H, 2F] and down [E, F, H] of all experts, instead of `experts`
+    alternating: bool = False  # gate and up columns alternate in a stacked gate_up, as ours; else gates come first
     shared: tuple[str, str, str] = ("", "", "")  # gate, up and down of the shared expert
     selection_bias: str = ""
 
@@ -82,6 +86,12 @@ FAMILIES: dict[str, Names] = {
         shared=tuple(f"mlp.shared_experts.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
         selection_bias="mlp.gate.e_score_correction_bias",
     ),
+    "gpt_oss": Names(
+        norms=_PRE,
+        router="mlp.router",
+        stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        alternating=True,
+    ),
 }
 
 
@@ -114,7 +124,10 @@ def _attention_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: 
         yield Rule(name=f"{prefix}attention.qkv.{part}", hf_names=sources, join=join, split=split)
     for part in ["weight", "bias"] if config.out_bias else ["weight"]:
         yield _same(f"{prefix}attention.out.{part}", f"{hf_prefix}{names.out}.{part}")
-    for norm in ("q_norm", "k_norm") if config.qk_norm != "none" else ():
+    if config.sinks:
+        yield _same(f"{prefix}attention.sinks_N", f"{hf_prefix}self_attn.sinks")
+    has_weights = config.qk_norm != "none" and config.qk_norm_kind == "weight"
+    for norm in ("q_norm", "k_norm") if has_weights else ():
         yield _same(f"{prefix}attention.{norm}.weight", f"{hf_prefix}self_attn.{norm}.weight")
 
 
@@ -130,7 +143,8 @@ def _moe_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -
     """Router with its selection bias, shared expert, routed experts."""
     moe = config.moe
     assert moe is not None
-    yield _same(f"{prefix}mlp.router.weight", f"{hf_prefix}{names.router}.weight")
+    for part in ["weight", "bias"] if moe.router_bias else ["weight"]:
+        yield _same(f"{prefix}mlp.router.{part}", f"{hf_prefix}{names.router}.{part}")
     if moe.selection_bias:
         yield _same(f"{prefix}mlp.router.{SELECTION_BIAS}", f"{hf_prefix}{names.selection_bias}")
     if moe.shared_ffn:
@@ -138,6 +152,9 @@ def _moe_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -
         join, split = _gate_up_pair(stacked=False)
         yield Rule(name=f"{prefix}mlp.shared.up.weight", hf_names=(gate, up), join=join, split=split)
         yield _same(f"{prefix}mlp.shared.down.weight", down)
+    if names.stacked[0]:
+        yield from _stacked_rules(moe, names, f"{prefix}mlp.experts.", hf_prefix)
+        return
     gate, up, down = names.experts
     experts = range(moe.num_experts)
     gate_ups = tuple(f"{hf_prefix}{name.format(e=e)}.weight" for e in experts for name in (gate, up))
@@ -146,6 +163,18 @@ def _moe_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -
     yield Rule(
         name=f"{prefix}mlp.experts.down_EHF", hf_names=downs, join=torch.stack, split=lambda x: list(x.unbind(0))
     )
+
+
+def _stacked_rules(moe: MoE, names: Names, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+    """Experts as [E, inputs, outputs], and their biases."""
+    gate_up, down = (f"{hf_prefix}{name}" for name in names.stacked)
+    join, split = (_transposed, _transposed_back) if names.alternating else (_join_stacked, _split_stacked)
+    yield Rule(name=f"{prefix}up_E2FH", hf_names=(gate_up,), join=join, split=split, transposed=True)
+    yield Rule(name=f"{prefix}down_EHF", hf_names=(down,), join=_transposed, split=_transposed_back, transposed=True)
+    if moe.expert_bias:
+        assert names.alternating, "no family has biases of experts whose gates come first"
+        yield _same(f"{prefix}up_bias_E2F", f"{gate_up}_bias")
+        yield _same(f"{prefix}down_bias_EH", f"{down}_bias")
 
 
 def _same(name: str, hf_name: str) -> Rule:
@@ -197,3 +226,23 @@ def _join_gate_ups(parts: Sequence[Tensor]) -> Tensor:
 
 def _split_gate_ups(fused: Tensor) -> list[Tensor]:
     return [half for expert in fused.unbind(0) for half in (expert[0::2], expert[1::2])]
+
+
+# --- stacked experts, stored [E, inputs, outputs]
+
+
+def _transposed(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].transpose(1, 2)
+
+
+def _transposed_back(stacked: Tensor) -> list[Tensor]:
+    return [stacked.transpose(1, 2)]
+
+
+def _join_stacked(parts: Sequence[Tensor]) -> Tensor:
+    gate, up = parts[0].transpose(1, 2).chunk(2, dim=1)
+    return torch.stack((gate, up), dim=2).flatten(1, 2)
+
+
+def _split_stacked(stacked: Tensor) -> list[Tensor]:
+    return [torch.cat((stacked[:, 0::2], stacked[:, 1::2]), dim=1).transpose(1, 2)]

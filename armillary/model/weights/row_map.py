@@ -1,7 +1,8 @@
 """Where the rows of one of our tensors are in the Hugging Face tensors that it is joined from.
 
 A row is all dims but the last, flattened; joining permutes rows and never changes what is in them. (Of a vector, every
-number is a row.) The map is found by joining row numbers instead of weights, so it cannot differ from the join.
+number is a row; of experts that are stored with their two last dims exchanged, a column.) The map is found by joining
+row numbers instead of weights, so it cannot differ from the join.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from armillary.model.weights.hf_layout import Join
 
@@ -39,7 +41,20 @@ def row_map(join: Join, shapes: Sequence[Sequence[int]]) -> list[Run]:
         leading = shape[:-1] if len(shape) > 1 else shape
         numbers.append(torch.arange(begins[-1], begins[-1] + rows).view(*leading, 1))
         begins.append(begins[-1] + rows)
-    joined = join(numbers).flatten().numpy()
+    return _all_runs(join(numbers), begins)
+
+
+def column_map(join: Join, shape: Sequence[int]) -> list[Run]:
+    """Of the tensor that `join` makes of experts that are stored [E, inputs, outputs]: a run's `source` is the number
+    of the expert, and its rows are columns of what is stored."""
+    experts, _, columns = shape
+    numbers = torch.arange(experts * columns).view(experts, 1, columns)
+    return _all_runs(join([numbers]), [expert * columns for expert in range(experts + 1)])
+
+
+def _all_runs(joined_numbers: Tensor, begins: list[int]) -> list[Run]:
+    """Of all sources, whose rows are numbered from `begins` on."""
+    joined = joined_numbers.flatten().numpy()
     targets = np.empty_like(joined)
     targets[joined] = np.arange(len(joined))
     return [run for source, (begin, end) in enumerate(pairwise(begins)) for run in _runs(source, targets[begin:end])]

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from armillary.model.transformer import Progress, Transformer
+from armillary.model.weights.hf_layout import Rule
 from armillary.model.weights.hf_weights import (
     EMBEDDING,
     HEAD,
@@ -14,10 +15,10 @@ from armillary.model.weights.hf_weights import (
     stored_parts,
     tied_differs,
 )
-from armillary.model.weights.row_map import row_map
+from armillary.model.weights.row_map import column_map, row_map
 from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
 from armillary.parallel.consensus import Consensus
-from armillary.parallel.loading.read_plan import Need, Source, StoredRows, Twin, plan_reads, tensor_rows
+from armillary.parallel.loading.read_plan import Need, Source, StoredRows, Twin, expert_rows, plan_reads, tensor_rows
 from armillary.parallel.loading.shard_loader import Loaded, load_shards, needs_of_machine
 
 
@@ -50,14 +51,18 @@ def folder_sources(model: Transformer, folder: Path | str) -> list[Source]:
         if has_tied_copy(model.config, stored):
             twin = Twin(_rows(stored.where(HEAD)), tied_differs(model.config))
         return [
-            Source(
-                rule.name,
-                row_map(rule.join, [part.shape for part in parts]),
-                [[_rows(part)] for part in parts],
-                twin if rule.hf_names == (EMBEDDING,) else None,
-            )
+            source_of(rule, parts, twin if rule.hf_names == (EMBEDDING,) else None)
             for rule, parts in stored_parts(model, stored)
         ]
+
+
+def source_of(rule: Rule, parts: Sequence[StoredTensor], twin: Twin | None = None) -> Source:
+    """One of our tensors, from where its parts are stored."""
+    if rule.transposed:
+        (part,) = parts
+        return Source(rule.name, column_map(rule.join, part.shape), expert_rows(*part), transposed=True)
+    runs = row_map(rule.join, [part.shape for part in parts])
+    return Source(rule.name, runs, [[_rows(part)] for part in parts], twin)
 
 
 def _rows(stored: StoredTensor) -> StoredRows:

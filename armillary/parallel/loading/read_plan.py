@@ -59,6 +59,7 @@ class Use(NamedTuple):
     row: int
     step: int
     column: int  # of its own
+    transposed: bool = False  # columns of what was read become rows
 
 
 class Twin(NamedTuple):
@@ -91,6 +92,7 @@ class Source(NamedTuple):
     runs: Sequence[Run]
     stored: Sequence[Sequence[StoredRows]]  # of each tensor that it is joined from
     twin: Twin | None = None  # of a tensor that is stored in one piece
+    transposed: bool = False  # stored as one tensor per expert, whose columns the runs map to rows of ours
 
 
 # --- what a rank needs
@@ -138,6 +140,13 @@ def box_rows(
     return stored
 
 
+def expert_rows(path: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> list[list[StoredRows]]:
+    """Of each expert of a tensor [E, inputs, outputs] that is stored in one piece."""
+    experts, rows, columns = shape
+    step = rows * columns * dtype.itemsize
+    return [[StoredRows(path, offset + e * step, Span(0, rows), Span(0, columns), dtype)] for e in range(experts)]
+
+
 def tensor_rows(path: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> StoredRows:
     """Of a tensor that is stored in one piece."""
     rows, columns = matrix_shape(shape)
@@ -174,7 +183,7 @@ def _segments(source: Source, needs: Mapping[int, Need]) -> Iterator[tuple[Store
     pieces: dict[StoredRows, list[_Piece]] = {}
     tensors: dict[StoredRows, int] = {}
     for rank, need in needs.items():
-        for number, piece in _pieces(source.runs, need, rank):
+        for number, piece in _pieces(source, need, rank):
             for stored in source.stored[number]:
                 if part := _intersection(piece, stored):
                     pieces.setdefault(stored, []).append(part)
@@ -184,7 +193,7 @@ def _segments(source: Source, needs: Mapping[int, Need]) -> Iterator[tuple[Store
             yield stored, rows, uses
 
 
-def _pieces(runs: Sequence[Run], need: Need, rank: int) -> Iterator[tuple[int, _Piece]]:
+def _pieces(source: Source, need: Need, rank: int) -> Iterator[tuple[int, _Piece]]:
     """(number of the stored tensor, rows of it) that make up a rank's rows."""
     if not need.columns.size:
         return
@@ -192,7 +201,7 @@ def _pieces(runs: Sequence[Run], need: Need, rank: int) -> Iterator[tuple[int, _
     before = [0]
     for span in need.rows:
         before.append(before[-1] + span.size)
-    for run in runs:
+    for run in source.runs:
         last = run.target + run.step * (run.num_rows - 1)
         for number in range(max(0, bisect_right(begins, run.target) - 1), bisect_right(begins, last)):
             span = need.rows[number]
@@ -200,8 +209,9 @@ def _pieces(runs: Sequence[Run], need: Need, rank: int) -> Iterator[tuple[int, _
             end = min(run.num_rows, -(-(span.end - run.target) // run.step))
             if first < end:
                 own = before[number] + run.target + run.step * first - span.begin
-                use = Use(rank, need.columns, own, run.step, 0)
-                yield run.source, _Piece(Span(run.row + first, run.row + end), use)
+                mapped = Span(run.row + first, run.row + end)
+                rows, columns = (need.columns, mapped) if source.transposed else (mapped, need.columns)
+                yield run.source, _Piece(rows, Use(rank, columns, own, run.step, 0, source.transposed))
 
 
 def _intersection(piece: _Piece, stored: StoredRows) -> _Piece | None:
@@ -210,9 +220,17 @@ def _intersection(piece: _Piece, stored: StoredRows) -> _Piece | None:
     rows, columns = _common(piece.rows, stored.rows), _common(use.columns, stored.columns)
     if not rows.size or not columns.size:
         return None
-    row = use.row + (rows.begin - piece.rows.begin) * use.step
-    column = columns.begin - use.columns.begin
-    return _Piece(rows, use._replace(columns=columns, row=row, column=column))
+    moved = _advanced(use, rows.begin - piece.rows.begin)
+    if not use.transposed:  # then all columns are stored together
+        moved = moved._replace(column=columns.begin - use.columns.begin)
+    return _Piece(rows, moved._replace(columns=columns))
+
+
+def _advanced(use: Use, rows: int) -> Use:
+    """The use of what is stored so many rows further on."""
+    if use.transposed:
+        return use._replace(column=use.column + rows)
+    return use._replace(row=use.row + rows * use.step)
 
 
 def _common(first: Span, second: Span) -> Span:
@@ -231,11 +249,7 @@ def _split(pieces: list[_Piece]) -> Iterator[tuple[Span, list[Use]]]:
             active.append(pieces[at])
             at += 1
         if active:
-            yield rows, [_moved(piece, rows) for piece in active]
-
-
-def _moved(piece: _Piece, rows: Span) -> Use:
-    return piece.use._replace(row=piece.use.row + (rows.begin - piece.rows.begin) * piece.use.step)
+            yield rows, [_advanced(piece.use, rows.begin - piece.rows.begin) for piece in active]
 
 
 def _blocks(name: str, stored: StoredRows, rows: Span, uses: list[Use]) -> Iterator[Read]:
@@ -247,5 +261,5 @@ def _blocks(name: str, stored: StoredRows, rows: Span, uses: list[Use]) -> Itera
         height = min(height, -(-rows.size // len({use.rank for use in uses})))
     for begin in range(rows.begin, rows.end, height):
         part = Span(begin, min(begin + height, rows.end))
-        moved = tuple(use._replace(row=use.row + (begin - rows.begin) * use.step) for use in uses)
+        moved = tuple(_advanced(use, begin - rows.begin) for use in uses)
         yield Read(name, stored, part, columns, uses[0].rank, moved)

@@ -98,6 +98,7 @@ def columns_of(block: Tensor, read: Read, use: Use) -> Tensor:
 
 def place(matrix: Tensor, part: Tensor, use: Use) -> None:
     """Copy what a rank uses into its shard."""
+    part = part.T if use.transposed else part
     last = use.row + use.step * (len(part) - 1)
     matrix[use.row : last + 1 : use.step, use.column : use.column + part.shape[1]].copy_(part)
 

@@ -61,12 +61,12 @@ def _linear_loss(call: Call) -> Op:
 
 
 def _small_linear(call: Call) -> Op:
-    """(x, weight [n, k], norm, residual, eps, gated)."""
+    """(x, weight [n, k], norm, residual, eps, gated, bias)."""
     x, w = call.tensor(0), call.tensor(1)
     tokens, n = prod(x.shape[:-1]), w.shape[0]
-    residual = call.tensor(3).bytes if call.has_tensor(3) else 0
+    added = sum(call.tensor(i).bytes for i in (3, 6) if call.has_tensor(i))
     written = tokens * (n // 2 if call.flag(5) else n) * x.size
-    return call.op("matmul", 2 * tokens * n * w.shape[1], x.bytes + w.bytes + residual, written)
+    return call.op("matmul", 2 * tokens * n * w.shape[1], x.bytes + w.bytes + added, written)
 
 
 def _grouped(call: Call) -> Op:

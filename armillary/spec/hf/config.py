@@ -14,6 +14,7 @@ from typing import Any
 from armillary.errors import BadModel, nearest
 from armillary.spec.hf import dense, moe
 from armillary.spec.hf.layers import Fields, Raw, all_sliding, kinds
+from armillary.spec.hf.moe import SWIGLU_CLAMPED
 from armillary.spec.hf.rope import brief_longrope, read_rope, write_rope
 from armillary.spec.model import ModelConfig, MoE
 from armillary.spec.toml.fields import build
@@ -252,6 +253,29 @@ def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+    moe = _experts(config)
+    default = {"rope_scaling": {"rope_type": "default"}} if config.rope.scaling == "none" else {}
+    return (
+        _write_bias(config)
+        | default
+        | {
+            "hidden_act": "silu",
+            "intermediate_size": moe.ffn,
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "router_aux_loss_coef": moe.aux_loss,
+            "sliding_window": config.window or 128,  # readers want a number even where no layer slides
+            "layer_types": _layer_types(config),
+            **SWIGLU_CLAMPED,
+        }
+    )
+
+
+def _layer_types(config: ModelConfig) -> list[str]:
+    return [f"{kind.attention}_attention" for kind in config.layers]
+
+
 def _experts(config: ModelConfig) -> MoE:
     if config.moe is None:
         raise BadModel(
@@ -268,7 +292,6 @@ def _write_bias(config: ModelConfig) -> dict[str, Any]:
 def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     scalar = config.scale**-2
     rounded = round(scalar)
-    types = {"sliding": "sliding_attention", "full": "full_attention"}
     return _write_bias(config) | {
         "hidden_activation": _ACTIVATIONS_OUT[config.activation],
         # the scale is stored as its inverse square; an integer is restored exactly
@@ -276,7 +299,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
         "sliding_window": config.window or config.context,  # readers want a number even where no layer slides
-        "layer_types": [types.get(kind.attention, kind.attention) for kind in config.layers],
+        "layer_types": _layer_types(config),
     }
 
 
@@ -288,6 +311,7 @@ WRITERS: dict[str, tuple[str, Callable[[ModelConfig], dict[str, Any]]]] = {
     "qwen3": ("Qwen3ForCausalLM", lambda config: _write_qwen(config) | _write_bias(config)),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _write_qwen3_moe),
     "glm4_moe": ("Glm4MoeForCausalLM", _write_glm4_moe),
+    "gpt_oss": ("GptOssForCausalLM", _write_gpt_oss),
     "phi3": ("Phi3ForCausalLM", _write_phi3),
     "gemma": ("GemmaForCausalLM", _write_bias),
     "gemma2": ("Gemma2ForCausalLM", _write_gemma2),

@@ -7,9 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import log
 
+from armillary.errors import BadModel
 from armillary.spec.hf.dense import llama
 from armillary.spec.hf.layers import Fields, Raw, kinds, upper_sliding, with_window
 from armillary.spec.hf.rope import read_rope
+
+SWIGLU_CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""GPT-OSS's activation, as the kernels have it"""
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+"""of files that say nothing, as transformers reads them"""
 
 
 def mixtral(raw: Raw) -> Fields:
@@ -130,6 +136,9 @@ def _yarn_softmax(factor: float, mscale: float | None) -> float:
 
 
 def gpt_oss(raw: Raw) -> Fields:
+    for key, value in SWIGLU_CLAMPED.items():
+        if raw.get(key, value) != value:
+            raise BadModel(f"{key}={raw[key]} in config.json cannot be built here, only {value}; take the model's own")
     bias = raw.get("attention_bias", True)
     layers = kinds(raw, sliding=lambda i: i % 2 == 0, moe=lambda i: True)
     moe = {
@@ -141,6 +150,7 @@ def gpt_oss(raw: Raw) -> Fields:
         "expert_bias": True,
         "aux_loss": raw.get("router_aux_loss_coef", 0.001),
     }
+    scaling = raw.get("rope_scaling") or _GPT_OSS_ROPE
     return with_window(layers, raw.get("sliding_window", 128)) | {
         "sinks": True,
         "qkv_bias": bias,
@@ -148,7 +158,9 @@ def gpt_oss(raw: Raw) -> Fields:
         "moe": moe,
         "ffn": 0,
         "activation": "swiglu_clamped",
-        "rope": read_rope(raw, theta=150_000.0),
+        "rope": read_rope(
+            raw if raw.get("rope_parameters") else dict(raw) | {"rope_scaling": scaling}, theta=150_000.0
+        ),
     }
 
 

@@ -12,6 +12,7 @@ import tests.kernels.interpreter  # noqa: F401
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.executor import FastExecutor
 from armillary.kernels.gemm.skinny_triton import small_linear
+from armillary.kernels.moe.small_moe_triton import small_moe
 from armillary.kernels.norm import norm_triton
 from armillary.kernels.paged import qkv_to_cache_triton as qkv_cache_triton
 from armillary.kernels.paged.decode_inputs_triton import look_up, put
@@ -20,6 +21,7 @@ from armillary.kernels.paged.paged_attention_triton import paged_attention
 from armillary.kernels.pointwise import activation_triton as gated_triton
 from armillary.kernels.sampling import logprobs_triton, sampling_triton
 from armillary.model.transformer import build
+from armillary.spec.model import ModelConfig
 from tests.engine.fake import ask
 from tests.engine.runner.test_reference_executor import serve
 from tests.model.layers.test_attention_forms import small
@@ -36,19 +38,37 @@ TRITON = EngineKernels(
 )
 
 
+FUSED = replace(TRITON, small=small_linear, tokens=attend_tokens, look_up=look_up, put=put)
+DENSE = small(head_dim=32, hidden=32, ffn=64, qk_norm="head")
+GPT_OSS = small(
+    head_dim=32,
+    attention_pattern=["sliding", "full"],
+    window=4,
+    sinks=True,
+    qkv_bias=True,
+    out_bias=True,
+    activation="swiglu_clamped",
+    moe={"num_experts": 4, "top_k": 2, "ffn": 16, "score": "softmax_topk", "router_bias": True, "expert_bias": True},
+)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    "kernels",
+    ("kernels", "config"),
     [
-        TRITON,
-        replace(TRITON, small=small_linear),
-        replace(TRITON, small=small_linear, tokens=attend_tokens, look_up=look_up, put=put),
+        (TRITON, DENSE),
+        (replace(TRITON, small=small_linear), DENSE),
+        (FUSED, DENSE),
+        (replace(FUSED, moe=small_moe), GPT_OSS),
     ],
-    ids=["wide", "small", "tokens"],
+    ids=["wide", "small", "tokens", "gpt-oss"],
 )
-def test_answers_are_those_of_the_slow_twin(kernels: EngineKernels) -> None:
-    config = small(head_dim=32, hidden=32, ffn=64, qk_norm="head")
+def test_answers_are_those_of_the_slow_twin(kernels: EngineKernels, config: ModelConfig) -> None:
     weights = build(config, dtype=torch.float32, device="cpu", seed=3)
+    with torch.no_grad():  # biases and sinks begin as zeros
+        for name, parameter in weights.named_parameters():
+            if "bias" in name or "sinks" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
 
     def padded(*args: Any, **named: Any) -> FastExecutor:
         executor = FastExecutor(*args, kernels=kernels, **named)

@@ -72,6 +72,21 @@ def test_one_token(n: int, k: int, fused: bool) -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize(("m", "splits"), [(1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_bias_is_added_before_gate_and_residual(m: int, splits: int, gated: bool) -> None:
+    from armillary.kernels.gemm.gemv_triton import GemvTiles, run_vector
+    from armillary.kernels.gemm.skinny_triton import SkinnyTiles, run_tiles, small_linear
+
+    inputs = (*random(m, 70, 300, norm=True, gated=gated, residual=True), torch.randn(70, 2)[:, 0])
+    assert_agrees(small_linear, inputs)
+    tiles = SkinnyTiles(rows=64, depth=32, splits=splits, stages=2)
+    assert_agrees(lambda *given: run_tiles(*given[:6], tiles, given[6]), inputs)
+    if m == 1:
+        assert_agrees(lambda *given: run_vector(*given[:6], GemvTiles(4, 256, 2), given[6]), inputs)
+
+
+@needs_interpreter
 def test_short_rows_are_loaded_whole_and_few_rows_are_split() -> None:
     from armillary.kernels.gemm.gemv_triton import vector_plan
 

@@ -44,8 +44,11 @@ def shapes(draw: st.DrawFn, longest_query: int = 1) -> Shape:
 
 @st.composite
 def hows(draw: st.DrawFn) -> dict[str, object]:
+    reach = draw(st.sampled_from([0, 0, 1, 7, 40]))
+    chunked = draw(st.booleans())
     return {
-        "window": draw(st.sampled_from([0, 0, 1, 7, 40])),
+        "window": 0 if chunked else reach,
+        "chunk": reach if chunked else 0,
         "softcap": draw(st.sampled_from([0.0, 3.0])),
         "sinks": draw(st.booleans()),
         "slopes": draw(st.booleans()),
@@ -56,6 +59,7 @@ def extras(how: dict[str, object], shape: Shape) -> dict[str, object]:
     heads = shape.kv_heads * shape.group
     return {
         "window": how["window"],
+        "chunk": how.get("chunk", 0),
         "softcap": how["softcap"],
         "sinks_N": torch.linspace(-2, 2, heads) if how["sinks"] else None,
         "slopes_N": torch.linspace(0.01, 0.5, heads) if how["slopes"] else None,
@@ -79,23 +83,23 @@ def test_chunks_of_prompts_and_decoding_in_one_batch_agree(shape: Shape, how: di
 
 
 SPLIT = [
-    pytest.param(slots, sinks, window, marks=[] if slots == 3 or (sinks and window) else pytest.mark.slow)
-    for slots in (3, 40)
+    pytest.param(slots, sinks, reach, marks=[] if slots == 3 or (sinks and reach) else pytest.mark.slow)
+    for slots, reach in ((3, {}), (3, {"window": 600}), (3, {"chunk": 890}), (40, {}), (40, {"window": 600}))
     for sinks in (False, True)
-    for window in (0, 600)
+    if not (sinks and "chunk" in reach)
 ]
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("slots", "sinks", "window"), SPLIT)
+@pytest.mark.parametrize(("slots", "sinks", "reach"), SPLIT)
 def test_keys_of_a_short_chunk_of_a_long_text_are_split(
-    window: int, sinks: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+    reach: dict[str, object], sinks: bool, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from armillary.kernels.paged import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "num_programs", lambda x, count: slots)
     shape = Shape(queries=[1, 20, 9], lengths=[40, 900, 300], kv_heads=1, group=3, head_dim=16, page=24, padding=2)
-    how: dict[str, object] = {"window": window, "softcap": 0.0, "sinks": sinks, "slopes": False}
+    how = {"window": 0, "softcap": 0.0, "sinks": sinks, "slopes": False} | reach
     inputs = batch(shape, **extras(how, shape))
     assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
@@ -218,12 +222,14 @@ def test_pages_hold_a_sequence_in_order() -> None:
 @settings(max_examples=18, deadline=None)
 @given(
     shape=shapes(longest_query=33),
-    window=st.sampled_from([0, 1, 20]),
+    reach=st.sampled_from([{}, {"window": 1}, {"window": 20}, {"chunk": 1}, {"chunk": 20}]),
     together=st.booleans(),
     in_order=st.booleans(),
 )
-def test_one_sequence_at_a_time_through_torch_agrees(shape: Shape, window: int, together: bool, in_order: bool) -> None:
-    q, cache, places, options = batch(shape, window=window)
+def test_one_sequence_at_a_time_through_torch_agrees(
+    shape: Shape, reach: dict[str, int], together: bool, in_order: bool
+) -> None:
+    q, cache, places, options = batch(shape, **reach)
     if in_order:
         places.tables_BP.copy_(places.tables_BP.sort().values)
         cache = cache.nan_to_num()  # places that nobody owned have an owner now
@@ -270,6 +276,8 @@ GPU_CASES = {
     "a few queries": {"head_dim": 96, "page": 48, "queries": 3},
     "prompts": {"head_dim": 64, "heads": 40, "queries": 300},
     "prompts with window and sinks": {"queries": 333, "window": 128, "sinks": True},
+    "prompts in chunks": {"queries": 333, "chunk": 200},
+    "decoding in chunks": {"chunk": 300},
     "fp32 prompts": {"dtype": "fp32", "queries": 130, "softcap": 10.0},
     "wide heads": {"head_dim": 256, "queries": 200, "page": 256},
     "fp8 cache": {"batch": 40, "cache": "fp8"},

@@ -47,6 +47,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
         plus_one=draw(st.booleans()),
         interleaved=draw(st.booleans()),
         scales_2K=draw(st.sampled_from([None, torch.full((2, heads), 0.5)])),
+        q_scale_T=normal(tokens).abs() if draw(st.booleans()) else None,
     )
     return qkv, normal(PAGES, 2, heads, PAGE, size), slots, *turns, options
 

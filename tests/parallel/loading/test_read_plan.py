@@ -19,8 +19,10 @@ from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_layout import rules
 from armillary.model.weights.hf_weights import full_names
 from armillary.model.weights.row_map import row_map
+from armillary.model.weights.safetensors_folder import StoredTensor
 from armillary.parallel.loading import read_plan, shard_loader
 from armillary.parallel.loading.byte_ranges import ByteRanges
+from armillary.parallel.loading.model_folder import source_of
 from armillary.parallel.loading.read_plan import Need, Read, Source, Span, box_need, plan_reads, shard_box, tensor_rows
 from armillary.spec.model import ModelConfig
 from tests.model.layers.test_attention_forms import small
@@ -29,6 +31,11 @@ MODELS = {
     "llama": small(qkv_bias=True),
     "phi3, stacked qkv and gate_up": small(family="phi3"),
     "experts": small(family="glm4_moe", moe={"num_experts": 6, "top_k": 2, "ffn": 12, "shared_ffn": 20}),
+    "experts, transposed": small(
+        family="gpt_oss",
+        sinks=True,
+        moe={"num_experts": 6, "top_k": 2, "ffn": 12, "router_bias": True, "expert_bias": True},
+    ),
 }
 # dim 0 over ranks of FSDP, after rows or columns over those of tp
 TP_FSDP = {"qkv": 0, "up.weight": 0, "up_E2FH": 1, "out.weight": 1, "down.weight": 1, "down_EHF": 2, "embedding": 0}
@@ -48,12 +55,10 @@ def stored_sources(config: ModelConfig, path: Path) -> tuple[list[Source], dict[
     offset = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     header = dict(header_of(path))
     for rule in rules(config):
-        shapes_of_parts = {name: tensors[name].shape for name in rule.hf_names}
         stored = [
-            [tensor_rows(str(path), offset + header[name], shape, torch.float32)]
-            for name, shape in shapes_of_parts.items()
+            StoredTensor(str(path), offset + header[name], tensors[name].shape, torch.float32) for name in rule.hf_names
         ]
-        places.append(Source(rule.name, row_map(rule.join, list(shapes_of_parts.values())), stored))
+        places.append(source_of(rule, stored))
     return places, joined
 
 
