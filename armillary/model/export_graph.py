@@ -85,7 +85,7 @@ class Logits(nn.Module):
 
 def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """Plain attention without a branch on the sequence length, which a trace would fix."""
-    if options.is_plain and not options.window:
+    if options.is_plain and not options.window and not options.chunk:
         return plain(layer, q, k, v, options)
     index = torch.arange(q.shape[1], device=q.device)[None]
     return masked(q, k, v, options, index, index, None)

@@ -12,7 +12,6 @@ def unbuildable(config: ModelConfig) -> str | None:
     kinds = {kind.attention for kind in config.layers}
     reasons = {
         "multi-head latent attention": config.mla is not None,
-        "chunked attention": "chunked" in kinds,
         "2-simplicial attention": "simplicial" in kinds,
         "a bias on a tied output projection": config.tied and config.head_bias,
     }

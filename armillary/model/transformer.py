@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from armillary.model.device import refuse_too_big
 from armillary.model.fused import dispatch as fused_block
 from armillary.model.fused.passes import FusedOptions
-from armillary.model.layers.attention import Attention, CosSin
+from armillary.model.layers.attention import Attention
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm, hidden_norm
-from armillary.model.layers.rope import RotaryTable
+from armillary.model.layers.rope import CosSin, RotaryTable
 from armillary.model.moe.experts import MixtureOfExperts, Router
 from armillary.model.quantized.packed_linear import PackedEmbedding
 from armillary.model.random_values import PartOf, all_of, fill_normal

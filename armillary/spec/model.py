@@ -196,9 +196,13 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "all"] = "none"
     """norm of queries and keys per head, or over the full projection"""
     qk_norm_kind: Literal["weight", "plain"] = "weight"
-    """with a weight, or without one (Llama 4)"""
+    """with a weight, or without one and only on layers with rotary positions (Llama 4)"""
     qkv_clip: float | None = None
     """clamps the fused projection (MPT, OLMo, DBRX)"""
+    query_temperature: float = 0.0
+    """c: layers without rotary positions multiply queries by 1 + c·ln(1 + ⌊(position + 1) / temperature_floor⌋)"""
+    temperature_floor: int = 8192
+    """positions per step of that factor (Llama 4)"""
     sinks: bool = False
     """one learned sink logit per head (GPT-OSS)"""
     qkv_bias: bool = False
@@ -240,6 +244,8 @@ class ModelConfig:
             raise BadModel(f"{name}: simplicial layers need [model.simplicial] window_1 and window_2")
         if self.num_moe_layers and self.moe is None:
             raise BadModel(f"{name}: moe layers need [model.moe]")
+        if self.temperature_floor < 1:
+            raise BadModel(f"{name}: temperature_floor={self.temperature_floor} must be at least 1")
         if self.moe and self.moe.top_k > self.moe.num_experts:
             raise BadModel(f"{name}: top_k={self.moe.top_k} exceeds {self.moe.num_experts} experts; lower top_k")
         if self.num_moe_layers < self.num_layers and not 0 < self.ffn <= _LARGEST:

@@ -17,6 +17,7 @@ FAMILIES = (
     "qwen3_moe",
     "glm4_moe",
     "gpt_oss",
+    "llama4_text",
     "phi3",
     "gemma",
     "gemma2",
@@ -31,6 +32,7 @@ _CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
+    "llama4_text": "Llama4Text",
     "phi3": "Phi3",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
@@ -182,6 +184,25 @@ def _gpt_oss(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _llama4(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    layers = fields["num_hidden_layers"]
+    step = pick.choice([1, 2]) if layers > 1 else 1
+    return {
+        "hidden_act": "silu",
+        "intermediate_size_mlp": pick.choice([40, 56]),
+        "num_local_experts": pick.choice([2, 4]),
+        "num_experts_per_tok": pick.choice([1, 1, 2]),
+        "interleave_moe_layer_step": step,
+        "no_rope_layer_interval": pick.choice([2, 4]),
+        "attention_chunk_size": pick.choice([7, 16]),
+        "use_qk_norm": pick.random() < 0.7,
+        "attn_temperature_tuning": pick.random() < 0.7,
+        "floor_scale": pick.choice([5, 11]),
+        "attn_scale": pick.choice([0.1, 0.3]),
+        "attention_bias": pick.random() < 0.3,
+    }
+
+
 def _gemma2(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     return _bias(pick, fields) | {
         "query_pre_attn_scalar": pick.choice([8, 24, 100]),
@@ -200,6 +221,7 @@ _EXTRA: dict[str, Any] = {
     "qwen3_moe": _qwen3_moe,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
     "phi3": _window,
     "gemma": _bias,
     "gemma2": _gemma2,

@@ -26,10 +26,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "soft caps": dict(attention_softcap=5.0, logit_softcap=3.0, logit_scale=0.5),
     "learned positions": dict(positions="learned", learned_positions=20, gated=False, activation="gelu"),
     "window": dict(window=5, layers=(LayerKind(attention="sliding"), LayerKind())),
+    "chunks": dict(
+        window=5,
+        layers=(LayerKind(attention="chunked"), LayerKind(rope=False)),
+        query_temperature=0.5,
+        temperature_floor=3,
+        qk_norm="head",
+        qk_norm_kind="plain",
+    ),
     "norm after": dict(norm_at="after", norm_weight=False, final_norm=False),
     "fewer words than ranks": dict(vocab=3),
 }
-PACKED = ("grouped-query", "ALiBi", "window")
+PACKED = ("grouped-query", "ALiBi", "window", "chunks")
 
 
 def cases(names: Iterable[str], layout: Layout) -> list[Case]:

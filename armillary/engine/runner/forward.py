@@ -6,8 +6,8 @@ kernels then. Nothing here waits for the device, so that a step can be captured 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from armillary.kernels.moe.small_moe import MAX_TOKENS as FEW_TOKENS
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
-from armillary.model.layers.rope import RotaryTable, inverse_frequencies
+from armillary.model.layers.rope import RotaryTable, inverse_frequencies, query_factor
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.transformer import Transformer
@@ -60,6 +60,16 @@ def inputs_of(shape: Shape, packed: Tensor) -> Inputs:
     return Inputs(shape=shape, packed=packed, wide=packed.long())
 
 
+class LayerInputs(NamedTuple):
+    """What a layer's attention is given beside the projection."""
+
+    batch: PagedBatch
+    slots_T: Tensor  # where keys and values are written
+    cos_TR: Tensor | None  # none: nothing is rotated
+    sin_TR: Tensor | None
+    q_scale_T: Tensor | None  # factor of queries
+
+
 class Forward:
     """Layers, rotary tables and the head."""
 
@@ -80,6 +90,7 @@ class Forward:
             if layer.mixture is not None and kernels.grouped is not None:
                 layer.mixture.dispatch = SortedDispatch(kernels.grouped)
         self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
+        self.q_factors = None if model.rotary is None else query_factors(model.rotary, max_model_len)
         self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
         self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: LinearFn = model.head
@@ -112,13 +123,16 @@ class Forward:
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
         small = self.kernels.small is not None and len(x) <= (MAX_TOKENS if self.kernels.moe is None else FEW_TOKENS)
         added: Tensor | None = None
+        q_scale_T = None if self.q_factors is None else self.q_factors[inputs.long("positions_T")]
         for layer in self.layers:
             selected = wanted if layer is self.layers[-1] else None
-            context = (batches[layer.group], slots_GT[layer.group], cos_sin[layer.sliding], selected)
+            cos, sin = cos_sin[layer.sliding] if layer.rotates else (None, None)
+            factor = q_scale_T if layer.scales_queries else None
+            context = LayerInputs(batches[layer.group], slots_GT[layer.group], cos, sin, factor)
             if small:
-                x = self._small(layer, x, *context)
+                x = self._small(layer, x, context, selected)
             else:
-                x, added = self._layer(layer, x, added, *context)
+                x, added = self._layer(layer, x, added, context, selected)
         return x if added is None else x + added
 
     def inputs(self, shape: Shape, packed: Tensor) -> Inputs:
@@ -168,15 +182,13 @@ class Forward:
         layer: Layer,
         x: Tensor,
         added: Tensor | None,
-        batch: PagedBatch,
-        slots_T: Tensor,
-        cos_sin: tuple[Tensor | None, Tensor | None],
+        context: LayerInputs,
         selected: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(residual stream, what is still to be added to it); after attention only of the `selected` tokens."""
         norms = layer.norms
         normed, x = self._summed(norms["attention_norm"], x, added)
-        mixed = self._attention(layer, layer.qkv(normed), batch, slots_T, cos_sin)
+        mixed = self._attention(layer, layer.qkv(normed), context)
         if selected is not None:
             mixed, normed, x = (each.index_select(0, selected) for each in (mixed, normed, x))
         mixed = _scaled(self._after(norms["attention_post_norm"], self.reduce(layer.out(mixed))), layer.scale)
@@ -187,19 +199,13 @@ class Forward:
         normed, x = self._summed(norms["mlp_norm"], x, mixed)
         return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed)), layer.scale)
 
-    def _attention(
-        self,
-        layer: Layer,
-        qkv: Tensor,
-        batch: PagedBatch,
-        slots_T: Tensor,
-        cos_sin: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor:
+    def _attention(self, layer: Layer, qkv: Tensor, context: LayerInputs) -> Tensor:
         blocks = self.rows.blocks[layer.slot]
-        cos, sin = cos_sin if layer.rotates else (None, None)
-        if self.kernels.tokens is not None and can_attend(qkv, blocks, cos, layer.heads, batch, layer.options):
-            return self.kernels.tokens(qkv, blocks, slots_T, cos, sin, layer.heads, batch, layer.options)  # type: ignore[no-any-return]
-        q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
+        batch, slots_T, cos, sin, q_scale_T = context
+        heads = layer.heads if q_scale_T is None else replace(layer.heads, q_scale_T=q_scale_T)
+        if self.kernels.tokens is not None and can_attend(qkv, blocks, cos, heads, batch, layer.options):
+            return self.kernels.tokens(qkv, blocks, slots_T, cos, sin, heads, batch, layer.options)  # type: ignore[no-any-return]
+        q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, heads)
         return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
@@ -214,16 +220,14 @@ class Forward:
         self,
         layer: Layer,
         x: Tensor,
-        batch: PagedBatch,
-        slots_T: Tensor,
-        cos_sin: tuple[Tensor | None, Tensor | None],
+        context: LayerInputs,
         selected: Tensor | None,
     ) -> Tensor:
         """A few tokens: norms, gate and residual are fused into the GEMMs."""
         small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
         assert small is not None and first is not None and second is not None
         qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps, False, _bias(layer.qkv))
-        mixed = self._attention(layer, qkv, batch, slots_T, cos_sin)
+        mixed = self._attention(layer, qkv, context)
         if selected is not None:
             mixed, x = mixed.index_select(0, selected), x.index_select(0, selected)
         x = small(mixed, _weight(layer.out), None, x, bias_N=_bias(layer.out))
@@ -285,6 +289,13 @@ def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:
 
 
 # A positions, R rotated dims / 2
+
+
+def query_factors(rotary: RotaryTable, length: int) -> Tensor | None:
+    """[A] in fp32: of layers without rotary positions, where the model has such a factor."""
+    if not rotary.temperature[0]:
+        return None
+    return query_factor(torch.arange(length, device=rotary.full_R.device), *rotary.temperature)
 
 
 def angle_tables(rotary: RotaryTable, length: int) -> dict[bool, tuple[Tensor, Tensor]]:

@@ -59,6 +59,7 @@ class Layer:
     slot: int  # index among the layers of that group
     sliding: bool  # which RoPE table
     rotates: bool
+    scales_queries: bool  # by a factor of their position
     qkv: LinearFn
     out: LinearFn
     up: LinearFn | None  # none: `mixture` computes the MLP
@@ -82,6 +83,7 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
         slot=slot,
         sliding=attention.sliding,
         rotates=attention.rotates,
+        scales_queries=attention.scales_queries,
         qkv=linear_fn(attention.qkv),
         out=linear_fn(attention.out),
         up=linear_fn(mlp.up) if is_dense else None,

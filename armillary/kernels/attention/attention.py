@@ -93,12 +93,14 @@ def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
 
 
 def in_chunks(documents_BT: Tensor | None, chunk: int, batch: int, length: int, device: torch.device) -> Tensor:
-    """Document numbers [B, T] with which every version has chunked attention: each document is split at the multiples
-    of `chunk`."""
-    number_T = torch.arange(length, device=device) // chunk
+    """Document numbers [B, T] with which every version has chunked attention: each document is split into chunks,
+    counted from its first token."""
+    index_T = torch.arange(length, device=device)
     if documents_BT is None:
-        return number_T.expand(batch, -1)
-    return documents_BT * (length // chunk + 1) + number_T
+        return (index_T // chunk).expand(batch, -1)
+    begins_BT = F.pad(documents_BT.diff(dim=1) != 0, (1, 0), value=True)
+    first_BT = torch.where(begins_BT, index_T, 0).cummax(dim=1).values
+    return documents_BT * (length // chunk + 1) + (index_T - first_BT) // chunk
 
 
 def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from armillary.model.fused.passes import FusedOptions, OutMlpFunction, QkvFunction, norm_arguments
 from armillary.model.fused.passes_fp8 import Fp8OutMlpFunction, Fp8QkvFunction
-from armillary.model.layers.attention import CosSin
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
+from armillary.model.layers.rope import CosSin
 from armillary.model.low_precision.fp8 import Fp8Linear
 
 

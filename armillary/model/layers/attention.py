@@ -14,9 +14,8 @@ from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.pointwise.rope import rotate
 from armillary.model.layers.attention_forms import Attend, alibi_slopes
 from armillary.model.layers.norm import Norm
+from armillary.model.layers.rope import CosSin
 from armillary.spec.model import LayerKind, ModelConfig
-
-CosSin = dict[bool, tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
@@ -30,13 +29,15 @@ class Attention(nn.Module):
         self.group = config.heads // config.kv_heads
         self.sliding = kind.attention == "sliding"
         self.window = config.window if self.sliding else None
+        self.chunk = config.window if kind.attention == "chunked" else None
         self.rotates = config.positions == "rope" and kind.rope
+        self.scales_queries = config.positions == "rope" and not kind.rope and config.query_temperature != 0.0
         self.interleaved = config.rope.interleaved
         self.scale, self.softcap, self.clip = config.scale, config.attention_softcap, config.qkv_clip
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.hidden, rows, bias=config.qkv_bias)
         self.out = nn.Linear(config.heads * config.head_dim, config.hidden, bias=config.out_bias)
-        self.q_norm, self.k_norm = _qk_norms(config)
+        self.q_norm, self.k_norm = _qk_norms(config, kind)
         self.norm_whole = config.qk_norm == "all"
         self.sinks_N = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
         self.alibi = (config.heads, config.alibi_max) if config.positions == "alibi" else None
@@ -51,10 +52,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
         q, k, v = self._heads(self.qkv(x_BTH), None if cos_sin is None else cos_sin[self.sliding])
+        if self.scales_queries:
+            assert cos_sin is not None
+            q = (q * cos_sin[None][0]).to(q.dtype)
         mixed_BTND = attend(layer, q, k, v, self.options())
         return self.out(mixed_BTND.flatten(2))
 
-    def _heads(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, cos_sin: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised and rotated queries and keys, and values; rotated by one kernel where one was chosen."""
         if self.rotates and self.chosen is not None:
             assert cos_sin is not None
@@ -95,14 +99,15 @@ class Attention(nn.Module):
         return AttentionOptions(
             scale=self.scale,
             window=self.window or 0,
+            chunk=self.chunk or 0,
             softcap=self.softcap or 0.0,
             sinks_N=self.sinks_N,
             slopes_N=self.slopes_N,
         )
 
 
-def _qk_norms(config: ModelConfig) -> tuple[Norm | None, Norm | None]:
-    if config.qk_norm == "none":
+def _qk_norms(config: ModelConfig, kind: LayerKind) -> tuple[Norm | None, Norm | None]:
+    if config.qk_norm == "none" or (config.qk_norm_kind == "plain" and not kind.rope):
         return None, None
     all_heads = config.qk_norm == "all"
     sizes = [heads * config.head_dim if all_heads else config.head_dim for heads in (config.heads, config.kv_heads)]

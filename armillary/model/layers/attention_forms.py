@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.attention.attention import AttentionOptions, in_chunks
 from armillary.kernels.core.dtype import widen
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
@@ -25,7 +25,8 @@ AttentionFunction = Callable[..., Tensor]
 def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
     """Causal attention within the call: every row is one sequence from its first token on."""
     num_tokens = q_BTND.shape[1]
-    if options.is_plain and (not options.window or num_tokens <= options.window):
+    reach = options.window or options.chunk
+    if options.is_plain and (not reach or num_tokens <= reach):
         return _sdpa(q_BTND, k_BTKD, v_BTKD, options.scale, causal=True)
     index_1T = torch.arange(num_tokens, device=q_BTND.device)[None]
     return masked(q_BTND, k_BTKD, v_BTKD, options, index_1T, index_1T, None)
@@ -36,16 +37,24 @@ def packed(documents_BT: Tensor) -> Attend:
     same_BTS = documents_BT[:, :, None] == documents_BT[:, None, :]
     index_1T = torch.arange(documents_BT.shape[1], device=documents_BT.device)[None]
 
+    def same(chunk: int) -> Tensor:
+        """[B, T, S]: whether two tokens are of one document, and of one chunk of it."""
+        if not chunk:
+            return same_BTS
+        numbers_BT = in_chunks(documents_BT, chunk, documents_BT.shape[0], documents_BT.shape[1], documents_BT.device)
+        return numbers_BT[:, :, None] == numbers_BT[:, None, :]
+
     @cache
-    def added(window: int, dtype: torch.dtype) -> Tensor:
+    def added(window: int, chunk: int, dtype: torch.dtype) -> Tensor:
         """The additive mask, computed once: torch would convert, and keep, a boolean mask in every layer."""
-        hidden_BTS = ~_visible(index_1T[:, :, None] - index_1T[:, None, :], window, same_BTS)
+        hidden_BTS = ~_visible(index_1T, index_1T, window, 0, same(chunk))
         return torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device).masked_fill_(hidden_BTS, -torch.inf)
 
     def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
         if options.is_plain and not torch.compiler.is_compiling():
-            return _sdpa(q_BTND, k_BTKD, v_BTKD, options.scale, mask=added(options.window, q_BTND.dtype)[:, None])
-        return masked(q_BTND, k_BTKD, v_BTKD, options, index_1T, index_1T, same_BTS)
+            mask_BTS = added(options.window, options.chunk, q_BTND.dtype)
+            return _sdpa(q_BTND, k_BTKD, v_BTKD, options.scale, mask=mask_BTS[:, None])
+        return masked(q_BTND, k_BTKD, v_BTKD, _without_chunk(options), index_1T, index_1T, same(options.chunk))
 
     return attend
 
@@ -59,20 +68,27 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
         return plain if documents_BT is None else packed(documents_BT)
 
     def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
-        run = functions.get((options.window or None, documents_BT is not None))
+        numbers_BT = documents_BT
+        if options.chunk:  # documents are split into chunks, which every version has
+            numbers_BT = in_chunks(documents_BT, options.chunk, q_BTND.shape[0], q_BTND.shape[1], q_BTND.device)
+        run = functions.get((options.window or None, numbers_BT is not None))
         if run is None:
             return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, options)
-        with_documents = AttentionOptions(  # field by field: this runs inside compiled blocks
-            documents_BT=documents_BT,
-            sinks_N=options.sinks_N,
-            slopes_N=options.slopes_N,
-            scale=options.scale,
-            window=options.window,
-            softcap=options.softcap,
-        )
-        return run(q_BTND, k_BTKD, v_BTKD, with_documents)
+        return run(q_BTND, k_BTKD, v_BTKD, _without_chunk(options, numbers_BT))
 
     return attend
+
+
+def _without_chunk(options: AttentionOptions, documents_BT: Tensor | None = None) -> AttentionOptions:
+    """With documents instead; field by field, because this runs inside compiled blocks."""
+    return AttentionOptions(
+        documents_BT=documents_BT,
+        sinks_N=options.sinks_N,
+        slopes_N=options.slopes_N,
+        scale=options.scale,
+        window=options.window,
+        softcap=options.softcap,
+    )
 
 
 def masked(
@@ -84,18 +100,21 @@ def masked(
     key_BS: Tensor,
     allowed_BTS: Tensor | None,
 ) -> Tensor:
-    """Attention over an explicit mask: causal by position, inside the window, and where `allowed`."""
-    distance_BTS = query_BT[:, :, None] - key_BS[:, None, :]
-    mask_BTS = _visible(distance_BTS, options.window, allowed_BTS)
+    """Attention over an explicit mask: causal by position, inside the window or chunk, and where `allowed`."""
+    mask_BTS = _visible(query_BT, key_BS, options.window, options.chunk, allowed_BTS)
     if options.is_plain:
         return _sdpa(q_BTND, k_BSKD, v_BSKD, options.scale, mask=mask_BTS[:, None])
+    distance_BTS = query_BT[:, :, None] - key_BS[:, None, :]
     return _explicit(q_BTND, k_BSKD, v_BSKD, options, mask_BTS, distance_BTS)
 
 
-def _visible(distance_BTS: Tensor, window: int, allowed_BTS: Tensor | None) -> Tensor:
+def _visible(query_BT: Tensor, key_BS: Tensor, window: int, chunk: int, allowed_BTS: Tensor | None) -> Tensor:
+    distance_BTS = query_BT[:, :, None] - key_BS[:, None, :]
     mask_BTS = distance_BTS >= 0
     if window:
         mask_BTS = mask_BTS & (distance_BTS < window)
+    if chunk:
+        mask_BTS = mask_BTS & (query_BT[:, :, None] // chunk == key_BS[:, None, :] // chunk)
     return mask_BTS if allowed_BTS is None else mask_BTS & allowed_BTS
 
 

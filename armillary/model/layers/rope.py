@@ -16,6 +16,11 @@ from armillary.spec.model import ModelConfig, Rope
 # B batch, T tokens, N heads, D head dim, R rotated dims / 2
 
 
+CosSin = dict[bool | None, tuple[Tensor, ...]]
+"""{False: (cos, sin) of full layers, True: of sliding layers, None: (factor of queries,) of layers that rotate nothing,
+where the model has one}, each [B, T, 1, R or 1]"""
+
+
 class RotaryTable(nn.Module):
     """cos and sin for given positions, one pair for full layers and one for sliding layers where they differ.
 
@@ -32,6 +37,7 @@ class RotaryTable(nn.Module):
         self.rope, self.dim, self.context = config.rope, config.rotary_dim, config.context
         self.fixed_length = fixed_length
         self.factor = attention_factor(self.rope)
+        self.temperature = (config.query_temperature, config.temperature_floor)
         for name, frequencies_R in self._frequencies(fixed_length or 0).items():
             self.register_buffer(name, frequencies_R, persistent=False)
 
@@ -48,12 +54,14 @@ class RotaryTable(nn.Module):
             setattr(self, name, frequencies_R.to(self.full_R.device))
         return self
 
-    def forward(self, positions_BT: Tensor) -> dict[bool, tuple[Tensor, Tensor]]:
-        """{False: (cos, sin) of full layers, True: of sliding layers}, each [B, T, 1, R]."""
+    def forward(self, positions_BT: Tensor) -> CosSin:
         full = self.cos_sin_of(positions_BT, self._full(positions_BT), self.factor)
-        if self.rope.local_theta is None:
-            return {False: full, True: full}
-        return {False: full, True: self.cos_sin_of(positions_BT, self.local_R, 1.0)}
+        tables: CosSin = {False: full, True: full}
+        if self.rope.local_theta is not None:
+            tables[True] = self.cos_sin_of(positions_BT, self.local_R, 1.0)
+        if self.temperature[0]:
+            tables[None] = (query_factor(positions_BT, *self.temperature)[..., None, None],)
+        return tables
 
     def _full(self, positions_BT: Tensor) -> Tensor:
         if self.rope.scaling not in ("dynamic", "longrope") or self.fixed_length is not None:
@@ -65,6 +73,11 @@ class RotaryTable(nn.Module):
     def cos_sin_of(positions_BT: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         angles = positions_BT[..., None].float() * frequencies_R
         return angles.cos()[:, :, None] * factor, angles.sin()[:, :, None] * factor
+
+
+def query_factor(positions: Tensor, temperature: float, floor: int) -> Tensor:
+    """Factor of the queries of layers without rotary positions, in fp32 (Llama 4)."""
+    return 1.0 + temperature * torch.log1p(((positions + 1) // floor).float())
 
 
 def inverse_frequencies(rope: Rope, theta: float, dim: int, context: int, length: int) -> Tensor:

@@ -94,6 +94,8 @@ def quantize(
 
 def _plain_folder(source: ModelSource) -> Path:
     refuse_unwritable(source)
+    if any(rule.transposed for rule in rules(source.config)):
+        raise BadModel(f"{source.name}: experts stored in one tensor are not quantized here; serve it as it is")
     folder = source.folder
     assert folder is not None, "a source that was resolved with its weights"
     if gguf_file(folder) is not None or packed_reader(read_config(folder)) is not None:

@@ -60,6 +60,15 @@ _POST = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "po
 _BOTH = _POST | {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
 _LLAMA = Names(norms=_PRE)
 
+_LLAMA4 = Names(
+    norms=_PRE,
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    router="feed_forward.router",
+    stacked=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+    shared=tuple(f"feed_forward.shared_expert.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
+)
+
 FAMILIES: dict[str, Names] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -92,6 +101,8 @@ FAMILIES: dict[str, Names] = {
         stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
         alternating=True,
     ),
+    "llama4_text": _LLAMA4,
+    "llama4": _LLAMA4,
 }
 
 

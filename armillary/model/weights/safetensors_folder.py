@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from armillary.store.remote import Remote
 from armillary.store.remote_model import remote_weight_files, weights_url
 
 _EMBEDDING = "embed_tokens.weight"  # without the "model." that it has in a model with a head
+_TEXT_PART = "language_model."  # in front of the names of a text model that has a vision model beside it
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHERS = {
@@ -35,6 +36,16 @@ _OTHERS = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+
+
+def _renamed(stored: Iterable[str]) -> dict[str, str]:
+    """The names of a text model with a head -> those that are stored. Embedding models are saved without a head and
+    without "model."; of a model with vision only the text part counts."""
+    names = list(stored)
+    if _EMBEDDING in names:
+        return {f"model.{name}": name for name in names}
+    text = {name.removeprefix(_TEXT_PART): name for name in names if name.startswith(_TEXT_PART)}
+    return text if f"model.{_EMBEDDING}" in text else {name: name for name in names}
 
 
 class StoredTensor(NamedTuple):
@@ -61,10 +72,9 @@ class TensorFolder:
         self._open: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
         self.files = self._index()
-        self._prefix = ""
-        """of names here that are stored without it, as in embedding models, which are saved without a head"""
-        if _EMBEDDING in self.files:
-            self._prefix, self.files = "model.", {f"model.{name}": file for name, file in self.files.items()}
+        self._stored_names = _renamed(self.files)
+        """names here -> names in the files"""
+        self.files = {name: self.files[stored] for name, stored in self._stored_names.items()}
 
     def __enter__(self) -> TensorFolder:
         return self
@@ -119,7 +129,7 @@ class TensorFolder:
         if self.url:
             return self._fetch(self._where(name))
         try:
-            return self._file(self.files[name]).get_tensor(name.removeprefix(self._prefix))
+            return self._file(self.files[name]).get_tensor(self._stored_names[name])
         except SafetensorError as error:
             raise BadModel(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the model again") from None
 
@@ -144,7 +154,7 @@ class TensorFolder:
         return StoredTensor(path, begin, torch.Size(entry["shape"]), dtype)
 
     def _entry(self, name: str) -> dict[str, Any]:
-        return self._header(self.files[name])[1][name.removeprefix(self._prefix)]  # type: ignore[no-any-return]
+        return self._header(self.files[name])[1][self._stored_names[name]]  # type: ignore[no-any-return]
 
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
         """(byte at which tensors begin, what and where they are)."""

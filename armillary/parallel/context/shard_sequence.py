@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from armillary.errors import BadLayout
-from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.attention.attention import AttentionOptions, in_chunks
 from armillary.kernels.core.torch_compat import uncompiled
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.rope import inverse_frequencies
@@ -61,7 +61,22 @@ class Context:
     def attend(self, documents_BW: Tensor | None) -> Attend:
         """Attention over full rows from this rank's tokens; `documents_BW` are those of full rows, None: one each."""
         known = [] if documents_BW is None else make_block_mask(documents_BW, self.size)
-        return partial(_attend, self.group, documents_BW, known)
+        whole = partial(_attend, self.group, documents_BW, known)
+
+        @cache
+        def chunked(chunk: int, batch: int, length: int, device: torch.device) -> Attend:
+            """Chunks are documents to the ring."""
+            numbers_BW = in_chunks(documents_BW, chunk, batch, length * self.size, device)
+            known = [] if torch.compiler.is_compiling() else make_block_mask(numbers_BW, self.size)
+            return partial(_attend, self.group, numbers_BW, known)
+
+        def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
+            if not options.chunk:
+                return whole(layer, q_BTND, k_BTKD, v_BTKD, options)
+            make = chunked.__wrapped__ if torch.compiler.is_compiling() else chunked
+            return make(options.chunk, *q_BTND.shape[:2], q_BTND.device)(layer, q_BTND, k_BTKD, v_BTKD, options)
+
+        return attend
 
 
 def _attend(

@@ -272,6 +272,25 @@ def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def _write_llama4(config: ModelConfig) -> dict[str, Any]:
+    moe = _experts(config)
+    return _write_bias(config) | {
+        "intermediate_size": moe.ffn,
+        "intermediate_size_mlp": config.ffn,
+        "attention_chunk_size": config.window or 8192,
+        "layer_types": _layer_types(config),
+        "no_rope_layers": [int(kind.rope) for kind in config.layers],
+        "moe_layers": [i for i, kind in enumerate(config.layers) if kind.mlp == "moe"],
+        "use_qk_norm": config.qk_norm != "none",
+        "attn_temperature_tuning": config.query_temperature != 0.0,
+        "attn_scale": config.query_temperature or 0.1,
+        "floor_scale": config.temperature_floor,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.aux_loss,
+    }
+
+
 def _layer_types(config: ModelConfig) -> list[str]:
     return [f"{kind.attention}_attention" for kind in config.layers]
 
@@ -312,6 +331,7 @@ WRITERS: dict[str, tuple[str, Callable[[ModelConfig], dict[str, Any]]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", _write_qwen3_moe),
     "glm4_moe": ("Glm4MoeForCausalLM", _write_glm4_moe),
     "gpt_oss": ("GptOssForCausalLM", _write_gpt_oss),
+    "llama4_text": ("Llama4ForCausalLM", _write_llama4),
     "phi3": ("Phi3ForCausalLM", _write_phi3),
     "gemma": ("GemmaForCausalLM", _write_bias),
     "gemma2": ("Gemma2ForCausalLM", _write_gemma2),

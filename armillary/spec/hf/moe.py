@@ -179,12 +179,17 @@ def llama4(raw: Raw) -> Fields:
         "score": "sigmoid",
         "normalize": False,
         "scale_input": True,
+        "aux_loss": raw.get("router_aux_loss_coef", 0.001),
     }
-    qk = {"qk_norm": "head", "qk_norm_kind": "plain"} if raw.get("use_qk_norm", True) else {}
+    qk: Fields = {"qk_norm": "head", "qk_norm_kind": "plain"} if raw.get("use_qk_norm", True) else {}
+    if raw.get("attn_temperature_tuning", True):
+        qk |= {"query_temperature": raw.get("attn_scale", 0.1), "temperature_floor": raw.get("floor_scale", 8192)}
     return (
         with_window(layers, raw.get("attention_chunk_size", 8192))
         | qk
         | {
+            "qkv_bias": raw.get("attention_bias", False),
+            "out_bias": raw.get("attention_bias", False),
             "ffn": raw.get("intermediate_size_mlp", raw["intermediate_size"]),
             "moe": moe,
             "rope": replace(read_rope(raw, theta=500_000.0), interleaved=True),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
-from armillary.kernels.attention.attention import AttentionOptions
-from armillary.model.layers.attention_forms import alibi_slopes, packed, plain
+from armillary.kernels.attention.attention import AttentionOptions, reference
+from armillary.model.layers.attention_forms import alibi_slopes, chosen, packed, plain
 from armillary.model.transformer import build
 from armillary.spec.catalogue import config_from_fields
 from armillary.spec.model import ModelConfig
@@ -34,6 +34,16 @@ SHAPES = {
     "softcap": small(attention_softcap=2.0),
     "sinks": small(sinks=True),
     "alibi": small(positions="alibi", heads=4),
+    "chunks, layers without rope": small(
+        attention_pattern=["chunked", "full"],
+        window=5,
+        nope_every=2,
+        query_temperature=0.5,
+        temperature_floor=3,
+        qk_norm="head",
+        qk_norm_kind="plain",
+        rope={"interleaved": True},
+    ),
     "window and sinks": small(attention_pattern=["sliding"], window=4, sinks=True),
 }
 
@@ -86,6 +96,17 @@ def test_window_counts_the_token_itself() -> None:
     """With a window of 1 a token sees only itself, so the output is its own value."""
     q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
     torch.testing.assert_close(plain(0, q, k, v, AttentionOptions(scale=1.0, window=1)), v)
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_chosen_kernels_have_chunks_as_documents(with_documents: bool) -> None:
+    q, k, v = (torch.randn(2, 20, 2, 8, dtype=torch.float64) for _ in range(3))
+    documents_BT = torch.tensor([[0] * 3 + [1] * 17, [0] * 20]) if with_documents else None
+    options = AttentionOptions(scale=1.0, chunk=6)
+    right = (plain if documents_BT is None else packed(documents_BT))(0, q, k, v, options)
+    torch.testing.assert_close(chosen({(None, True): reference}, documents_BT)(0, q, k, v, options), right)
+    whole = plain(0, q, k, v, AttentionOptions(scale=1.0))
+    assert not torch.allclose(right, whole)
 
 
 def test_a_full_cache_says_so() -> None:

@@ -29,6 +29,7 @@ HOWS = {
     "plain": {},
     "window": {"window": 7},
     "wide window": {"window": 29},
+    "chunks": {"chunk": 7},
     "cap": {"softcap": 2.0},
     "sinks": {"sinks_N": torch.linspace(-1.0, 1.0, N)},
     "slopes": {"slopes_N": torch.linspace(0.1, 0.5, N)},
@@ -157,8 +158,8 @@ def test_training_is_that_of_one_process(ranks: Ranks, world: int) -> None:
 
 
 def test_other_attention_trains_too(ranks: Ranks) -> None:
-    """Sliding windows, sinks, and rotary frequencies that depend on the longest position of all ranks."""
-    kinds = (LayerKind(attention="sliding"), LayerKind())
+    """Sliding windows, chunks, sinks, and rotary frequencies that depend on the longest position of all ranks."""
+    kinds = (LayerKind(attention="sliding"), LayerKind(), LayerKind(attention="chunked"))
     config = tiny(kv_heads=4, layers=kinds, window=5, sinks=True, context=8, rope=Rope(scaling="dynamic", factor=2.0))
     cases = [Case(layout=Layout(cp=2, precision="fp32"), dtype="fp64", config=config, steps=3, documents=True)]
     check(ranks.run(2, many, cases)[0], cases)
