@@ -61,7 +61,7 @@ class Context:
     def attend(self, documents_BW: Tensor | None) -> Attend:
         """Attention over full rows from this rank's tokens; `documents_BW` are those of full rows, None: one each."""
         known = [] if documents_BW is None else make_block_mask(documents_BW, self.size)
-        whole = partial(_attend, self.group, documents_BW, known)
+        full_rows = partial(_attend, self.group, documents_BW, known)
 
         @cache
         def chunked(chunk: int, batch: int, length: int, device: torch.device) -> Attend:
@@ -72,7 +72,7 @@ class Context:
 
         def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
             if not options.chunk:
-                return whole(layer, q_BTND, k_BTKD, v_BTKD, options)
+                return full_rows(layer, q_BTND, k_BTKD, v_BTKD, options)
             make = chunked.__wrapped__ if torch.compiler.is_compiling() else chunked
             return make(options.chunk, *q_BTND.shape[:2], q_BTND.device)(layer, q_BTND, k_BTKD, v_BTKD, options)
 
