@@ -83,20 +83,20 @@ def started(model: Transformer, serve: Serve) -> tuple[Engine, dict[str, float]]
 
 
 def throughput(model: Transformer, args: Any) -> dict[str, Any]:
-    """256 requests at once, 100 to 1,024 tokens in and out."""
+    """256 requests (or as many as told) at once, 100 to 1,024 tokens in and out."""
     longest = 4096 if not args.tiny else 64
     engine, phases = started(
         model,
         Serve(
             max_model_len=longest,
-            max_running=256 if not args.tiny else 8,
+            max_running=args.requests if not args.tiny else 8,
             max_tokens_per_step=args.step_tokens,
             overlap=not args.no_overlap,
             kv_bytes=args.kv_bytes,
             graphs=not args.no_graphs,
         ),
     )
-    requests = nano_vllm() if not args.tiny else nano_vllm(12, least=3, most=20, vocab=100)
+    requests = nano_vllm(args.requests) if not args.tiny else nano_vllm(12, least=3, most=20, vocab=100)
     serve_all(engine, fixed(2, tokens_in=8, tokens_out=4, vocab=100, name="warm"))
     gc.collect()
     gc.freeze()
@@ -111,7 +111,7 @@ def throughput(model: Transformer, args: Any) -> dict[str, Any]:
 def _explained(engine: Engine, args: Any) -> dict[str, Any]:
     """The same requests again until a tenth is over: the parts of a step, and the kernels of one that decodes."""
     times, watch = StepTimes(engine), Watch(engine)
-    requests = nano_vllm() if not args.tiny else nano_vllm(12, least=8, most=40, vocab=100)
+    requests = nano_vllm(args.requests) if not args.tiny else nano_vllm(12, least=8, most=40, vocab=100)
     for request in requests:
         watch.submit(replace(request, id=f"e{request.id}", prompt=request.prompt[::-1]))
     while engine.scheduler.request_table.waiting or len(engine.scheduler.request_table.running) > 0.9 * len(requests):
@@ -311,6 +311,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", default=["throughput", "single", "mixed", "graphs"], choices=list(CASES))
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--requests", type=int, default=256, help="throughput: all at once")
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--prefill-tokens", type=int, help="mixed: prompt tokens a step beside streams at most")
     parser.add_argument("--slowdown", type=float, default=2.0, help="mixed: a step over what its decodes take alone")

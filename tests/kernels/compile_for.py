@@ -154,11 +154,11 @@ FP32, FP8 = torch.float32, torch.float8_e4m3fn
 
 
 def small_moe(tokens: int, hidden: int, ffn: int, experts: int, top_k: int, dtype: torch.dtype = BF16) -> None:
-    from armillary.kernels.moe.small_moe import SmallMoECase, inputs
+    from armillary.kernels.moe.moe import MoECase, inputs
     from armillary.kernels.moe.small_moe_triton import small_moe
 
     name = "bf16" if dtype == BF16 else "fp32"
-    case = SmallMoECase(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, dtype=name, device="cpu")
+    case = MoECase(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, dtype=name, device="cpu")
     small_moe(*inputs(case, torch.Generator().manual_seed(0)))
 
 

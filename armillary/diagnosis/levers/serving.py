@@ -26,6 +26,7 @@ from armillary.diagnosis.levers.serving_replay import Change, Replay, harms, ris
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import ArmillaryError
 from armillary.planning.serving.deployment_options import serving_dtypes
+from armillary.planning.serving.engines import own_rates
 from armillary.planning.serving.forward_ops import Split
 from armillary.planning.serving.replica import Replica
 from armillary.planning.simulation.step_cost import StepCost, extrapolate_batch, planned_step_cost
@@ -210,7 +211,13 @@ def _planned(service: ServingRun) -> StepCost | None:
     try:
         precision = "fp8" if service.serve.weights == "fp8" else plan.layout.precision
         dtypes = serving_dtypes(precision, plan.cluster.chip, service.serve.kv_dtype)
-        replica = Replica(config=plan.model, cluster=plan.cluster, split=Split(tp=plan.layout.tp), dtypes=dtypes)
+        replica = Replica(
+            config=plan.model,
+            cluster=plan.cluster,
+            split=Split(tp=plan.layout.tp),
+            dtypes=dtypes,
+            rates=own_rates(),
+        )
         return planned_step_cost(replica, context=int(service.context) or 512)
     except ArmillaryError:
         return None

@@ -12,7 +12,7 @@ from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
-from armillary.kernels.moe.small_moe import touched_experts
+from armillary.kernels.moe.moe import touched_experts
 from armillary.model.transformer import Transformer
 from armillary.stats import percentile
 

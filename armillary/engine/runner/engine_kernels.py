@@ -14,7 +14,7 @@ from armillary.kernels.core.op import Case, Op
 from armillary.kernels.core.requirements import has_triton
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
 from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinearCase
-from armillary.kernels.moe.small_moe import SMALL_MOE, SmallMoECase
+from armillary.kernels.moe.moe import GROUPED_MOE, SMALL_MOE, MoECase
 from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
 from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
 from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
@@ -51,12 +51,21 @@ class EngineKernels:
     """grouped GEMM over the experts of a layer, without a synchronization; none: expert by expert"""
     moe: Run | None = None
     """router and experts of a layer for a few tokens; none: as for many"""
+    grouped_moe: Run | None = None
+    """router and experts of a layer for many tokens; none: one after the other, with `grouped`"""
     capturable: bool = False
     """none of them waits for the device, so that steps can be captured in CUDA graphs"""
 
     def for_packed(self) -> EngineKernels:
         """Without GEMMs that take plain weights."""
-        return replace(self, small=None, grouped=None, moe=None, capturable=self.capturable and self.grouped is None)
+        return replace(
+            self,
+            small=None,
+            grouped=None,
+            moe=None,
+            grouped_moe=None,
+            capturable=self.capturable and self.grouped is None,
+        )
 
 
 _CHECKED = 8  # rows of the agreement check at the start, which has to be fast; the bench checks larger ones
@@ -87,11 +96,13 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     )
     paged = PagedCase(batch=batch, context=min(config.context, 256), sinks=config.sinks, **heads, **on)
     attention = choose(PAGED_ATTENTION, paged, deterministic=True)
-    on_triton, grouped = into_cache.version == attention.version == "triton", _grouped(config, batch, on)
-    moe = _moe(config, on)
+    on_triton = into_cache.version == attention.version == "triton"
+    moe, grouped_moe = _moe(config, SMALL_MOE, 2, on), _moe(config, GROUPED_MOE, _CHECKED, on)
+    grouped = _grouped(config, batch, on) if grouped_moe is None else None
     return EngineKernels(
         grouped=grouped,
         moe=moe,
+        grouped_moe=grouped_moe,
         norm=_first(NORM, normed),
         add_norm=_first(ADD_NORM, normed),
         activate=_first(
@@ -101,10 +112,10 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         norms_apart=apart,
         attention=attention.run,
         **_decode_kernels(device, fused=on_triton and not apart),
-        capturable=on_triton and (config.moe is None or grouped is not None),
+        capturable=on_triton and (config.moe is None or grouped is not None or grouped_moe is not None),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
-        small=_first(SMALL_LINEAR, small) if _plain(config, moe) else None,
+        small=_first(SMALL_LINEAR, small) if _plain(config, moe and grouped_moe) else None,
     )
 
 
@@ -122,12 +133,12 @@ def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
     return None if chosen.version == "eager" else chosen.run
 
 
-def _moe(config: ModelConfig, on: dict[str, Any]) -> Run | None:
+def _moe(config: ModelConfig, op: Op, tokens: int, on: dict[str, Any]) -> Run | None:
     if config.moe is None:
         return None
     moe = config.moe
-    case = SmallMoECase(
-        tokens=2,
+    case = MoECase(
+        tokens=tokens,
         hidden=config.hidden,
         ffn=moe.ffn,
         experts=moe.num_experts,
@@ -142,7 +153,7 @@ def _moe(config: ModelConfig, on: dict[str, Any]) -> Run | None:
         normalize=moe.normalize,
         **on,
     )
-    chosen = choose(SMALL_MOE, case, deterministic=True)
+    chosen = choose(op, case, deterministic=True)
     return None if chosen.version == "eager" else chosen.run
 
 

@@ -18,7 +18,7 @@ from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.layer import Dense, Layer, LinearFn, full_qk_norm, make_layer
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
-from armillary.kernels.moe.small_moe import MAX_TOKENS as FEW_TOKENS
+from armillary.kernels.moe.moe import MAX_TOKENS as FEW_TOKENS
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
@@ -121,7 +121,7 @@ class Forward:
             for tables_BP in tables_GBP
         ]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
-        small = self.kernels.small is not None and len(x) <= (MAX_TOKENS if self.kernels.moe is None else FEW_TOKENS)
+        small = self.kernels.small is not None and len(x) <= MAX_TOKENS
         added: Tensor | None = None
         q_scale_T = None if self.q_factors is None else self.q_factors[inputs.long("positions_T")]
         for layer in self.layers:
@@ -210,9 +210,8 @@ class Forward:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         if layer.mixture is not None:
-            if self.kernels.moe is not None and len(x) <= FEW_TOKENS:
-                return self.reduce(layer.mixture.few_tokens(self.kernels.moe, x))
-            return self.reduce(layer.mixture(x[None])[0])
+            run = self.kernels.moe if len(x) <= FEW_TOKENS else self.kernels.grouped_moe
+            return self.reduce(layer.mixture(x[None])[0] if run is None else layer.mixture.fused(run, x))
         assert layer.up is not None and layer.down is not None
         return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
 
@@ -239,12 +238,16 @@ class Forward:
     def _small_mixture(self, mixture: MixtureOfExperts, x: Tensor, norm: Norm) -> Tensor:
         """Norm, experts and residual; the shared expert's result is added to the residual first."""
         small, added = self.kernels.small, x
-        assert small is not None and self.kernels.moe is not None
+        assert small is not None
         if mixture.shared is not None:
             inner = small(x, mixture.shared.up.weight, norm.weight, None, norm.eps, True)
             added = small(inner, mixture.shared.down.weight, None, x)
         weights, activation = mixture.weights(), mixture.experts.activation
-        return self.kernels.moe(x, weights, mixture.moe, activation, norm.weight, added, norm.eps)  # type: ignore[no-any-return]
+        few, many = self.kernels.moe, self.kernels.grouped_moe
+        assert few is not None and many is not None
+        if len(x) <= FEW_TOKENS:
+            return few(x, weights, mixture.moe, activation, norm.weight, added, norm.eps)  # type: ignore[no-any-return]
+        return many(self._norm(norm, x), weights, mixture.moe, activation, None, added)  # type: ignore[no-any-return]
 
     def _norm(self, norm: Norm, x: Tensor) -> Tensor:
         return self.kernels.norm(x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]

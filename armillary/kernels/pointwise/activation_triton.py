@@ -150,6 +150,18 @@ def _normal_tail(x):
 
 
 @triton.jit
+def activated_pairs(pairs, CLAMPED: tl.constexpr):
+    """[…, N, 2] of gate and up -> […, N]: SwiGLU, or its clamped form."""
+    gate, up = tl.split(pairs)
+    if CLAMPED:
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        return (up + 1.0) * gate * tl.sigmoid(gate * _ALPHA)
+    else:
+        return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
 def act(x, NAME: tl.constexpr, FAST: tl.constexpr):
     """silu, gelu, gelu_tanh, relu, relu2 or none."""
     if NAME == "silu":

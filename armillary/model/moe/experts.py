@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.moe.routing import choose_experts
-from armillary.kernels.moe.small_moe import MoEWeights
+from armillary.kernels.moe.expert_choice import choose_experts
+from armillary.kernels.moe.moe import MoEWeights
 from armillary.model.layers.mlp import MLP, activate
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.router_losses import RouterBalance, with_router_losses
@@ -133,8 +133,8 @@ class MixtureOfExperts(nn.Module):
         self.balance: RouterBalance | None = None  # router losses and counts of training; inactive without gradients
         self.copies = 1  # ranks that route the same tokens
 
-    def few_tokens(self, run: Callable[..., Tensor], x_MH: Tensor) -> Tensor:
-        """By a version of `kernels.moe.small_moe`."""
+    def fused(self, run: Callable[..., Tensor], x_MH: Tensor) -> Tensor:
+        """By a version of `kernels.moe.moe.moe_layer`, without gradients."""
         return run(x_MH, self.weights(), self.moe, self.experts.activation, None, self.shared_part(x_MH))
 
     def weights(self) -> MoEWeights:

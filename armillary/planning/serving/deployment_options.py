@@ -17,7 +17,7 @@ from armillary.planning.device_model.vectorised_layouts import resolved_precisio
 from armillary.planning.serving.capacity import Capacity, capacity
 from armillary.planning.serving.cpu_threads import Threads
 from armillary.planning.serving.disaggregation import Pools, split_pools
-from armillary.planning.serving.engines import Rates, physics
+from armillary.planning.serving.engines import Rates, own_rates
 from armillary.planning.serving.forward_ops import ServingDtypes, Split, check_split
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
@@ -210,7 +210,7 @@ def _server(request: Request, split: Split, dtypes: ServingDtypes) -> Server:
         cluster=_replica_cluster(request.cluster, split.num_devices),
         split=split,
         dtypes=dtypes,
-        rates=request.rates or physics(),
+        rates=request.rates or own_rates(),
         measured=request.measured,
     )
     return Server(replica=replica, serve=request.serve, traffic=request.traffic)

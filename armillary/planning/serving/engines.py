@@ -119,3 +119,8 @@ def rates_for(text: str) -> Rates:
     """The rates of the engine that `text` names, else the physics."""
     engine = engine_for(text)
     return engine.rates() if engine else physics()
+
+
+def own_rates() -> Rates:
+    """The rates of this package's engine."""
+    return rates_for("armillary")

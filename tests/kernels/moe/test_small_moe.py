@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from armillary.kernels.core.agreement import check, expect
-from armillary.kernels.moe.small_moe import SMALL_MOE, SmallMoECase, inputs, refuses, touched_experts
+from armillary.kernels.moe.moe import SMALL_MOE, MoECase, inputs, refuses, refuses_many, touched_experts
 from tests.kernels.interpreter import needs_interpreter
 
-BASE = SmallMoECase(tokens=1, hidden=48, ffn=24, experts=8, top_k=2, dtype="fp32", device="cpu")
+BASE = MoECase(tokens=1, hidden=48, ffn=24, experts=8, top_k=2, dtype="fp32", device="cpu")
 CASES = {
     "one token": BASE,
     "some": replace(BASE, tokens=5),
@@ -27,10 +27,10 @@ CASES = {
 
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_agrees(case: SmallMoECase) -> None:
+def test_agrees(case: MoECase) -> None:
     from armillary.kernels.moe.small_moe_triton import small_moe
 
-    assert refuses(case) is None
+    assert refuses_many(case) is None
     arguments = inputs(case, torch.Generator().manual_seed(3))
     found = check(small_moe, SMALL_MOE, expect(SMALL_MOE, arguments, torch.Generator().manual_seed(5)))
     assert found.agreed, found.why_not
@@ -48,7 +48,7 @@ def test_long_rows_are_read_in_steps() -> None:
 
 
 def test_what_it_does_not_do() -> None:
-    assert refuses(replace(BASE, tokens=9)) == "it is for up to 8 tokens"
+    assert refuses_many(replace(BASE, tokens=9)) == "it is for up to 8 tokens"
     assert refuses(replace(BASE, activation="gelu")) == "it has no gelu"
     assert refuses(replace(BASE, dtype="fp64"))
 

@@ -1,6 +1,7 @@
-"""Mixture of experts for a few tokens, as decoding has it: its time is that of reading the chosen experts.
+"""Router and experts of a layer, without gradients: for a few tokens, as decoding has it, and for many.
 
-An RMS norm before and a residual after are part of it, as in `gemm.skinny`.
+The time of a few tokens is that of reading the chosen experts; there an RMS norm before is part of it, as in
+`gemm.skinny`. A residual after is part of both.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, Op, OpWork, in_triton
-from armillary.kernels.moe.routing import choose_experts
+from armillary.kernels.moe.expert_choice import choose_experts
 from armillary.kernels.norm.norm import norm
 from armillary.kernels.pointwise.activation import activate
 from armillary.spec.model import MoE
@@ -36,7 +37,7 @@ class MoEWeights(NamedTuple):
     down_bias_EH: Tensor | None = None
 
 
-def small_moe(
+def moe_layer(
     x_MH: Tensor,
     weights: MoEWeights,
     moe: MoE,
@@ -70,8 +71,8 @@ def _expert(x_MH: Tensor, weights: MoEWeights, expert_M: Tensor, activation: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallMoECase(Case):
-    """A few tokens through a layer's experts."""
+class MoECase(Case):
+    """Tokens through a layer's experts."""
 
     tokens: int
     hidden: int
@@ -106,7 +107,7 @@ class SmallMoECase(Case):
         )
 
 
-def inputs(case: SmallMoECase, generator: torch.Generator) -> tuple[Any, ...]:
+def inputs(case: MoECase, generator: torch.Generator) -> tuple[Any, ...]:
     E, H, F_ = case.experts, case.hidden, case.ffn
 
     def drawn(*shape: int) -> Tensor:
@@ -132,7 +133,7 @@ def touched_experts(tokens: int, experts: int, top_k: int) -> float:
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
-def work(case: SmallMoECase) -> OpWork:
+def work(case: MoECase) -> OpWork:
     """The router and each chosen expert are read once."""
     size, expert = case.torch_dtype.itemsize, 3 * case.hidden * case.ffn
     read = case.experts * case.hidden + touched_experts(case.tokens, case.experts, case.top_k) * expert
@@ -140,9 +141,11 @@ def work(case: SmallMoECase) -> OpWork:
     return OpWork(flops=flops, bytes=size * (read + 3 * case.tokens * case.hidden), ceiling="read")
 
 
-def refuses(case: SmallMoECase) -> str | None:
-    if case.tokens > MAX_TOKENS:
-        return f"it is for up to {MAX_TOKENS} tokens"
+def refuses_many(case: MoECase) -> str | None:
+    return f"it is for up to {MAX_TOKENS} tokens" if case.tokens > MAX_TOKENS else refuses(case)
+
+
+def refuses(case: MoECase) -> str | None:
     if case.activation not in ACTIVATIONS:
         return f"it has no {case.activation}"
     if case.experts % case.groups or case.groups & (case.groups - 1):
@@ -150,33 +153,56 @@ def refuses(case: SmallMoECase) -> str | None:
     return "it sums in fp32" if case.dtype == "fp64" else None
 
 
-def _small(case: SmallMoECase) -> SmallMoECase:
-    return replace(case, tokens=min(case.tokens, 8))
+def _not_tma(case: MoECase) -> str | None:
+    aligned = all(n * case.torch_dtype.itemsize % 16 == 0 for n in (case.hidden, case.ffn))
+    return refuses(case) if aligned else "rows of the weights must be multiples of 16 bytes"
 
+
+def _fewer(case: MoECase) -> MoECase:
+    """The reference copies the weights of every choice."""
+    return replace(case, tokens=min(case.tokens, 64))
+
+
+_QWEN = MoECase(tokens=1, hidden=2048, ffn=768, experts=128, top_k=8)
+_GPT_OSS = MoECase(
+    tokens=1,
+    hidden=2880,
+    ffn=2880,
+    experts=32,
+    top_k=4,
+    score="softmax_topk",
+    bias=True,
+    activation="swiglu_clamped",
+)
+_DEEPSEEK = MoECase(tokens=1, hidden=2048, ffn=1408, experts=64, top_k=6, normalize=False)
 
 SMALL_MOE = Op(
     name="small_moe",
-    reference=small_moe,
-    versions=(in_triton("moe.small_moe_triton", "small_moe", refuses=refuses),),
+    reference=moe_layer,
+    versions=(in_triton("moe.small_moe_triton", "small_moe", refuses=refuses_many),),
     inputs=inputs,
     work=work,
     cases={
-        **{
-            f"qwen3-30b-a3b {tokens}": SmallMoECase(tokens=tokens, hidden=2048, ffn=768, experts=128, top_k=8)
-            for tokens in (1, 4, 8)
-        },
-        "gpt-oss-20b 1": SmallMoECase(
-            tokens=1,
-            hidden=2880,
-            ffn=2880,
-            experts=32,
-            top_k=4,
-            score="softmax_topk",
-            bias=True,
-            activation="swiglu_clamped",
-        ),
-        "mixtral-8x7b 1": SmallMoECase(tokens=1, hidden=4096, ffn=14336, experts=8, top_k=2),
-        "deepseek-v2-lite 1": SmallMoECase(tokens=1, hidden=2048, ffn=1408, experts=64, top_k=6, normalize=False),
+        **{f"qwen3-30b-a3b {tokens}": replace(_QWEN, tokens=tokens) for tokens in (1, 4, 8)},
+        "gpt-oss-20b 1": _GPT_OSS,
+        "mixtral-8x7b 1": MoECase(tokens=1, hidden=4096, ffn=14336, experts=8, top_k=2),
+        "deepseek-v2-lite 1": _DEEPSEEK,
     },
-    small=_small,
+    small=lambda case: replace(case, tokens=min(case.tokens, MAX_TOKENS)),
+)
+GROUPED_MOE = Op(
+    name="grouped_moe",
+    reference=moe_layer,
+    versions=(
+        in_triton("moe.grouped_moe_triton", "grouped_moe", refuses=_not_tma, needs=("tma",)),
+        in_triton("moe.grouped_moe_triton", "grouped_moe_pointers", name="triton, pointers", refuses=refuses),
+    ),
+    inputs=inputs,
+    work=work,
+    cases={
+        **{f"qwen3-30b-a3b {tokens}": replace(_QWEN, tokens=tokens, norm=False) for tokens in (16, 64, 256, 1024)},
+        "gpt-oss-20b 256": replace(_GPT_OSS, tokens=256, norm=False),
+        "deepseek-v2-lite 256": replace(_DEEPSEEK, tokens=256, norm=False),
+    },
+    small=_fewer,
 )

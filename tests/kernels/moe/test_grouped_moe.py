@@ -1,0 +1,65 @@
+"""Experts for many tokens: any routing, any distribution over experts, agreeing with the plain reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from armillary.kernels.core.agreement import check, expect
+from armillary.kernels.moe.expert_choice import choose_experts
+from armillary.kernels.moe.moe import GROUPED_MOE, MoECase, inputs
+from tests.kernels.interpreter import needs_interpreter
+
+BASE = MoECase(tokens=20, hidden=48, ffn=24, experts=8, top_k=2, dtype="fp32", device="cpu", norm=False)
+CASES = {
+    "several tiles of an expert": BASE,
+    "one token": replace(BASE, tokens=1),
+    "a norm and a residual": replace(BASE, tokens=9, norm=True),
+    "gpt-oss": replace(BASE, experts=3, score="softmax_topk", bias=True, activation="swiglu_clamped"),
+    "deepseek": replace(BASE, experts=12, score="sigmoid", selection_bias=True, groups=4, top_groups=2),
+    "llama 4": replace(BASE, top_k=1, score="sigmoid", normalize=False, scale_input=True),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("name", "tma"), [*((name, True) for name in CASES), ("gpt-oss", False)])
+def test_agrees(name: str, tma: bool) -> None:
+    from armillary.kernels.moe.grouped_moe_triton import grouped_moe
+
+    case = CASES[name]
+    arguments = inputs(case, torch.Generator().manual_seed(3))
+    expected = expect(GROUPED_MOE, arguments, torch.Generator().manual_seed(5))
+    found = check(lambda *given: grouped_moe(*given, tma=tma), GROUPED_MOE, expected)
+    assert found.agreed, found.why_not
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tokens", [1, 600])
+def test_choices_are_sorted_into_tiles_of_one_expert(tokens: int) -> None:
+    from armillary.kernels.moe.expert_sort_triton import choose_and_sort, most_tiles
+
+    moe = replace(BASE, experts=5, top_k=2).moe
+    logits_ME = torch.randn(tokens, 5, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 1, 9, 1, 1])
+    found = choose_and_sort(logits_ME, inputs(BASE, torch.Generator())[1], moe, rows=16)
+    weights_Mk, experts_Mk = choose_experts(logits_ME, moe)
+    torch.testing.assert_close(found.weights_P.view(tokens, 2), weights_Mk)
+    assert torch.equal(found.experts_P.view(tokens, 2).long(), experts_Mk)
+    assert torch.equal(found.order_P.long(), experts_Mk.flatten().sort(stable=True).indices)
+    counts = torch.bincount(experts_Mk.flatten(), minlength=5)
+    assert torch.equal(found.ends_E.long(), counts.cumsum(0))
+    tiles = [(e, int(counts[:e].sum()) + row) for e in range(5) for row in range(0, int(counts[e]), 16)]
+    assert found.tiles_T2[: len(tiles)].tolist() == [list(tile) for tile in tiles]
+    assert found.tiles_T2[len(tiles) :, 0].eq(-1).all() and len(found.tiles_T2) == most_tiles(2 * tokens, 5, 16)
+
+
+@needs_interpreter
+def test_one_expert_takes_all() -> None:
+    from armillary.kernels.moe.grouped_moe_triton import grouped_moe
+
+    x, weights, *rest = inputs(replace(BASE, top_k=1), torch.Generator().manual_seed(3))
+    weights = weights._replace(router_EH=torch.zeros_like(weights.router_EH).index_fill(0, torch.tensor([6]), 1.0))
+    arguments = (x.abs(), weights, *rest)
+    found = check(grouped_moe, GROUPED_MOE, expect(GROUPED_MOE, arguments, torch.Generator().manual_seed(5)))
+    assert found.agreed, found.why_not
