@@ -93,6 +93,7 @@ def throughput(model: Transformer, args: Any) -> dict[str, Any]:
             max_tokens_per_step=args.step_tokens,
             overlap=not args.no_overlap,
             kv_bytes=args.kv_bytes,
+            memory_fraction=args.memory_fraction,
             graphs=not args.no_graphs,
         ),
     )
@@ -318,6 +319,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="mixed: long prompts one after the other")
     parser.add_argument("--layers", type=int, help="fewer than the model has: to see that it runs")
     parser.add_argument("--kv-bytes", type=int, help="of the KV cache; what is free unless given")
+    parser.add_argument(
+        "--memory-fraction", type=float, help="throughput: of the GPU's memory"
+    )
     parser.add_argument("--limit-s", type=float, default=120.0)
     parser.add_argument("--explain", action="store_true", help="parts of steps and kernels, in a run of their own")
     parser.add_argument("--no-overlap", action="store_true")

@@ -162,7 +162,21 @@ def small_moe(tokens: int, hidden: int, ffn: int, experts: int, top_k: int, dtyp
     small_moe(*inputs(case, torch.Generator().manual_seed(0)))
 
 
+def grouped_moe(tokens: int, dtype: torch.dtype = BF16, *, tma: bool) -> None:
+    from armillary.kernels.moe.grouped_moe_triton import grouped_moe
+    from armillary.kernels.moe.moe import MoECase, inputs
+
+    name = "bf16" if dtype == BF16 else "fp32"
+    case = MoECase(
+        tokens=tokens, hidden=256, ffn=192, experts=8, top_k=2, dtype=name, device="cpu", bias=True, norm=False
+    )
+    grouped_moe(*inputs(case, torch.Generator().manual_seed(0)), tma=tma)
+
+
 CASES: dict[str, Callable[[], None]] = {
+    **{f"many experts, {m} tokens": lambda m=m: grouped_moe(m, tma=True) for m in (16, 64, 160, 400)},
+    **{f"many experts, pointers, {m} tokens": lambda m=m: grouped_moe(m, tma=False) for m in (16, 64, 160, 400)},
+    "many experts, fp32": lambda: grouped_moe(64, FP32, tma=False),
     **{f"experts for {m} tokens": lambda m=m: small_moe(m, 2048, 768, 16, 8) for m in (1, 8)},
     "experts for one token, long rows": lambda: small_moe(1, 4096, 7168, 4, 2),
     "experts for 8 tokens, fp32": lambda: small_moe(8, 1024, 768, 4, 2, FP32),

@@ -18,7 +18,7 @@ from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.layer import Dense, Layer, LinearFn, full_qk_norm, make_layer
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
-from armillary.kernels.moe.moe import MAX_TOKENS as FEW_TOKENS
+from armillary.kernels.moe.moe import prefers_small
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
@@ -210,10 +210,14 @@ class Forward:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         if layer.mixture is not None:
-            run = self.kernels.moe if len(x) <= FEW_TOKENS else self.kernels.grouped_moe
-            return self.reduce(layer.mixture(x[None])[0] if run is None else layer.mixture.fused(run, x))
+            return self.reduce(self._mixture(layer.mixture, x))
         assert layer.up is not None and layer.down is not None
         return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
+
+    def _mixture(self, mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+        few = prefers_small(len(x), mixture.weights(), mixture.moe)
+        run = self.kernels.moe if few else self.kernels.grouped_moe
+        return mixture(x[None])[0] if run is None else mixture.fused(run, x)  # type: ignore[no-any-return]
 
     def _small(
         self,
@@ -245,7 +249,7 @@ class Forward:
         weights, activation = mixture.weights(), mixture.experts.activation
         few, many = self.kernels.moe, self.kernels.grouped_moe
         assert few is not None and many is not None
-        if len(x) <= FEW_TOKENS:
+        if prefers_small(len(x), weights, mixture.moe):
             return few(x, weights, mixture.moe, activation, norm.weight, added, norm.eps)  # type: ignore[no-any-return]
         return many(self._norm(norm, x), weights, mixture.moe, activation, None, added)  # type: ignore[no-any-return]
 

@@ -155,7 +155,7 @@ def _up(
         inner_PF,
         tile,
         tma,
-        GATHER=moe.top_k,
+        gathered=moe.top_k,
         UP=True,
         SCALE_INPUT=moe.scale_input,
         CLAMPED=activation == "swiglu_clamped",
@@ -175,7 +175,7 @@ def _down(
         out_PH,
         tile,
         tma,
-        GATHER=0,
+        gathered=0,
         UP=False,
         SCALE_INPUT=moe.scale_input,
         CLAMPED=False,
@@ -191,22 +191,24 @@ def _launch(
     out: Tensor,
     tile: GroupedMoETile,
     tma: bool,
+    gathered: int,
     **options: Any,
 ) -> None:
     _, N, K = weight_ENK.shape
     early, tiles = can_start_early(a.device), len(choices.tiles_T2)
-    source: Any = weight_ENK
+    sources: tuple[Any, Any] = a, weight_ENK
     if tma:
-        source = TensorDescriptor.from_tensor(weight_ENK.flatten(0, 1), [tile.columns, tile.step])
+        rows = a if gathered else TensorDescriptor.from_tensor(a, [tile.rows, tile.step])
+        sources = rows, TensorDescriptor.from_tensor(weight_ENK.flatten(0, 1), [tile.columns, tile.step])
     _experts_kernel[(tiles * ceil_div(N, tile.columns),)](
-        a,
-        source,
+        *sources,
         bias_EN,
         *choices,
         out,
         tiles,
         N,
         K,
+        GATHER=gathered,
         HAS_BIAS=bias_EN is not None,
         EXACT="ieee" if a.dtype == torch.float32 else "tf32",
         EARLY=early,
@@ -248,7 +250,7 @@ def _sum(out_PH: Tensor, residual_MH: Tensor | None, k: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["T"])
 def _experts_kernel(
-    a_ptr,
+    a_src,
     weight_src,
     bias_ptr,
     weights_ptr,
@@ -287,13 +289,35 @@ def _experts_kernel(
     tile, column = begin + within % height, within // height * COLUMNS
     expert = tl.load(tiles_ptr + 2 * tile)
     if expert >= 0:
-        row = tl.load(tiles_ptr + 2 * tile + 1) + tl.arange(0, ROWS)
+        first = tl.load(tiles_ptr + 2 * tile + 1)
+        row = first + tl.arange(0, ROWS)
         end = tl.load(ends_ptr + expert)
         choice = tl.load(order_ptr + row, mask=row < end, other=0)
-        source = choice // GATHER if GATHER > 0 else tl.minimum(row, end - 1)
-        a_row = a_ptr + source.to(tl.int64)[:, None] * K
         n = column + tl.arange(0, COLUMNS)
-        acc = _product(a_row, weight_src, expert, n, column, N, K, EXACT, TMA, EVEN, ROWS, COLUMNS, STEP, SWAPPED)
+        LOADS_ROWS: tl.constexpr = TMA and GATHER == 0
+        if LOADS_ROWS:  # the next expert's rows may be among them: they are not stored
+            a_row = a_src
+        else:
+            source = choice // GATHER if GATHER > 0 else tl.minimum(row, end - 1)
+            a_row = a_src + source.to(tl.int64)[:, None] * K
+        acc = _product(
+            a_row,
+            weight_src,
+            expert,
+            first,
+            n,
+            column,
+            N,
+            K,
+            EXACT,
+            TMA,
+            LOADS_ROWS,
+            EVEN,
+            ROWS,
+            COLUMNS,
+            STEP,
+            SWAPPED,
+        )
         weight = tl.load(weights_ptr + choice, mask=row < end, other=0.0)[:, None]
         if UP and SCALE_INPUT:
             acc = acc * weight
@@ -317,12 +341,14 @@ def _product(
     a_row,
     weight_src,
     expert,
+    first,
     n,
     column,
     N,
     K,
     EXACT: tl.constexpr,
     TMA: tl.constexpr,
+    LOADS_ROWS: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -335,7 +361,7 @@ def _product(
     acc = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     for begin in tl.range(0, K, STEP):
         k = (begin + tl.arange(0, STEP))[None, :]
-        a = _step(a_row, k, K, EVEN)
+        a = a_row.load([first, begin]) if LOADS_ROWS else _step(a_row, k, K, EVEN)
         w = weight_src.load([expert * N + column, begin]) if TMA else _step(w_row, k, K, EVEN)
         if SWAPPED:
             acc = tl.dot(w, tl.trans(a), acc, input_precision=EXACT)

@@ -21,7 +21,10 @@ from armillary.spec.model import MoE
 # M tokens, H hidden, E experts, F inner size of an expert, k experts per token
 
 MAX_TOKENS = 8
-"""from about as many on a grouped GEMM is faster"""
+"""of `small_moe`"""
+SMALL_BYTES = 160e6
+"""weights up to which `small_moe`, which reads an expert for each of its tokens, is faster than sorting by expert: two
+tokens of Qwen3-30B-A3B (150 MB), one of DeepSeek-V2-Lite (104), none of GPT-OSS-20B (199); H200"""
 ACTIVATIONS = ("silu", "swiglu_clamped")
 
 
@@ -35,6 +38,12 @@ class MoEWeights(NamedTuple):
     selection_bias_E: Tensor | None = None  # fp32
     up_bias_E2F: Tensor | None = None
     down_bias_EH: Tensor | None = None
+
+
+def prefers_small(tokens: int, weights: MoEWeights, moe: MoE) -> bool:
+    """Whether `small_moe` is for them, rather than `grouped_moe`."""
+    _, hidden, ffn = weights.down_EHF.shape
+    return tokens <= MAX_TOKENS and tokens * moe.top_k * 3 * hidden * ffn * weights.down_EHF.itemsize <= SMALL_BYTES
 
 
 def moe_layer(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from armillary.kernels.core.agreement import check, expect
-from armillary.kernels.moe.moe import SMALL_MOE, MoECase, inputs, refuses, refuses_many, touched_experts
+from armillary.kernels.moe.moe import SMALL_MOE, MoECase, inputs, prefers_small, refuses, refuses_many, touched_experts
 from tests.kernels.interpreter import needs_interpreter
 
 BASE = MoECase(tokens=1, hidden=48, ffn=24, experts=8, top_k=2, dtype="fp32", device="cpu")
@@ -56,3 +56,10 @@ def test_what_it_does_not_do() -> None:
 def test_touched_experts() -> None:
     assert touched_experts(1, 128, 8) == pytest.approx(8)
     assert touched_experts(10_000, 128, 8) == pytest.approx(128)
+
+
+def test_small_experts_and_few_tokens_are_not_sorted() -> None:
+    _, weights, moe, *_ = inputs(BASE, torch.Generator())
+    assert prefers_small(8, weights, moe) and not prefers_small(9, weights, moe)
+    gpt_oss = weights._replace(down_EHF=torch.empty(8, 2880, 2880, dtype=torch.bfloat16, device="meta"))
+    assert prefers_small(1, gpt_oss, replace(moe, top_k=1)) and not prefers_small(1, gpt_oss, replace(moe, top_k=4))
