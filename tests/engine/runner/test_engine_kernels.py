@@ -26,6 +26,4 @@ def test_cases_of_a_gpu_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     config = models()[name].config
     engine_kernels.pick_kernels(config, dtype=torch.bfloat16, device=torch.device("cuda"), batch=8)
     assert {"norm", "add_norm", "qkv_cache", "paged_attention", "sample"} <= set(cases)
-    assert {case.device for case in cases.values()} == {"cuda"} and ("grouped_linear" in cases) == (
-        config.moe is not None
-    )
+    assert {case.device for case in cases.values()} == {"cuda"} and ("grouped_moe" in cases) == (config.moe is not None)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from armillary.kernels.core import requirements
 from armillary.kernels.core.agreement import check, expect
 from armillary.kernels.moe.expert_choice import choose_experts
 from armillary.kernels.moe.moe import GROUPED_MOE, MoECase, inputs
+from armillary.machine.accelerator import Accelerator
 from tests.kernels.interpreter import needs_interpreter
 
 BASE = MoECase(tokens=20, hidden=48, ffn=24, experts=8, top_k=2, dtype="fp32", device="cpu", norm=False)
@@ -63,3 +67,29 @@ def test_one_expert_takes_all() -> None:
     arguments = (x.abs(), weights, *rest)
     found = check(grouped_moe, GROUPED_MOE, expect(GROUPED_MOE, arguments, torch.Generator().manual_seed(5)))
     assert found.agreed, found.why_not
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_interpreter
+def test_without_tma_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an A100 takes: launches depend on shapes only, so CUDA graphs can hold them."""
+    a100 = Accelerator(vendor="nvidia", arch="sm_80", capability=(8, 0), shared_bytes=163 << 10, multiprocessors=108)
+    monkeypatch.setattr(requirements, "accelerator_of", lambda device: a100)
+    able = [version for version in GROUPED_MOE.versions if requirements.lacking(version.needs, "cuda") is None]
+    assert [version.name for version in able] == ["triton, pointers"]
+    monkeypatch.undo()
+    arguments = inputs(BASE, torch.Generator().manual_seed(3))
+    with Operators() as ran:
+        able[0].load()(*arguments)
+    assert not ran.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2"}, ran.names
