@@ -215,9 +215,10 @@ class Forward:
         return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
 
     def _mixture(self, mixture: MixtureOfExperts, x: Tensor) -> Tensor:
-        few = prefers_small(len(x), mixture.weights(), mixture.moe)
-        run = self.kernels.moe if few else self.kernels.grouped_moe
-        return mixture(x[None])[0] if run is None else mixture.fused(run, x)  # type: ignore[no-any-return]
+        few, many = self.kernels.moe, self.kernels.grouped_moe
+        if few is None or many is None:
+            return mixture(x[None])[0]  # type: ignore[no-any-return]
+        return mixture.fused(few if prefers_small(len(x), mixture.weights(), mixture.moe) else many, x)
 
     def _small(
         self,
