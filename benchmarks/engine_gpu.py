@@ -319,9 +319,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="mixed: long prompts one after the other")
     parser.add_argument("--layers", type=int, help="fewer than the model has: to see that it runs")
     parser.add_argument("--kv-bytes", type=int, help="of the KV cache; what is free unless given")
-    parser.add_argument(
-        "--memory-fraction", type=float, help="throughput: of the GPU's memory"
-    )
+    parser.add_argument("--memory-fraction", type=float, help="throughput: of the GPU's memory")
     parser.add_argument("--limit-s", type=float, default=120.0)
     parser.add_argument("--explain", action="store_true", help="parts of steps and kernels, in a run of their own")
     parser.add_argument("--no-overlap", action="store_true")
