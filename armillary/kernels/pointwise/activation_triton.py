@@ -150,9 +150,9 @@ def _normal_tail(x):
 
 
 @triton.jit
-def activated_pairs(pairs, CLAMPED: tl.constexpr):
+def activated_pairs(gate_up, CLAMPED: tl.constexpr):
     """[…, N, 2] of gate and up -> […, N]: SwiGLU, or its clamped form."""
-    gate, up = tl.split(pairs)
+    gate, up = tl.split(gate_up)
     if CLAMPED:
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
