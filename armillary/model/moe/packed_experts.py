@@ -14,7 +14,6 @@ class PackedExperts(nn.Module):
 
     def __init__(self, experts: Experts, up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> None:
         super().__init__()
-        assert experts.up_bias_E2F is None and experts.down_bias_EH is None, "packed experts have no biases"
         self.moe, self.activation = experts.moe, experts.activation
         self.up, self.down = nn.ModuleList(up), nn.ModuleList(down)
 

@@ -75,3 +75,9 @@ def _matmul(x: Tensor, part: PackedRows) -> Tensor:
 def packed_modules(model: nn.Module) -> list[PackedLinear]:
     """Every packed layer of a model, a packed embedding's too."""
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def loaded_bytes(model: nn.Module) -> int:
+    """Memory of all weights, packed ones as they are."""
+    plain = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return plain + sum(module.weight.nbytes for module in packed_modules(model))

@@ -32,15 +32,23 @@ def packed_reader(raw: Mapping[str, Any]) -> ReadModule | None:
 
 def _compressed_tensors(table: dict[str, Any]) -> ReadModule:
     groups = table.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(scheme, dict) for scheme in groups.values()):
+    if not isinstance(groups, dict) or not all(_is_scheme(scheme) for scheme in groups.values()):
         raise BadModel("quantization_config in config.json has no config_groups; fetch the model again")
-    if (table.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    sparsity = table.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise BadModel("sparse compressed-tensors weights are not supported; take the dense ones")
 
     def read(stored: Stored, module: str, shape: tuple[int, int]) -> PackedRows | None:
         return compressed_tensors.read_module(stored, module, shape, _scheme_of(module, groups))
 
     return read
+
+
+def _is_scheme(scheme: Any) -> bool:
+    """An entry of config_groups, its parts of the kinds they should be."""
+    if not isinstance(scheme, dict) or not isinstance(scheme.get("targets") or [], list):
+        return False
+    return all(isinstance(scheme.get(part) or {}, dict) for part in ("weights", "input_activations"))
 
 
 def _scheme_of(module: str, groups: dict[str, Any]) -> dict[str, Any]:
@@ -84,4 +92,5 @@ _READERS: dict[str, Callable[[dict[str, Any]], ReadModule]] = {
     "gptq": lambda table: Gptq.of(table).read_module,
     "awq": lambda table: Awq.of(table).read_module,
     "bitsandbytes": lambda table: bitsandbytes.read_module,
+    "mxfp4": lambda table: lambda stored, module, shape: None,  # only stacks of experts: `mxfp4_experts`
 }

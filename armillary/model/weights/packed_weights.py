@@ -15,14 +15,16 @@ from armillary.kernels.core.dtype import HF_NAMES
 from armillary.model.device import refuse_too_big
 from armillary.model.moe.experts import Router
 from armillary.model.moe.packed_experts import PackedExperts
+from armillary.model.quantized.mxfp4_experts import blocks_name, read_experts
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.quantized.packed_rows import FusedRows, PackedRows, join_rows, plain
 from armillary.model.quantized.quantization_config import ReadModule
 from armillary.model.quantized.stored import Stored
 from armillary.model.transformer import Progress, Transformer
-from armillary.model.weights.hf_layout import Rule, interleave, rules
+from armillary.model.weights.hf_layout import FAMILIES, Rule, interleave, rules
 from armillary.spec.model import ModelConfig
 
+_EXPERTS = (".experts.up_E2FH", ".experts.down_EHF")
 _NOT_ONE_MODEL = "config.json and weights are not of one model"
 _UNUSED = (
     "rotary_emb.inv_freq",
@@ -54,8 +56,15 @@ class PackedFolder:
             self.shapes = {name: tensor.shape for name, tensor in _tensors(Transformer(config)).items()}
         self.rules = rules(config)
 
+    def is_stack(self, rule: Rule) -> bool:
+        """Whether it is the packed experts of a layer, all in one tensor."""
+        alternate = FAMILIES[self.config.family].alternating  # gate and up rows of packed stacks do
+        return rule.transposed and alternate and blocks_name(rule.hf_names[0]) in self.folder
+
     def is_packed(self, rule: Rule) -> bool:
-        return any(not self.folder.is_plain(name) and name.endswith(".weight") for name in rule.hf_names)
+        return self.is_stack(rule) or any(
+            not self.folder.is_plain(name) and name.endswith(".weight") for name in rule.hf_names
+        )
 
     def plain(self, rule: Rule) -> Tensor:
         """The joined tensor of a rule that is stored plain."""
@@ -68,7 +77,9 @@ class PackedFolder:
         return rule.join(parts)
 
     def packed(self, rule: Rule) -> list[PackedRows]:
-        """The matrices that a rule joins, those stored plain too."""
+        """The matrices that a rule joins, those stored plain too; of a stack, those of each expert."""
+        if self.is_stack(rule):
+            return read_experts(self.stored, rule.hf_names[0], tuple(self.shapes[rule.name]))  # type: ignore[arg-type]
         wanted = [tuple(part.shape) for part in rule.split(torch.empty(self.shapes[rule.name], device="meta"))]
         parts = []
         for name, shape in zip(rule.hf_names, wanted, strict=True):
@@ -76,6 +87,11 @@ class PackedFolder:
                 raise BadModel(f"{self.config.name}: {name} of shape {list(shape)} cannot be packed; take plain ones")
             parts.append(self._read_module(self.stored, name.removesuffix(".weight"), shape) or self._plain_part(name))
         return parts
+
+    def dequantised(self, rule: Rule) -> Tensor:
+        """The joined tensor of a rule that is stored packed."""
+        parts = [part.dequantised() for part in self.packed(rule)]
+        return torch.stack(parts) if self.is_stack(rule) else rule.join(parts)
 
     def _plain_part(self, name: str) -> PackedRows:
         if not self.folder.is_plain(name):
@@ -121,19 +137,18 @@ def load_packed(
         if rule.name not in packed:
             tensors[rule.name].copy_(folder.plain(rule))
         elif not keep:
-            tensors[rule.name].copy_(rule.join([part.dequantised() for part in folder.packed(rule)]))
+            tensors[rule.name].copy_(folder.dequantised(rule))
         elif rule.name == "embedding.weight":
             (weight,) = folder.packed(rule)
             model.embedding = PackedEmbedding(weight.to(torch.device(device)), dtype)  # type: ignore[assignment]
-        elif ".experts." in rule.name:
+        elif rule.name.endswith(_EXPERTS):
             experts[rule.name] = _per_expert(folder, rule)
         else:
             _set_linear(model, rule.name, join_rows(rule.join, folder.packed(rule)))
         if progress:
             progress(i + 1, len(folder.rules))
-    for name in experts:
-        if name.endswith(".up_E2FH"):
-            _set_experts(model, name, experts)
+    for path in sorted({name.rpartition(".")[0] for name in experts}):
+        _set_experts(model, path, experts)
     folder.refuse_extra()
     return model
 
@@ -168,20 +183,27 @@ def _set_linear(model: Transformer, name: str, weight: FusedRows) -> None:
 
 def _per_expert(folder: PackedFolder, rule: Rule) -> list[FusedRows]:
     parts = folder.packed(rule)
-    if rule.name.endswith(".down_EHF"):
+    if rule.name.endswith(".down_EHF") or folder.is_stack(rule):
         return [FusedRows(parts=(part,)) for part in parts]
     gate_ups = zip(parts[0::2], parts[1::2], strict=True)
     return [join_rows(lambda both: interleave(*both), gate_up) for gate_up in gate_ups]
 
 
-def _set_experts(model: Transformer, up_name: str, joined: dict[str, list[FusedRows]]) -> None:
-    path, down_name = up_name.removesuffix(".up_E2FH"), up_name.replace("up_E2FH", "down_EHF")
-    if down_name not in joined:
+def _set_experts(model: Transformer, path: str, joined: dict[str, list[FusedRows]]) -> None:
+    names = f"{path}.up_E2FH", f"{path}.down_EHF"
+    if not all(name in joined for name in names):
         raise BadModel(f"{model.config.name}: experts are packed in part; take weights of one format")
     mixture, experts = model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
-    device = next(model.parameters()).device
-    up, down = ([PackedLinear(_on(each, device)) for each in joined[name]] for name in (up_name, down_name))
+    device, biases = next(model.parameters()).device, (experts.up_bias_E2F, experts.down_bias_EH)
+    up, down = (
+        [PackedLinear(_on(each, device), _of_expert(bias, e)) for e, each in enumerate(joined[name])]
+        for name, bias in zip(names, biases, strict=True)
+    )
     mixture.experts = PackedExperts(experts, up, down)  # type: ignore[arg-type]
+
+
+def _of_expert(bias_EN: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias_EN is None else bias_EN.detach()[expert]
 
 
 def _on(weight: FusedRows, device: torch.device) -> FusedRows:

@@ -29,6 +29,8 @@ BLOCKS = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMS = 4
+_MOST_ITEMS = 1 << 24
+"""of the header, values of its arrays and tensors: published ones have half a million, and each takes memory here"""
 
 
 class GgufTensor(NamedTuple):
@@ -76,13 +78,19 @@ class _Cursor:
     """Numbers and texts of the file, one after the other, never past its end."""
 
     def __init__(self, content: mmap.mmap, size: int) -> None:
-        self._content, self.size, self.at = content, size, 0
+        self._content, self.size, self.at, self._items = content, size, 0, 0
 
     def take(self, count: int) -> bytes:
         if count < 0 or count > self.size - self.at:
             raise _Malformed(f"{count} bytes at {self.at} of {self.size}")
         self.at += count
         return self._content[self.at - count : self.at]
+
+    def count(self, more: int, what: str) -> None:
+        """Items that follow: each takes at least a byte."""
+        self._items += more
+        if more > self.size - self.at or self._items > _MOST_ITEMS:
+            raise _Malformed(f"{more} {what} at {self.at} of {self.size}")
 
     def number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
@@ -98,8 +106,7 @@ class _Cursor:
         if kind != _ARRAY or depth > 2:
             raise _Malformed(f"a value of type {kind}")
         inner, count = self.number("I"), self.number("Q")
-        if count > self.size - self.at:  # every item takes at least a byte
-            raise _Malformed(f"an array of {count} items at {self.at} of {self.size}")
+        self.count(count, "items of an array")
         if inner in _SCALARS:
             code = f"{count}{_SCALARS[inner]}"
             return list(struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"))))
@@ -112,8 +119,8 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     if (version := cursor.number("I")) not in (2, 3):
         raise _Malformed(f"version {version}, not 2 or 3")
     num_tensors, num_values = cursor.number("Q"), cursor.number("Q")
-    if num_tensors + num_values > cursor.size:
-        raise _Malformed(f"{num_tensors} tensors and {num_values} values in {cursor.size} bytes")
+    cursor.count(num_tensors, "tensors")
+    cursor.count(num_values, "values")
     metadata = {}
     for _ in range(num_values):
         key = cursor.text()

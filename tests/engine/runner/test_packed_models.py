@@ -16,8 +16,7 @@ from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput, BadModel
-from armillary.model.quantized.packed_linear import packed_modules
-from armillary.model.transformer import Transformer
+from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
 from armillary.model.weights.hf_weights import hf_tensors, load_model
 from armillary.spec.tables.serve import Serve
 from tests.model.quantized.folders import compress, compressed_folder, linears, scheme_of, tiny_llama, write_folder
@@ -55,11 +54,6 @@ def nf4(folder: Path) -> Path:
     return write_folder(folder, model, {"quant_method": "bitsandbytes", "load_in_4bit": True}, packed)
 
 
-def held_bytes(model: Transformer) -> int:
-    plain = sum(parameter.nbytes for parameter in model.parameters())
-    return plain + sum(module.weight.nbytes for module in packed_modules(model))
-
-
 def tensor_bytes(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size
 
@@ -70,8 +64,8 @@ def test_packed_models_agree_with_dequantised_ones(write: Callable[[Path], Path]
     folder = write(tmp_path / "m")
     model, dense = load_model(folder, packed=True), load_model(folder)
     assert len(packed_modules(model)) == 8 and not packed_modules(dense)
-    assert held_bytes(model) <= 1.05 * tensor_bytes(folder)
-    assert held_bytes(model) < 0.7 * held_bytes(dense)
+    assert loaded_bytes(model) <= 1.05 * tensor_bytes(folder)
+    assert loaded_bytes(model) < 0.7 * loaded_bytes(dense)
     assert_close(full_logits(model, TOKENS), full_logits(dense, TOKENS))
     found = LLM(folder, SERVE, device="cpu").generate(TOKENS.tolist(), GREEDY)
     engine, _ = make_engine(dense, None, SERVE)
@@ -123,7 +117,7 @@ def test_experts_stay_packed(tmp_path: Path) -> None:
         {name: compress(weight, scheme, "pack-quantized") for name, weight in weights.items()},
     )  # fmt: skip
     model = load_model(folder, packed=True)
-    assert held_bytes(model) <= 1.05 * tensor_bytes(folder)
+    assert loaded_bytes(model) <= 1.05 * tensor_bytes(folder)
     assert_close(full_logits(model, TOKENS), full_logits(load_model(folder), TOKENS))
     found = LLM(folder, SERVE, device="cpu").generate(TOKENS.tolist(), GREEDY)
     assert [made.finish for made in found] == ["length"] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,24 @@ import transformers
 from safetensors.torch import save_file
 
 K = 64  # inputs of all but the last projection
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8 per tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "fp8 per row": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8 blocks": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 64]},
+    ),
+    "int8 per row": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "int8 groups": ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}),
+    "int4 groups": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
+    "int4 groups with zeros": (
+        "pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
+    ),
+    "int4 per row": ("pack-quantized", {"num_bits": 4, "strategy": "channel"}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+}
 
 
 def tiny_llama(seed: int = 0, **changes: Any) -> Any:
@@ -114,3 +133,83 @@ def compressed_folder(folder: Path, model: Any, scheme: Any, format: str) -> Pat
     table = json.loads(config.model_dump_json()) | {"quant_method": "compressed-tensors"}
     packed = {name: compress(weight, scheme, format) for name, weight in linears(model).items()}
     return write_folder(folder, model, table, packed)
+
+
+def gptq_folder(folder: Path, model: Any) -> Path:
+    table = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+    packed = {}
+    for name, weight in linears(model).items():
+        rows, columns = weight.shape
+        packed[name] = {
+            "qweight": torch.randint(-(2**31), 2**31 - 1, (columns // 8, rows), dtype=torch.int32),
+            "qzeros": torch.randint(-(2**31), 2**31 - 1, (columns // 32, rows // 8), dtype=torch.int32),
+            "scales": torch.rand(columns // 32, rows).half(),
+            "g_idx": (torch.arange(columns) // 32).int(),
+        }
+    return write_folder(folder, model, table, packed)
+
+
+def awq_folder(folder: Path, model: Any) -> Path:
+    table = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    packed = {}
+    for name, weight in linears(model).items():
+        rows, columns = weight.shape
+        packed[name] = {
+            "qweight": torch.randint(-(2**31), 2**31 - 1, (columns, rows // 8), dtype=torch.int32),
+            "qzeros": torch.randint(-(2**31), 2**31 - 1, (columns // 32, rows // 8), dtype=torch.int32),
+            "scales": torch.rand(columns // 32, rows).half(),
+        }
+    return write_folder(folder, model, table, packed)
+
+
+def nf4_folder(folder: Path, model: Any) -> Path:
+    """Maxima quantized too, as bitsandbytes writes them with double quantization."""
+    packed = {}
+    for name, weight in linears(model).items():
+        blocks = weight.numel() // 64
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.1}
+        packed[name] = {
+            "weight": torch.randint(0, 256, (weight.numel() // 2, 1), dtype=torch.uint8),
+            "weight.absmax": torch.randint(0, 256, (blocks,), dtype=torch.uint8),
+            "weight.quant_map": torch.linspace(-1, 1, 16),
+            "weight.nested_absmax": torch.rand(-(-blocks // 256)),
+            "weight.nested_quant_map": torch.linspace(-1, 1, 256),
+            "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        }
+    return write_folder(folder, model, {"quant_method": "bitsandbytes", "load_in_4bit": True}, packed)
+
+
+def int8_folder(folder: Path, model: Any) -> Path:
+    packed = {
+        name: {"weight": torch.randint(-127, 128, weight.shape, dtype=torch.int8), "SCB": torch.rand(len(weight))}
+        for name, weight in linears(model).items()
+    }
+    return write_folder(folder, model, {"quant_method": "bitsandbytes", "load_in_8bit": True}, packed)
+
+
+def fp8_folder(folder: Path, model: Any) -> Path:
+    """Blocks of 128 × 128, those at the edges smaller."""
+    packed = {
+        name: {
+            "weight": weight.to(torch.float8_e4m3fn),
+            "weight_scale_inv": torch.rand(-(-len(weight) // 128), -(-weight.shape[1] // 128)),
+        }
+        for name, weight in linears(model).items()
+    }
+    return write_folder(folder, model, {"quant_method": "fp8", "weight_block_size": [128, 128]}, packed)
+
+
+def _compressed(name: str) -> Callable[[Path, Any], Path]:
+    format, args = SCHEMES[name]
+    return lambda folder, model: compressed_folder(folder, model, scheme_of(args), format)
+
+
+FOLDERS: dict[str, Callable[[Path, Any], Path]] = {
+    "gptq": gptq_folder,
+    "awq": awq_folder,
+    "nf4": nf4_folder,
+    "int8": int8_folder,
+    "fp8 blocks": fp8_folder,
+    **{name: _compressed(name) for name in ("fp8 per row", "int8 per row", "int4 groups with zeros", "nvfp4", "mxfp4")},
+}

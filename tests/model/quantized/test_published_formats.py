@@ -13,27 +13,9 @@ from armillary.errors import BadModel
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantized.quantization_config import packed_reader
 from armillary.model.quantized.stored import Stored
-from tests.model.quantized.folders import compress, decompress, scheme_of
+from tests.model.quantized.folders import SCHEMES, compress, decompress, scheme_of
 
 N, K = 48, 128
-SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8 per tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-    "fp8 per row": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "fp8 blocks": (
-        "float-quantized",
-        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 64]},
-    ),
-    "int8 per row": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
-    "int8 groups": ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}),
-    "int4 groups": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
-    "int4 groups with zeros": (
-        "pack-quantized",
-        {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
-    ),
-    "int4 per row": ("pack-quantized", {"num_bits": 4, "strategy": "channel"}),
-    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
-    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
-}
 
 
 def read(table: dict[str, Any], tensors: dict[str, torch.Tensor], shape: tuple[int, int] = (N, K)) -> PackedRows:
