@@ -36,6 +36,7 @@ from armillary.training.prepare_run import ResolvedRun, model_source, resolve_ru
 from armillary.training.run_lifecycle import RunLifecycle
 from armillary.training.step.numerics import seed
 from armillary.training.trainer import Trainer
+from armillary.training.trainer_state import tensors_of
 
 LARGE: dict[str, Any] = {"num_layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192, "head_dim": 128}
 SMALL: dict[str, Any] = {"num_layers": 22, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn": 5632, "head_dim": 64}
@@ -102,7 +103,7 @@ def measure(home: Home, shape: dict[str, Any]) -> None:
     with opened(begun, run) as (trainer, lifecycle):
         print(f"{trainer.num_parameters / 1e9:.2f} B parameters")
         begin = time.perf_counter()
-        lifecycle.saver.prepare(lifecycle._tensors())
+        lifecycle.saver.prepare(tensors_of(trainer))
         numbers = iter(range(1000))
         for _ in range(WARM):
             step(trainer, next(numbers))
