@@ -10,7 +10,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import need_torch, open_model
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb_decorator import verb
+from armillary.cli.verb_decorator import model_code_option, verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.store.trusted_conversions import remember
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     help="Of FILE.py:NAME: a row of each input, like 3x32x32, int64:128 or float32:*x80.",
 )
 @click.option("--rows", type=click.IntRange(1), help="Fix the number of rows of pt2 and onnx.  [default: any]")
+@model_code_option
 def convert(
     out: Output,
     home: Home,

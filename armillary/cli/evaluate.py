@@ -13,7 +13,7 @@ from armillary.cli.main import BUG
 from armillary.cli.open_model import find_model, need_torch, open_model
 from armillary.cli.output import Output
 from armillary.cli.quantize import interval_text, show_comparison
-from armillary.cli.verb_decorator import device_option, verb
+from armillary.cli.verb_decorator import device_option, model_code_option, verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 @click.option("--limit", type=click.IntRange(1), help="Most questions per task.")
 @click.option("--dtype", help="fp32, bf16 or fp16.  [default: as serve.dtype=auto resolves it]")
 @device_option
+@model_code_option
 def eval_(
     out: Output,
     home: Home,

@@ -13,7 +13,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import open_model
 from armillary.cli.output import Output
-from armillary.cli.verb_decorator import verb
+from armillary.cli.verb_decorator import model_code_option, verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--dtype", help="fp32, bf16 or fp16.  [default: as serve.dtype=auto resolves it]")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--random-weights", is_flag=True, help="Run a shape that has no weights.")
+@model_code_option
 def generate(
     out: Output,
     home: Home,

@@ -8,7 +8,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import find_model
 from armillary.cli.output import Output
-from armillary.cli.verb_decorator import verb
+from armillary.cli.verb_decorator import model_code_option, verb
 from armillary.errors import BadModel
 from armillary.model.supported_shapes import unbuildable
 from armillary.spec import catalogue
@@ -27,6 +27,7 @@ _PARTS = ("embedding", "positions", "attention", "mlp", "router", "experts", "sh
 
 @verb
 @click.argument("name", required=False, shell_complete=completion.models)
+@model_code_option
 def models(out: Output, home: Home, name: str | None) -> None:
     """List the catalogue, or show one model.
 

@@ -10,7 +10,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import find_model, need_torch
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb_decorator import device_option, verb
+from armillary.cli.verb_decorator import device_option, model_code_option, verb
 from armillary.store.home import Home
 from armillary.units import bytes_text
 
@@ -36,6 +36,7 @@ _SHOWN = 5  # layers
 @click.option("--group-size", default=128, show_default=True, help="Columns of int4 that share a scale.")
 @device_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing folder or file.")
+@model_code_option
 def quantize(
     out: Output,
     home: Home,

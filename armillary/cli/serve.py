@@ -10,8 +10,9 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import find_model
 from armillary.cli.output import Output
-from armillary.cli.verb_decorator import moved, set_option, verb
+from armillary.cli.verb_decorator import model_code_option, moved, set_option, verb
 from armillary.errors import BadInput, missing
+from armillary.spec.hf.user_family import loaded_files
 from armillary.spec.recipe import Recipe, load_recipe, recipe_from_dict
 from armillary.store.home import Home
 
@@ -31,6 +32,7 @@ _AROUND_ROUTES = tuple(
 @click.option("--metrics", type=click.Choice(["armillary", "vllm"]), help="vllm: vLLM's names beside ours on /metrics.")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
 @set_option
+@model_code_option
 @moved("--max-model-len", "try --set serve.max_model_len=4096")
 @moved("--fp8", "try --set serve.weights=fp8", is_flag=True)
 @moved("--name", "try --set serve.name=…")
@@ -106,7 +108,12 @@ def serve(
     ) as folder:
         settings = replace(with_dtype(asked.serve, dtype), threads=threads.count if threads else asked.serve.threads)
         config = EngineConfig(
-            model=str(source.folder), serve=settings, home=home, device=device, gauges=folder.gauges if folder else None
+            model=str(source.folder),
+            serve=settings,
+            home=home,
+            device=device,
+            gauges=folder.gauges if folder else None,
+            model_code=loaded_files(),
         )
         run(source, config, listen, ranks=tp, follow=follow, say=say)
 

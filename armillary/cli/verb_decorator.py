@@ -40,6 +40,24 @@ yes_option = click.option("--yes", is_flag=True, help="Start what takes days wit
 """for verbs that ask before something long; shared, like --json"""
 
 
+def _load_code(ctx: click.Context, option: click.Parameter, value: str | None) -> None:
+    if value and not ctx.resilient_parsing:
+        from armillary.spec.hf.user_family import load_family_file
+
+        load_family_file(value)
+
+
+model_code_option = click.option(
+    "--model-code",
+    metavar="FILE",
+    expose_value=False,
+    callback=_load_code,
+    is_eager=True,
+    help="Python file with the model's family, where it is your own.",
+)
+"""for verbs that take a model; shared, like --json. Verbs with a recipe have --set model.code=FILE"""
+
+
 def moved(flag: str, now: str, *, is_flag: bool = False) -> Callable[..., Any]:
     """A removed flag, whose error names its replacement."""
 

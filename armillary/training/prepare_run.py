@@ -230,6 +230,7 @@ def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:
 def model_source(recipe: Recipe, home: Home) -> ModelSource:
     """The recipe's model: a name of the catalogue or a bare config.json is trained from scratch; a folder, a run, a
     release or a Hub id starts from its weights, unless the recipe asks for its shape only."""
+    recipe.model.load_code()
     source = resolve_model(recipe.model.source, home, need_weights=False)
     if recipe.train.from_scratch:
         return replace(source, folder=None, url="")

@@ -221,7 +221,7 @@ def flags(command: click.Command, context: click.Context, name: str = "armillary
         inner = {name: command.get_command(context, name) for name in command.list_commands(context)}
         found = [flags(one, context, f"{name} {verb}") for verb, one in inner.items() if one is not None]
         return {verb: own for part in found for verb, own in part.items()}
-    shared = ("--home", "-q", "--json", "--yes")
+    shared = ("--home", "-q", "--json", "--yes", "--model-code")
     return {
         name: [
             option.opts[0]

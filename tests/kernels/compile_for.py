@@ -71,12 +71,15 @@ def attention(head_dim: int, dtype: torch.dtype = BF16, *, documents: bool = Fal
     attention_own._attention_backward(out, out, lse, q, k, k, *masks)
 
 
-def small_linear(tokens: int, outputs: int, dtype: torch.dtype = BF16) -> None:
+def small_linear(
+    tokens: int, outputs: int, dtype: torch.dtype = BF16, *, inputs: int = 4096, bias: bool = False
+) -> None:
     from armillary.kernels.gemm import skinny_triton as launches
 
-    x, weight = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(outputs, 4096, dtype=dtype)
+    x, weight = torch.zeros(tokens, inputs, dtype=dtype), torch.zeros(outputs, inputs, dtype=dtype)
+    added = torch.zeros(outputs, dtype=dtype) if bias else None
     with torch.no_grad():
-        launches._launched(x, weight, None, None, 1e-6, False)
+        launches._launched(x, weight, None, None, 1e-6, False, added)
 
 
 def weight_only(tokens: int, packed: str, group: int) -> None:
@@ -89,7 +92,16 @@ def weight_only(tokens: int, packed: str, group: int) -> None:
         launches._launched(x, codes, scale, None, packed, group)
 
 
-def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: torch.dtype | None = None) -> None:
+def paged(
+    head_dim: int,
+    max_query: int,
+    *,
+    dtype: torch.dtype = BF16,
+    cache: torch.dtype | None = None,
+    window: int = 0,
+    chunked: bool = False,
+    sinks: bool = False,
+) -> None:
     from armillary.kernels.paged import paged_attention_triton as launches
 
     q = torch.zeros(2 * max_query, 8, head_dim, dtype=dtype)
@@ -98,24 +110,27 @@ def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: to
     lengths = torch.tensor([max_query, max_query]).int()
     scales = torch.ones(2, 2) if cache else None
     launches._launch_both = one_stream(launches._launch_both)  # a second stream needs a device
-    launches._launched(q, pages, tables, starts, lengths, None, None, scales, 0.1, max_query, 0, False, 0.0)
+    sink = torch.zeros(8) if sinks else None
+    launches._launched(q, pages, tables, starts, lengths, sink, None, scales, 0.1, max_query, window, chunked, 0.0)
 
 
-def one_token(head_dim: int) -> None:
+def one_token(head_dim: int, heads: dict[str, Any] | None = None, rotates: bool = True, **options: Any) -> None:
     from armillary.kernels.attention.attention import AttentionOptions
     from armillary.kernels.paged.fused_decode_triton import attend_tokens
     from armillary.kernels.paged.paged_attention import PagedBatch
     from armillary.kernels.paged.qkv_to_cache import QkvOptions
 
     qkv, cache = torch.zeros(1, 2 * 6 * head_dim, dtype=BF16), torch.zeros(64, 2, 2, 16, head_dim, dtype=BF16)
-    turns, zero = torch.zeros(1, head_dim // 2, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    turns = torch.zeros(1, head_dim // 2, dtype=BF16) if rotates else None
+    zero = torch.zeros(1, dtype=torch.int32)
     batch = PagedBatch(
         tables_BP=torch.zeros(1, 32, dtype=torch.int32),
         starts=torch.tensor([0, 1]).int(),
         lengths_B=zero + 9,
         max_query=1,
     )
-    attend_tokens(qkv, cache, zero.long(), turns, turns, QkvOptions(), batch, AttentionOptions(scale=0.1))
+    asked = AttentionOptions(scale=0.1, **options)
+    attend_tokens(qkv, cache, zero.long(), turns, turns, QkvOptions(**heads or {}), batch, asked)
 
 
 def one_stream(both: Callable[..., None]) -> Callable[..., None]:
@@ -208,6 +223,15 @@ CASES: dict[str, Callable[[], None]] = {
     "decode 256, 64 rows": lambda: paged(256, 16),
     "decode 256, fp32": lambda: paged(256, 1, dtype=FP32),
     **{f"one stream {dim}": lambda dim=dim: one_token(dim) for dim in (64, 128, 256)},
+    "one stream, gpt-oss": lambda: one_token(64, window=128, sinks_N=torch.zeros(8)),
+    "one stream, llama 4": lambda: one_token(128, {"norm": "rms", "interleaved": True}, chunk=8192),
+    "one stream, llama 4 without rope": lambda: one_token(128, {"q_scale_T": torch.ones(1)}, rotates=False),
+    "small linear, gpt-oss": lambda: small_linear(1, 5120, inputs=2880, bias=True),
+    "small linear, gpt-oss, 8 tokens": lambda: small_linear(8, 5120, inputs=2880, bias=True),
+    "decode, gpt-oss": lambda: paged(64, 1, window=128, sinks=True),
+    "prefill, gpt-oss": lambda: paged(64, 300, window=128, sinks=True),
+    "decode, llama 4": lambda: paged(128, 1, window=8192, chunked=True),
+    "prefill, llama 4": lambda: paged(128, 300, window=8192, chunked=True),
     "decode 128, fp8 cache": lambda: paged(128, 1, cache=FP8),
     "prefill 128, fp8 cache": lambda: paged(128, 300, cache=FP8),
     "fp8 gemm": lambda: fp8_gemm(512, fast=True),

@@ -11,7 +11,7 @@ import click
 from armillary.cli import completion
 from armillary.cli.open_model import find_model, open_model
 from armillary.cli.output import Output
-from armillary.cli.verb_decorator import verb
+from armillary.cli.verb_decorator import model_code_option, verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.units import bandwidth_text, seconds_text
@@ -36,6 +36,7 @@ _BATCHES = 6
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--weights", type=click.Choice(["auto", "int8", "fp8"]), default="auto", help="Quantise the weights.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write bars there: .html or .svg.")
+@model_code_option
 def serve(
     out: Output,
     home: Home,

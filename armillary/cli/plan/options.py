@@ -111,6 +111,7 @@ def ask(
 
 def model_config(out: Output, home: Home, recipe: Recipe) -> ModelConfig:
     """The recipe's model; a name of the catalogue is answered without looking anywhere else."""
+    recipe.model.load_code()
     if not Path(recipe.model.source).exists():
         with suppress(NotFound):
             return recipe.model_config()

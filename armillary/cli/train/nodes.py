@@ -75,6 +75,7 @@ def fitted_to(out: Output, home: Home, recipe: Recipe, world: int) -> Recipe:
 
 
 def _config(out: Output, home: Home, recipe: Recipe) -> ModelConfig:
+    recipe.model.load_code()
     return recipe.model_config(find_model(out, home, recipe.model.source, need_weights=False).config)
 
 

@@ -105,6 +105,7 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
         )
     if unknown := [word for word in only if word not in FORMATS]:
         raise BadInput(f"{unknown[0]} chooses among strategies and a recipe is one; leave it or the recipe out")
+    recipe.model.load_code()
     source = resolve_model(recipe.model.source, home, need_weights=False)
     experts = recipe.model_config(source.config).num_moe_layers > 0
     case = cases_of_layout(layout, experts=experts)[0]

@@ -43,6 +43,7 @@ def begin(
     from armillary.model.device import pick_device
     from armillary.training.prepare_run import model_source, resolve_run
 
+    recipe.model.load_code()
     source = find_model(out, home, recipe.model.source, need_weights=False)
     if source.origin == "hub" and not recipe.train.from_scratch:
         find_model(out, home, recipe.model.source, need_weights=True)

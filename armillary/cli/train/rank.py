@@ -66,6 +66,7 @@ def _print_to(path: Path) -> None:
 def train_run(task: dict[str, Any], out: Output) -> dict[str, Any]:
     from armillary.cli.train.view import TrainView, outcome_of
     from armillary.spec.plan import Plan
+    from armillary.spec.recipe import recipe_from_dict
     from armillary.store.home import Home
     from armillary.store.runs import Run
     from armillary.training.loop import train
@@ -74,6 +75,7 @@ def train_run(task: dict[str, Any], out: Output) -> dict[str, Any]:
     run = Run(folder=Path(task["run"]), owner=task.get("owner", ""))
     home = Home(**{name: Path(path) for name, path in task["home"].items()})
     plan = Plan.from_json(run.plan.read_text(), str(run.plan))
+    recipe_from_dict(plan.recipe).model.load_code()
     until = Until.parse(task["until"]) if task["until"] else None
     with TrainView(out, plan, run, brief=task["brief"]) as view:
         done = train(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadModel
+from armillary.spec.hf.tensor_names import TensorNames
+from armillary.spec.hf.user_family import find_family
 from armillary.spec.model import ModelConfig, MoE
 
 SELECTION_BIAS = "selection_bias"
@@ -38,29 +40,12 @@ class Rule:
             return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Names:
-    """Names of a family's tensors inside `model.layers.N.`."""
-
-    norms: dict[str, str]
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    out: str = "self_attn.o_proj"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    router: str = ""
-    experts: tuple[str, str, str] = ("", "", "")  # gate, up and down of expert {e}
-    stacked: tuple[str, str] = ("", "")  # gate_up [E, H, 2F] and down [E, F, H] of all experts, instead of `experts`
-    alternating: bool = False  # gate and up columns alternate in a stacked gate_up, as ours; else gates come first
-    shared: tuple[str, str, str] = ("", "", "")  # gate, up and down of the shared expert
-    selection_bias: str = ""
-
-
 _PRE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _POST = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _BOTH = _POST | {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
-_LLAMA = Names(norms=_PRE)
+_LLAMA = TensorNames(norms=_PRE)
 
-_LLAMA4 = Names(
+_LLAMA4 = TensorNames(
     norms=_PRE,
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
@@ -69,33 +54,33 @@ _LLAMA4 = Names(
     shared=tuple(f"feed_forward.shared_expert.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
 )
 
-FAMILIES: dict[str, Names] = {
+FAMILIES: dict[str, TensorNames] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "gemma": _LLAMA,
-    "gemma2": Names(norms=_BOTH),
-    "olmo2": Names(norms=_POST),
-    "phi3": Names(norms=_PRE, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
-    "mixtral": Names(
+    "gemma2": TensorNames(norms=_BOTH),
+    "olmo2": TensorNames(norms=_POST),
+    "phi3": TensorNames(norms=_PRE, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    "mixtral": TensorNames(
         norms=_PRE,
         router="block_sparse_moe.gate",
         experts=tuple(f"block_sparse_moe.experts.{{e}}.{w}" for w in ("w1", "w3", "w2")),  # type: ignore[arg-type]
     ),
-    "qwen3_moe": Names(
+    "qwen3_moe": TensorNames(
         norms=_PRE,
         router="mlp.gate",
         experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
     ),
-    "glm4_moe": Names(
+    "glm4_moe": TensorNames(
         norms=_PRE,
         router="mlp.gate",
         experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
         shared=tuple(f"mlp.shared_experts.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
         selection_bias="mlp.gate.e_score_correction_bias",
     ),
-    "gpt_oss": Names(
+    "gpt_oss": TensorNames(
         norms=_PRE,
         router="mlp.router",
         stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -108,13 +93,18 @@ FAMILIES: dict[str, Names] = {
 
 def rules(config: ModelConfig) -> list[Rule]:
     """Every tensor of the model, in the order of its layers."""
-    if config.family not in FAMILIES:
+    names = FAMILIES.get(config.family)
+    if names is None and (family := find_family(config.family)) is not None:
+        if family.rules is not None:
+            return list(family.rules(config))
+        names = family.tensors
+    if names is None:
         known = ", ".join(FAMILIES)
         raise BadModel(f"{config.name}: weights of model_type '{config.family}' are not supported; these are: {known}")
-    return list(_rules(config, FAMILIES[config.family]))
+    return list(_rules(config, names))
 
 
-def _rules(config: ModelConfig, names: Names) -> Iterator[Rule]:
+def _rules(config: ModelConfig, names: TensorNames) -> Iterator[Rule]:
     yield _same("embedding.weight", "model.embed_tokens.weight")
     for i, layer in enumerate(config.layers):
         prefix, hf_prefix = f"blocks.{i}.", f"model.layers.{i}."
@@ -128,7 +118,7 @@ def _rules(config: ModelConfig, names: Names) -> Iterator[Rule]:
         yield _same("output.weight", "lm_head.weight")
 
 
-def _attention_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+def _attention_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     for part in ["weight", "bias"] if config.qkv_bias else ["weight"]:
         sources = tuple(f"{hf_prefix}{name}.{part}" for name in names.qkv)
         join, split = _qkv_pair(config, stacked=len(sources) == 1)
@@ -142,7 +132,7 @@ def _attention_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: 
         yield _same(f"{prefix}attention.{norm}.weight", f"{hf_prefix}self_attn.{norm}.weight")
 
 
-def _mlp_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+def _mlp_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     for part in ["weight", "bias"] if config.mlp_bias else ["weight"]:
         sources = tuple(f"{hf_prefix}{name}.{part}" for name in names.gate_up)
         join, split = _gate_up_pair(stacked=len(sources) == 1)
@@ -150,7 +140,7 @@ def _mlp_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -
         yield _same(f"{prefix}mlp.down.{part}", f"{hf_prefix}{names.down}.{part}")
 
 
-def _moe_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+def _moe_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     """Router with its selection bias, shared expert, routed experts."""
     moe = config.moe
     assert moe is not None
@@ -176,7 +166,7 @@ def _moe_rules(config: ModelConfig, names: Names, prefix: str, hf_prefix: str) -
     )
 
 
-def _stacked_rules(moe: MoE, names: Names, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+def _stacked_rules(moe: MoE, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     """Experts as [E, inputs, outputs], and their biases."""
     gate_up, down = (f"{hf_prefix}{name}" for name in names.stacked)
     join, split = (_transposed, _transposed_back) if names.alternating else (_join_stacked, _split_stacked)

@@ -30,7 +30,8 @@ INDEX_BITS = 10
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The first message to an engine process: the model as the user named it, the device (none: the best one), the time
-    at which the process was started, and the file for gauges (none: they are not recorded)."""
+    at which the process was started, the file for gauges (none: they are not recorded), and files with the user's
+    model families."""
 
     model: str
     serve: Serve
@@ -38,6 +39,7 @@ class EngineConfig:
     device: str | None = None
     asked_at: float = 0.0
     gauges: Path | None = None
+    model_code: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from armillary.serving.processes.grammar_queue import GrammarQueue
 from armillary.serving.processes.grammar_sandbox import GrammarSandbox
 from armillary.serving.processes.heartbeat import Heartbeat
 from armillary.serving.processes.worker_process import messages
+from armillary.spec.hf.user_family import load_family_file
 from armillary.store.gauges import GaugeWriter
 
 _WAIT_S = 30 * 86_400.0
@@ -69,6 +70,8 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
     from armillary.parallel.world import join_world
 
     phases = [("process", time.time() - config.asked_at)]
+    for file in config.model_code:
+        load_family_file(file)
     with join_world(config.device, timeout_s=_WAIT_S) as world:
         record = _recorder(config) if world.is_main else None
         llm = LLM(

@@ -16,6 +16,7 @@ from armillary.spec.hf import dense, moe
 from armillary.spec.hf.layers import Fields, Raw, all_sliding, kinds
 from armillary.spec.hf.moe import SWIGLU_CLAMPED
 from armillary.spec.hf.rope import brief_longrope, read_rope, write_rope
+from armillary.spec.hf.user_family import find_family
 from armillary.spec.model import ModelConfig, MoE
 from armillary.spec.toml.fields import build
 
@@ -71,20 +72,27 @@ def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     """ModelConfig from a parsed config.json (its text part, for multimodal models)."""
     if isinstance(raw.get("text_config"), Mapping):
         raw = {"model_type": raw.get("model_type")} | dict(raw["text_config"])
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in READERS:
-        guess = nearest(str(family), READERS)
-        hint = f"did you mean {guess}?" if guess else f"known: {', '.join(sorted(READERS))}"
-        raise BadModel(f"{name}: model_type '{family}' in config.json is not known; {hint}")
+    family = str(raw.get("model_type"))
+    reader = _reader(family, name)
     raw = _defaults().get(_SAME_AS.get(family, family), {}) | dict(raw)
     try:
-        return build(
-            ModelConfig, {"name": name, "family": family} | _common(raw) | READERS[family](raw), f"{name}/config.json"
-        )
+        return build(ModelConfig, {"name": name, "family": family} | _common(raw) | reader(raw), f"{name}/config.json")
     except KeyError as error:
         raise BadModel(f"{name}: config.json lacks {error.args[0]}; take the model's own config.json") from None
     except (TypeError, AttributeError, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
         raise BadModel(f"{name}: config.json has a value of the wrong kind ({error}); take the model's own") from None
+
+
+def _reader(family: str, name: str) -> Callable[[Raw], Fields]:
+    """Of a family of ours, or of the user's."""
+    if family in READERS:
+        return READERS[family]
+    if (own := find_family(family)) is not None:
+        return own.read
+    guess = nearest(family, READERS)
+    begin = f"did you mean {guess}? One" if guess else "one"
+    hint = f"{begin} of your own is given with --model-code FILE (docs/models.md)"
+    raise BadModel(f"{name}: model_type '{family}' in config.json is not known; {hint}")
 
 
 @cache
@@ -134,7 +142,7 @@ def _activation(raw: Mapping[str, Any]) -> str:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json that transformers loads as the same model."""
-    if config.family not in WRITERS:
+    if _writer(config.family) is None:
         known = ", ".join(WRITERS)
         raise BadModel(f"{config.name}: writing model_type '{config.family}' is not supported; it can be {known}")
     raw = _written(config)
@@ -145,8 +153,21 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
+Writer = Callable[[ModelConfig], dict[str, Any]]
+
+
+def _writer(family: str) -> tuple[str, Writer] | None:
+    """(architecture, the keys beside the common ones) of a family of ours, or of the user's."""
+    if family in WRITERS:
+        return WRITERS[family]
+    own = find_family(family)
+    return None if own is None or own.write is None else (own.architecture, own.write)
+
+
 def _written(config: ModelConfig) -> dict[str, Any]:
-    architecture, writer = WRITERS[config.family]
+    found = _writer(config.family)
+    assert found is not None, "only families that can be written"
+    architecture, writer = found
     shared = {
         "architectures": [architecture],
         "model_type": config.family,
@@ -322,7 +343,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-WRITERS: dict[str, tuple[str, Callable[[ModelConfig], dict[str, Any]]]] = {
+WRITERS: dict[str, tuple[str, Writer]] = {
     "llama": ("LlamaForCausalLM", _write_llama),
     "mistral": ("MistralForCausalLM", lambda config: {"sliding_window": config.window}),
     "mixtral": ("MixtralForCausalLM", _write_mixtral),

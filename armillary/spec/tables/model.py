@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from armillary.errors import BadModel, BadRecipe
 from armillary.spec.catalogue import layer_kinds
+from armillary.spec.hf.user_family import load_family_file
 from armillary.spec.model import MLA, Attention, LayerKind, ModelConfig, MoE, Rope, Simplicial, tile
 from armillary.spec.toml.fields import build, convert, to_plain, unknown_key
 
@@ -23,6 +24,7 @@ PATTERN_HELP: Mapping[str, tuple[Any, str]] = {
 """key -> (type, help)"""
 NESTED: Mapping[str, type[Any]] = {"rope": Rope, "moe": MoE, "mla": MLA, "simplicial": Simplicial}
 _NOT_OVERRIDES = ("name", "layers")
+_TEXTS = ("name", "path", "code")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,8 @@ class ModelTable:
     """a catalogue name, a Hub id or a run's name"""
     path: str = ""
     """a Hugging Face folder or a config.json"""
+    code: str = ""
+    """a Python file with the model's family, where that is your own (docs/models.md); it is run"""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """fields of ModelConfig that differ, written beside name or path"""
 
@@ -41,10 +45,15 @@ class ModelTable:
         """What a user would type to get the model."""
         return self.path or self.name
 
+    def load_code(self) -> None:
+        """Register the family of `code`, before the model is looked up or its weights are named."""
+        if self.code:
+            load_family_file(self.code)
+
 
 def model_table(values: Mapping[str, Any]) -> ModelTable:
     """The table of a recipe, its keys and types checked."""
-    texts = {key: convert(str, values[key], f"model.{key}") for key in ("name", "path") if key in values}
+    texts = {key: convert(str, values[key], f"model.{key}") for key in _TEXTS if key in values}
     overrides = typed_overrides({key: value for key, value in values.items() if key not in texts})
     if bool(texts.get("name")) == bool(texts.get("path")):
         raise BadRecipe("[model] needs either a name or a path; try --set model.name=armillary-25m")
@@ -53,7 +62,7 @@ def model_table(values: Mapping[str, Any]) -> ModelTable:
 
 def table_to_plain(table: ModelTable) -> dict[str, Any]:
     """The table as it is written in a recipe; None, which TOML lacks, as the text none."""
-    texts = {key: getattr(table, key) for key in ("name", "path") if getattr(table, key)}
+    texts = {key: getattr(table, key) for key in _TEXTS if getattr(table, key)}
     return texts | {key: _without_none(value) for key, value in to_plain(table.overrides).items()}
 
 
@@ -67,7 +76,7 @@ def _without_none(value: Any) -> Any:
 
 
 def override_hints() -> dict[str, Any]:
-    """Every key of [model] beside name and path, with its type."""
+    """Every key of [model] beside name, path and code, with its type."""
     plain = {key: hint for key, hint in get_type_hints(ModelConfig).items() if key not in _NOT_OVERRIDES}
     return plain | {key: hint for key, (hint, _) in PATTERN_HELP.items()}
 
@@ -78,7 +87,7 @@ def typed_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
     ready: dict[str, Any] = {}
     for key, value in values.items():
         if key not in hints:
-            raise unknown_key(key, {"name": "", "path": ""} | hints, "model")
+            raise unknown_key(key, dict.fromkeys(_TEXTS, "") | hints, "model")
         nested = key in NESTED and isinstance(value, Mapping)
         ready[key] = _typed_table(key, value) if nested else convert(hints[key], value, f"model.{key}")
     return ready

@@ -69,6 +69,20 @@ def test_stacked_experts_are_read_too(tmp_path: Path) -> None:
     assert same(one_by_one, load_model(tmp_path / "stacked"))
 
 
+def test_of_a_model_with_vision_the_text_part_is_read(tmp_path: Path) -> None:
+    theirs = random_model("llama4_text", 1)
+    theirs.save_pretrained(tmp_path / "text")
+    tensors = {
+        f"language_model.{name}": tensor for name, tensor in load_file(tmp_path / "text/model.safetensors").items()
+    }
+    (tmp_path / "vision").mkdir()
+    save_file(tensors | {"vision_model.class_embedding": torch.ones(4)}, tmp_path / "vision" / "model.safetensors")
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    raw = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "vision" / "config.json").write_text(json.dumps(raw))
+    assert same(load_model(tmp_path / "text"), load_model(tmp_path / "vision"))
+
+
 def test_dtype_is_changed_on_request(folder: Path, tmp_path: Path) -> None:
     assert next(load_model(folder, dtype="bf16").parameters()).dtype == torch.bfloat16
     half = save_model(load_model(folder), tmp_path / "half", dtype="fp16")

@@ -36,6 +36,9 @@ MODELS = {
         sinks=True,
         moe={"num_experts": 6, "top_k": 2, "ffn": 12, "router_bias": True, "expert_bias": True},
     ),
+    "experts, transposed, gates before ups": small(
+        family="llama4_text", moe={"num_experts": 6, "top_k": 1, "ffn": 12, "shared_ffn": 12, "scale_input": True}
+    ),
 }
 # dim 0 over ranks of FSDP, after rows or columns over those of tp
 TP_FSDP = {"qkv": 0, "up.weight": 0, "up_E2FH": 1, "out.weight": 1, "down.weight": 1, "down_EHF": 2, "embedding": 0}
