@@ -165,9 +165,9 @@ def _writer(family: str) -> tuple[str, Writer] | None:
 
 
 def _written(config: ModelConfig) -> dict[str, Any]:
-    found = _writer(config.family)
-    assert found is not None, "only families that can be written"
-    architecture, writer = found
+    known = _writer(config.family)
+    assert known is not None, "only families that can be written"
+    architecture, writer = known
     shared = {
         "architectures": [architecture],
         "model_type": config.family,

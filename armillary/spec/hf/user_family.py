@@ -52,10 +52,10 @@ def register(family: Family) -> None:
 def load_family_file(path: str | Path) -> None:
     """Run a user's file and register its families."""
     file = Path(path).expanduser().absolute()
-    found = _families(run_python_file(file).values())
-    if not found:
+    families = _families(run_python_file(file).values())
+    if not families:
         raise BadInput(f"{path} has no Family; write FAMILY = Family(model_type=…, read=…, tensors=…) in it")
-    for family in found:
+    for family in families:
         register(family)
     _files[str(file)] = None
 
@@ -88,8 +88,8 @@ def _load_entry_points() -> None:
 
 def _families(values: Iterable[Any]) -> list[Family]:
     """Those among values, and in their lists."""
-    found = []
+    families = []
     for value in values:
         parts = value if isinstance(value, list | tuple) else [value]
-        found += [part for part in parts if isinstance(part, Family)]
-    return found
+        families += [part for part in parts if isinstance(part, Family)]
+    return families
