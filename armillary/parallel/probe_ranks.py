@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ BUDGET_S = 0.4
 """of each measurement of a device"""
 GEMM_SIZE = {"cpu": 256, "cuda": 8192}
 """on a CPU shorter than a time slice, so that some calls are not interrupted on a busy machine"""
-COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+COPY_BYTES, COPIED_AT_ONCE = {"cpu": 1 << 26, "cuda": 1 << 30}, {"cpu": 1 << 22, "cuda": 1 << 30}
+"""of a buffer that no cache holds, and of the parts of it that are timed, again shorter than a time slice on a CPU"""
 DISK_BYTES = 1 << 25
 PAIR_BYTES, SMALL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}, 1 << 12
 GROUP_BYTES = {"cpu": (1 << 12, 1 << 19, 1 << 22), "cuda": (1 << 14, 1 << 24, 1 << 27)}
@@ -99,8 +101,14 @@ def gemm_flops(device: torch.device) -> float:
 def copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read and written per second by a copy in device memory."""
     source = torch.zeros(COPY_BYTES[device.type] // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / _best(lambda: target.copy_(source), device)
+    target, size = torch.ones_like(source), COPIED_AT_ONCE[device.type]
+    parts = cycle(zip(target.split(size // 4), source.split(size // 4), strict=True))
+
+    def copy_part() -> None:
+        to, part = next(parts)
+        to.copy_(part)
+
+    return 2 * size / _best(copy_part, device)
 
 
 def disk_bytes_per_s(folder: Path, rank: int) -> float:
