@@ -124,6 +124,8 @@ def make_executor(
     kv_dtype = torch.float8_e4m3fn if plan.dtype == "fp8" else DTYPES[plan.dtype]
     if kv_dtype == torch.float8_e4m3fn and lacking(("fp8",), weight.device.type):
         raise BadInput("a KV cache in fp8 is for a GPU of compute capability 8.9 or more; leave serve.kv_dtype=auto")
+    if kv_dtype == torch.float8_e4m3fn and model.config.mla is not None:
+        raise BadInput("latents are not cached in fp8 yet; leave serve.kv_dtype=auto")
     executor = FastExecutor(
         model,
         plan.make(prefix=False),

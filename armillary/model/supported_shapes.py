@@ -10,8 +10,10 @@ from armillary.spec.model import ModelConfig
 def unbuildable(config: ModelConfig) -> str | None:
     """Why the module cannot build `config`, or None."""
     kinds = {kind.attention for kind in config.layers}
+    rotates = config.positions == "rope" and all(kind.rope for kind in config.layers)
     reasons = {
-        "multi-head latent attention": config.mla is not None,
+        "latent attention with windows": config.mla is not None and kinds != {"full"},
+        "latent attention without rotary positions": config.mla is not None and not rotates,
         "2-simplicial attention": "simplicial" in kinds,
         "a bias on a tied output projection": config.tied and config.head_bias,
     }

@@ -21,6 +21,7 @@ from armillary.model.fused import dispatch as fused_block
 from armillary.model.fused.passes import FusedOptions
 from armillary.model.layers.attention import Attention
 from armillary.model.layers.attention_forms import Attend
+from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm, hidden_norm
 from armillary.model.layers.rope import CosSin, RotaryTable
@@ -41,7 +42,7 @@ class Block(nn.Module):
         super().__init__()
         self.parallel, self.residual_scale = config.parallel != "none", config.residual_scale
         before, after = config.norm_at in ("before", "both"), config.norm_at in ("after", "both")
-        self.attention = Attention(config, kind)
+        self.attention = Attention(config, kind) if config.mla is None else LatentAttention(config)
         self.mlp = _mlp(config, kind)
         self.attention_norm = hidden_norm(config) if before else None
         self.attention_post_norm = hidden_norm(config) if after else None

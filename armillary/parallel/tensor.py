@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.errors import BadLayout
 from armillary.kernels.core.dtype import widen
 from armillary.model.layers.attention import Attention
+from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
 from armillary.model.moe.experts import MixtureOfExperts
@@ -74,7 +75,11 @@ class _TensorSharding:
 
 def _shard_block(block: Block, mesh: DeviceMesh, sharding: _TensorSharding) -> None:
     attention, mlp = block.attention, block.mlp
-    _shard_rows(attention.qkv, mesh, sharding)
+    if isinstance(attention, LatentAttention):
+        _shard_latent(attention, mesh, sharding)
+    else:
+        _shard_rows(attention.qkv, mesh, sharding)
+        _shard_heads(attention, mesh, sharding.group)
     _shard_columns(attention.out, mesh, sharding)
     if isinstance(mlp, MLP):
         _shard_rows(mlp.up, mesh, sharding)
@@ -82,7 +87,6 @@ def _shard_block(block: Block, mesh: DeviceMesh, sharding: _TensorSharding) -> N
     else:
         assert isinstance(mlp, MixtureOfExperts)
         shard_routing(mlp, mesh, sharding.group, tokens=sharding.tokens)
-    _shard_heads(attention, mesh, sharding.group)
 
 
 # --- linear layers
@@ -168,6 +172,27 @@ def _shard_heads(attention: Attention, mesh: DeviceMesh, group: Group) -> None:
         if attention.norm_whole:
             norm.group = group  # type: ignore[assignment]
             swap_class(norm, _over_ranks)
+
+
+def _shard_latent(attention: LatentAttention, mesh: DeviceMesh, sharding: _TensorSharding) -> None:
+    """Every rank projects its tokens down to latents, and these up to its own heads."""
+    copied = SHARED if sharding.tokens else SAME
+    for replicated in (attention.q_down, attention.q_norm, attention.kv_down, attention.kv_norm):
+        if replicated is not None:
+            localise(replicated, mesh, {"weight": copied, "bias": copied})
+    _shard_rows(attention.q, mesh, sharding)
+    localise(attention.kv_up, mesh, {"weight": ROWS})
+    attention.sharding = sharding  # type: ignore[assignment]
+    swap_class(attention, _with_local_heads)
+
+
+@cache
+def _with_local_heads(kind: type[nn.Module]) -> type[nn.Module]:
+    def for_all_heads(module: Any, latent_BTL: Tensor) -> Tensor:
+        latent_BTL, sharding = _half(latent_BTL), module.sharding
+        return gather(latent_BTL, sharding.group, dim=1) if sharding.tokens else share(latent_BTL, sharding.group)
+
+    return type(f"Sharded{kind.__name__}", (kind,), {"for_all_heads": for_all_heads})
 
 
 def _own_part(heads_N: Tensor, group: Group) -> slice:

@@ -1,7 +1,8 @@
 """fp8 rule: which GEMMs of a model run in fp8 and which stay in bf16, for the trainer and as text.
 
 fp8: the projections of attention and of dense MLPs, where their sizes are multiples of 16 on every rank. bf16: the
-embedding, norms, attention itself, the head with its loss, routers and experts, and projections with adapters.
+embedding, norms, attention itself, the head with its loss, routers and experts, projections to latents (DeepSeek), and
+those with adapters.
 """
 
 from collections.abc import Iterator
@@ -28,9 +29,15 @@ class Projection(NamedTuple):
 
 def projections(config: ModelConfig) -> Iterator[Projection]:
     """The projections that fp8 applies to; MLPs only where layers have dense ones."""
-    heads = config.heads * config.head_dim
-    yield Projection("attention.qkv", heads + 2 * config.kv_heads * config.head_dim, config.hidden, True)
-    yield Projection("attention.out", config.hidden, heads, False)
+    mla, heads = config.mla, config.heads * config.head_dim
+    if mla is not None:
+        rows = config.heads * (mla.nope_dim + mla.rope_dim)
+        yield Projection("attention.q", rows, mla.q_rank or config.hidden, True)
+        yield Projection("attention.kv_up", config.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank, True)
+        yield Projection("attention.out", config.hidden, config.heads * mla.v_dim, False)
+    else:
+        yield Projection("attention.qkv", heads + 2 * config.kv_heads * config.head_dim, config.hidden, True)
+        yield Projection("attention.out", config.hidden, heads, False)
     if config.num_moe_layers < config.num_layers:
         yield Projection("mlp.up", config.ffn * (2 if config.gated else 1), config.hidden, True)
         yield Projection("mlp.down", config.hidden, config.ffn, False)
@@ -56,6 +63,7 @@ def fp8_rule(config: ModelConfig, layout: Layout, job: TrainJob | None = None) -
     narrow = [p.name for p in projections(config) if p.name not in reasons]
     wide = [f"{name} ({why})" for name, why in reasons.items()]
     wide += ["routers and experts"] if config.num_moe_layers else []
+    wide += ["projections to latents"] if config.mla is not None else []
     wide += ["embedding, norms, attention, head and loss"]
     return (
         f"fp8 (E4M3, gradients E5M2, per-{layout.fp8_scaling} scales): {', '.join(narrow) or 'nothing'}; "

@@ -5,14 +5,14 @@ from torch import Tensor
 
 from armillary.errors import BadInput
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.model.layers.attention_forms import Attend, masked
+from armillary.model.layers.attention_forms import Attend, OverLatents, masked
 from armillary.spec.model import ModelConfig
 
 # B batch, T queries, S keys, K KV heads, D head dim
 
 
 class ContiguousCache:
-    """Keys and values of `batch` sequences of up to `length` tokens, one tensor for all layers.
+    """Keys and values (or latents) of `batch` sequences of up to `length` tokens, one tensor for all layers.
 
     Rows may be at different positions: a key is visible from its own position on, so keys beyond a row's position
     (padding of a shorter prompt) are never seen before they are overwritten.
@@ -21,10 +21,11 @@ class ContiguousCache:
     def __init__(
         self, config: ModelConfig, *, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        shape = (config.num_layers, batch, length, config.kv_heads, config.head_dim)
-        self.length = length
+        mla, outer = config.mla, (config.num_layers, batch, length)
+        shape = (*outer, config.kv_heads, config.head_dim) if mla is None else (*outer, 1, mla.kv_rank + mla.rope_dim)
+        self.length, self.rank = length, None if mla is None else mla.kv_rank
         self.keys_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
-        self.values_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
+        self.values_LBSKD = torch.zeros(shape if mla is None else (), dtype=dtype, device=device)
 
     def at(self, positions_BT: Tensor, upto: int) -> Attend:
         """The `attend` of one step: `positions_BT` of its tokens, all below `upto`."""
@@ -40,4 +41,10 @@ class ContiguousCache:
             seen_keys, seen_values = keys[:, :upto].to(q_BTND.dtype), values[:, :upto].to(q_BTND.dtype)
             return masked(q_BTND, seen_keys, seen_values, options, positions_BT, index_1S, None)
 
-        return attend
+        def latent(layer: int, q_BTNL: Tensor, k_BT1L: Tensor, v_BT1C: Tensor, options: AttentionOptions) -> Tensor:
+            keys = self.keys_LBSKD[layer]
+            keys[rows_B1, positions_BT] = k_BT1L.to(keys.dtype)
+            seen = keys[:, :upto].to(q_BTNL.dtype)
+            return masked(q_BTNL, seen, seen[..., : self.rank], options, positions_BT, index_1S, None)
+
+        return attend if self.rank is None else OverLatents(latent)

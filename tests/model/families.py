@@ -18,6 +18,8 @@ FAMILIES = (
     "glm4_moe",
     "gpt_oss",
     "llama4_text",
+    "deepseek_v2",
+    "deepseek_v3",
     "phi3",
     "gemma",
     "gemma2",
@@ -33,6 +35,8 @@ _CLASSES = {
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
     "llama4_text": "Llama4Text",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
     "phi3": "Phi3",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
@@ -105,6 +109,9 @@ def _rope(pick: random.Random, family: str, head_dim: int) -> dict[str, Any]:
     if rule == "llama3":
         extra = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
         return theta | {"rope_type": rule, "factor": 8.0} | extra
+    if rule == "yarn" and family.startswith("deepseek"):
+        extra = pick.choice([{}, {"mscale": 0.707, "mscale_all_dim": 0.707}, {"mscale": 1.0, "mscale_all_dim": 0.5}])
+        return theta | {"rope_type": rule, "factor": 4.0, "original_max_position_embeddings": 16} | extra
     if rule == "yarn":
         return theta | {"rope_type": rule, "factor": 4.0, "original_max_position_embeddings": 16}
     factors = {
@@ -203,6 +210,37 @@ def _llama4(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _deepseek(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    heads, groups, rope_dim = fields["num_attention_heads"], pick.choice([1, 2, 3]), pick.choice([4, 8])
+    return _bias(pick, fields) | {
+        "num_key_value_heads": heads,
+        "hidden_size": heads * 8,
+        "q_lora_rank": pick.choice([None, 12, 20]),
+        "kv_lora_rank": pick.choice([16, 24]),
+        "qk_nope_head_dim": pick.choice([8, 12]),
+        "qk_rope_head_dim": rope_dim,
+        "head_dim": rope_dim,
+        "v_head_dim": pick.choice([6, 8, 16]),
+        "moe_intermediate_size": pick.choice([17, 32]),
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": pick.choice([1, 2]),
+        "first_k_dense_replace": pick.choice([0, 1]) if fields["num_hidden_layers"] > 1 else 0,
+        "routed_scaling_factor": pick.choice([1.0, 2.5]),
+        "n_group": groups,
+        "topk_group": pick.randint(1, groups),
+    }
+
+
+def _deepseek_v2(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return _deepseek(pick, fields) | {"topk_method": pick.choice(["greedy", "group_limited_greedy"])}
+
+
+def _deepseek_v3(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    extra = {"norm_topk_prob": pick.random() < 0.5, "rope_interleave": pick.random() < 0.7}
+    return _deepseek(pick, fields) | extra
+
+
 def _gemma2(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     return _bias(pick, fields) | {
         "query_pre_attn_scalar": pick.choice([8, 24, 100]),
@@ -222,6 +260,8 @@ _EXTRA: dict[str, Any] = {
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "phi3": _window,
     "gemma": _bias,
     "gemma2": _gemma2,

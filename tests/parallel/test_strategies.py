@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.training.parity.case import Case, Outcome, error, many, tiny
+from armillary.training.parity.case import Case, Outcome, error, latent, many, tiny
 from armillary.training.parity.matrix import BARS, alone
-from armillary.training.parity.strategies import STRATEGIES, layout_of
+from armillary.training.parity.strategies import LATENT, STRATEGIES, layout_of
 from tests.ranks import Ranks
 
 
@@ -32,6 +32,25 @@ def test_a_strategy_gives_what_one_process_gives(ranks: Ranks, world: int) -> No
 
 def smallest(strategy: str) -> int:
     return next(world for world in (2, 4, 8) if layout_of(strategy, world) is not None)
+
+
+SOME_LATENT = ("latent: tp", "latent: tp + sp", "latent: cp")
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [(2, SOME_LATENT), *(pytest.param(world, tuple(LATENT), marks=pytest.mark.slow) for world in (2, 4, 8))],
+    ids=["some", "all-2", "all-4", "all-8"],
+)
+def test_latent_attention_trains_as_in_one_process(ranks: Ranks, world: int, names: tuple[str, ...]) -> None:
+    """Each layout on the smallest number of ranks it has a use for; test_matrix has all on all, for 20 steps."""
+    chosen = [name for name in names if world == smallest(name)]
+    layouts = [layout_of(name, world) for name in chosen]
+    cases = [
+        Case(layout=x, config=latent(), dtype="fp64", accumulate=2 * x.pp, steps=2) for x in layouts if x is not None
+    ]
+    assert len(cases) >= len(SOME_LATENT)
+    check(ranks.run(world, many, cases, timeout_s=600)[0], cases)
 
 
 @pytest.mark.slow  # by default features and stages are compared in fp64

@@ -154,7 +154,9 @@ def decode_terms(model: Transformer, context: float, *, batch: int = 1) -> dict[
             terms[_part(name)] += p.numel() * p.element_size() * (chosen if ".experts." in name else 1.0)
     limited = [layer.attention in ("sliding", "chunked") and config.window for layer in config.layers]
     seen = sum(min(context, window) if window else context for window in limited)
-    terms["kv_cache"] = batch * seen * 2 * config.kv_heads * config.head_dim * size
+    mla = config.mla
+    cached = 2 * config.kv_heads * config.head_dim if mla is None else mla.kv_rank + mla.rope_dim
+    terms["kv_cache"] = batch * seen * cached * size
     return {name: value for name, value in terms.items() if value}
 
 

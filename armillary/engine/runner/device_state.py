@@ -9,11 +9,20 @@ from torch import Tensor
 
 from armillary.engine.runner.step_input import Admitted, Step
 from armillary.kernels.paged.paged_attention import by_heads
+from armillary.spec.model import ModelConfig
 
 # R rows of the batch and the null row, T tokens of the longest, G groups of layers, P blocks of the longest sequence
 
 FLOATS = ("temperature", "min_p", "top_p", "repetition", "presence", "frequency")
 INTS = ("seed", "top_k", "num_prompt")
+
+
+def block_shape(config: ModelConfig, block_tokens: int, kv_heads: int | None = None) -> tuple[int, ...]:
+    """Of one layer's part of a block: [keys and values, head, token, dim], of latents [token, dim]; `kv_heads` where a
+    rank has not all of them."""
+    if config.mla is not None:
+        return block_tokens, config.mla.kv_rank + config.mla.rope_dim
+    return 2, kv_heads or config.kv_heads, block_tokens, config.head_dim
 
 
 class DeviceRows:
@@ -41,9 +50,10 @@ class DeviceRows:
         self.allocate(blocks[1])
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate or replace the KV blocks, [layer of a group, block, keys and values, head, token, dim]; only before
-        a CUDA graph is captured over them."""
-        zeros, shape = by_heads if self.device.type == "cpu" else torch.zeros, self._shape
+        """Allocate or replace the KV blocks, [layer of a group, block, *block_shape]; only before a CUDA graph is
+        captured over them."""
+        shape, has_heads = self._shape, len(self._shape) == 6
+        zeros = by_heads if self.device.type == "cpu" and has_heads else torch.zeros
         self.blocks: Tensor = zeros((shape[0], num_blocks, *shape[2:]), dtype=self._dtype, device=self.device)
 
     def take(self, step: Step) -> None:

@@ -14,6 +14,9 @@ from armillary.kernels.core.op import Case, Op
 from armillary.kernels.core.requirements import has_triton
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
 from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinearCase
+from armillary.kernels.latent.latent_decode import LATENT_DECODE, LatentCase, latent_decode
+from armillary.kernels.latent.latent_prefill import LATENT_PREFILL, LatentPrefillCase, latent_prefill
+from armillary.kernels.latent.latent_to_cache import LATENT_TO_CACHE, LatentCacheCase, latent_to_cache
 from armillary.kernels.moe.moe import GROUPED_MOE, SMALL_MOE, MoECase
 from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
 from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
@@ -37,6 +40,9 @@ class EngineKernels:
     norms_apart: bool = False
     """the model has a QK norm over all heads, which `qkv_cache` does not have"""
     attention: Run = paged_attention
+    latent_cache: Run = latent_to_cache
+    latent_decode: Run = latent_decode
+    latent_prefill: Run = latent_prefill
     tokens: Run | None = None
     """`qkv_cache` and `attention` fused, for a few sequences with one new token each; none: one after the other"""
     look_up: Run | None = None
@@ -82,21 +88,12 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     name = next(key for key, known in DTYPES.items() if known == dtype)
     on: dict[str, Any] = {"dtype": name, "device": device.type}
     batch = min(batch, _CHECKED)
-    heads: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     normed = NormCase(rows=batch, columns=config.hidden, kind=config.norm, plus_one=config.norm_plus_one, **on)
     ffn = config.ffn or config.hidden
-    apart = config.qk_norm == "all" and config.norm == "rms" and not config.norm_plus_one
-    qk: dict[str, Any] = {"norm": config.norm, "all_heads": config.qk_norm == "all"}
-    if apart or config.qk_norm == "none":
-        qk = {"norm": "none"}
     biased = config.qkv_bias or config.out_bias or config.mlp_bias
     small = SmallLinearCase(tokens=1, outputs=config.hidden, inputs=config.hidden, bias=biased, **on)
-    into_cache = choose(
-        QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on), deterministic=True
-    )
-    paged = PagedCase(batch=batch, context=min(config.context, 256), sinks=config.sinks, **heads, **on)
-    attention = choose(PAGED_ATTENTION, paged, deterministic=True)
-    on_triton = into_cache.version == attention.version == "triton"
+    attention, on_triton = (_attention if config.mla is None else _latent_attention)(config, batch, on)
+    fused = on_triton and config.mla is None and not attention["norms_apart"]
     moe, grouped_moe = _moe(config, SMALL_MOE, 2, on), _moe(config, GROUPED_MOE, _CHECKED, on)
     grouped = _grouped(config, batch, on) if grouped_moe is None else None
     return EngineKernels(
@@ -108,15 +105,45 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         activate=_first(
             ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation, gated=config.gated, **on)
         ),
-        qkv_cache=into_cache.run,
-        norms_apart=apart,
-        attention=attention.run,
-        **_decode_kernels(device, fused=on_triton and not apart),
+        **attention,
+        **_decode_kernels(device, fused=fused),
         capturable=on_triton and (config.moe is None or grouped is not None or grouped_moe is not None),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config, moe and grouped_moe) else None,
     )
+
+
+def _attention(config: ModelConfig, batch: int, on: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(cache write and attention, whether both are Triton's)."""
+    heads: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    apart = config.qk_norm == "all" and config.norm == "rms" and not config.norm_plus_one
+    qk: dict[str, Any] = {"norm": config.norm, "all_heads": config.qk_norm == "all"}
+    if apart or config.qk_norm == "none":
+        qk = {"norm": "none"}
+    into_cache = choose(
+        QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on), deterministic=True
+    )
+    paged = PagedCase(batch=batch, context=min(config.context, 256), sinks=config.sinks, **heads, **on)
+    attention = choose(PAGED_ATTENTION, paged, deterministic=True)
+    chosen = {"qkv_cache": into_cache.run, "norms_apart": apart, "attention": attention.run}
+    return chosen, into_cache.version == attention.version == "triton"
+
+
+def _latent_attention(config: ModelConfig, batch: int, on: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The same over a cache of latents."""
+    mla = config.mla
+    assert mla is not None
+    dims: dict[str, Any] = {"heads": config.heads, "rank": mla.kv_rank, "rope_dim": mla.rope_dim, **on}
+    rows: dict[str, Any] = {"batch": batch, "context": min(config.context, 256), **dims}
+    inner = LatentPrefillCase(queries=64, nope_dim=mla.nope_dim, v_dim=mla.v_dim, **rows)
+    chosen = {
+        "latent_cache": choose(LATENT_TO_CACHE, LatentCacheCase(tokens=batch, **dims), deterministic=True),
+        "latent_decode": choose(LATENT_DECODE, LatentCase(**rows), deterministic=True),
+        "latent_prefill": choose(LATENT_PREFILL, inner, deterministic=True),
+    }
+    on_triton = all(chosen[name].version.startswith("triton") for name in ("latent_cache", "latent_decode"))
+    return {name: each.run for name, each in chosen.items()}, on_triton
 
 
 def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:

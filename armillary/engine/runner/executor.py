@@ -16,7 +16,7 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.request.sequence import Logprob, Sequence
 from armillary.engine.runner.batch_encoder import Encoder
 from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, is_out_of_memory
-from armillary.engine.runner.device_state import DeviceRows
+from armillary.engine.runner.device_state import DeviceRows, block_shape
 from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
 from armillary.engine.runner.forward import Forward, gathered, inputs_of
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
@@ -83,7 +83,7 @@ class FastExecutor:
             for linear in packed:
                 linear.use_kernels(weight.dtype)
         pages, slots = -(-max_model_len // cache.block_tokens), max(len(group.layers) for group in cache.groups)
-        blocks = (slots, cache.pool.num_blocks, 2, kv_heads or config.kv_heads, cache.block_tokens, config.head_dim)
+        blocks = (slots, cache.pool.num_blocks, *block_shape(config, cache.block_tokens, kv_heads))
         self.rows = DeviceRows(
             max_running=max_running,
             max_model_len=max_model_len,

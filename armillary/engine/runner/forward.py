@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from armillary.engine.cache.layer_groups import Group
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels
-from armillary.engine.runner.layer import Dense, Layer, LinearFn, full_qk_norm, make_layer
+from armillary.engine.runner.latent_layer import attend_latents
+from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer
+from armillary.engine.runner.linear_fn import Dense, LinearFn
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
+from armillary.kernels.latent.latent_attention import LatentBatch, latent_batch, most_absorbed
 from armillary.kernels.moe.moe import prefers_small
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
@@ -26,6 +29,7 @@ from armillary.model.layers.rope import RotaryTable, inverse_frequencies, query_
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.transformer import Transformer
+from armillary.spec.model import MLA
 
 # T tokens, B sequences, H hidden, V vocabulary, G groups of layers, R rotated dims / 2
 
@@ -63,7 +67,7 @@ def inputs_of(shape: Shape, packed: Tensor) -> Inputs:
 class LayerInputs(NamedTuple):
     """What a layer's attention is given beside the projection."""
 
-    batch: PagedBatch
+    batch: PagedBatch | LatentBatch
     slots_T: Tensor  # where keys and values are written
     cos_TR: Tensor | None  # none: nothing is rotated
     sin_TR: Tensor | None
@@ -89,6 +93,8 @@ class Forward:
         for layer in self.layers:
             if layer.mixture is not None and kernels.grouped is not None:
                 layer.mixture.dispatch = SortedDispatch(kernels.grouped)
+        self.most_absorbed = None if model.config.mla is None else _most_absorbed(model.config.mla, kernels)
+        """queries of a sequence up to which latent attention is absorbed; None: the model has none"""
         self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
         self.q_factors = None if model.rotary is None else query_factors(model.rotary, max_model_len)
         self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
@@ -111,15 +117,7 @@ class Forward:
         """[T, H], before the last norm; only of the `wanted` tokens where given."""
         shape, (tokens_T, tables_GBP, cos_sin) = inputs.shape, self._gathered(inputs)
         x = self.model.embed(tokens_T, inputs.long("positions_T"))
-        batches = [
-            PagedBatch(
-                tables_BP=tables_BP,
-                starts=inputs.narrow("starts"),
-                max_query=shape.max_query,
-                lengths_B=inputs.narrow("lengths_B"),
-            )
-            for tables_BP in tables_GBP
-        ]
+        batches = [self._batch(inputs, tables_BP, len(x)) for tables_BP in tables_GBP]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
         small = self.kernels.small is not None and len(x) <= MAX_TOKENS
         added: Tensor | None = None
@@ -134,6 +132,12 @@ class Forward:
             else:
                 x, added = self._layer(layer, x, added, context, selected)
         return x if added is None else x + added
+
+    def _batch(self, inputs: Inputs, tables_BP: Tensor, num_tokens: int) -> PagedBatch | LatentBatch:
+        """The sequences of a step, as attention takes them."""
+        starts, lengths_B = inputs.narrow("starts"), inputs.narrow("lengths_B")
+        batch = PagedBatch(tables_BP=tables_BP, starts=starts, max_query=inputs.shape.max_query, lengths_B=lengths_B)
+        return batch if self.most_absorbed is None else latent_batch(batch, num_tokens, self.most_absorbed)
 
     def inputs(self, shape: Shape, packed: Tensor) -> Inputs:
         """A step's array on the device, with the decode inputs gathered where a kernel does so."""
@@ -202,6 +206,10 @@ class Forward:
     def _attention(self, layer: Layer, qkv: Tensor, context: LayerInputs) -> Tensor:
         blocks = self.rows.blocks[layer.slot]
         batch, slots_T, cos, sin, q_scale_T = context
+        if layer.latent is not None:
+            assert isinstance(batch, LatentBatch) and cos is not None and sin is not None
+            return attend_latents(layer.latent, qkv, blocks, batch, slots_T, (cos, sin), self.kernels)
+        assert isinstance(batch, PagedBatch)
         heads = layer.heads if q_scale_T is None else replace(layer.heads, q_scale_T=q_scale_T)
         if self.kernels.tokens is not None and can_attend(qkv, blocks, cos, heads, batch, layer.options):
             return self.kernels.tokens(qkv, blocks, slots_T, cos, sin, heads, batch, layer.options)  # type: ignore[no-any-return]
@@ -266,6 +274,12 @@ class Forward:
             x = x if added is None else x + added
             return self._after(norm, x), x
         return self.kernels.add_norm(added, x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
+
+
+def _most_absorbed(mla: MLA, kernels: EngineKernels) -> int:
+    """All, where steps are captured in CUDA graphs: the workspace of the expanded form depends on lengths, which only
+    the device knows."""
+    return 1 << 30 if kernels.capturable else most_absorbed(mla.kv_rank, mla.nope_dim, mla.v_dim)
 
 
 def _plain_head(model: Transformer) -> Tensor | None:

@@ -63,5 +63,9 @@ def _of_host(executor: FastExecutor) -> tuple[float, float]:
 def step_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> float:
     """Activations of a step: of one layer for all tokens, and logits with what sampling makes of them for the rows."""
     widest = max(config.ffn or 0, config.moe.ffn * config.moe.top_k if config.moe else 0)
-    layer = 4 * config.hidden + 3 * widest + 2 * (config.heads + 2 * config.kv_heads) * config.head_dim
+    mla = config.mla
+    attention = 2 * (config.heads + 2 * config.kv_heads) * config.head_dim
+    if mla is not None:
+        attention = config.heads * (2 * (mla.nope_dim + mla.rope_dim) + 3 * (mla.kv_rank + mla.rope_dim) + mla.v_dim)
+    layer = 4 * config.hidden + 3 * widest + attention
     return float(tokens * layer * itemsize + min(rows, tokens) * config.vocab * 3 * 4)

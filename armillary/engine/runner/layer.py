@@ -6,42 +6,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.engine.runner.latent_layer import LatentLayer, first_linear, latent_linears, make_latent_layer
+from armillary.engine.runner.linear_fn import LinearFn, linear_fn
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
+from armillary.model.layers.attention import Attention
+from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
 from armillary.model.moe.experts import MixtureOfExperts
-from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.transformer import Block
 from armillary.spec.model import ModelConfig
-
-LinearFn = Callable[[Tensor], Tensor]
-
-
-class Dense:
-    """x @ weightᵀ + bias."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-def linear_fn(linear: nn.Module) -> LinearFn:
-    """A packed layer runs itself."""
-    if isinstance(linear, PackedLinear):
-        return linear
-    assert isinstance(linear, nn.Linear)
-    return Dense(linear.weight, linear.bias)
 
 
 def linears_of(block: Any) -> list[nn.Linear]:
     """The linear layers of a model's block, but for routers and experts."""
     mlp = [block.mlp.up, block.mlp.down] if isinstance(block.mlp, MLP) else []
+    if isinstance(block.attention, LatentAttention):
+        return [*latent_linears(block.attention), *mlp]
     return [block.attention.qkv, block.attention.out, *mlp]
 
 
@@ -60,7 +44,7 @@ class Layer:
     sliding: bool  # which RoPE table
     rotates: bool
     scales_queries: bool  # by a factor of their position
-    qkv: LinearFn
+    qkv: LinearFn  # with latent attention: queries (or their latent) and the KV latent
     out: LinearFn
     up: LinearFn | None  # none: `mixture` computes the MLP
     down: LinearFn | None
@@ -72,6 +56,7 @@ class Layer:
     scale: float  # factor of what is added to the residual
     heads: QkvOptions
     options: AttentionOptions
+    latent: LatentLayer | None = None
 
 
 def make_layer(block: Block, group: int, slot: int) -> Layer:
@@ -84,7 +69,7 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
         sliding=attention.sliding,
         rotates=attention.rotates,
         scales_queries=attention.scales_queries,
-        qkv=linear_fn(attention.qkv),
+        qkv=first_linear(attention) if isinstance(attention, LatentAttention) else linear_fn(attention.qkv),
         out=linear_fn(attention.out),
         up=linear_fn(mlp.up) if is_dense else None,
         down=linear_fn(mlp.down) if is_dense else None,
@@ -94,13 +79,13 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
         norms={name: getattr(block, name) for name in names},
         parallel=block.parallel,
         scale=block.residual_scale,
-        heads=_head_options(block),
+        heads=_head_options(attention) if isinstance(attention, Attention) else QkvOptions(),
         options=attention.options(),
+        latent=make_latent_layer(attention) if isinstance(attention, LatentAttention) else None,
     )
 
 
-def _head_options(block: Block) -> QkvOptions:
-    attention = block.attention
+def _head_options(attention: Attention) -> QkvOptions:
     norm, other = attention.q_norm, attention.k_norm
     if norm is None or other is None:
         return QkvOptions(clip=attention.clip, interleaved=attention.interleaved)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from armillary.engine.runner.forward import Forward, no_reduce
-from armillary.engine.runner.layer import Dense, LinearFn, free_weights, linears_of
+from armillary.engine.runner.latent_layer import Joined
+from armillary.engine.runner.layer import free_weights, linears_of
+from armillary.engine.runner.linear_fn import Dense, LinearFn
 from armillary.errors import BadInput
 from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.requirements import lacking
@@ -56,6 +58,8 @@ def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
     """Replace the linear functions of all layers but routers and experts; `let_go` frees the model's own weights."""
     for layer, block in zip(forward.layers, forward.model.blocks.values(), strict=True):
         layer.qkv, layer.out = _made(layer.qkv, make), _made(layer.out, make)
+        if layer.latent is not None and layer.latent.q is not None:
+            layer.latent.q = _made(layer.latent.q, make)
         if layer.up is not None and layer.down is not None:
             layer.up, layer.down = _made(layer.up, make), _made(layer.down, make)
         if let_go:
@@ -72,7 +76,7 @@ def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
 
 
 def _made(linear: LinearFn, make: Make) -> LinearFn:
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, PackedLinear | Joined):
         return linear
     assert isinstance(linear, Dense), "only plain weights can be packed or quantized"
     return make(linear.weight, linear.bias)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.request.sequence import Sequence
+from armillary.engine.runner.device_state import block_shape
 from armillary.engine.scheduler.decision import Decision
 from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.latent.latent_decode import latent_decode
 from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
 from armillary.kernels.sampling.sampling import Draws, Penalties, sample_rows
-from armillary.model.layers.attention_forms import Attend
+from armillary.model.layers.attention_forms import Attend, OverLatents
 from armillary.model.transformer import Transformer
 
 # T packed tokens, S sequences of the step, G groups of layers, P blocks of the longest sequence
@@ -41,9 +43,9 @@ class PlainExecutor:
         }
         assert sorted(self._place) == list(range(config.num_layers)), "the cache was planned for another model"
         slots = max(len(group.layers) for group in cache.groups)
-        shape = (slots, cache.pool.num_blocks, 2, config.kv_heads, self.size, config.head_dim)
+        shape = (slots, cache.pool.num_blocks, *block_shape(config, self.size))
         self.blocks = torch.zeros(shape, dtype=weight.dtype, device=self.device)
-        """for each layer of a group: [block, keys and values, head, token, dim]"""
+        """for each layer of a group: [block, *block_shape]"""
         longest = -(-max_model_len // self.size)
         self.tables_GRP = torch.zeros(len(cache.groups), max_running, longest, dtype=torch.int32, device=self.device)
         self.tokens_RT = torch.zeros(max_running, max_model_len + 1, dtype=torch.int64, device=self.device)
@@ -106,6 +108,13 @@ class PlainExecutor:
         pages_GT = self.tables_GRP[:, rows_T, positions_T // self.size].long()
         places_T = positions_T % self.size
 
+        def latent(layer: int, q_1TNL: Tensor, k_1T1L: Tensor, v_1T1C: Tensor, options: AttentionOptions) -> Tensor:
+            group, slot = self._place[layer]
+            blocks = self.blocks[slot]
+            blocks[pages_GT[group], places_T] = k_1T1L[0, :, 0].to(blocks.dtype)
+            rank, scale = v_1T1C.shape[-1], options.scale_for(q_1TNL.shape[-1])
+            return latent_decode(q_1TNL[0, ..., :rank], q_1TNL[0, ..., rank:], blocks, batches[group], scale)[None]
+
         def attend(layer: int, q_1TND: Tensor, k_1TKD: Tensor, v_1TKD: Tensor, options: AttentionOptions) -> Tensor:
             group, slot = self._place[layer]
             blocks = self.blocks[slot]
@@ -113,7 +122,7 @@ class PlainExecutor:
                 blocks[:, index].transpose(1, 2)[pages_GT[group], places_T] = x_1TKD[0].to(blocks.dtype)
             return paged_attention(q_1TND[0], blocks, batches[group], options)[None]
 
-        return attend
+        return attend if self.model.config.mla is None else OverLatents(latent)
 
 
 # S sequences, V vocabulary, W words of 32 tokens

@@ -19,6 +19,8 @@ from armillary.spec.model import ModelConfig
 
 _SHARDED = {
     "attention.out.weight": 1,
+    "attention.q.weight": 0,
+    "attention.kv_up.weight": 0,
     "mlp.up.weight": 0,
     "mlp.up.bias": 0,
     "mlp.down.weight": 1,

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.engine.runner.executor import FastExecutor, Launched
-from armillary.engine.runner.layer import Dense, Layer, LinearFn, free_weights, full_qk_norm, linears_of
+from armillary.engine.runner.latent_layer import LatentLayer
+from armillary.engine.runner.layer import Layer, free_weights, full_qk_norm, linears_of
+from armillary.engine.runner.linear_fn import Dense, LinearFn
 from armillary.engine.runner.sharded_weights import is_sharded, qkv_rows
 from armillary.engine.scheduler.decision import Decision
 from armillary.errors import BadLayout
@@ -76,8 +78,11 @@ def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
 
 def _shard_weights(layer: Layer, config: ModelConfig, group: Group) -> None:
     size, rank = group.size, group.rank
-    local = config.heads // size * config.head_dim
-    layer.qkv = _shard_qkv(_plain(layer.qkv), config, group)
+    local = config.heads // size * (config.head_dim if config.mla is None else config.mla.v_dim)
+    if layer.latent is not None:
+        _shard_latent(layer, layer.latent, group)
+    else:
+        layer.qkv = _shard_qkv(_plain(layer.qkv), config, group)
     layer.out = _columns(_plain(layer.out), slice(rank * local, (rank + 1) * local))
     if layer.up is not None and layer.down is not None:
         up, down = _plain(layer.up), _plain(layer.down)
@@ -115,6 +120,22 @@ def _shard_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
     weight, bias = (None if x is None else torch.cat([x[a:b] for a, b in spans]) for x in (qkv.weight, qkv.bias))
     assert weight is not None
     return Dense(weight, bias)
+
+
+def _shard_latent(layer: Layer, latent: LatentLayer, group: Group) -> None:
+    """Queries and up-projections by heads; latents and their norms are replicated."""
+    local = len(latent.up_NUC) // group.size
+    heads = slice(group.rank * local, (group.rank + 1) * local)
+    latent.up_NUC = latent.up_NUC[heads].clone()
+    dim = latent.mla.nope_dim + latent.mla.rope_dim
+    rows = slice(heads.start * dim, heads.stop * dim)
+    if latent.q is not None:
+        latent.q = _rows(_plain(latent.q), rows)
+        return
+    first = _plain(layer.qkv)
+    queries, kv = first.weight.split([latent.query_size, len(first.weight) - latent.query_size])
+    bias = None if first.bias is None else torch.cat((first.bias[rows], first.bias[latent.query_size :]))
+    layer.qkv, latent.query_size = Dense(torch.cat((queries[rows], kv)), bias), local * dim
 
 
 def _shard_mixture(mixture: MixtureOfExperts, group: Group) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from armillary.engine.scheduler.step_time import attention_dims
 from armillary.errors import BadRecipe
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import ModelConfig
@@ -76,7 +77,7 @@ def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = fr
         attention_tokens=attention_tokens(config),
         check_every=serve.check_every,
         rope_switch=rope_switch(config),
-        query_tile=max(1, _TILE_ROWS // (config.heads // config.kv_heads)),
+        query_tile=max(1, _TILE_ROWS // (config.heads if config.mla else config.heads // config.kv_heads)),
     )
 
 
@@ -88,9 +89,8 @@ def rope_switch(config: ModelConfig) -> int | None:
 
 
 def attention_tokens(config: ModelConfig) -> float:
-    """Context at which a token's attention (4·heads·head_dim FLOPs per key and full layer) takes as long as its GEMMs
-    (2 FLOPs per weight): paged attention achieves about half of their FLOP/s."""
-    dims = config.mla.nope_dim + config.mla.rope_dim if config.mla else config.head_dim
+    """Context at which a token's attention (2·heads FLOPs per dim of key and value, key and full layer) takes as long
+    as its GEMMs (2 FLOPs per weight): paged attention achieves about half of their FLOP/s."""
     full = sum(layer.attention == "full" for layer in config.layers)
     weights = parameters(config).multiplied - config.vocab * config.hidden  # only a prompt's last token needs the head
-    return _ATTENTION_RATE * 2 * weights / (4 * config.heads * dims * full) if full else float("inf")
+    return _ATTENTION_RATE * 2 * weights / (2 * config.heads * attention_dims(config) * full) if full else float("inf")

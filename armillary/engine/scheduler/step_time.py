@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from armillary.engine.scheduler.decision import Decision, StepWork
 from armillary.spec.arithmetic.ops import size_of
-from armillary.spec.arithmetic.params import parameters
+from armillary.spec.arithmetic.params import kv_bytes_per_token, parameters
 from armillary.spec.model import ModelConfig
 from armillary.store.peaks import Peaks
 
@@ -84,6 +84,12 @@ class StepRoofline:
         return max(moved / self.read_bytes_per_s, flops / self.flops_per_s)
 
 
+def attention_dims(config: ModelConfig) -> int:
+    """Dims of a key and a value as attention reads them; latents are both."""
+    mla = config.mla
+    return 2 * mla.kv_rank + mla.rope_dim if mla is not None else 2 * config.head_dim
+
+
 def step_roofline(config: ModelConfig, peaks: Peaks | None, dtype: str) -> StepRoofline | None:
     """The roofline of this model, where the device's bandwidth and GEMMs were measured (`armillary bench ceilings`)."""
     read = peaks.best("read", "bytes_per_s") if peaks else None
@@ -93,9 +99,9 @@ def step_roofline(config: ModelConfig, peaks: Peaks | None, dtype: str) -> StepR
     weights, size = parameters(config).multiplied, size_of(dtype)
     return StepRoofline(
         weight_bytes=weights * size,
-        kv_bytes=2 * config.num_layers * config.kv_heads * config.head_dim * size,
+        kv_bytes=kv_bytes_per_token(config, 1) * size,
         token_flops=2.0 * weights,
-        pair_flops=4.0 * config.heads * config.head_dim * config.num_layers,
+        pair_flops=2.0 * config.heads * attention_dims(config) * config.num_layers,
         read_bytes_per_s=read,
         flops_per_s=flops,
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from armillary.model.fused.passes import FusedOptions, OutMlpFunction, QkvFunction, norm_arguments
 from armillary.model.fused.passes_fp8 import Fp8OutMlpFunction, Fp8QkvFunction
+from armillary.model.layers.attention import Attention
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
@@ -20,7 +21,7 @@ def fits(block: Any) -> bool:
     """Whether a `transformer.Block` has norms before attention and a dense MLP, unwrapped and unsharded linear layers
     without biases, and plain rotary heads."""
     attention, mlp = block.attention, block.mlp
-    if block.parallel or block.residual_scale != 1.0 or type(mlp) is not MLP:
+    if block.parallel or block.residual_scale != 1.0 or type(mlp) is not MLP or not isinstance(attention, Attention):
         return False
     if block.attention_post_norm is not None or block.mlp_post_norm is not None:
         return False

@@ -22,6 +22,17 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 AttentionFunction = Callable[..., Tensor]
 
 
+class OverLatents:
+    """An `Attend` over a cache of latents: it takes absorbed queries, one KV head of latents with their rotary key, and
+    values that are the first dims of these keys (`latent_attention.LatentAttention`)."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def __call__(self, layer: int, q_BTNL: Tensor, k_BT1L: Tensor, v_BT1C: Tensor, options: AttentionOptions) -> Tensor:
+        return self._attend(layer, q_BTNL, k_BT1L, v_BT1C, options)
+
+
 def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
     """Causal attention within the call: every row is one sequence from its first token on."""
     num_tokens = q_BTND.shape[1]

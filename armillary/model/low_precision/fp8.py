@@ -36,7 +36,9 @@ def use_fp8(model: Any, *, scaling: str, exclude: Collection[str] = (), multiply
     class (adapters); returns the names of converted layers within a block."""
     names: dict[str, None] = {}
     for block in model.blocks.values():
-        parts = {"attention.qkv": block.attention.qkv, "attention.out": block.attention.out}
+        parts: dict[str, Any] = {
+            f"attention.{name}": getattr(block.attention, name, None) for name in ("qkv", "q", "kv_up", "out")
+        }
         parts |= {f"mlp.{name}": getattr(block.mlp, name, None) for name in ("up", "down")}
         for name, module in parts.items():
             if name not in exclude and type(module) in (nn.Linear, Fp8Linear):

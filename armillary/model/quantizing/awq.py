@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from armillary.model.layers.attention import Attention
+from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.norm import Norm
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.quantizing.rounding import IntGrid
@@ -65,8 +67,11 @@ def fold_factors(block: Block, statistics: Statistics, grids: dict[str, IntGrid]
     """Scale the weights of a block in place, wherever something before them can take the inverse; returns the
     statistics of the inputs as they are now. `grids` has the layers that will be rounded."""
     after = dict(statistics)
-    _fold_norm(block, after, grids, block.attention_norm, ["attention.qkv.weight"], may=not block.parallel)
-    _fold_values(block, after, grids)
+    if isinstance(block.attention, LatentAttention):
+        _fold_latent(block, block.attention, after, grids)
+    else:
+        _fold_norm(block, after, grids, block.attention_norm, ["attention.qkv.weight"], may=not block.parallel)
+        _fold_values(block, block.attention, after, grids)
     is_moe = isinstance(block.mlp, MixtureOfExperts)
     ups = [*_expert_names(block, "up_E2FH"), "mlp.shared.up.weight"] if is_moe else ["mlp.up.weight"]
     _fold_norm(block, after, grids, block.mlp_norm, ups, may=not block.parallel)
@@ -120,9 +125,27 @@ def _fold_norm(
         after[name] = after[name].scaled(factors_K)
 
 
-def _fold_values(block: Block, after: Statistics, grids: dict[str, IntGrid]) -> None:
+def _fold_latent(block: Block, attention: LatentAttention, after: Statistics, grids: dict[str, IntGrid]) -> None:
+    """Into the norms before latents and before what is projected from them, and the value rows of the up-projection,
+    which are rounded afterwards."""
+    queries = "attention.q.weight" if attention.q_norm is None else "attention.q_down.weight"
+    _fold_norm(block, after, grids, block.attention_norm, [queries, "attention.kv_down.weight"], may=not block.parallel)
+    if attention.q_norm is not None:
+        _fold_norm(block, after, grids, attention.q_norm, ["attention.q.weight"], may=True)
+    _fold_norm(block, after, grids, attention.kv_norm, ["attention.kv_up.weight"], may=True)
+    name, mla = "attention.out.weight", attention.mla
+    if name not in grids:
+        return
+    factors_K = _search(block, after, grids, [name])
+    rows = attention.kv_up.weight.unflatten(0, (-1, mla.nope_dim + mla.v_dim))
+    rows[:, mla.nope_dim :].div_(factors_K.view(-1, mla.v_dim, 1))
+    attention.out.weight.mul_(factors_K)
+    after[name] = after[name].scaled(factors_K)
+
+
+def _fold_values(block: Block, attention: Attention, after: Statistics, grids: dict[str, IntGrid]) -> None:
     """Into the rows of the values; query heads that share a KV head share its factors."""
-    attention, name = block.attention, "attention.out.weight"
+    name = "attention.out.weight"
     if name not in grids or attention.clip is not None:
         return
     factors = _search(block, after, grids, [name])

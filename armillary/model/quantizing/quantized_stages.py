@@ -24,7 +24,7 @@ from armillary.model.quantizing.rounding import IntGrid
 from armillary.model.transformer import Block, Progress, Transformer
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
 
-_LINEAR = ("qkv.weight", "out.weight", "up.weight", "down.weight", "up_E2FH", "down_EHF")
+_LINEAR = ("qkv.weight", ".q.weight", "out.weight", "up.weight", "down.weight", "up_E2FH", "down_EHF")
 Fused: TypeAlias = "Tensor | PackedRows"
 """one of our tensors: plain, or packed with the experts of a layer as a leading dim"""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from armillary.errors import BadModel
 from armillary.spec.hf.tensor_names import TensorNames
 from armillary.spec.hf.user_family import find_family
-from armillary.spec.model import ModelConfig, MoE
+from armillary.spec.model import LayerKind, ModelConfig, MoE
 
 SELECTION_BIAS = "selection_bias"
 """a router's buffer, in fp32 for every dtype of the weights"""
@@ -53,6 +53,13 @@ _LLAMA4 = TensorNames(
     stacked=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
     shared=tuple(f"feed_forward.shared_expert.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
 )
+_DEEPSEEK = TensorNames(
+    norms=_PRE,
+    router="mlp.gate",
+    experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
+    shared=tuple(f"mlp.shared_experts.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
+    selection_bias="mlp.gate.e_score_correction_bias",
+)
 
 FAMILIES: dict[str, TensorNames] = {
     "llama": _LLAMA,
@@ -73,13 +80,10 @@ FAMILIES: dict[str, TensorNames] = {
         router="mlp.gate",
         experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
     ),
-    "glm4_moe": TensorNames(
-        norms=_PRE,
-        router="mlp.gate",
-        experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
-        shared=tuple(f"mlp.shared_experts.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
-        selection_bias="mlp.gate.e_score_correction_bias",
-    ),
+    "glm4_moe": _DEEPSEEK,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
     "gpt_oss": TensorNames(
         norms=_PRE,
         router="mlp.router",
@@ -93,29 +97,57 @@ FAMILIES: dict[str, TensorNames] = {
 
 def rules(config: ModelConfig) -> list[Rule]:
     """Every tensor of the model, in the order of its layers."""
+    family = None if config.family in FAMILIES else find_family(config.family)
+    if family is not None and family.rules is not None:
+        return list(family.rules(config))
+    return list(_rules(config, _tensor_names(config)))
+
+
+def _tensor_names(config: ModelConfig) -> TensorNames:
     names = FAMILIES.get(config.family)
     if names is None and (family := find_family(config.family)) is not None:
-        if family.rules is not None:
-            return list(family.rules(config))
         names = family.tensors
     if names is None:
         known = ", ".join(FAMILIES)
         raise BadModel(f"{config.name}: weights of model_type '{config.family}' are not supported; these are: {known}")
-    return list(_rules(config, names))
+    return names
 
 
 def _rules(config: ModelConfig, names: TensorNames) -> Iterator[Rule]:
     yield _same("embedding.weight", "model.embed_tokens.weight")
     for i, layer in enumerate(config.layers):
-        prefix, hf_prefix = f"blocks.{i}.", f"model.layers.{i}."
-        for norm, name in names.norms.items():
-            yield _same(f"{prefix}{norm}.weight", f"{hf_prefix}{name}.weight")
-        yield from _attention_rules(config, names, prefix, hf_prefix)
-        yield from (_moe_rules if layer.mlp == "moe" else _mlp_rules)(config, names, prefix, hf_prefix)
+        yield from _block_rules(config, names, layer, f"blocks.{i}.", f"model.layers.{i}.")
     if config.final_norm:
         yield _same("norm.weight", "model.norm.weight")
     if not config.tied:
         yield _same("output.weight", "lm_head.weight")
+
+
+def _block_rules(
+    config: ModelConfig, names: TensorNames, layer: LayerKind, prefix: str, hf_prefix: str
+) -> Iterator[Rule]:
+    for norm, name in names.norms.items():
+        yield _same(f"{prefix}{norm}.weight", f"{hf_prefix}{name}.weight")
+    yield from (_latent_rules if config.mla else _attention_rules)(config, names, prefix, hf_prefix)
+    yield from (_moe_rules if layer.mlp == "moe" else _mlp_rules)(config, names, prefix, hf_prefix)
+
+
+def mtp_rules(config: ModelConfig, depth: int) -> list[Rule]:
+    """The tensors of the layer after the last that predicts `depth` + 1 tokens further (`multi_token.MtpLayer`); copies
+    of the embedding and the head, which some folders have there too, are those of the model."""
+    prefix = f"model.layers.{config.num_layers + depth}."
+    own = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"}
+    rules_of_block = _block_rules(config, _tensor_names(config), config.layers[-1], "block.", prefix)
+    return [*(_same(f"{name}.weight", f"{prefix}{hf_name}.weight") for name, hf_name in own.items()), *rules_of_block]
+
+
+def is_of_mtp_layer(name: str, config: ModelConfig, has: Callable[[str], bool]) -> bool:
+    """Whether a Hugging Face tensor is of a multi-token-prediction layer, after the model's own; `has` says whether a
+    tensor is in the folder."""
+    parts = name.split(".", 3)
+    if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
+        return False
+    return int(parts[2]) >= config.num_layers and has(f"model.layers.{parts[2]}.eh_proj.weight")
 
 
 def _attention_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
@@ -130,6 +162,20 @@ def _attention_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_pr
     has_weights = config.qk_norm != "none" and config.qk_norm_kind == "weight"
     for norm in ("q_norm", "k_norm") if has_weights else ():
         yield _same(f"{prefix}attention.{norm}.weight", f"{hf_prefix}self_attn.{norm}.weight")
+
+
+def _latent_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+    assert config.mla is not None
+    for part in ["weight", "bias"] if config.out_bias else ["weight"]:
+        yield _same(f"{prefix}attention.out.{part}", f"{hf_prefix}{names.out}.{part}")
+    downs = {"kv_down": "kv_a_proj_with_mqa"} | ({"q_down": "q_a_proj"} if config.mla.q_rank else {})
+    for name, hf_name in downs.items():
+        for part in ["weight", "bias"] if config.qkv_bias else ["weight"]:
+            yield _same(f"{prefix}attention.{name}.{part}", f"{hf_prefix}self_attn.{hf_name}.{part}")
+    ups = {"kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj"}
+    ups |= {"q_norm": "q_a_layernorm", "q": "q_b_proj"} if config.mla.q_rank else {"q": "q_proj"}
+    for name, hf_name in ups.items():
+        yield _same(f"{prefix}attention.{name}.weight", f"{hf_prefix}self_attn.{hf_name}.weight")
 
 
 def _mlp_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:

@@ -19,7 +19,7 @@ from armillary.model.lora import NAMES as ADAPTERS
 from armillary.model.quantized.quantization_config import packed_reader
 from armillary.model.transformer import Progress, Transformer, build
 from armillary.model.weights.gguf_weights import GgufTensors
-from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
+from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, is_of_mtp_layer, rules
 from armillary.model.weights.host_to_device import Sender
 from armillary.model.weights.packed_weights import PackedFolder, load_packed
 from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
@@ -132,7 +132,7 @@ def fill(model: Transformer, stored: TensorFolder, progress: Progress | None = N
 def stored_parts(model: Transformer, stored: TensorFolder) -> list[tuple[Rule, list[StoredTensor]]]:
     """Every tensor of the complete model, and where its parts are stored. BadModel where some are missing, unknown, or
     make other shapes than the model (which may be one stage of it) has."""
-    all_rules = [_as_stored(rule, stored) for rule in rules(model.config)]
+    all_rules = [as_stored(rule, stored) for rule in rules(model.config)]
     _check_complete(model, all_rules, stored)
     parameters = full_names(model)
     for rule in all_rules:
@@ -166,7 +166,7 @@ def _check_shape(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str
         )
 
 
-def _as_stored(rule: Rule, stored: TensorFolder) -> Rule:
+def as_stored(rule: Rule, stored: TensorFolder) -> Rule:
     """Experts may be stored stacked ([E, 2F, H] gates then ups; [E, H, F]) rather than one by one."""
     if len(rule.hf_names) < 2 or rule.hf_names[0] in stored or ".experts.0." not in rule.hf_names[0]:
         return rule
@@ -198,7 +198,11 @@ def _check_complete(model: Transformer, all_rules: list[Rule], stored: TensorFol
             "one model"
         )
     ignored = ("lm_head.weight", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-    extra = sorted(each for each in set(stored.names()) - wanted if not each.endswith(ignored))
+    extra = sorted(
+        each
+        for each in set(stored.names()) - wanted
+        if not each.endswith(ignored) and not is_of_mtp_layer(each, model.config, stored.__contains__)
+    )
     if extra:
         raise BadModel(
             f"{name}: {len(extra)} tensors are not part of a {model.config.family} model of this shape, the first "

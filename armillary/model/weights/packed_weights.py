@@ -21,7 +21,7 @@ from armillary.model.quantized.packed_rows import FusedRows, PackedRows, join_ro
 from armillary.model.quantized.quantization_config import ReadModule
 from armillary.model.quantized.stored import Stored
 from armillary.model.transformer import Progress, Transformer
-from armillary.model.weights.hf_layout import FAMILIES, Rule, interleave, rules
+from armillary.model.weights.hf_layout import FAMILIES, Rule, interleave, is_of_mtp_layer, rules
 from armillary.spec.model import ModelConfig
 
 _EXPERTS = (".experts.up_E2FH", ".experts.down_EHF")
@@ -34,6 +34,10 @@ _UNUSED = (
     ".v_scale",
     ".output_scale",
 )
+
+
+_DEQUANTISED = "attention.kv_up.weight"
+"""multiplied with queries and results of attention rather than with hidden states"""
 
 
 class Tensors(Protocol):
@@ -111,6 +115,7 @@ class PackedFolder:
         """BadModel where tensors are left over. Biases of zeros are none: some tools write them for every layer."""
         for name in sorted(set(self.folder.names()) - self.stored.used):
             unused = name.endswith(_UNUSED) or (self.config.tied and name == "lm_head.weight")
+            unused = unused or is_of_mtp_layer(name, self.config, self.stored.has)
             if not unused and not (name.endswith(".bias") and not self.stored.get(name).any()):
                 raise BadModel(
                     f"{self.config.name}: tensor {name} is not part of a {self.config.family} model of this shape; "
@@ -129,14 +134,15 @@ def load_packed(
 ) -> Transformer:
     """The model with packed weights; without `keep` they are dequantised to `dtype`."""
     packed = {rule.name for rule in folder.rules if folder.is_packed(rule)}
+    still_packed = {name for name in packed if not name.endswith(_DEQUANTISED)} if keep else set()
     refuse_too_big(folder.config.name, folder.folder.total_bytes(), torch.device(device))
-    model = _empty(folder.config, packed if keep else set(), dtype, torch.device(device))
+    model = _empty(folder.config, still_packed, dtype, torch.device(device))
     tensors = _tensors(model)
     experts: dict[str, list[FusedRows]] = {}
     for i, rule in enumerate(folder.rules):
         if rule.name not in packed:
             tensors[rule.name].copy_(folder.plain(rule))
-        elif not keep:
+        elif rule.name not in still_packed:
             tensors[rule.name].copy_(folder.dequantised(rule))
         elif rule.name == "embedding.weight":
             (weight,) = folder.packed(rule)

@@ -74,12 +74,14 @@ def ring_attention(
     group: str,
     block_mask: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, T, N, D], log Σ exp [B, N, T]) of this rank's queries over the keys of all ranks; `documents` [B, W]
-    are those of full rows, `block_mask` is that of all pairs of pieces (empty: not known)."""
+    """(output [B, T, N, value dim], log Σ exp [B, N, T]) of this rank's queries over the keys of all ranks; `documents`
+    [B, W] are those of full rows, `block_mask` is that of all pairs of pieces (empty: not known)."""
     ring, options = _Ring(group), Options(scale=scale, window=window, softcap=softcap, slopes_N=slopes)
-    out = torch.zeros_like(widen(q), memory_format=torch.contiguous_format)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
-    for source, (keys, values) in ring.round(torch.stack((k, v))):
+    for source, both in ring.round(_packed(k, v)):
+        keys, values = _apart(both, k, v)
         for query, key, place in _places(ring, source, q.shape[1], documents, block_mask):
             if place.is_visible(keys.shape[1] // 2, window):
                 more = forward(q[:, query], keys[:, key], values[:, key], options, place)
@@ -106,7 +108,7 @@ def _(
     block_mask: list[int],
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
 
 
 @torch.library.custom_op(
@@ -136,17 +138,19 @@ def _ring_backward(
     softmax = FullSoftmax.of(grad, widen(out), lse)
     dq = torch.zeros_like(widen(q), memory_format=torch.contiguous_format)
     sums: Tensor | None = None
-    for source, (keys, values) in ring.round(torch.stack((k, v))):
-        added = torch.zeros_like(widen(keys)).new_zeros((2, *keys.shape))
+    for source, both in ring.round(_packed(k, v)):
+        keys, values = _apart(both, k, v)
+        added = torch.zeros_like(widen(both))
+        added_keys, added_values = _apart(added, k, v)
         for query, key, place in _places(ring, source, q.shape[1], documents, block_mask):
             if place.is_visible(keys.shape[1] // 2, window):
                 grads = backward(softmax.queries(query), q[:, query], keys[:, key], values[:, key], options, place)
                 dq[:, query] += grads[0]
-                added[0][:, key] += grads[1]
-                added[1][:, key] += grads[2]
+                added_keys[:, key] += grads[1]
+                added_values[:, key] += grads[2]
         sums = added if sums is None else ring.rotate(sums) + added
     assert sums is not None
-    dk, dv = (ring.rotate(sums) if ring.size > 1 else sums).to(k.dtype)
+    dk, dv = _apart((ring.rotate(sums) if ring.size > 1 else sums).to(k.dtype), k, v)
     if sinks is None:
         return dq.to(q.dtype), dk.clone(), dv.clone(), q.new_empty(0)
     weights_BNT = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
@@ -188,6 +192,17 @@ def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 ring_attention.register_autograd(_gradients, setup_context=_keep)
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values in one buffer, to be sent together; their head dims may differ."""
+    return torch.cat((k.flatten(), v.flatten()))
+
+
+def _apart(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What is in a buffer like `_packed(k, v)`."""
+    keys, values = both.split([k.numel(), v.numel()])
+    return keys.view(k.shape), values.view(v.shape)
 
 
 def _places(

@@ -63,7 +63,7 @@ def forward(
     q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, position: BlockPosition
 ) -> tuple[Tensor, Tensor]:
     """(output [B, T, N, D], log Σ exp [B, N, T]), both at least fp32; a query that sees no key gives 0 and -inf."""
-    if _has_kernel(q_BTND, options, position):
+    if _has_kernel(q_BTND, v_BSKD, options, position):
         return _kernel_forward(q_BTND, k_BSKD, v_BSKD, options, position)
     parts = [
         _forward(q_BTND[:, rows], k_BSKD, v_BSKD, options, position.queries(rows.start, rows.stop))
@@ -99,7 +99,7 @@ def backward(
     softmax: FullSoftmax, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, position: BlockPosition
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v by this block, at least fp32."""
-    if _has_kernel(q_BTND, options, position):
+    if _has_kernel(q_BTND, v_BSKD, options, position):
         return _kernel_backward(softmax, q_BTND, k_BSKD, v_BSKD, options, position)
     dk, dv = (torch.zeros_like(widen(x), memory_format=torch.contiguous_format) for x in (k_BSKD, v_BSKD))
     dq = []
@@ -193,8 +193,10 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 # --- on a GPU
 
 
-def _has_kernel(q: Tensor, options: Options, position: BlockPosition) -> bool:
+def _has_kernel(q: Tensor, v: Tensor, options: Options, position: BlockPosition) -> bool:
     """Queries over the keys of their own piece with any settings; over another piece where nothing is masked."""
+    if q.shape[-1] != v.shape[-1]:
+        return False
     clear = position.causal or (position.is_unmasked(q.shape[1], options.window) and options.slopes_N is None)
     return has_triton(q.device) and clear and q.dtype != torch.float64 and q.shape[-1] <= 256
 

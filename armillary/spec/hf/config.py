@@ -256,11 +256,40 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
-    moe = _experts(config)
-    return {
+    return _deepseek_experts(config) | {
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.qk_norm == "head",
         "partial_rotary_factor": config.rope.fraction,
+    }
+
+
+def _write_deepseek(config: ModelConfig) -> dict[str, Any]:
+    mla, moe = config.mla, _experts(config)
+    if mla is None:
+        raise BadModel(
+            f"{config.name}: a '{config.family}' config.json is of a model with latent attention and this has none; "
+            "try --set model.family=glm4_moe, or give it [model.mla]"
+        )
+    method = "group_limited_greedy" if moe.groups > 1 else "greedy"
+    v2 = config.family == "deepseek_v2"
+    routing = {"topk_method": method} if v2 else {"rope_interleave": config.rope.interleaved, "topk_method": "noaux_tc"}
+    return _deepseek_experts(config) | {
+        "attention_bias": config.qkv_bias,
+        "head_dim": mla.rope_dim,
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.v_dim,
+        "scoring_func": moe.score,
+        "moe_layer_freq": 1,
+        **routing,
+    }
+
+
+def _deepseek_experts(config: ModelConfig) -> dict[str, Any]:
+    moe = _experts(config)
+    return {
         "first_k_dense_replace": config.num_layers - config.num_moe_layers,
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
@@ -353,6 +382,9 @@ WRITERS: dict[str, tuple[str, Writer]] = {
     "glm4_moe": ("Glm4MoeForCausalLM", _write_glm4_moe),
     "gpt_oss": ("GptOssForCausalLM", _write_gpt_oss),
     "llama4_text": ("Llama4ForCausalLM", _write_llama4),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", _write_deepseek),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _write_deepseek),
+    "kimi_k2": ("DeepseekV3ForCausalLM", _write_deepseek),
     "phi3": ("Phi3ForCausalLM", _write_phi3),
     "gemma": ("GemmaForCausalLM", _write_bias),
     "gemma2": ("Gemma2ForCausalLM", _write_gemma2),

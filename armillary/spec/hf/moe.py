@@ -91,30 +91,36 @@ def deepseek(raw: Raw) -> Fields:
         "v_dim": raw["v_head_dim"],
     }
     rope = replace(read_rope(raw), interleaved=raw.get("rope_interleave", True))
-    scale = (mla["nope_dim"] + mla["rope_dim"]) ** -0.5
+    scale, stretch = (mla["nope_dim"] + mla["rope_dim"]) ** -0.5, _yarn_softmax(rope.factor, rope.mscale_all_dim)
+    bias = raw.get("attention_bias", False)
     return {
         "mla": mla,
+        "kv_heads": raw["num_attention_heads"],
         "head_dim": mla["nope_dim"] + mla["rope_dim"],
         "rope": rope,
         "moe": deepseek_moe(raw),
         "layers": kinds(raw, moe=lambda i: i >= first and i % period == 0),
-        "attention_scale": scale * _yarn_softmax(rope.factor, rope.mscale_all_dim),
+        "attention_scale": None if stretch == 1.0 else scale * stretch,
+        "qkv_bias": bias,
+        "out_bias": bias,
     }
 
 
 def deepseek_moe(raw: Raw) -> Fields:
+    """V2 limits groups only where its method says so, and never normalizes, as in transformers."""
     v3 = raw.get("model_type") != "deepseek_v2"
+    limited = v3 or raw.get("topk_method") == "group_limited_greedy"
     return {
         "num_experts": raw["n_routed_experts"],
         "top_k": raw["num_experts_per_tok"],
         "ffn": raw["moe_intermediate_size"],
         "shared_ffn": raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
         "score": "sigmoid" if raw.get("scoring_func", "sigmoid" if v3 else "softmax") == "sigmoid" else "softmax",
-        "normalize": raw.get("norm_topk_prob", v3),
+        "normalize": v3 and raw.get("norm_topk_prob", True),
         "routed_scale": raw.get("routed_scaling_factor", 1.0),
         "selection_bias": v3,
-        "groups": raw.get("n_group") or 1,
-        "top_groups": raw.get("topk_group") or 1,
+        "groups": (raw.get("n_group") or 1) if limited else 1,
+        "top_groups": (raw.get("topk_group") or 1) if limited else 1,
     }
 
 

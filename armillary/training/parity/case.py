@@ -29,7 +29,7 @@ from armillary.parallel.shard_weights import fill_random, materialise
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import axis_sizes
-from armillary.spec.model import LayerKind, ModelConfig, MoE
+from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE, Rope
 from armillary.spec.tables.train import TrainJob
 from armillary.training.setup.kernel_selection import use_kernels
 from armillary.training.step.lora import add_lora
@@ -54,6 +54,23 @@ def mixture(**changes: Any) -> ModelConfig:
     """The same with experts in its second layer, a shared one, and a bias that chooses."""
     moe = MoE(num_experts=8, top_k=2, ffn=8, shared_ffn=16, score="sigmoid", selection_bias=True)
     return tiny(**({"moe": moe, "layers": (LayerKind(), LayerKind(mlp="moe"))} | changes))
+
+
+def latent(**changes: Any) -> ModelConfig:
+    """DeepSeek-style: the same with latent attention and grouped routing."""
+    mla = MLA(q_rank=12, kv_rank=8, nope_dim=4, rope_dim=2, v_dim=3)
+    moe = MoE(
+        num_experts=8,
+        top_k=2,
+        ffn=8,
+        shared_ffn=16,
+        score="sigmoid",
+        selection_bias=True,
+        groups=4,
+        top_groups=2,
+        routed_scale=1.5,
+    )
+    return mixture(**({"mla": mla, "moe": moe, "head_dim": 6, "rope": Rope(interleaved=True)} | changes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.training.parity.case import Case, Outcome, error, mixture, steps, tiny
-from armillary.training.parity.strategies import ALL, EXPERTS, layout_of
+from armillary.training.parity.case import Case, Outcome, error, latent, mixture, steps, tiny
+from armillary.training.parity.strategies import ALL, EXPERTS, LATENT, layout_of
 
 STEPS = 20
 FORMATS = ("fp32", "fp64")
@@ -58,7 +58,8 @@ def cases_of(strategy: str, world: int, formats: Sequence[str] = FORMATS) -> lis
     def layout(recompute: str, interval: int) -> Layout | None:
         return layout_of(strategy, world, recompute=recompute, recompute_every=interval)
 
-    return _variants(layout, formats, experts=strategy in EXPERTS)
+    model = latent if strategy in LATENT else mixture if strategy in EXPERTS else tiny
+    return _variants(layout, formats, model)
 
 
 def cases_of_layout(given: Layout, formats: Sequence[str] = FORMATS, *, experts: bool) -> list[Case]:
@@ -68,16 +69,18 @@ def cases_of_layout(given: Layout, formats: Sequence[str] = FORMATS, *, experts:
         plain = replace(given, precision="fp32", micro_batch=1)
         return replace(plain, recompute=recompute, recompute_every=interval)  # type: ignore[arg-type]
 
-    return _variants(layout, formats, experts=experts)
+    return _variants(layout, formats, mixture if experts else tiny)
 
 
-def _variants(layout_for: Callable[[str, int], Layout | None], formats: Sequence[str], *, experts: bool) -> list[Case]:
+def _variants(
+    layout_for: Callable[[str, int], Layout | None], formats: Sequence[str], model: Callable[[], ModelConfig]
+) -> list[Case]:
     variants = [(dtype, *variant) for dtype in formats for variant in VARIANTS[dtype]]
     layouts = [layout_for(recompute, interval) for _, _, recompute, interval in variants]
     return [
         Case(
             layout=layout,
-            config=_config(layout, experts=experts),
+            config=_config(layout, model()),
             dtype=dtype,
             steps=STEPS,
             accumulate=max(accumulate, 2 * layout.pp if layout.pp > 1 else 1),
@@ -93,9 +96,8 @@ def _refuses_selective(layout: Layout) -> bool:
     return (layout.pp > 1 and layout.schedule == "zero_bubble") or layout.offload in ("activations", "both")
 
 
-def _config(layout: Layout, *, experts: bool) -> ModelConfig:
+def _config(layout: Layout, config: ModelConfig) -> ModelConfig:
     """With as many layers as there are chunks, where those of the tiny models are too few."""
-    config = mixture() if experts else tiny()
     more = layout.pp * layout.interleave - config.num_layers - 2
     return replace(config, layers=(*config.layers, *[LayerKind()] * more)) if more > 0 else config
 
@@ -184,8 +186,8 @@ def page(rows: Sequence[Row]) -> str:
         "Written by `armillary parity` and by `pytest -m slow tests/parallel/test_matrix.py`, last on "
         f"{datetime.date.today()}, torch {torch.__version__}. Largest relative difference from one process over "
         f"{STEPS} AdamW steps of a tiny model (vocabulary 37, which no number of ranks divides; with experts: 8, two a "
-        "token and a shared one, balance loss, z-loss and selection bias), learning rate 3e-3, gradients "
-        "clipped to a norm of 1, over the variants without and with accumulation, full, selective and "
-        "every-second-layer recompute. Bars: "
+        "token and a shared one, balance loss, z-loss and selection bias; latent: the same DeepSeek-style, with latent "
+        "attention and experts in groups), learning rate 3e-3, gradients clipped to a norm of 1, over the variants "
+        "without and with accumulation, full, selective and every-second-layer recompute. Bars: "
         f"{bars}. {older}{len({row.strategy for row in rows})} of {len(ALL)} strategies are below.\n\n" + table(rows)
     )

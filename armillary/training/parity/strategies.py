@@ -71,10 +71,16 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "pp × dp, offloaded": dict(pp=2, offload="both"),
 }
 """of a dense model whose optimizer states and activations are offloaded"""
-ALL = STRATEGIES | STAGED | OFFLOADED | EXPERTS
+_DENSE = STRATEGIES | STAGED | OFFLOADED
+LATENT: dict[str, dict[str, Any]] = {
+    **{f"latent: {name}": fields for name, fields in _DENSE.items()},
+    **{name.replace("experts: ", "latent: "): fields for name, fields in EXPERTS.items()},
+}
+"""every one of these, of a DeepSeek-style model: latent attention, a dense layer, experts in groups"""
+ALL = _DENSE | EXPERTS | LATENT
 
 
-WORDS = {"dense": [*STRATEGIES, *STAGED, *OFFLOADED], "experts": [*EXPERTS]}
+WORDS = {"dense": [*_DENSE], "experts": [*EXPERTS], "latent": [*LATENT]}
 """groups of strategies"""
 
 

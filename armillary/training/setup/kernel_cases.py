@@ -80,7 +80,7 @@ def _layers(config: ModelConfig, layout: Layout, tokens: int, shared: dict[str, 
             **shared,
         )
         yield Wanted("grouped_linear", "grouped_linear", grouped)
-    if config.positions == "rope":
+    if config.positions == "rope" and config.mla is None:
         rope = RopeCase(
             tokens=tokens,
             heads=config.heads // layout.tp,
@@ -94,10 +94,11 @@ def _layers(config: ModelConfig, layout: Layout, tokens: int, shared: dict[str, 
 
 
 def _attention(config: ModelConfig, job: TrainJob, layout: Layout, shared: dict[str, Any]) -> Iterator[Wanted]:
-    """Full and sliding layers, each with rows of one document and of several; ALiBi keeps its plain form."""
+    """Full and sliding layers, each with rows of one document and of several; ALiBi keeps its plain form, and latent
+    attention, whose values have their own head dim, torch's."""
     from armillary.kernels.attention.attention import AttentionCase
 
-    if config.positions == "alibi" or layout.cp > 1:
+    if config.positions == "alibi" or config.mla is not None or layout.cp > 1:
         return
     windows = {config.window if kind.attention == "sliding" else None for kind in config.layers}
     for window in sorted(windows, key=lambda window: window or 0):

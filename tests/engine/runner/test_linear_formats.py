@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from armillary.engine.build import make_engine
-from armillary.engine.runner.layer import Dense, LinearFn
+from armillary.engine.runner.linear_fn import Dense, LinearFn
 from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, packs
 from armillary.model.transformer import build
 from armillary.spec.tables.serve import Serve

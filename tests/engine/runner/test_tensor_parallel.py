@@ -85,7 +85,7 @@ def all_answers(size: int, names: list[str]) -> dict[str, list[list[int]]]:
     return {name: answers(name, size, dist.get_rank()) for name in names}
 
 
-FEW = ["multi-query", "norm over heads", "a dense layer before experts"]
+FEW = ["multi-query", "norm over heads", "a dense layer before experts", "latent", "latent, full-rank queries"]
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["few", "all"])

@@ -28,6 +28,14 @@ def small(**fields: object) -> ModelConfig:
     return config_from_fields(base | fields, where="small")
 
 
+def latent(*, q_rank: int | None = 10, **fields: object) -> ModelConfig:
+    """DeepSeek-style: latent attention, a dense layer before experts, a shared expert, grouped routing."""
+    mla = {"q_rank": q_rank or "none", "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
+    moe = {"num_experts": 4, "top_k": 2, "ffn": 16, "shared_ffn": 16, "score": "sigmoid", "selection_bias": True}
+    base = {"mla": mla, "kv_heads": 4, "head_dim": 12, "dense_first": 1, "family": "deepseek_v3"}
+    return small(**base | {"rope": {"interleaved": True}, "moe": moe | {"groups": 2, "top_groups": 1}} | fields)
+
+
 SHAPES = {
     "plain": small(),
     "window": small(attention_pattern=["sliding", "full"], window=5),
@@ -45,6 +53,8 @@ SHAPES = {
         rope={"interleaved": True},
     ),
     "window and sinks": small(attention_pattern=["sliding"], window=4, sinks=True),
+    "latent": latent(),
+    "latent, full-rank queries": latent(q_rank=None),
 }
 
 

@@ -1,0 +1,64 @@
+"""The multi-token-prediction layers of a Hugging Face folder, read beside the model."""
+
+from pathlib import Path
+
+import torch
+
+from armillary.errors import BadModel
+from armillary.kernels.core.dtype import parse_dtype
+from armillary.model.moe.experts import Router
+from armillary.model.multi_token import MtpLayer
+from armillary.model.quantized.quantization_config import packed_reader
+from armillary.model.weights.hf_layout import Rule, mtp_rules
+from armillary.model.weights.hf_weights import as_stored
+from armillary.model.weights.safetensors_folder import TensorFolder
+from armillary.spec.hf.config import from_hf
+from armillary.spec.model import ModelConfig
+from armillary.store.hf_folder import read_config
+
+
+def num_mtp_layers(config: ModelConfig, stored: TensorFolder) -> int:
+    """How many a folder holds."""
+    count = 0
+    while f"model.layers.{config.num_layers + count}.eh_proj.weight" in stored:
+        count += 1
+    return count
+
+
+@torch.no_grad()
+def load_mtp_layers(
+    folder: Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
+) -> list[MtpLayer]:
+    """The layers of a folder in the order of their depth, empty where it has none; `dtype` None keeps the folder's."""
+    raw = read_config(folder)
+    config = from_hf(raw, name=folder.name)
+    with TensorFolder(folder) as stored:
+        count = num_mtp_layers(config, stored)
+        if count and packed_reader(raw) is not None:
+            raise BadModel(f"{config.name} is quantized; write plain weights with armillary convert first")
+        wanted = parse_dtype(dtype) if dtype is not None else stored.dtype()
+        return [_load(config, stored, depth, wanted, torch.device(device)) for depth in range(count)]
+
+
+def _load(config: ModelConfig, stored: TensorFolder, depth: int, dtype: torch.dtype, device: torch.device) -> MtpLayer:
+    with torch.device("meta"):
+        layer = MtpLayer(config)
+    layer = layer.to(dtype).to_empty(device=device)
+    for module in layer.modules():
+        if isinstance(module, Router):
+            module.reset()
+    tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    for rule in mtp_rules(config, depth):
+        rule = as_stored(rule, stored)
+        _check(config, rule, stored, tensors[rule.name].shape)
+        tensors[rule.name].copy_(rule.join([stored.read(name) for name in rule.hf_names]))
+    return layer
+
+
+def _check(config: ModelConfig, rule: Rule, stored: TensorFolder, wanted: torch.Size) -> None:
+    missing = [name for name in rule.hf_names if name not in stored]
+    shape = None if missing else rule.joined_shape([stored.where(name).shape for name in rule.hf_names])
+    if shape != wanted:
+        name = missing[0] if missing else rule.hf_names[0]
+        problem = "is missing" if missing else f"makes {list(shape or [])} where config.json says {list(wanted)}"
+        raise BadModel(f"{config.name}: {name} {problem}; config.json and weights are not of one model")
