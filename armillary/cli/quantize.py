@@ -34,6 +34,7 @@ _SHOWN = 5  # layers
 @click.option("--samples", default=64, show_default=True, type=click.IntRange(1, 4096), help="Windows to calibrate on.")
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Modules to leave as they are, like '*.down_proj'.")
 @click.option("--group-size", default=128, show_default=True, help="Columns of int4 that share a scale.")
+@click.option("--kv", type=click.Choice(["fp8", "int8"]), help="Add scales for a KV cache of that dtype.")
 @device_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing folder or file.")
 @model_code_option
@@ -47,6 +48,7 @@ def quantize(
     samples: int,
     keep: tuple[str, ...],
     group_size: int,
+    kv: str | None,
     device: str | None,
     overwrite: bool,
 ) -> None:
@@ -70,6 +72,7 @@ def quantize(
             keep=keep,
             samples=samples,
             group=group_size,
+            kv=kv or "",
             device=pick_device(device),
             overwrite=overwrite,
             progress=bar.at,

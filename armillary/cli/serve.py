@@ -36,6 +36,7 @@ _AROUND_ROUTES = tuple(
 @moved("--max-model-len", "try --set serve.max_model_len=4096")
 @moved("--fp8", "try --set serve.weights=fp8", is_flag=True)
 @moved("--name", "try --set serve.name=…")
+@moved("--kv-dtype", "try --set serve.kv_dtype=fp8")
 @moved("--dtype", "try --set serve.dtype=bf16")
 @moved("--api-key-file", "try --set serve.api_key_file=…")
 @moved("--tools", "try --set serve.tools=hermes")

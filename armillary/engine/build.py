@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
@@ -35,6 +36,7 @@ from armillary.engine.telemetry.step_calibration import calibrate_steps
 from armillary.errors import BadInput
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.requirements import lacking
+from armillary.kernels.paged.cache_codes import CACHE_DTYPES, largest_code
 from armillary.model.device import fit_threads, free_bytes
 from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
@@ -121,11 +123,8 @@ def make_executor(
     weight, rng = next(model.parameters()), random.Random(seed)
     if serve.weights == "int8" and weight.device.type != "cpu":
         raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
-    kv_dtype = torch.float8_e4m3fn if plan.dtype == "fp8" else DTYPES[plan.dtype]
-    if kv_dtype == torch.float8_e4m3fn and lacking(("fp8",), weight.device.type):
-        raise BadInput("a KV cache in fp8 is for a GPU of compute capability 8.9 or more; leave serve.kv_dtype=auto")
-    if kv_dtype == torch.float8_e4m3fn and model.config.mla is not None:
-        raise BadInput("latents are not cached in fp8 yet; leave serve.kv_dtype=auto")
+    kv_dtype = CACHE_DTYPES.get(plan.dtype) or DTYPES[plan.dtype]
+    _check_cache(model, plan.dtype, group)
     executor = FastExecutor(
         model,
         plan.make(prefix=False),
@@ -139,9 +138,29 @@ def make_executor(
     )
     if group is not None:
         shard(executor, model.config, group)
-    if kv_dtype == torch.float8_e4m3fn:
-        _scale(executor)
+    if plan.dtype in CACHE_DTYPES:
+        _scale(executor, kv_dtype)
     return executor
+
+
+def _check_cache(model: Transformer, kv_dtype: str, group: Group | None) -> None:
+    """BadInput for a cache dtype that the device or the model does not have."""
+    device = next(model.parameters()).device.type
+    if kv_dtype in CACHE_DTYPES and model.config.mla is not None:
+        raise BadInput("latents are not cached in 8 bits yet; leave serve.kv_dtype=auto")
+    if kv_dtype == "fp8" and device != "cpu" and lacking(("fp8",), device):
+        raise BadInput("a KV cache in fp8 is for a GPU of compute capability 8.9 or more; leave serve.kv_dtype=auto")
+    if kv_dtype != "int8":
+        return
+    if device != "cpu":
+        raise BadInput("a KV cache in int8 is for a CPU; take serve.kv_dtype=fp8, or leave it auto")
+    if group is not None:
+        raise BadInput("a KV cache in int8 is not sharded yet; set layout.tp=1, or leave serve.kv_dtype=auto")
+    if any(_kv_range(block) is None for block in model.blocks.values()):
+        raise BadInput(
+            f"{model.config.name} has no scales for a KV cache in int8; calibrate them with armillary quantize --kv "
+            "int8, or take serve.kv_dtype=fp8"
+        )
 
 
 def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
@@ -157,12 +176,21 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
         replace_linears(forward, Int8Dense.rounded if serve.weights == "int8" else packed, let_go=let_go)
 
 
-def _scale(executor: FastExecutor) -> None:
-    """Scales of 1 for the fp8 KV cache: the range suffices without calibration (vLLM's default too)."""
-    ones_2K = torch.ones(2, executor.rows.blocks.shape[3], device=executor.device)
-    for layer in executor.forward.layers:
-        layer.heads = replace(layer.heads, scales_2K=ones_2K)
-        layer.options = replace(layer.options, scales_2K=ones_2K)
+def _scale(executor: FastExecutor, kv_dtype: torch.dtype) -> None:
+    """Scales of an 8-bit KV cache: the checkpoint's, or 1, with which fp8's range suffices (vLLM's default too)."""
+    shape = 2, executor.rows.blocks.shape[3]
+    for layer, block in zip(executor.forward.layers, executor.forward.model.blocks.values(), strict=True):
+        range_2K = _kv_range(block)
+        scales_2K = torch.ones(2, 1) if range_2K is None else range_2K / largest_code(kv_dtype)
+        if scales_2K.shape != shape:  # of a shard: the largest serves every head
+            scales_2K = scales_2K.amax(dim=1, keepdim=True).expand(shape).contiguous()
+        scales_2K = scales_2K.to(executor.device)
+        layer.heads = replace(layer.heads, scales_2K=scales_2K)
+        layer.options = replace(layer.options, scales_2K=scales_2K)
+
+
+def _kv_range(block: nn.Module) -> Tensor | None:
+    return getattr(block.attention, "kv_range_2K", None)
 
 
 def kv_plan(

@@ -19,6 +19,7 @@ from torch import Tensor
 from armillary.kernels.attention.attention import AttentionOptions, distances, reference, seen_keys
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, Ceiling, Op, OpWork, Version, in_triton
+from armillary.kernels.paged.cache_codes import CACHE_DTYPES
 
 # T packed tokens, B sequences, P pages of the longest, N query heads, K KV heads, D head dim, S keys
 
@@ -162,11 +163,11 @@ class PagedCase(Case):
     softcap: float = 0.0  # soft cap of scores; 0: none
     sinks: bool = False
     slopes: bool = False
-    cache: str = ""  # 'fp8': keys and values in E4M3 with per-head scales; '' as the queries
+    cache: str = ""  # 'fp8' (E4M3), 'int8': keys and values in 8 bits with per-head scales; '' as the queries
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn if self.cache == "fp8" else self.torch_dtype
+        return CACHE_DTYPES.get(self.cache, self.torch_dtype)
 
     def lengths(self) -> list[int]:
         if not self.ragged:
@@ -231,6 +232,8 @@ def _small(case: PagedCase) -> PagedCase:
 def refuses(case: PagedCase) -> str | None:
     if case.head_dim > 256:
         return f"head dim {case.head_dim} is beyond 256"
+    if case.cache == "int8":
+        return "no kernel for a cache in int8"
     return None if case.dtype in ("fp32", "bf16", "fp16") else f"no kernel for {case.dtype}"
 
 

@@ -16,6 +16,7 @@ from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.dtype import DTYPES, widen
 from armillary.kernels.core.launch import power_of_two
 from armillary.kernels.core.op import Case, Op, OpWork, in_triton
+from armillary.kernels.paged.cache_codes import to_codes
 from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
 from armillary.kernels.pointwise.rope import rotate
 
@@ -118,8 +119,7 @@ def _write(cache: Tensor, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor, scales_
     page, place = slots // cache.shape[3], slots % cache.shape[3]
     for index, x in enumerate((k_TKD[valid], v_TKD[valid])):
         if scales_2K is not None:
-            largest = torch.finfo(cache.dtype).max
-            x = (x / scales_2K[index][None, :, None]).clamp(-largest, largest)
+            x = to_codes(x, scales_2K[index][None, :, None], cache.dtype)
         cache[:, index].transpose(1, 2)[page, place] = x.to(cache.dtype)
 
 

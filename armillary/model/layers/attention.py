@@ -42,6 +42,8 @@ class Attention(nn.Module):
         self.sinks_N = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
         self.alibi = (config.heads, config.alibi_max) if config.positions == "alibi" else None
         self.chosen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+        self.kv_range_2K: Tensor | None = None
+        """largest key and value by KV head, of checkpoints with scales for an 8-bit cache"""
         self.register_buffer("slopes_N", alibi_slopes(*self.alibi) if self.alibi else None, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

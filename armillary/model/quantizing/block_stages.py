@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.model.layers.attention_forms import plain
+from armillary.model.layers.attention_forms import Attend, plain
 from armillary.model.moe.experts import Experts, MixtureOfExperts
 from armillary.model.quantizing.awq import InputStatistics, Statistics, weight_of
 from armillary.model.transformer import Block, Transformer
@@ -60,13 +60,13 @@ class Stages:
 
 
 @torch.no_grad()
-def run_stage(stage: Transformer, x: Tensor) -> Tensor:
+def run_stage(stage: Transformer, x: Tensor, attend: Attend = plain) -> Tensor:
     """All windows through a stage: [W, T] or [W, T, H] -> [W, T, H], kept on the CPU."""
     device = next(stage.parameters()).device
     positions_BT = torch.arange(x.shape[1], device=device)[None]
     parts = []
     for part in x.split(_WINDOWS):
-        parts.append(stage(part.to(device), positions_BT.expand(len(part), -1), plain).cpu())
+        parts.append(stage(part.to(device), positions_BT.expand(len(part), -1), attend).cpu())
     return torch.cat(parts)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from armillary.kernels.core.dtype import HF_NAMES
 from armillary.model.quantized.compressed_tensors import E4M3
 from armillary.model.quantized.formats import Fp8, IntGroups
+from armillary.model.quantized.kv_ranges import scheme_of
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantizing.quantized_stages import Fused, QuantizedStages
 from armillary.model.weights.hf_layout import Rule
@@ -31,7 +33,7 @@ def write_compressed(stages: QuantizedStages, source: Path, folder: Path, *, ove
     refuse_foreign(folder)
     listed = _Modules()
     with staged_folder(folder, overwrite=overwrite) as staged:
-        size = write_shards(_named(stages.tensors(), listed), staged, _SHARD_BYTES)
+        size = write_shards(chain(_named(stages.tensors(), listed), _kv_scales(stages)), staged, _SHARD_BYTES)
         copy_alongside(source, staged)
         raw = read_config(source) | {"quantization_config": listed.table(stages)}
         raw.pop("dtype", None)
@@ -97,7 +99,8 @@ class _Modules:
             inputs = _input_arguments(stages)
             weights = json.loads(arguments)
             groups[f"group_{i}"] = {"targets": targets, "weights": weights, "input_activations": inputs}
-        return {
+        cache = {} if stages.kv is None else {"kv_cache_scheme": scheme_of(stages.kv.kind)}
+        return cache | {
             "quant_method": "compressed-tensors",
             "format": _FORMATS[stages.target.name],
             "quantization_status": "compressed",
@@ -139,6 +142,12 @@ def _weight_arguments(packed: PackedRows) -> str:
         by_row = format.group == packed.columns
         arguments |= {"strategy": "channel"} if by_row else {"strategy": "group", "group_size": format.group}
     return json.dumps(arguments | {"dynamic": False})
+
+
+def _kv_scales(stages: QuantizedStages) -> Iterator[tuple[str, Tensor]]:
+    """Known once the last block is done."""
+    if stages.kv is not None:
+        yield from stages.kv.tensors().items()
 
 
 def _named(tensors: Iterable[tuple[Rule, Fused]], listed: _Modules) -> Iterator[tuple[str, Tensor]]:

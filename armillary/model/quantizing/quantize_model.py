@@ -15,6 +15,7 @@ from armillary.model.quantized.quantization_config import packed_reader
 from armillary.model.quantizing.block_stages import Stages
 from armillary.model.quantizing.compressed_writer import write_compressed
 from armillary.model.quantizing.gguf_writer import write_gguf
+from armillary.model.quantizing.kv_calibration import KvCalibration
 from armillary.model.quantizing.quantization_targets import find_target
 from armillary.model.quantizing.quantized_stages import LayerError, QuantizedStages
 from armillary.model.text.tokenizer import Tokenizer
@@ -56,15 +57,21 @@ def quantize(
     keep: Sequence[str] = (),
     samples: int = 64,
     group: int = 128,
+    kv: str = "",
     device: torch.device | str = "cpu",
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Write `source` to the folder (for GGUF the file) `target`; `samples` windows of the text are calibrated on."""
+    """Write `source` to the folder (for GGUF the file) `target`; `samples` windows of the text are calibrated on. `kv`
+    adds scales for a KV cache in fp8 or int8."""
     folder = _plain_folder(source)
     wanted = find_target(to, parse_dtype(stored_dtype(folder)), group)
+    if kv and wanted.spec.gguf:
+        raise BadInput("GGUF files hold no scales of a KV cache; leave --kv out, or take another format")
+    if kv and source.config.mla is not None:
+        raise BadInput(f"{source.name} caches latents, which have no 8-bit scales yet; leave --kv out")
     _check_patterns(source, keep)
-    calibration, held_out = _windows(source, text, samples if wanted.spec.calibrated else 0)
+    calibration, held_out = _windows(source, text, samples if wanted.spec.calibrated or kv else 0)
     with TensorFolder(source.url or folder) as stored:
         stages = Stages(config=source.config, stored=stored, device=torch.device(device))
         stages.check()
@@ -74,6 +81,7 @@ def quantize(
             keep=tuple(keep),
             calibration=calibration,
             held_out=held_out,
+            kv=KvCalibration(kind=kv) if kv else None,
             progress=progress,
         )
         write = write_gguf if wanted.spec.gguf else write_compressed
@@ -117,7 +125,9 @@ def _windows(source: ModelSource, text: Path | None, samples: int) -> tuple[Text
     files = source.files
     if files is None or not (files / "tokenizer.json").is_file():
         if samples or text is not None:
-            raise BadInput(f"{source.name} has no tokenizer, so no text calibrates it; take int4-rtn, fp8 or int8")
+            raise BadInput(
+                f"{source.name} has no tokenizer, so no text calibrates it; take int4-rtn, fp8 or int8, without --kv"
+            )
         return None, None
     length = min(WINDOW, source.config.context)
     most = samples * _HELD_OUT // (_HELD_OUT - 1) if samples else _MEASURED

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from armillary.model.evaluation.perplexity import Comparison, comparison_of, window_figures
 from armillary.model.evaluation.text_windows import TextWindows
+from armillary.model.layers.attention_forms import Attend, plain
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantizing.awq import InputStatistics, Statistics, fold_factors, output_error, weight_of
 from armillary.model.quantizing.block_stages import Stages, input_statistics, run_stage, watched
 from armillary.model.quantizing.gptq import gptq
+from armillary.model.quantizing.kv_calibration import KvCalibration
 from armillary.model.quantizing.quantization_targets import Target
 from armillary.model.quantizing.rounding import IntGrid
 from armillary.model.transformer import Block, Progress, Transformer
@@ -46,6 +48,7 @@ class QuantizedStages:
     keep: Sequence[str] = ()  # patterns of modules that stay as they are
     calibration: TextWindows | None = None
     held_out: TextWindows | None = None
+    kv: KvCalibration | None = None  # where ranges of a KV cache are wanted; then `calibration` is given
     progress: Progress | None = None  # blocks done, of how many
     errors: list[LayerError] = field(default_factory=list)
     comparison: Comparison | None = None
@@ -81,7 +84,10 @@ class QuantizedStages:
             stage = self.stages.block(layer)
             reference = None if reference is None else run_stage(stage, reference)
             packed = self._quantize(stage, layer, by_stage[str(layer)], calibration)
-            measured, calibration = (self._run_rounded(stage, layer, packed, x) for x in (measured, calibration))
+            observed = plain if self.kv is None else self.kv.observed(layer)
+            calibration = self._run_rounded(stage, layer, packed, calibration, observed)
+            cached = plain if self.kv is None else self.kv.rounded(layer)
+            measured = self._run_rounded(stage, layer, packed, measured, cached)
             yield from self._out(stage, by_stage[str(layer)], packed)
             if self.progress:
                 self.progress(layer + 1, self.stages.config.num_layers)
@@ -91,17 +97,17 @@ class QuantizedStages:
         return None if windows is None else run_stage(stage, windows.tokens_WT)
 
     def _run_rounded(
-        self, stage: Transformer, layer: int, packed: dict[str, PackedRows], x: Tensor | None
+        self, stage: Transformer, layer: int, packed: dict[str, PackedRows], x: Tensor | None, attend: Attend
     ) -> Tensor | None:
         """With inputs rounded where servers round them."""
         if x is None:
             return None
         rounded = self.target.spec.round_inputs
         if rounded is None:
-            return run_stage(stage, x)
+            return run_stage(stage, x, attend)
         names = {name.removeprefix(f"blocks.{layer}.") for name in packed}
         with watched(stage.blocks[str(layer)], lambda name, x: rounded(x) if name.partition("#")[0] in names else x):
-            return run_stage(stage, x)
+            return run_stage(stage, x, attend)
 
     def _finish(
         self, head_rules: list[Rule], reference: Tensor | None, measured: Tensor | None

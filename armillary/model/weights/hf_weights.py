@@ -16,6 +16,7 @@ from torch import Tensor
 from armillary.errors import BadInput, BadModel
 from armillary.kernels.core.dtype import HF_NAMES, parse_dtype
 from armillary.model.lora import NAMES as ADAPTERS
+from armillary.model.quantized.kv_ranges import SCALES, read_kv_ranges
 from armillary.model.quantized.quantization_config import packed_reader
 from armillary.model.transformer import Progress, Transformer, build
 from armillary.model.weights.gguf_weights import GgufTensors
@@ -63,9 +64,11 @@ def load_model(
         if read_module is not None:
             contents = PackedFolder(config, stored, read_module)
             dtype = wanted or torch.bfloat16
-            return load_packed(contents, dtype=dtype, device=device, keep=packed, progress=progress)
-        model = build(config, dtype=wanted or stored.dtype(), device=device)
-        fill(model, stored, progress)
+            model = load_packed(contents, dtype=dtype, device=device, keep=packed, progress=progress)
+        else:
+            model = build(config, dtype=wanted or stored.dtype(), device=device)
+            fill(model, stored, progress)
+        read_kv_ranges(model, stored, raw)
     return model
 
 
@@ -197,7 +200,7 @@ def _check_complete(model: Transformer, all_rules: list[Rule], stored: TensorFol
             f"{name}: {len(missing)} tensors are missing, the first {missing[0]}; config.json and weights are not of "
             "one model"
         )
-    ignored = ("lm_head.weight", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+    ignored = (*SCALES, "lm_head.weight", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
     extra = sorted(
         each
         for each in set(stored.names()) - wanted

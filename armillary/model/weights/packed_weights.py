@@ -15,6 +15,7 @@ from armillary.kernels.core.dtype import HF_NAMES
 from armillary.model.device import refuse_too_big
 from armillary.model.moe.experts import Router
 from armillary.model.moe.packed_experts import PackedExperts
+from armillary.model.quantized.kv_ranges import SCALES
 from armillary.model.quantized.mxfp4_experts import blocks_name, read_experts
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.quantized.packed_rows import FusedRows, PackedRows, join_rows, plain
@@ -30,9 +31,8 @@ _UNUSED = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
-    ".k_scale",  # of a KV cache in fp8
-    ".v_scale",
     ".output_scale",
+    *SCALES,
 )
 
 

@@ -24,7 +24,7 @@ class Serve:
     memory_fraction: float | None = None
     """share of a device's memory for weights, working memory and KV cache together; none: 0.9 of a GPU, 0.7 of what a
     process on a CPU may use"""
-    kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8"] = "auto"
     """dtype of the KV cache; auto: that of the activations"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """dtype of loaded weights and of compute; auto: 16 bits (the stored dtype, else bf16) where prefill and decode are
