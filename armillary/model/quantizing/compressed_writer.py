@@ -16,10 +16,10 @@ from torch import Tensor
 from armillary.kernels.core.dtype import HF_NAMES
 from armillary.model.quantized.compressed_tensors import E4M3
 from armillary.model.quantized.formats import Fp8, IntGroups
-from armillary.model.quantized.kv_ranges import scheme_of
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantizing.quantized_stages import Fused, QuantizedStages
 from armillary.model.weights.hf_layout import Rule
+from armillary.model.weights.kv_ranges import scheme_of
 from armillary.model.weights.safetensors_writer import copy_alongside, refuse_foreign, write_shards
 from armillary.store.atomic import staged_folder
 from armillary.store.hf_folder import read_config

@@ -56,9 +56,9 @@ class KvCalibration:
 
     def tensors(self) -> dict[str, Tensor]:
         """As checkpoints hold them, by Hugging Face name."""
-        named = {}
+        scales = {}
         for number in sorted(self.ranges):
             for letter, scale_K in zip("kv", self.scales(number), strict=True):
                 stored = scale_K[:1] if self.kind == "fp8" else scale_K
-                named[f"model.layers.{number}.self_attn.{letter}_scale"] = stored.clone()
-        return named
+                scales[f"model.layers.{number}.self_attn.{letter}_scale"] = stored.clone()
+        return scales

@@ -16,12 +16,12 @@ from torch import Tensor
 from armillary.errors import BadInput, BadModel
 from armillary.kernels.core.dtype import HF_NAMES, parse_dtype
 from armillary.model.lora import NAMES as ADAPTERS
-from armillary.model.quantized.kv_ranges import SCALES, read_kv_ranges
 from armillary.model.quantized.quantization_config import packed_reader
 from armillary.model.transformer import Progress, Transformer, build
 from armillary.model.weights.gguf_weights import GgufTensors
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, is_of_mtp_layer, rules
 from armillary.model.weights.host_to_device import Sender
+from armillary.model.weights.kv_ranges import SCALES, read_kv_ranges
 from armillary.model.weights.packed_weights import PackedFolder, load_packed
 from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
 from armillary.model.weights.safetensors_writer import copy_alongside, refuse_foreign, write_shards

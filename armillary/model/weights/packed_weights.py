@@ -15,7 +15,6 @@ from armillary.kernels.core.dtype import HF_NAMES
 from armillary.model.device import refuse_too_big
 from armillary.model.moe.experts import Router
 from armillary.model.moe.packed_experts import PackedExperts
-from armillary.model.quantized.kv_ranges import SCALES
 from armillary.model.quantized.mxfp4_experts import blocks_name, read_experts
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.quantized.packed_rows import FusedRows, PackedRows, join_rows, plain
@@ -23,6 +22,7 @@ from armillary.model.quantized.quantization_config import ReadModule
 from armillary.model.quantized.stored import Stored
 from armillary.model.transformer import Progress, Transformer
 from armillary.model.weights.hf_layout import FAMILIES, Rule, interleave, is_of_mtp_layer, rules
+from armillary.model.weights.kv_ranges import SCALES
 from armillary.spec.model import ModelConfig
 
 _EXPERTS = (".experts.up_E2FH", ".experts.down_EHF")

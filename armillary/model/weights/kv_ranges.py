@@ -33,8 +33,8 @@ def read_kv_ranges(model: Transformer, tensors: Tensors, raw: Mapping[str, Any])
         return
     largest = largest_code(CACHE_DTYPES[_cache_type(raw)])
     for number, block in model.blocks.items():
-        found = [_scale(tensors, f"model.layers.{number}.self_attn", letter) for letter in "kv"]
-        scales = [_checked(*each, model.config.kv_heads) for each in found if each is not None]
+        stored = [_scale(tensors, f"model.layers.{number}.self_attn", letter) for letter in "kv"]
+        scales = [_checked(*each, model.config.kv_heads) for each in stored if each is not None]
         if len(scales) == 2:
             block.attention.kv_range_2K = torch.stack(scales) * largest
 
@@ -62,9 +62,12 @@ def _cache_type(raw: Mapping[str, Any]) -> str:
     scheme = table.get("kv_cache_scheme") if isinstance(table, dict) else None
     if scheme is None:
         return "fp8"
-    if not isinstance(scheme, dict) or scheme.get("num_bits", 8) != 8 or scheme.get("type", "float") not in _TYPES:
-        raise BadModel(f"kv_cache_scheme {scheme} in config.json is not supported; float and int of 8 bits are")
-    return _TYPES[scheme.get("type", "float")]
+    kind, bits = (scheme.get("type", "float"), scheme.get("num_bits", 8)) if isinstance(scheme, dict) else (None, None)
+    if not isinstance(kind, str) or kind not in _TYPES or bits != 8:
+        raise BadModel(
+            f"kv_cache_scheme {str(scheme)[:80]} in config.json is not supported; float and int of 8 bits are"
+        )
+    return _TYPES[kind]
 
 
 def scheme_of(kind: str) -> dict[str, Any]:
