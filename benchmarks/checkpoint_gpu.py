@@ -118,15 +118,15 @@ def measure(home: Home, shape: dict[str, Any]) -> None:
         lifecycle.save(number + 1)
         saving_s = time.perf_counter() - begin
         after = [step(trainer, next(numbers)) for _ in range(AFTER)]
-        lifecycle.saver.finish()
-        (saved,) = lifecycle.saver.take_saved()
         print("| | seconds |\n|---|---|")
         print(f"| median step of {BASE}, and their range | {usual:.3f} ({min(base):.3f} to {max(base):.3f}) |")
         print(f"| saving step, more than that | {saving_s - usual:+.3f} (target ≤ 0.3; the step itself {last:.3f}) |")
         print(f"| the {AFTER} steps after it, more together | {sum(after) - AFTER * usual:+.3f} (target ≤ 0.5) |")
-        print(f"| each of them | {' '.join(f'{each:.3f}' for each in after)} |")
+        print(f"| each of them | {' '.join(f'{each:.3f}' for each in after)} |", flush=True)  # a slow disk takes minutes
+        lifecycle.saver.finish()
+        (saved,) = lifecycle.saver.take_saved()
         print(f"| stall that the trainer notes | {saved.stall_s:.3f} |")
-        print(f"| from request to commit of {saved.bytes / 1e9:.1f} GB | {saved.seconds:.1f} |")
+        print(f"| from request to commit of {saved.bytes / 1e9:.1f} GB | {saved.seconds:.1f} |", flush=True)
         begin = time.perf_counter()
         print(f"checksums: {faults(run, number + 1) or 'all right'} ({time.perf_counter() - begin:.1f} s)")
 
