@@ -122,7 +122,7 @@ def measure(home: Home, shape: dict[str, Any]) -> None:
         print(f"| median step of {BASE}, and their range | {usual:.3f} ({min(base):.3f} to {max(base):.3f}) |")
         print(f"| saving step, more than that | {saving_s - usual:+.3f} (target ≤ 0.3; the step itself {last:.3f}) |")
         print(f"| the {AFTER} steps after it, more together | {sum(after) - AFTER * usual:+.3f} (target ≤ 0.5) |")
-        print(f"| each of them | {' '.join(f'{each:.3f}' for each in after)} |", flush=True)  # a slow disk takes minutes
+        print(f"| each of them | {' '.join(f'{each:.3f}' for each in after)} |", flush=True)  # a disk may be slow
         lifecycle.saver.finish()
         (saved,) = lifecycle.saver.take_saved()
         print(f"| stall that the trainer notes | {saved.stall_s:.3f} |")
