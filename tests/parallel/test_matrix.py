@@ -9,7 +9,7 @@ import pytest
 
 from armillary.errors import BadInput
 from armillary.training.parity.matrix import Row, cases_of, measure, page, rows_of, table, with_rows
-from armillary.training.parity.strategies import ALL, EXPERTS, LATENT, chosen, layout_of
+from armillary.training.parity.strategies import ALL, EXPERTS, GPT_OSS, LATENT, chosen, layout_of
 from tests.ranks import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallel_agreement.md"
@@ -20,14 +20,14 @@ ROWS = [(world, name) for world in WORLDS for name in ALL if layout_of(name, wor
 def _id(world: int, name: str) -> str:
     """'on8-dense-HSDP-x-tp'"""
     plain = re.sub(r"[^0-9a-zA-Z]+", "-", name.replace("×", "x").replace("+", "and")).strip("-")
-    return f"on{world}-{plain if name in EXPERTS | LATENT else f'dense-{plain}'}"
+    return f"on{world}-{plain if name in EXPERTS | LATENT | GPT_OSS else f'dense-{plain}'}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "strategy"), ROWS, ids=[_id(*row) for row in ROWS])
 def test_a_strategy_on_ranks(ranks: Ranks, world: int, strategy: str) -> None:
     """A row each, so that `-k "on8 and dense"` runs a part; dense ones take about ten minutes on two quiet cores, those
-    with experts twice as long, and latent ones as long as both."""
+    with experts twice as long, and latent and gpt-oss ones as long as both each."""
     row = ranks.run(world, measure, strategy, world, cases_of(strategy, world), timeout_s=1200)[0]
     PAGE.write_text(with_rows(PAGE.read_text() if PAGE.exists() else "", [row]))
     assert not row.over
@@ -56,7 +56,8 @@ def test_a_row_takes_the_place_of_an_earlier_one() -> None:
 def test_strategies_are_named_as_people_type_them() -> None:
     assert chosen([]) == list(ALL)
     assert chosen(["tp"]) == ["tp"] and chosen(["PPxTP"]) == ["pp × tp"]
-    assert set(chosen(["dense"])) | set(chosen(["experts"])) | set(chosen(["latent"])) == set(ALL)
+    groups = ("dense", "experts", "latent", "gpt-oss")
+    assert {name for group in groups for name in chosen([group])} == set(ALL)
     assert "pp × HSDP" in chosen(["hsdp × tp", "pp"]) and "cp" not in chosen(["pp"])
     with pytest.raises(BadInput, match="no strategy 'zero-4'; did you mean 'ZeRO-"):
         chosen(["zero-4"])

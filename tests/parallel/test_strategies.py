@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from armillary.training.parity.case import Case, Outcome, error, latent, many, tiny
+from armillary.spec.model import ModelConfig
+from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, many, tiny
 from armillary.training.parity.matrix import BARS, alone
-from armillary.training.parity.strategies import LATENT, STRATEGIES, layout_of
+from armillary.training.parity.strategies import GPT_OSS, LATENT, STRATEGIES, layout_of
 from tests.ranks import Ranks
 
 
@@ -34,22 +37,31 @@ def smallest(strategy: str) -> int:
     return next(world for world in (2, 4, 8) if layout_of(strategy, world) is not None)
 
 
-SOME_LATENT = ("latent: tp", "latent: tp + sp", "latent: cp")
+SOME = {latent: ("latent: tp", "latent: tp + sp", "latent: cp"), gpt_oss: ("gpt-oss: tp + sp", "gpt-oss: ep")}
+"""of each model; the others are slow"""
 
 
 @pytest.mark.parametrize(
-    ("world", "names"),
-    [(2, SOME_LATENT), *(pytest.param(world, tuple(LATENT), marks=pytest.mark.slow) for world in (2, 4, 8))],
-    ids=["some", "all-2", "all-4", "all-8"],
+    ("model", "world", "names"),
+    [
+        *((model, 2, names) for model, names in SOME.items()),
+        *(
+            pytest.param(model, world, tuple(names), marks=pytest.mark.slow)
+            for model, names in ((latent, LATENT), (gpt_oss, GPT_OSS))
+            for world in (2, 4, 8)
+        ),
+    ],
 )
-def test_latent_attention_trains_as_in_one_process(ranks: Ranks, world: int, names: tuple[str, ...]) -> None:
+def test_other_models_train_as_in_one_process(
+    ranks: Ranks, model: Callable[[], ModelConfig], world: int, names: tuple[str, ...]
+) -> None:
     """Each layout on the smallest number of ranks it has a use for; test_matrix has all on all, for 20 steps."""
     chosen = [name for name in names if world == smallest(name)]
     layouts = [layout_of(name, world) for name in chosen]
     cases = [
-        Case(layout=x, config=latent(), dtype="fp64", accumulate=2 * x.pp, steps=2) for x in layouts if x is not None
+        Case(layout=x, config=model(), dtype="fp64", accumulate=2 * x.pp, steps=2) for x in layouts if x is not None
     ]
-    assert len(cases) >= len(SOME_LATENT)
+    assert len(cases) >= len(SOME[model])
     check(ranks.run(world, many, cases, timeout_s=600)[0], cases)
 
 

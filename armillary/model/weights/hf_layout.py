@@ -219,7 +219,8 @@ def _stacked_rules(moe: MoE, names: TensorNames, prefix: str, hf_prefix: str) ->
     yield Rule(name=f"{prefix}up_E2FH", hf_names=(gate_up,), join=join, split=split, transposed=True)
     yield Rule(name=f"{prefix}down_EHF", hf_names=(down,), join=_transposed, split=_transposed_back, transposed=True)
     if moe.expert_bias:
-        assert names.alternating, "no family has biases of experts whose gates come first"
+        if not names.alternating:
+            raise BadModel("biases of stacked experts whose gates come first have no names; give the family rules")
         yield _same(f"{prefix}up_bias_E2F", f"{gate_up}_bias")
         yield _same(f"{prefix}down_bias_EH", f"{down}_bias")
 

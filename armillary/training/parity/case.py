@@ -73,6 +73,21 @@ def latent(**changes: Any) -> ModelConfig:
     return mixture(**({"mla": mla, "moe": moe, "head_dim": 6, "rope": Rope(interleaved=True)} | changes))
 
 
+def gpt_oss(**changes: Any) -> ModelConfig:
+    """GPT-OSS-style: sinks, a sliding and a full layer, biases everywhere, clamped SwiGLU, experts in every layer."""
+    moe = MoE(num_experts=8, top_k=2, ffn=8, score="softmax_topk", router_bias=True, expert_bias=True)
+    base: dict[str, Any] = dict(
+        moe=moe,
+        layers=(LayerKind(attention="sliding", mlp="moe"), LayerKind(mlp="moe")),
+        window=5,
+        sinks=True,
+        qkv_bias=True,
+        out_bias=True,
+        activation="swiglu_clamped",
+    )
+    return tiny(**(base | changes))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model on a layout for some steps. `capacity` is that of experts; with `meta` the model is built on the meta

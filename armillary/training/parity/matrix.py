@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.training.parity.case import Case, Outcome, error, latent, mixture, steps, tiny
-from armillary.training.parity.strategies import ALL, EXPERTS, LATENT, layout_of
+from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, mixture, steps, tiny
+from armillary.training.parity.strategies import ALL, EXPERTS, GPT_OSS, LATENT, layout_of
 
 STEPS = 20
 FORMATS = ("fp32", "fp64")
@@ -58,8 +58,8 @@ def cases_of(strategy: str, world: int, formats: Sequence[str] = FORMATS) -> lis
     def layout(recompute: str, interval: int) -> Layout | None:
         return layout_of(strategy, world, recompute=recompute, recompute_every=interval)
 
-    model = latent if strategy in LATENT else mixture if strategy in EXPERTS else tiny
-    return _variants(layout, formats, model)
+    models = ((LATENT, latent), (GPT_OSS, gpt_oss), (EXPERTS, mixture))
+    return _variants(layout, formats, next((model for group, model in models if strategy in group), tiny))
 
 
 def cases_of_layout(given: Layout, formats: Sequence[str] = FORMATS, *, experts: bool) -> list[Case]:
@@ -187,7 +187,8 @@ def page(rows: Sequence[Row]) -> str:
         f"{datetime.date.today()}, torch {torch.__version__}. Largest relative difference from one process over "
         f"{STEPS} AdamW steps of a tiny model (vocabulary 37, which no number of ranks divides; with experts: 8, two a "
         "token and a shared one, balance loss, z-loss and selection bias; latent: the same DeepSeek-style, with latent "
-        "attention and experts in groups), learning rate 3e-3, gradients clipped to a norm of 1, over the variants "
-        "without and with accumulation, full, selective and every-second-layer recompute. Bars: "
+        "attention and experts in groups; gpt-oss: sinks, a sliding layer, biases, experts in every layer), learning "
+        "rate 3e-3, gradients clipped to a norm of 1, over the variants without and with accumulation, full, selective "
+        "and every-second-layer recompute. Bars: "
         f"{bars}. {older}{len({row.strategy for row in rows})} of {len(ALL)} strategies are below.\n\n" + table(rows)
     )

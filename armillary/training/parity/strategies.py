@@ -72,15 +72,21 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 }
 """of a dense model whose optimizer states and activations are offloaded"""
 _DENSE = STRATEGIES | STAGED | OFFLOADED
-LATENT: dict[str, dict[str, Any]] = {
-    **{f"latent: {name}": fields for name, fields in _DENSE.items()},
-    **{name.replace("experts: ", "latent: "): fields for name, fields in EXPERTS.items()},
-}
+
+
+def _each_of(model: str) -> dict[str, dict[str, Any]]:
+    dense = {f"{model}: {name}": fields for name, fields in _DENSE.items()}
+    return dense | {name.replace("experts: ", f"{model}: "): fields for name, fields in EXPERTS.items()}
+
+
+LATENT = _each_of("latent")
 """every one of these, of a DeepSeek-style model: latent attention, a dense layer, experts in groups"""
-ALL = _DENSE | EXPERTS | LATENT
+GPT_OSS = _each_of("gpt-oss")
+"""the same, of a GPT-OSS-style model: sinks, a sliding layer, biases, experts in every layer"""
+ALL = _DENSE | EXPERTS | LATENT | GPT_OSS
 
 
-WORDS = {"dense": [*_DENSE], "experts": [*EXPERTS], "latent": [*LATENT]}
+WORDS = {"dense": [*_DENSE], "experts": [*EXPERTS], "latent": [*LATENT], "gpt-oss": [*GPT_OSS]}
 """groups of strategies"""
 
 

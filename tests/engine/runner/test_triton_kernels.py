@@ -12,6 +12,7 @@ import tests.kernels.interpreter  # noqa: F401
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.executor import FastExecutor
 from armillary.kernels.gemm.skinny_triton import small_linear
+from armillary.kernels.moe.grouped_moe_triton import grouped_moe
 from armillary.kernels.moe.small_moe_triton import small_moe
 from armillary.kernels.norm import norm_triton
 from armillary.kernels.paged import qkv_to_cache_triton as qkv_cache_triton
@@ -39,6 +40,7 @@ TRITON = EngineKernels(
 
 
 FUSED = replace(TRITON, small=small_linear, tokens=attend_tokens, look_up=look_up, put=put)
+EXPERTS = replace(FUSED, moe=small_moe, grouped_moe=grouped_moe)
 DENSE = small(head_dim=32, hidden=32, ffn=64, qk_norm="head")
 GPT_OSS = small(
     head_dim=32,
@@ -52,6 +54,21 @@ GPT_OSS = small(
 )
 
 
+LLAMA_4 = small(
+    head_dim=32,
+    attention_pattern=["chunked", "full"],
+    window=4,
+    nope_every=2,
+    moe_every=2,
+    query_temperature=0.5,
+    temperature_floor=3,
+    qk_norm="head",
+    qk_norm_kind="plain",
+    rope={"interleaved": True},
+    moe={"num_experts": 4, "top_k": 1, "ffn": 16, "shared_ffn": 16, "score": "sigmoid", "scale_input": True},
+)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("kernels", "config"),
@@ -59,9 +76,10 @@ GPT_OSS = small(
         (TRITON, DENSE),
         (replace(TRITON, small=small_linear), DENSE),
         (FUSED, DENSE),
-        (replace(FUSED, moe=small_moe), GPT_OSS),
+        (EXPERTS, GPT_OSS),
+        (EXPERTS, LLAMA_4),
     ],
-    ids=["wide", "small", "tokens", "gpt-oss"],
+    ids=["wide", "small", "tokens", "gpt-oss", "llama 4"],
 )
 def test_answers_are_those_of_the_slow_twin(kernels: EngineKernels, config: ModelConfig) -> None:
     weights = build(config, dtype=torch.float32, device="cpu", seed=3)
