@@ -12,13 +12,15 @@ from armillary.cli.verb_decorator import model_code_option, verb
 from armillary.errors import BadModel
 from armillary.model.supported_shapes import unbuildable
 from armillary.spec import catalogue
+from armillary.spec.arithmetic.ops import size_of
 from armillary.spec.arithmetic.params import kv_bytes, kv_bytes_per_token, parameters
 from armillary.spec.model import ModelConfig
 from armillary.spec.toml.fields import to_plain
-from armillary.store.hf_folder import gguf_file, weight_files
+from armillary.store.hf_folder import gguf_file, stored_dtype, weight_files
 from armillary.store.home import Home
 from armillary.store.registry.model_facts import quantization
 from armillary.store.resolve_model import ModelSource
+from armillary.store.stored_weights import stored_weights
 from armillary.units import bytes_text, count_text, flops_text
 
 _BF16_BYTES = 2
@@ -108,7 +110,7 @@ def _find(out: Output, home: Home, name: str) -> tuple[ModelConfig, dict[str, An
 
 
 def _stored(source: ModelSource) -> dict[str, Any]:
-    """Bytes of the weight files and how they are quantized: what the weights take in memory once loaded."""
+    """Bytes of the weight files, how they are quantized, and what the weights take in memory once loaded."""
     if source.folder is None or source.url:
         return {}
     try:
@@ -116,7 +118,12 @@ def _stored(source: ModelSource) -> dict[str, Any]:
     except BadModel:  # some are missing, which only matters to those who load them
         return {}
     method = "gguf" if gguf_file(source.folder) else quantization(source.folder).get("quant_method", "")
-    return {"stored_bytes": sum(path.stat().st_size for path in files), "quantization": method}
+    about = {"stored_bytes": sum(path.stat().st_size for path in files), "quantization": method}
+    stored = stored_weights(source.folder)
+    if stored is None:
+        return about
+    itemsize = size_of(stored_dtype(source.folder))
+    return about | {"loaded_bytes": int(stored.loaded_bytes(itemsize)), "format": stored.format}
 
 
 def _fields(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, object]]:
@@ -149,7 +156,8 @@ def _stored_text(about: dict[str, Any]) -> str:
     if "stored_bytes" not in about:
         return ""
     method = about["quantization"]
-    return bytes_text(about["stored_bytes"]) + (f", {method}, packed in memory too" if method else "")
+    text = bytes_text(about["stored_bytes"]) + (f", {method}, packed in memory too" if method else "")
+    return text + (f": {bytes_text(about['loaded_bytes'])}" if method and "loaded_bytes" in about else "")
 
 
 def _shape_fields(config: ModelConfig) -> list[tuple[str, object]]:

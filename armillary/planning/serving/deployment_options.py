@@ -32,6 +32,7 @@ from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
 
 if TYPE_CHECKING:
     from armillary.store.peaks import Peaks
+    from armillary.store.stored_weights import StoredWeights
 
 
 SMALLEST_BUDGET = 128
@@ -54,6 +55,8 @@ class Request:
     """how the engine uses the chip; None: the physics"""
     measured: Peaks | None = None
     threads: Threads | None = None
+    stored: StoredWeights | None = None
+    """the files of a quantized checkpoint: then their format is the only one"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,8 @@ def server_of(request: Request, layout: Layout) -> Server:
 def _split_and_dtypes(request: Request, layout: Layout) -> tuple[Split, ServingDtypes]:
     dtype = request.serve.dtype
     precision = resolved_precision(layout) if dtype == "auto" else dtype
+    if request.stored is not None:
+        precision = request.stored.format
     dtypes = serving_dtypes(precision, request.cluster.chip, request.serve.kv_dtype)
     return Split(tp=layout.tp, pp=layout.pp, ep=layout.ep), dtypes
 
@@ -174,8 +179,8 @@ def price(request: Request, option: Capacity) -> ServingCost | None:
 def _candidates(request: Request, weights: Sequence[str]) -> Iterator[tuple[Split, ServingDtypes]]:
     """Dtypes that the chip supports, on every parallelism of one fast domain."""
     chip = request.cluster.chip
-    for name in weights:
-        if name in ("fp8", "fp4") and not chip.peak(name):
+    for name in weights if request.stored is None else (request.stored.format,):
+        if request.stored is None and name in ("fp8", "fp4") and not chip.peak(name):
             continue  # the chip would only store them: int8 and int4 do the same and run everywhere
         for split in _splits(request):
             yield split, serving_dtypes(name, chip, request.serve.kv_dtype)
@@ -212,6 +217,7 @@ def _server(request: Request, split: Split, dtypes: ServingDtypes) -> Server:
         dtypes=dtypes,
         rates=request.rates or own_rates(),
         measured=request.measured,
+        stored=request.stored,
     )
     return Server(replica=replica, serve=request.serve, traffic=request.traffic)
 

@@ -38,6 +38,7 @@ from armillary.spec.model import ModelConfig
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import
     from armillary.store.peaks import Peaks
+    from armillary.store.stored_weights import StoredWeights
 
 TILE = 128
 """rows and columns of a thread block's tile of a GEMM"""
@@ -82,6 +83,8 @@ class Replica:
     dtypes: ServingDtypes = field(default_factory=ServingDtypes)
     rates: Rates = field(default_factory=physics)
     measured: Peaks | None = None
+    stored: StoredWeights | None = None
+    """the files of a quantized checkpoint, which is loaded as it is"""
 
     @cached_property
     def forward(self) -> Forward:

@@ -60,7 +60,9 @@ def usable_fraction(replica: Replica) -> float:
 
 
 def weight_bytes(replica: Replica) -> float:
-    """Weights on one device; embedding and head stay in 16 bits."""
+    """Weights on one device; embedding and head stay in 16 bits. Of a quantized checkpoint, what its files hold."""
+    if replica.stored is not None:
+        return replica.stored.loaded_bytes(size_of(replica.forward.dtype)) / replica.split.num_devices
     counts, split = parameters(replica.config), replica.split
     ends = counts.embedding + counts.head + counts.positions
     experts, rest = counts.experts, counts.total - counts.experts - ends

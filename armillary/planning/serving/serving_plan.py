@@ -27,6 +27,7 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
 from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
+from armillary.store.stored_weights import StoredWeights, stored_weights
 
 _PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp4": "fp8"}
 """dtype of GEMMs -> precision of a layout; fp4 becomes fp8 and is noted"""
@@ -185,9 +186,18 @@ def _request(problem: TrainingProblem, cluster: Cluster, home: Home) -> Request:
         objective=recipe.objective,
         cost=recipe.cost,
         measured=measured,
+        stored=_quantized(recipe),
     )
     _refuse_too_long(request)
     return _with_threads(request, recipe.layout, home) if cluster.name == "here" else request
+
+
+def _quantized(recipe: Recipe) -> StoredWeights | None:
+    """The files of the recipe's model, where they are a quantized checkpoint on this machine, taken as it is."""
+    if recipe.model.overrides or not recipe.model.source:
+        return None
+    stored = stored_weights(recipe.model.source)
+    return stored if stored is not None and stored.format else None
 
 
 def _with_threads(request: Request, layout: Layout, home: Home) -> Request:
