@@ -112,7 +112,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, list[int], int]]:
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size)) if size <= _LARGEST_HEADER else None
+            header: dict[str, Any] = json.loads(file.read(size) if size <= _LARGEST_HEADER else b"")
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
