@@ -63,15 +63,16 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-2:] == ["heavy:", "verbs:"]
 
 
-@pytest.mark.parametrize("name", list(VERBS))
-def test_every_verb_explains_itself_without_torch(name: str) -> None:
+def test_every_verb_explains_itself_without_torch() -> None:
     code = (
-        f"import sys\nfrom armillary.cli.main import main\ncode = main([{name!r}, '--help'])\n"
-        "assert code == 0 and 'torch' not in sys.modules, sorted(m for m in sys.modules if m.startswith('torch'))[:3]"
+        "import sys\nfrom armillary.cli.main import VERBS, main\n"
+        "for name in VERBS:\n"
+        "    assert main([name, '--help']) == 0, name\n"
+        "    assert 'torch' not in sys.modules, name\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"armillary {name}" in done.stdout
+    assert all(f"armillary {name}" in done.stdout for name in VERBS)
 
 
 def test_version(cli: Cli) -> None:

@@ -21,6 +21,7 @@ from armillary.kernels.core.row_loads_triton import load_rows
 from armillary.kernels.moe.expert_choice_triton import Routed, route, vector
 from armillary.kernels.moe.moe import MoEWeights
 from armillary.kernels.pointwise.activation_triton import activated_pairs
+from armillary.machine.accelerator import accelerator_of
 from armillary.spec.model import MoE
 
 # M tokens, H hidden, E experts, F inner size of an expert, k experts per token, P = M·k pairs of both
@@ -41,9 +42,11 @@ class MoETiles(NamedTuple):
     route_warps: int = 1
 
 
-def plan(hidden: int, ffn: int, itemsize: int) -> MoETiles:
-    """Sizes measured on an H200 in a chain of layers."""
+def plan(hidden: int, ffn: int, itemsize: int, *, interpreted: bool = False) -> MoETiles:
+    """Sizes measured on an H200 in a chain of layers; the interpreter's time is that of its programs."""
     up, down = (_depth(inputs, itemsize) for inputs in (hidden, ffn))
+    if interpreted:
+        return MoETiles(16, up, 1, 16, down, 1, route_rows=4)
     return MoETiles(4, up, max(1, up * itemsize // 1024), 4, down, max(1, down * itemsize // 512))
 
 
@@ -67,7 +70,9 @@ def small_moe(
     if not len(x_MH):
         return x_MH.clone()
     weights = MoEWeights(*(dense(each) for each in weights))  # type: ignore[arg-type]
-    tiles = tiles or plan(x_MH.shape[1], weights.down_EHF.shape[2], x_MH.element_size())
+    if tiles is None:
+        sizes = x_MH.shape[1], weights.down_EHF.shape[2], x_MH.element_size()
+        tiles = plan(*sizes, interpreted=accelerator_of(x_MH.device) is None)
     with on(x_MH):
         routed = route(x_MH, weights, moe, norm_H, eps, tiles.route_rows, tiles.route_warps)
         inner_PF = _up(x_MH, weights, moe, activation, norm_H, routed, tiles)
