@@ -188,10 +188,42 @@ def grouped_moe(tokens: int, dtype: torch.dtype = BF16, *, tma: bool) -> None:
     grouped_moe(*inputs(case, torch.Generator().manual_seed(0)), tma=tma)
 
 
+def latent(heads: int, queries: int = 1, dtype: torch.dtype = BF16, page: int = 64) -> None:
+    from armillary.kernels.latent import latent_decode_triton as launches
+
+    q, ropes = torch.zeros(2 * queries, heads, 512, dtype=dtype), torch.zeros(2 * queries, heads, 64, dtype=dtype)
+    tables, starts = torch.zeros(2, 32, dtype=torch.int32), torch.tensor([0, queries, 2 * queries]).int()
+    pages, lengths = torch.zeros(64, page, 576, dtype=dtype), torch.tensor([queries, queries]).int()
+    launches._launched(q, ropes, pages, tables, starts, lengths, 0.1, queries)
+
+
+def latent_prefill(dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels.latent import latent_prefill_triton as launches
+
+    q, ropes = torch.zeros(300, 2, 128, dtype=dtype), torch.zeros(300, 2, 64, dtype=dtype)
+    tables, starts = torch.zeros(1, 32, dtype=torch.int32), torch.tensor([0, 300]).int()
+    pages, up = torch.zeros(64, 16, 576, dtype=dtype), torch.zeros(2, 256, 512, dtype=dtype)
+    launches._launched(q, ropes, pages, up, tables, starts, torch.tensor([300]).int(), 0.1, 300)
+
+
+def latent_to_cache() -> None:
+    from armillary.kernels.latent.latent_to_cache import LATENT_TO_CACHE, LatentCacheCase
+    from armillary.kernels.latent.latent_to_cache_triton import latent_to_cache as run
+
+    run(*LATENT_TO_CACHE.inputs(LatentCacheCase(tokens=2, device="cpu"), torch.Generator().manual_seed(0)))
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"many experts, {m} tokens": lambda m=m: grouped_moe(m, tma=True) for m in (16, 64, 160, 400)},
     **{f"many experts, pointers, {m} tokens": lambda m=m: grouped_moe(m, tma=False) for m in (16, 64, 160, 400)},
     "many experts, fp32": lambda: grouped_moe(64, FP32, tma=False),
+    **{f"latent decode, {heads} heads": lambda heads=heads: latent(heads) for heads in (16, 32, 128)},
+    "latent decode, small pages": lambda: latent(16, page=16),
+    "latent decode, several queries": lambda: latent(16, queries=4, page=16),
+    "latent decode, fp32": lambda: latent(16, dtype=FP32),
+    "latent prefill": latent_prefill,
+    "latent prefill, fp32": lambda: latent_prefill(FP32),
+    "latent to cache": latent_to_cache,
     **{f"experts for {m} tokens": lambda m=m: small_moe(m, 2048, 768, 16, 8) for m in (1, 8)},
     "experts for one token, long rows": lambda: small_moe(1, 4096, 7168, 4, 2),
     "experts for 8 tokens, fp32": lambda: small_moe(8, 1024, 768, 4, 2, FP32),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armillary.kernels.attention.attention import AttentionOptions, reference
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Ceiling, Op, OpWork
+from armillary.kernels.core.op import Case, Ceiling, Op, OpWork, in_triton
 from armillary.kernels.paged.paged_attention import PagedBatch, pages_of
 
 # T packed tokens, B sequences, N heads, C rank of the latent, R dims with rotary positions, S keys
@@ -116,10 +116,16 @@ def small_batch(case: LatentCase) -> LatentCase:
     return replace(case, batch=batch, context=context, queries=min(case.queries, context))
 
 
+def refuses(case: LatentCase) -> str | None:
+    if case.rank > 512 or case.rope_dim > 128:
+        return f"a row of {case.rank} + {case.rope_dim} is beyond 512 + 128"
+    return None if case.dtype in ("fp32", "bf16", "fp16") else f"no kernel for {case.dtype}"
+
+
 LATENT_DECODE = Op(
     name="latent_decode",
     reference=latent_decode,
-    versions=(),
+    versions=(in_triton("latent.latent_decode_triton", "latent_decode", refuses=refuses),),
     inputs=_inputs,
     work=_work,
     small=small_batch,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.attention.attention import AttentionOptions, reference
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Op, OpWork
+from armillary.kernels.core.op import Op, OpWork, in_triton
 from armillary.kernels.latent.latent_decode import LatentCase, latent_rows, random_batch, random_cache, small_batch
 from armillary.kernels.paged.paged_attention import PagedBatch
 
@@ -84,10 +84,16 @@ def _work(case: LatentPrefillCase) -> OpWork:
     return OpWork(flops=expand + attend, bytes=float(moved), ceiling="gemm")
 
 
+def refuses(case: LatentPrefillCase) -> str | None:
+    if max(case.nope_dim, case.rope_dim, case.v_dim) > 256:
+        return f"head dims {case.nope_dim}, {case.rope_dim} and {case.v_dim} are beyond 256"
+    return None if case.dtype in ("fp32", "bf16", "fp16") else f"no kernel for {case.dtype}"
+
+
 LATENT_PREFILL = Op(
     name="latent_prefill",
     reference=latent_prefill,
-    versions=(),
+    versions=(in_triton("latent.latent_prefill_triton", "latent_prefill", refuses=refuses),),
     inputs=_inputs,
     work=_work,
     small=small_batch,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Op, OpWork
+from armillary.kernels.core.op import Case, Op, OpWork, in_triton
 from armillary.kernels.pointwise.rope import rotate
 
 # T tokens, N heads, C rank of the latent, R dims with rotary positions, A = R / 2 angles
@@ -84,7 +84,7 @@ def _work(case: LatentCacheCase) -> OpWork:
 LATENT_TO_CACHE = Op(
     name="latent_to_cache",
     reference=latent_to_cache,
-    versions=(),
+    versions=(in_triton("latent.latent_to_cache_triton", "latent_to_cache"),),
     inputs=_inputs,
     work=_work,
     writes=(2,),

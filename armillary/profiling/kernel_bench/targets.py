@@ -72,6 +72,12 @@ def _fp8(case: Any) -> Target | None:
     return Target(forward=0.85) if (case.tokens, case.outputs, case.inputs) == (8192, 8192, 8192) else None
 
 
+def _latent(case: Any) -> Target | None:
+    if (case.batch, case.context, case.queries, case.ragged) != (64, 8192, 1, False):
+        return None
+    return {16: Target(forward=0.80), 128: Target(forward=0.65)}.get(case.heads)
+
+
 _RULES: dict[str, Callable[[Any], Target | None]] = {
     "norm": _wide(lambda case: case.columns),
     "add_norm": _wide(lambda case: case.columns),
@@ -80,6 +86,7 @@ _RULES: dict[str, Callable[[Any], Target | None]] = {
     "linear_cross_entropy": _linear_loss,
     "attention": _attention,
     "paged_attention": _paged,
+    "latent_decode": _latent,
     "small_linear": _small_linear,
     "fp8_matmul": _fp8,
 }

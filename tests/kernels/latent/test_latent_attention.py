@@ -28,7 +28,7 @@ def shapes(draw: st.DrawFn, longest: int = 12) -> Shape:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(shape=shapes(), most=st.sampled_from([1, 2, 4, 100]))
 def test_every_form_is_the_formula(shape: Shape, most: int) -> None:
     """`most` decides which sequences are absorbed and which expanded."""

@@ -148,6 +148,7 @@ def test_every_bar_has_a_case_in_the_bench() -> None:
         "linear_cross_entropy",
         "attention",
         "paged_attention",
+        "latent_decode",
         "small_linear",
         "fp8_matmul",
     }
