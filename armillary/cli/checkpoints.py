@@ -10,7 +10,7 @@ import click
 
 from armillary.cli import completion
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb_decorator import VerbGroup
+from armillary.cli.verb_decorator import VerbGroup, model_code_option
 from armillary.errors import ArmillaryError, BadData, BadInput, NotFound
 from armillary.spec.recipe import recipe_from_dict
 from armillary.store.home import Home
@@ -162,6 +162,7 @@ def prune(
 @run_argument
 @step_argument
 @click.option("--out", "target", type=click.Path(path_type=Path), help="Folder to write.  [default: in the run]")
+@model_code_option
 def export(out: Output, home: Home, name: str, step: int | None, target: Path | None) -> None:
     """Write a checkpoint of RUN (the newest where no STEP is given) as a Hugging Face folder, on the CPU."""
     from armillary.training.checkpoint.export_saved import export_saved

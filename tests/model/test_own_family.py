@@ -92,7 +92,12 @@ def test_the_command_line_takes_the_file(cli: Callable[..., Ran], tmp_path: Path
     user_family._registered.clear()
     line = ("generate", "own", "the quick", "--max-tokens", "3")
     assert "--model-code FILE" in cli(*line).err
-    assert cli(*line, "--model-code", str(FILE)).code == 0
+    own = ("--model-code", str(FILE))
+    assert cli(*line, *own).code == 0
+    user_family._registered.clear()
+    assert "--model-code FILE" in cli("checkpoints", "export", "own").err
+    assert cli("checkpoints", "export", "own", "--out", str(tmp_path / "exported"), *own).code == 0
+    assert load_model(tmp_path / "exported").config.family == "own_gpt_oss"
 
 
 def test_it_is_read_and_written_only_once_it_is_known(tmp_path: Path) -> None:

@@ -109,7 +109,10 @@ def _tensor_names(config: ModelConfig) -> TensorNames:
         names = family.tensors
     if names is None:
         known = ", ".join(FAMILIES)
-        raise BadModel(f"{config.name}: weights of model_type '{config.family}' are not supported; these are: {known}")
+        raise BadModel(
+            f"{config.name}: weights of model_type '{config.family}' are not supported; these are: {known}, and your "
+            "own with --model-code FILE"
+        )
     return names
 
 

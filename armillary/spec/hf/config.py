@@ -144,7 +144,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json that transformers loads as the same model."""
     if _writer(config.family) is None:
         known = ", ".join(WRITERS)
-        raise BadModel(f"{config.name}: writing model_type '{config.family}' is not supported; it can be {known}")
+        raise BadModel(
+            f"{config.name}: writing model_type '{config.family}' is not supported; it can be {known}, or one of your "
+            "own with --model-code FILE"
+        )
     raw = _written(config)
     if lost := _lost(config, from_hf(raw, name=config.name)):  # an error, not a silent change of the model
         able = [family for family in WRITERS if _says(replace(config, family=family))]
