@@ -18,6 +18,7 @@ from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer
 from armillary.engine.runner.linear_fn import Dense, LinearFn
+from armillary.engine.runner.rotary_tables import angle_tables, query_factors
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.latent.latent_attention import LatentBatch, latent_batch, most_absorbed
@@ -25,7 +26,6 @@ from armillary.kernels.moe.moe import prefers_small
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
-from armillary.model.layers.rope import RotaryTable, inverse_frequencies, query_factor
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.transformer import Transformer
@@ -308,33 +308,3 @@ def _bias(linear: LinearFn | None) -> Tensor | None:
 def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:
     """[B, H]: the last token of each sequence."""
     return torch.index_select(hidden_TH, 0, inputs.long("lasts_B"))
-
-
-# A positions, R rotated dims / 2
-
-
-def query_factors(rotary: RotaryTable, length: int) -> Tensor | None:
-    """[A] in fp32: of layers without rotary positions, where the model has such a factor."""
-    if not rotary.temperature[0]:
-        return None
-    return query_factor(torch.arange(length, device=rotary.full_R.device), *rotary.temperature)
-
-
-def angle_tables(rotary: RotaryTable, length: int) -> dict[bool, tuple[Tensor, Tensor]]:
-    """{False: (cos, sin) of full layers, True: of sliding layers}, each [A, R] in fp32."""
-    rope, device = rotary.rope, rotary.full_R.device
-    frequencies = [rotary.full_R]
-    if rope.scaling == "longrope" and rotary.fixed_length is None:
-        frequencies = [
-            inverse_frequencies(rope, rope.theta, rotary.dim, rotary.context, at).to(device) for at in (0, 1 << 60)
-        ]
-    positions_1A = torch.arange(length, device=device)[None]
-
-    def table(kinds: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
-        tables = [RotaryTable.cos_sin_of(positions_1A, kind, factor) for kind in kinds]
-        cos, sin = (torch.cat([pair[i][0, :, 0] for pair in tables]) for i in (0, 1))
-        return cos.contiguous(), sin.contiguous()
-
-    full = table(frequencies, rotary.factor)
-    local = full if rope.local_theta is None else table([rotary.local_R] * len(frequencies), 1.0)
-    return {False: full, True: local}

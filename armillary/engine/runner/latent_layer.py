@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.linear_fn import Dense, LinearFn, linear_fn
+from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.latent.latent_attention import LatentBatch, latent_attention
 from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.norm import Norm
@@ -81,6 +82,12 @@ def latent_linears(attention: LatentAttention) -> list[nn.Linear]:
     return [linear for linear in linears if linear is not None]
 
 
+def _projected_queries(q: LinearFn, norm: Norm, latent_TC: Tensor, kernels: EngineKernels) -> Tensor:
+    if kernels.small is not None and len(latent_TC) <= MAX_TOKENS and isinstance(q, Dense):
+        return kernels.small(latent_TC, q.weight, norm.weight, None, norm.eps)  # type: ignore[no-any-return]
+    return q(kernels.norm(latent_TC, norm.weight, None, norm.eps, norm.kind, False))
+
+
 def attend_latents(
     latent: LatentLayer,
     projected: Tensor,
@@ -95,7 +102,7 @@ def attend_latents(
     queries, kv_TL = projected.split([latent.query_size, mla.kv_rank + mla.rope_dim], dim=-1)
     if latent.q is not None:
         assert q_norm is not None
-        queries = latent.q(kernels.norm(queries.contiguous(), q_norm.weight, None, q_norm.eps, q_norm.kind, False))
+        queries = _projected_queries(latent.q, q_norm, queries.contiguous(), kernels)
     q_TNP, q_TNR = queries.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim)).split([mla.nope_dim, mla.rope_dim], dim=-1)
     q_TNR, _ = kernels.latent_cache(kv_TL, q_TNR, cache, slots_T, *cos_sin, norm.weight, norm.eps, latent.interleaved)
     forms = {"decode": kernels.latent_decode, "prefill": kernels.latent_prefill}

@@ -19,6 +19,7 @@ from armillary.errors import BadInput, BadModel
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
 from armillary.model.weights.hf_weights import hf_tensors, load_model
 from armillary.spec.tables.serve import Serve
+from tests.model.families import random_model
 from tests.model.quantized.folders import compress, compressed_folder, linears, scheme_of, tiny_llama, write_folder
 from tests.model.test_agreement import assert_close, full_logits
 
@@ -79,6 +80,24 @@ def test_logits_are_those_of_transformers(write: Callable[[Path], Path], tmp_pat
     folder = write(tmp_path / "m")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_close(full_logits(load_model(folder, packed=True), TOKENS), theirs(TOKENS, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_latent_attention_runs_packed(tmp_path: Path) -> None:
+    """All but the up-projection of latents, which is multiplied with queries."""
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "q_lora_rank": 12, "vocab_size": 96}
+    folder = compressed_folder(
+        tmp_path / "m", random_model("deepseek_v3", 1, **sizes), scheme_of(FP8), "float-quantized"
+    )
+    model, dense = load_model(folder, packed=True), load_model(folder)
+    attention = dict(model.blocks["0"].attention.named_children())
+    are_packed = {name for name, module in attention.items() if module in packed_modules(model)}
+    assert are_packed == {"q_down", "q", "kv_down", "out"}
+    assert_close(full_logits(model, TOKENS), full_logits(dense, TOKENS))
+    found = LLM(folder, SERVE, device="cpu").generate(TOKENS.tolist(), GREEDY)
+    engine, _ = make_engine(dense, None, SERVE)
+    requests = [Request(id=str(i), prompt=row, params=GREEDY) for i, row in enumerate(TOKENS.tolist())]
+    assert [made.tokens for made in found] == [made.tokens for made in engine.generate(requests)]
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ import pytest
 
 from armillary.errors import BadInput, BadModel
 from armillary.spec import catalogue
-from armillary.spec.hf.config import READERS, WRITERS, from_hf, to_hf
+from armillary.spec.hf.config import READERS, from_hf, to_hf
+from armillary.spec.hf.writers import WRITERS
 from tests.model.families import FAMILIES, random_config, transformers
 
 _WITHOUT_A_CLASS = {"kimi_k2", "dbrx", "gemma3", "llama4"}
