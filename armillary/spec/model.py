@@ -224,6 +224,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         name = self.name
+        if self.mla is not None:
+            object.__setattr__(self, "kv_heads", self.heads)
+            object.__setattr__(self, "head_dim", self.mla.nope_dim + self.mla.rope_dim)
         if not self.norm_eps > 0 or not self.rope.theta > 0:
             raise BadModel(f"{name}: norm_eps={self.norm_eps} and rope.theta={self.rope.theta} must be above 0")
         _check_rope(self)

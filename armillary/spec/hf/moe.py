@@ -95,8 +95,6 @@ def deepseek(raw: Raw) -> Fields:
     bias = raw.get("attention_bias", False)
     return {
         "mla": mla,
-        "kv_heads": raw["num_attention_heads"],
-        "head_dim": mla["nope_dim"] + mla["rope_dim"],
         "rope": rope,
         "moe": deepseek_moe(raw),
         "layers": kinds(raw, moe=lambda i: i >= first and i % period == 0),

@@ -70,7 +70,7 @@ def latent(**changes: Any) -> ModelConfig:
         top_groups=2,
         routed_scale=1.5,
     )
-    return mixture(**({"mla": mla, "moe": moe, "head_dim": 6, "rope": Rope(interleaved=True)} | changes))
+    return mixture(**({"mla": mla, "moe": moe, "rope": Rope(interleaved=True)} | changes))
 
 
 def gpt_oss(**changes: Any) -> ModelConfig:

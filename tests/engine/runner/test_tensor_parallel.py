@@ -14,12 +14,25 @@ from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.engine.engine import Engine
 from armillary.engine.llm import LLM
 from armillary.engine.output.output_text import OutputProcessor
+from armillary.engine.runner.engine_kernels import REFERENCE
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.tensor_parallel import Leader, check_shardable, follow, local_kv_heads, shard
+from armillary.engine.runner.latent_layer import attend_latents
+from armillary.engine.runner.layer import Layer, make_layer
+from armillary.engine.runner.tensor_parallel import (
+    Leader,
+    _shard_rest,
+    _shard_weights,
+    check_shardable,
+    follow,
+    local_kv_heads,
+    shard,
+)
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import settings_for
 from armillary.engine.scheduler.step_loop import Loop
 from armillary.errors import BadInput, BadLayout
+from armillary.kernels.latent.latent_attention import LatentBatch
+from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.collectives import Group
@@ -31,7 +44,7 @@ from tests.engine.runner.test_families import TOKENS, models, their_answer
 from tests.engine.runner.test_reference_executor import MODELS
 from tests.engine.test_llm import GREEDY, TEXTS, folder  # noqa: F401
 from tests.model.families import FAMILIES
-from tests.model.layers.test_attention_forms import small
+from tests.model.layers.test_attention_forms import latent, small
 from tests.ranks import Ranks
 
 TABLE = Serve(block_tokens=4, kv_bytes=100_000, max_running=4)
@@ -85,7 +98,7 @@ def all_answers(size: int, names: list[str]) -> dict[str, list[list[int]]]:
     return {name: answers(name, size, dist.get_rank()) for name in names}
 
 
-FEW = ["multi-query", "norm over heads", "a dense layer before experts", "latent", "latent, full-rank queries"]
+FEW = ["multi-query", "norm over heads", "a dense layer before experts"]
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["few", "all"])
@@ -95,6 +108,40 @@ def test_two_ranks_give_the_tokens_of_one(ranks: Ranks, names: list[str]) -> Non
     for name in names:
         assert first[name] == answers(name, 1, 0), name
         assert second[name][0][0] > 5
+
+
+@pytest.mark.parametrize("q_rank", [10, None])
+@torch.no_grad()
+def test_shards_of_latent_attention_add_up(q_rank: int | None) -> None:
+    """In one process: the outputs of both ranks' heads, summed, are those of all heads."""
+    config = latent(q_rank=q_rank, qkv_bias=True, out_bias=True)
+    block = build(config, dtype=torch.float64, device="cpu", seed=3).blocks["0"]
+    for parameter in block.attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    tokens, x = 9, torch.randn(9, config.hidden, dtype=torch.float64)
+    angles = torch.arange(tokens)[:, None] * torch.tensor([1.0, 0.1])
+    batch = PagedBatch(
+        tables_BP=torch.tensor([[2, 0, 1]], dtype=torch.int32),
+        starts=torch.tensor([0, tokens], dtype=torch.int32),
+        lengths_B=torch.tensor([tokens], dtype=torch.int32),
+        max_query=tokens,
+    )
+
+    def output(layer: Layer) -> torch.Tensor:
+        assert layer.latent is not None
+        cache = torch.zeros(3, 4, 20, dtype=torch.float64)
+        slots = batch.tables_BP[0].repeat_interleave(4)[:tokens] * 4 + torch.arange(tokens) % 4
+        step = LatentBatch(absorbed=batch)
+        cos_sin = (angles.cos(), angles.sin())
+        return layer.out(attend_latents(layer.latent, layer.qkv(x), cache, step, slots, cos_sin, REFERENCE))
+
+    parts = []
+    for rank in range(2):
+        layer, group = make_layer(block, 0, 0), Group(name="", size=2, rank=rank)
+        _shard_weights(layer, config, group)
+        _shard_rest(layer, config, group)
+        parts.append(output(layer))
+    torch.testing.assert_close(sum(parts), output(make_layer(block, 0, 0)), rtol=1e-10, atol=1e-10)
 
 
 PROMPTS = (tuple(3 + i % 5 for i in range(11)), tuple(3 + i % 5 for i in range(19)), (7,))

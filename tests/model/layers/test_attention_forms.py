@@ -32,7 +32,7 @@ def latent(*, q_rank: int | None = 10, **fields: object) -> ModelConfig:
     """DeepSeek-style: latent attention, a dense layer before experts, a shared expert, grouped routing."""
     mla = {"q_rank": q_rank or "none", "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
     moe = {"num_experts": 4, "top_k": 2, "ffn": 16, "shared_ffn": 16, "score": "sigmoid", "selection_bias": True}
-    base = {"mla": mla, "kv_heads": 4, "head_dim": 12, "dense_first": 1, "family": "deepseek_v3"}
+    base = {"mla": mla, "dense_first": 1, "family": "deepseek_v3"}
     return small(**base | {"rope": {"interleaved": True}, "moe": moe | {"groups": 2, "top_groups": 1}} | fields)
 
 
