@@ -115,7 +115,8 @@ class Job:
             "--interface": shlex.quote(self.launch.interface) if self.launch.interface else "",
         }
         given = [f"{name} {value}" for name, value in options.items() if value]
-        return " ".join((self.python, "-m", "armillary.cluster.node", *given, "--", shlex.join(self.rank_command())))
+        program = f"{shlex.quote(self.python)} -m armillary.cluster.node"
+        return " ".join((program, *given, "--", shlex.join(self.rank_command())))
 
 
 # --- jobs/NAME

@@ -13,7 +13,7 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.recipe import Recipe
 from armillary.spec.tables.launch_target import TargetName
 from armillary.store.home import Home
-from armillary.store.runs import list_runs, new_name
+from armillary.store.runs import check_name, list_runs, new_name, run_names
 
 ELASTIC: tuple[TargetName, ...] = ("local", "ssh", "slurm")
 """targets whose jobs may go on with fewer nodes than they were started with"""
@@ -99,7 +99,10 @@ def make_job(
         raise BadInput(f"--on {target} has no nodes that come and go; give one number, like --nodes {nodes.count}")
     if target == "local" and launch.port is None:
         launch = replace(launch, port=free_port())
-    taken = {run.name for run in list_runs(home)} | {job.name for job in list_jobs(home)}
+    runs = list_runs(home)
+    if name and name not in run_names(runs):
+        check_name(name)
+    taken = {run.name for run in runs} | {job.name for job in list_jobs(home)}
     name = name or new_name(taken)
     name = f"check-{name}" if is_check else name
     own_home = home.work if home.work == home.cache else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from armillary.cluster import hosts
 from armillary.cluster.commands import run_program
 from armillary.cluster.job import Job, JobState
@@ -61,7 +63,7 @@ def _checked(job: Job) -> bool:
 def _check_folder(job: Job, node: int) -> None:
     """A host that does not see the job's folder would train on its own."""
     host, file = job.launch.hosts[node], job.folder / hosts.script_name(node)
-    if "there" not in _shell(job)(node, f"test -f '{file}' && echo there || true"):
+    if "there" not in _shell(job)(node, f"test -f {shlex.quote(str(file))} && echo there || true"):
         raise BadRecipe(
             f"{host} has no {file}; share that folder with all hosts at the same path, or use another --home"
         )

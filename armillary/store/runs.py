@@ -217,8 +217,8 @@ def create_run(
 ) -> Run:
     """Create a run folder atomically: recipe (with `text`, the file as given, and `file`, its path), plan (a Plan or
     its table) and state. Without `name` it gets a new one, which is not `taken` elsewhere."""
-    if name and not _NAME.fullmatch(name):
-        raise BadInput(f"'{name}' is no name for a run; use letters, digits and - like quiet-otter")
+    if name:
+        check_name(name)
     lease = Lease.new()
     while True:
         names = {*taken, *(_short(path.name) for path in _folders(home))}
@@ -233,6 +233,12 @@ def create_run(
             if name:
                 raise
             continue  # another process chose the same name at the same time
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no name for a run."""
+    if not _NAME.fullmatch(name):
+        raise BadInput(f"'{name}' is no name for a run; use letters, digits and - like quiet-otter")
 
 
 def new_name(taken: Collection[str]) -> str:

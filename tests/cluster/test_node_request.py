@@ -97,5 +97,11 @@ def test_the_port_is_the_same_for_a_name_and_given_ones_win(tmp_path: Path) -> N
     assert make_job(recipe("launch.port=4000"), placed, Home.at(tmp_path), target="ssh").port == 4000
 
 
+@pytest.mark.parametrize("name", ["../../x", "a b", "fox'", "-x"])
+def test_a_name_that_is_no_folder_s_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadInput, match="is no name for a run; use letters, digits and -"):
+        make_job(recipe(), nodes_of(recipe(), TWO_CORES), Home.at(tmp_path), target="ssh", name=name)
+
+
 def test_a_layout_default_is_one_rank() -> None:
     assert nodes_of(recipe(), TWO_CORES).text == "1 node × 1 rank" and Layout().num_devices == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from armillary.cli import completion
 from armillary.cli.launch.job_state import follow, job_facts, progress_text, state_of
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb_decorator import VerbGroup, set_option
-from armillary.errors import BadInput, BadLayout
+from armillary.errors import BadInput, BadLayout, MissingPart
 from armillary.spec.recipe import Recipe, load_recipe, to_dict, to_toml
 from armillary.store.home import Home
 from armillary.units import seconds_text
@@ -179,9 +180,9 @@ def _submit(out: Output, job: Job, placed: Nodes, files: dict[str, str], *, inte
     from armillary.cluster.job import note_handle, write_job
     from armillary.cluster.targets import TARGETS
 
-    write_job(job, files)
     if interactive and job.target == "slurm":
-        return _open_shell(out, job, placed)
+        return _open_shell(out, job, placed, files)
+    write_job(job, files)
     job = note_handle(job, TARGETS[job.target].submit(job))
     number = f" ({job.handle})" if job.handle != job.name else ""
     out.say(f"job {job.name}{number} on {job.target}, {placed.text}")
@@ -192,10 +193,16 @@ def _submit(out: Output, job: Job, placed: Nodes, files: dict[str, str], *, inte
     out.result(job_facts(job), quiet=job.name)
 
 
-def _open_shell(out: Output, job: Job, placed: Nodes) -> None:
+def _open_shell(out: Output, job: Job, placed: Nodes, files: dict[str, str]) -> None:
     """Becomes salloc: the allocation ends with its shell."""
     from armillary.cluster import slurm
+    from armillary.cluster.job import write_job
 
+    if shutil.which("salloc") is None:
+        raise MissingPart(
+            "salloc is not installed here; log in to a machine of the Slurm cluster, or choose another --on"
+        )
+    write_job(job, files)
     out.say(f"allocating {placed.text}; in the shell, bash {path_text(job.folder / slurm.SCRIPT)} starts the ranks")
     os.execvp("salloc", slurm.allocation(job))
 

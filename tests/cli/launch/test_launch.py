@@ -119,6 +119,9 @@ def test_what_is_missing_is_said_in_one_line(cli: Cli, recipe: str, monkeypatch:
     assert ran.code == 2 and ran.err.endswith(
         "sbatch is not installed here; log in to a machine of the Slurm cluster, or choose another --on\n"
     )
+    ran = cli("launch", recipe, "--on", "slurm", "--interactive", "--run", "hen")
+    assert ran.code == 2 and "salloc is not installed here; log in" in ran.err
+    assert "hen" not in cli("launch", "jobs").out, "nothing was written"
     ran = cli("launch", recipe, "--on", "ssh", "--nodes", "2", "--dry-run")
     assert "2 nodes need as many hosts and launch.hosts has 0; try --set launch.hosts=HOST1,HOST2" in ran.err
     assert "no job 'wolf'" in cli("launch", "logs", "wolf").err
