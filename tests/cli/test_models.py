@@ -46,10 +46,6 @@ def test_one_model_as_json_has_the_breakdown_and_the_config(cli: Cli) -> None:
     assert facts["config"]["hidden"] == 4096 and facts["unbuildable"] is None
 
 
-def test_a_shape_the_module_cannot_build_says_why(cli: Cli) -> None:
-    assert "cannot build it: multi-head latent attention" in cli("models", "deepseek-v3").out
-
-
 def test_mixtures_show_active_parameters(cli: Cli) -> None:
     facts = cli("models", "mixtral-8x7b", "--json").json
     assert facts["parameters"] == 46_702_792_704 > facts["active_parameters"]

@@ -25,5 +25,6 @@ def test_cases_of_a_gpu_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(engine_kernels, "has_triton", lambda device: False)
     config = models()[name].config
     engine_kernels.pick_kernels(config, dtype=torch.bfloat16, device=torch.device("cuda"), batch=8)
-    assert {"norm", "add_norm", "qkv_cache", "paged_attention", "sample"} <= set(cases)
+    attention = {"qkv_cache", "paged_attention"} if config.mla is None else {"latent_to_cache", "latent_decode"}
+    assert {"norm", "add_norm", "sample"} | attention <= set(cases)
     assert {case.device for case in cases.values()} == {"cuda"} and ("grouped_moe" in cases) == (config.moe is not None)

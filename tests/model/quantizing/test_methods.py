@@ -88,7 +88,7 @@ def test_gptq_changes_outputs_less_than_rounding() -> None:
     assert torch.equal(unseen, grid.round(weight).dequantised()), "an expert without tokens is rounded"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])  # its experts are stacked
 @torch.no_grad()
 def test_awq_folds_factors_without_changing_the_model(family: str, tmp_path: Path) -> None:
     random_model(family, 1, num_hidden_layers=1).save_pretrained(tmp_path)

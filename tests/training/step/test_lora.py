@@ -34,7 +34,7 @@ from armillary.training.prepare_run import model_source, resolve_run, train_reci
 from armillary.training.step.lora import add_lora, base_dtype, peft_tensors, save_adapter
 from armillary.training.step.optimizer import make_optimizer
 from armillary.training.telemetry.step_telemetry import StepReport
-from tests.model.families import random_model
+from tests.model.families import FAMILIES, random_model
 
 TINY = catalogue.model("armillary-2m").config
 ALL = ("qkv", "out", "gate_up", "down")
@@ -85,11 +85,13 @@ def test_rank_0_leaves_the_model_alone(tmp_path: Path) -> None:
 
 
 PARTS = [("q", "v"), ("k", "out"), ("qkv", "up"), ("gate", "q")]
+LATENT = ("deepseek_v2", "deepseek_v3")  # latent attention takes no adapters
+KNOWN = [family for family in FAMILIES if family in NAMED and family not in LATENT]
 MERGED = [
-    *((family, ALL) for family in sorted(NAMED)),
+    *((family, ALL) for family in KNOWN),
     *((family, on) for family in ("llama", "phi3", "qwen3_moe") for on in PARTS),  # plain, stacked, with experts
 ]
-OTHERS = [(family, on) for family in sorted(NAMED) for on in PARTS if (family, on) not in MERGED]
+OTHERS = [(family, on) for family in KNOWN for on in PARTS if (family, on) not in MERGED]
 
 
 @pytest.mark.parametrize(("family", "on"), [*MERGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)])
