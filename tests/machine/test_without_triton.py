@@ -47,7 +47,8 @@ def on_gpu(**more):
 
 
 assert not adamw.takes([on_gpu()])
-assert not ring_block._has_kernel(on_gpu(), on_gpu(), SimpleNamespace(window=0, slopes_N=None), SimpleNamespace(causal=True))
+options, position = SimpleNamespace(window=0, slopes_N=None), SimpleNamespace(causal=True)
+assert not ring_block._has_kernel(on_gpu(), on_gpu(), options, position)
 assert _decode_kernels(device, fused=True) == {}
 for op in map(find_op, OPS):
     offered = [v.name for v in op.all_versions if not lacking(v.needs, "cuda")]
