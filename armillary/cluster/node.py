@@ -220,6 +220,8 @@ def torchrun_arguments(start: NodeStart, route: Route) -> list[str]:
     }
     if "--shutdown-timeout" in (Path(spec.origin).parent / "distributed/run.py").read_text():  # not in torch 2.11
         options["shutdown-timeout"] = int(start.stop_s)
+    else:
+        print(f"this torch ends ranks after its own shutdown timeout, not {start.stop_s:g} s; a newer one takes it")
     flags = [f"--{name}={value}" for name, value in options.items()]
     return [*flags, "-m", "--", "armillary", *start.command]
 

@@ -113,7 +113,7 @@ def make_job(
         work=Path.cwd(),
         home=own_home,
         num_nodes=nodes.count,
-        least_nodes=least,
+        least_nodes=0 if is_check else least,
         ranks_per_node=nodes.ranks,
         gpus_per_node=nodes.gpus,
         restarts=0 if is_check else recipe.train.max_restarts,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files as package_files
 from math import ceil
+from pathlib import Path
 
 from armillary.cluster.commands import TargetFailed, run_program
 from armillary.cluster.job import Job, JobState, State
@@ -30,7 +31,7 @@ STATES: dict[str, State] = {
     "RESIZING": "running",
     "STOPPED": "running",
     "SUSPENDED": "running",
-    "PREEMPTED": "pending",
+    "PREEMPTED": "stopped",
     "COMPLETED": "finished",
     "CANCELLED": "cancelled",
     "BOOT_FAIL": "failed",
@@ -82,12 +83,17 @@ def request(job: Job) -> tuple[str, ...]:
 
 def _batch_options(job: Job) -> tuple[str, ...]:
     return (
-        f"--signal=B:USR1@{ceil(job.launch.signal_s)}",
+        f"--signal=B:USR1@{ceil(job.stop_s)}",
         "--requeue" if job.launch.requeue else "--no-requeue",
         "--open-mode=append",
-        f"--output={job.logs / LOG}",
-        f"--chdir={job.work}",
+        f"--output={_quoted(job.logs / LOG)}",
+        f"--chdir={_quoted(job.work)}",
     )
+
+
+def _quoted(path: Path) -> str:
+    """For a line of #SBATCH, which Slurm itself splits into words."""
+    return '"{}"'.format(str(path).replace("\\", "\\\\").replace('"', '\\"'))
 
 
 def _step_options(job: Job) -> tuple[str, ...]:

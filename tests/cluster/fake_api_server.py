@@ -19,7 +19,7 @@ GROUPS = ("/api/v1", "/apis/batch/v1", "/apis/policy/v1")
 
 class FakeApi:
     """What the server holds: objects by path, pods and their logs, nodes with their labels; `asked` are the requests in
-    order, and `refused` the last parts of paths that this user may not use."""
+    order, and `refused` the ends of paths that this user may not use."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
@@ -35,7 +35,7 @@ class FakeApi:
         url = urlsplit(target)
         path, query = url.path, {name: values[0] for name, values in parse_qs(url.query).items()}
         self.asked.append(f"{method} {path}")
-        if path.rpartition("/")[2] in self.refused:
+        if any(path.endswith(f"/{end}") for end in self.refused):
             return 403, status(403, f"{path} is forbidden")
         if path == "/api/v1/nodes":
             items = [{"metadata": {"name": name, "labels": labels}} for name, labels in self.nodes.items()]

@@ -86,17 +86,21 @@ def test_every_manifest_is_valid(more: dict[str, object]) -> None:
 
 
 @pytest.mark.peers
+@pytest.mark.parametrize("requeue", [False, True])
 @pytest.mark.parametrize(
     ("controller", "kinds"), [("jobset", ["JobSet"]), ("trainjob", ["TrainJob", "TrainingRuntime"])]
 )
-def test_the_job_inside_a_jobset_is_valid(controller: str, kinds: list[str]) -> None:
-    objects = manifests(a_job(controller=controller, **FULL), "")
+def test_the_job_inside_a_jobset_is_valid(controller: str, kinds: list[str], requeue: bool) -> None:
+    objects = manifests(a_job(**{**FULL, "controller": controller, "requeue": requeue}), "")
     assert [each["kind"] for each in objects] == [*kinds, "ConfigMap", "PodDisruptionBudget"]
     holder = objects[len(kinds) - 1]["spec"]
     (replicated,) = (holder if controller == "jobset" else holder["template"]["spec"])["replicatedJobs"]
     meta = {"metadata": {"name": "fox"}}
     validate({"apiVersion": "batch/v1", "kind": "Job", **meta, "spec": replicated["template"]["spec"]})
     assert "fox-node-0-0.fox:29500" in json.dumps(replicated)
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    rules = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {container["name"]}
 
 
 def test_what_a_pod_asks_for() -> None:
@@ -200,7 +204,12 @@ def test_submit_makes_what_the_job_owns(api: FakeApi, job: Job) -> None:
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "fox", "uid": "uid-1"}
     assert all(body["metadata"]["ownerReferences"] == [owner] for body in api.bodies[1:])
     assert kubernetes_jobs.state(job).state == "pending"
-    kubernetes_jobs.submit(job)  # the one before is replaced
+    with pytest.raises(TargetFailed, match=r"Job fox runs in this namespace; cancel it where .* another --run"):
+        kubernetes_jobs.submit(job)  # as from another folder
+    assert len(api.bodies) == 4 and not any(asked.startswith("DELETE") for asked in api.asked)
+    owner_now = api.objects["/apis/batch/v1/namespaces/ml/jobs/fox"]
+    owner_now["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    kubernetes_jobs.submit(job)  # one that has ended is replaced
     assert len(api.bodies) == 8 and "DELETE /apis/batch/v1/namespaces/ml/jobs/fox" in api.asked
 
 
@@ -261,6 +270,58 @@ def test_state_logs_and_cancel(api: FakeApi, job: Job) -> None:
     assert kubernetes_jobs.state(job).detail == "ending"
     api.all_gone()
     assert kubernetes_jobs.state(job).state == "cancelled" and not api.objects
+
+
+@pytest.mark.peers
+def test_a_pod_whose_log_cannot_be_read_stops_neither_logs_nor_cancel(api: FakeApi, job: Job) -> None:
+    kubernetes_jobs.submit(job)
+    api.pods += [a_pod("fox-0-abc", 0), a_pod("fox-1-def", 1)]
+    api.logs |= {"fox-1-def": "2026-01-01T00:00:01.1Z hello\n"}
+    api.refused.add("fox-0-abc/log")
+    for _ in range(2):  # said once
+        kubernetes_jobs.fetch_logs(job)
+    said, hello = log_lines(job)
+    assert "did not read the log of pod fox-0-abc" in said and hello == "node 1 | hello"
+    api.refused.add("fox-1-def/log")
+    with pytest.raises(TargetFailed, match="the log of pod fox-0-abc"):
+        kubernetes_jobs.fetch_logs(job)
+    kubernetes_jobs.cancel(job)
+    assert kubernetes_jobs.state(job).detail == "ending"
+    api.refused.clear()
+    kubernetes_jobs.fetch_logs(job)
+    assert list(log_lines(job)) == ["hello"]
+
+
+@pytest.mark.peers
+def test_a_progress_bar_does_not_end_the_log(api: FakeApi, job: Job) -> None:
+    kubernetes_jobs.submit(job)
+    api.pods += [a_pod("fox-0-abc", 0)]
+    bar = "10 %\r90 %\x0c\u2028 done"
+    api.logs["fox-0-abc"] = f"2026-01-01T00:00:01.1Z {bar}\n2026-01-01T00:00:02Z step"
+    kubernetes_jobs.fetch_logs(job)
+    api.logs["fox-0-abc"] += " 1\n2026-01-01T00:00:03Z step 2\n"
+    kubernetes_jobs.fetch_logs(job)
+    assert (job.logs / "node-0.log").read_bytes().decode() == f"{bar}\nstep 1\nstep 2\n"
+
+
+def test_the_lines_of_a_log_and_their_times() -> None:
+    text = "2026-01-01T00:00:01Z a\nb\n2026-01-01T00:00:01.5Z \n2026-01-01T00:00:02.25Z c"
+    first = [("2026-01-01T00:00:01.000000000", "a"), ("2026-01-01T00:00:01.000000000", "b")]
+    first.append(("2026-01-01T00:00:01.500000000", ""))
+    assert kubernetes_jobs.timed_lines(text, is_over=False) == first
+    assert kubernetes_jobs.timed_lines(text, is_over=True) == [*first, ("2026-01-01T00:00:02.250000000", "c")]
+
+
+def test_pods_that_saved_because_another_was_drained_do_not_count() -> None:
+    spec = manifests(a_job(), "")[0]["spec"]
+    codes = {"containerName": "ranks", "operator": "In", "values": [75]}
+    assert {"action": "Ignore", "onExitCodes": codes} in spec["podFailurePolicy"]["rules"]
+    assert spec["backoffLimit"] == 8, "of pods that failed: 4 starts of 2"
+    (jobset, *_) = manifests(a_job(controller="jobset"), "")
+    inner = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert inner["backoffLimit"] == 0 and jobset["spec"]["failurePolicy"] == {"maxRestarts": 4}
+    once = manifests(a_job(requeue=False), "")[0]["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in once] == ["FailJob"]
 
 
 @pytest.mark.peers

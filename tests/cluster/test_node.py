@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,18 @@ def test_the_command_line_of_torchrun() -> None:
     assert "--rdzv-conf=is_host=1" in torchrun_arguments(
         start("--node-rank 0"), Route(interface="lo", address="127.0.0.1")
     )
+
+
+def test_a_torch_that_cannot_be_told_how_long_ranks_have_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "distributed").mkdir()
+    (tmp_path / "distributed" / "run.py").write_text("")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("armillary.cluster.node.find_spec", lambda name: spec)
+    command = torchrun_arguments(start(), Route(interface="eth1", address="10.0.0.2"))
+    assert not any("shutdown" in word for word in command)
+    assert "not 120 s" in capsys.readouterr().out
 
 
 def test_torchrun_itself_reads_that_command_line() -> None:

@@ -90,6 +90,16 @@ def test_a_job_is_kept_as_a_folder(tmp_path: Path) -> None:
         find_job(home, "keen-fux")
 
 
+def test_a_check_has_all_its_nodes(tmp_path: Path) -> None:
+    """Its ranks are started by torchrun for all of them: none may be missing."""
+    placed = nodes_of(recipe(), TWO_CORES)
+    made = [
+        make_job(recipe(), placed, Home.at(tmp_path), target="slurm", name="a", least=1, is_check=is_check)
+        for is_check in (False, True)
+    ]
+    assert [job.least_nodes for job in made] == [1, 0]
+
+
 def test_the_port_is_the_same_for_a_name_and_given_ones_win(tmp_path: Path) -> None:
     placed = nodes_of(recipe(), TWO_CORES)
     ports = [make_job(recipe(), placed, Home.at(tmp_path), target="ssh", name="a").port for _ in range(2)]

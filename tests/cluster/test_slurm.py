@@ -48,14 +48,22 @@ def test_the_batch_script() -> None:
         "--signal=B:USR1@90",
         "--requeue",
         "--open-mode=append",
-        "--output=/shared/jobs/keen-fox/logs/slurm.log",
-        "--chdir=/shared",
+        '--output="/shared/jobs/keen-fox/logs/slurm.log"',
+        '--chdir="/shared"',
         "--qos=high",
     ]
     assert text.index("#SBATCH --qos=high") < text.index("head=$("), "sbatch stops reading at the first command"
     assert "--output=/shared/jobs/keen-fox/logs/node-%n.log" in text and "scontrol requeue" in text
     assert "--nodes 2 --ranks 8 --id keen-fox --restarts 3 --stop-s 90" in text
     assert '--rendezvous "$address:29500"' in text
+
+
+def test_a_folder_with_a_space_and_ranks_that_need_longer_than_the_signal() -> None:
+    job = replace(a_job(signal_s=90), work=Path("/my work"), folder=Path('/my work/"x"'), grace_s=200.5)
+    text = script(job)
+    assert '#SBATCH --chdir="/my work"\n' in text and '#SBATCH --output="/my work/\\"x\\"/logs/slurm.log"\n' in text
+    assert "#SBATCH --signal=B:USR1@201\n" in text and "--stop-s 200.5" in text
+    assert allocation(job)[-1] == "--chdir=/my work", "no shell reads it"
 
 
 def test_without_requeue_the_job_ends_at_its_limit() -> None:
@@ -93,6 +101,7 @@ def test_an_allocation_asks_for_the_same() -> None:
         ("REQUEUED||BeginTime", "pending", "requeued, BeginTime", ""),
         ("CANCELLED by 1000|gpu01|", "cancelled", "", "gpu01"),
         ("CANCELLED+|gpu01|", "cancelled", "", "gpu01"),
+        ("PREEMPTED|gpu01|", "stopped", "preempted", "gpu01"),
         ("TIMEOUT|gpu01|TimeLimit", "failed", "timeout, TimeLimit", "gpu01"),
         ("OUT_OF_MEMORY|gpu01|", "failed", "out of memory", "gpu01"),
         ("NOVEL|gpu01|", "unknown", "novel", "gpu01"),

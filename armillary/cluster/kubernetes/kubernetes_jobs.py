@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.cluster.commands import TargetFailed
@@ -17,13 +19,15 @@ from armillary.spec.tables.launch_target import Launch
 if TYPE_CHECKING:
     from armillary.cluster.kubernetes.api import Cluster
 
-FILE = "kubernetes.yaml"
+FILE, UNREAD = "kubernetes.yaml", "kubernetes.log"
 INDEX = "batch.kubernetes.io/job-completion-index"
 _CANCELLED = "cancelled"
 _GONE_S = 60.0
 """how long a new start waits, beyond the grace period, for the objects of the one before"""
 _OVERLAP_S = 60
 """seconds of a log that are read once more, in case a line came late"""
+_TIMED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|\+00:00) ?(.*)", re.DOTALL)
+"""a line with its time in front"""
 _ENDED = {"Complete": "finished", "Completed": "finished", "Failed": "failed"}
 """conditions of Jobs, JobSets and TrainJobs that are over"""
 
@@ -56,9 +60,9 @@ def submit(job: Job) -> str:
     version, kind = CONTROLLERS[job.launch.controller]
     if job.launch.controller != "job" and not cluster.serves(version, kind):
         raise BadRecipe(f"this cluster has no {kind} ({version}); try --set launch.controller=job")
-    (job.folder / _CANCELLED).unlink(missing_ok=True)
     owner, *rest = _written(job)
-    created = cluster.create(owner) or _replace(cluster, owner, job)
+    created = cluster.create(owner) or _replace_ended(cluster, owner, job)
+    (job.folder / _CANCELLED).unlink(missing_ok=True)
     belongs = [{"apiVersion": version, "kind": kind, "name": job.name, "uid": created["metadata"]["uid"]}]
     try:
         for each in rest:
@@ -94,6 +98,15 @@ def domains_of(cluster: Cluster, launch: Launch) -> dict[str, Domain]:
     except TargetFailed:
         return {}
     return {node: domain_of(each, KUBERNETES, launch.pack_within) for node, each in labels.items()}
+
+
+def _replace_ended(cluster: Cluster, owner: Manifest, job: Job) -> Manifest:
+    """As `_replace`; one of this name that still runs was started from another folder, or by another user."""
+    before = cluster.read(owner)
+    if before and not before["metadata"].get("deletionTimestamp") and read_state(before, []).is_live:
+        what = f"{owner['kind']} {job.name}"
+        raise TargetFailed(f"{what} runs in this namespace; cancel it where it was started, or name another --run")
+    return _replace(cluster, owner, job)
 
 
 def _replace(cluster: Cluster, manifest: Manifest, job: Job) -> Manifest:
@@ -147,32 +160,62 @@ def _waits_for(pods: list[Manifest]) -> str:
 
 
 def fetch_logs(job: Job) -> None:
-    """Append what the pods have printed since the last time to logs/node-K.log."""
+    """Append what the pods have printed since the last time to logs/node-K.log; pods whose log cannot be read are named
+    in logs/kubernetes.log, and the others read."""
     cluster = _cluster(job)
-    for pod in cluster.pods(f"{LABEL}={job.name}"):
-        name, index = pod["metadata"]["name"], pod["metadata"].get("annotations", {}).get(INDEX, "0")
-        seen = job.logs / f"{name}.seen"  # time of the newest line
-        last = seen.read_text() if seen.exists() else ""
-        since_s = int(time.time() - seen.stat().st_mtime) + _OVERLAP_S if last else None
-        lines = cluster.log(name, pod["spec"]["containers"][0]["name"], since_s).splitlines()
-        new = [line for line in lines if _moment(line) > last]
-        if new:
-            with (job.logs / f"node-{index}.log").open("a", encoding="utf-8") as file:
-                file.writelines(f"{line.partition(' ')[2]}\n" for line in new)
-            seen.write_text(_moment(new[-1]))
+    pods, failed = cluster.pods(f"{LABEL}={job.name}"), []
+    for pod in pods:
+        try:
+            _fetch_log(cluster, job, pod)
+        except ArmillaryError as error:
+            failed.append(error)
+    if failed and len(failed) == len(pods):
+        raise failed[0]
+    _note_unread(job.logs / UNREAD, [str(error) for error in failed])
 
 
-def _moment(line: str) -> str:
-    """The time in front of a line, with all nine digits: the kubelet leaves zeros at the end out."""
-    second, _, fraction = line.partition(" ")[0].rstrip("Z").partition(".")
-    return f"{second}.{fraction:0<9}"
+def _note_unread(path: Path, errors: list[str]) -> None:
+    """Each error once, however often logs are fetched, and none once all can be read."""
+    if not errors:
+        return path.unlink(missing_ok=True)
+    known = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(f"{error}\n" for error in errors if error not in known)
+
+
+def _fetch_log(cluster: Cluster, job: Job, pod: Manifest) -> None:
+    name, index = pod["metadata"]["name"], pod["metadata"].get("annotations", {}).get(INDEX, "0")
+    seen = job.logs / f"{name}.seen"  # time of the newest line
+    last = seen.read_text() if seen.exists() else ""
+    since_s = int(time.time() - seen.stat().st_mtime) + _OVERLAP_S if last else None
+    text = cluster.log(name, pod["spec"]["containers"][0]["name"], since_s)
+    is_over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    new = [(moment, line) for moment, line in timed_lines(text, is_over=is_over) if moment > last]
+    if new:
+        with (job.logs / f"node-{index}.log").open("a", encoding="utf-8", newline="") as file:
+            file.writelines(f"{line}\n" for _, line in new)
+        seen.write_text(new[-1][0])
+
+
+def timed_lines(text: str, *, is_over: bool) -> list[tuple[str, str]]:
+    """(time, line) of a pod's log. Only a line feed ends a line: progress bars have carriage returns inside theirs. The
+    last line is left for the next time while it may go on; one without a time belongs to the line before."""
+    lines, found = text.split("\n"), []
+    rest, last = lines.pop(), ""
+    for line in [*lines, rest] if rest and is_over else lines:
+        if time_and_line := _TIMED.fullmatch(line):
+            second, fraction, line = time_and_line.groups(default="")
+            last = f"{second}.{fraction:0<9}"  # all nine digits: the kubelet leaves zeros at the end out
+        found.append((last, line))
+    return found
 
 
 def cancel(job: Job) -> None:
     """Pods get SIGTERM and have their grace period to save; what the job owns, as the service by which they find each
     other, is deleted by the cluster once they have ended."""
     cluster = _cluster(job)
-    fetch_logs(job)
+    with suppress(ArmillaryError):  # what cannot be read must not keep the job alive
+        fetch_logs(job)
     (job.folder / _CANCELLED).touch()
     version, kind = CONTROLLERS[job.launch.controller]
     cluster.delete({"apiVersion": version, "kind": kind, "metadata": {"name": job.name}})

@@ -15,7 +15,7 @@ from math import ceil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from armillary.cluster.job import CHECK, RECIPE, Job
+from armillary.cluster.job import CHECK, INTERRUPTED, RECIPE, Job
 from armillary.cluster.node import USER_ERROR
 from armillary.cluster.node_health import LIVE, READY
 from armillary.errors import BadInput, BadRecipe
@@ -93,26 +93,33 @@ def _indexed_job(job: Job) -> list[Manifest]:
 
 def job_spec(job: Job) -> Manifest:
     """Pods that fail are made again with the same number, and resume; a user's error ends the job, and pods that were
-    evicted do not count."""
+    evicted do not count, nor those that saved and ended with them. In a JobSet one that fails ends its Job: JobSet
+    starts all of them again."""
     limit = {"activeDeadlineSeconds": ceil(job.launch.time_limit_s)} if job.launch.time_limit_s else {}
     evicted = {"type": "DisruptionTarget", "status": "True"}
+    remade = job.launch.requeue and job.launch.controller != "jobset"
+    ignored = [
+        {"action": "Ignore", "onPodConditions": [evicted]},
+        {"action": "Ignore", "onExitCodes": _exit_codes(INTERRUPTED)},
+    ]
     return {
         "completionMode": "Indexed",
         "completions": job.num_nodes,
         "parallelism": job.num_nodes,
-        "backoffLimit": (job.restarts + 1) * job.num_nodes if job.launch.requeue else 0,
+        "backoffLimit": (job.restarts + 1) * job.num_nodes if remade else 0,
         **limit,
         "podFailurePolicy": {
             "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [USER_ERROR]},
-                },
-                *([{"action": "Ignore", "onPodConditions": [evicted]}] if job.launch.requeue else []),
+                {"action": "FailJob", "onExitCodes": _exit_codes(USER_ERROR)},
+                *(ignored if job.launch.requeue else []),
             ]
         },
         "template": pod_template(job),
     }
+
+
+def _exit_codes(*codes: int) -> Manifest:
+    return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
 
 
 def _jobset(job: Job) -> list[Manifest]:
@@ -152,7 +159,9 @@ def _trainer_replicated(job: Job) -> Manifest:
     template = replicated["template"]
     template["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     template["spec"]["template"]["spec"]["containers"][0]["name"] = _REPLICATED
-    template["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] = _REPLICATED
+    for rule in template["spec"]["podFailurePolicy"]["rules"]:
+        if "onExitCodes" in rule:
+            rule["onExitCodes"]["containerName"] = _REPLICATED
     return replicated
 
 
