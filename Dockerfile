@@ -31,7 +31,7 @@ ENV PATH=/opt/armillary/bin:$PATH PYTHONUNBUFFERED=1
 USER 1000
 WORKDIR /shared
 EXPOSE 8000 8080
-# Ranks of a node answer on 8080, servers on 8000. Kubernetes has probes of its own and ignores this.
+# Ranks of a node answer on 8080, servers on 8000; other verbs, like train, are healthy while they run. Kubernetes has probes of its own and ignores this.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=120s \
   CMD ["python", "-m", "armillary.cluster.node_health", "http://127.0.0.1:8080/livez", "http://127.0.0.1:8000/health"]
 ENTRYPOINT ["tini", "--", "armillary"]

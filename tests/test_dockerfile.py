@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from armillary.cluster.kubernetes.manifests import HEALTH_PORT, USER_ID
-from armillary.cluster.node_health import LIVE, main, serve_health
+from armillary.cluster.node_health import LIVE, listens, main, serve_health
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
@@ -24,6 +24,8 @@ COPIED = [
     if line.startswith("COPY ") and "--from" not in line
     for path in line.removeprefix("COPY ").split()[:-1]
 ]
+ENTRY = json.loads(next(line for line in LINES if line.startswith("ENTRYPOINT ")).split(" ", 1)[1])
+SERVE = [*ENTRY, "serve", "gpt2"]
 
 
 def values(instruction: str) -> list[str]:
@@ -65,12 +67,19 @@ def test_the_health_check_asks_what_a_node_answers() -> None:
     server = serve_health(0, ranks=1)
     try:
         here = f"http://127.0.0.1:{server.server_port}"
-        assert main([f"{here}{LIVE}"]) == 0 and main([f"{here}/nothing", f"{here}{LIVE}"]) == 0
-        assert main([f"{here}/nothing"]) == 1
+        assert main([f"{here}{LIVE}"], SERVE) == 0 and main([f"{here}/nothing", f"{here}{LIVE}"], SERVE) == 0
+        assert main([f"{here}/nothing"], SERVE) == 1
     finally:
         server.shutdown()
         server.server_close()
-    assert main([f"{here}{LIVE}"]) == 1, "nobody listens any more"
+    assert main([f"{here}{LIVE}"], SERVE) == 1, "nobody listens any more"
+    assert main([f"{here}{LIVE}"], [*ENTRY, "train", "recipe.toml"]) == 0, "nobody should"
+
+
+def test_which_containers_must_answer() -> None:
+    node = "python3 -m armillary.cluster.node --nodes 2 --health-port 8080 -- train r.toml"
+    assert listens(SERVE) and listens(node.split()) and listens(["sh", "-c", f"ulimit -l unlimited && exec {node}"])
+    assert not listens([*ENTRY, "train", "serve"]) and not listens([*ENTRY, "bench", "serve"])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What probes ask a node: whether the process that watches the ranks answers, and whether all its ranks run.
 
-`python -m armillary.cluster.node_health URL …` is the health check of a container: whether one of the URLs answers.
+`python -m armillary.cluster.node_health URL …` is the health check of a container: whether one of the URLs answers,
+where the container's command is one that listens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import threading
 import urllib.request
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
 
 import psutil
 
@@ -59,8 +62,18 @@ def count_ranks() -> int:
     return count
 
 
-def main(urls: Sequence[str]) -> int:
-    """0 where one of them answers that all is well."""
+def listens(command: Sequence[str]) -> bool:
+    """Whether a container with this command answers: a server, and a node that is told a port for probes."""
+    words = " ".join(command).split()  # also those of sh -c '…'
+    serves = any(Path(word).name == "armillary" and then == "serve" for word, then in pairwise(words))
+    return serves or "--health-port" in words
+
+
+def main(urls: Sequence[str], command: Sequence[str]) -> int:
+    """0 where one of them answers that all is well, or the command never does."""
+    if not listens(command):
+        print("nothing listens here, and nothing should")
+        return 0
     for url in urls:
         try:
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
@@ -71,4 +84,4 @@ def main(urls: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], psutil.Process(1).cmdline()))

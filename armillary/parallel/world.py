@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +55,7 @@ def join_world(device: str | None = None, *, timeout_s: float = 600.0) -> Iterat
         yield world
         return
     os.environ |= place.rendezvous
-    _start(world, timeout_s)
+    _start(world, timeout_s, own_gpu=place.own_gpu)
     try:
         yield world
     except BaseException:
@@ -78,7 +79,7 @@ def abort_world() -> None:
         dist.destroy_process_group()
 
 
-def _start(world: World, timeout_s: float) -> None:
+def _start(world: World, timeout_s: float, *, own_gpu: bool) -> None:
     nccl = world.device.type == "cuda"
     os.environ.setdefault(
         "TORCH_FR_BUFFER_SIZE", "256"
@@ -86,9 +87,13 @@ def _start(world: World, timeout_s: float) -> None:
     if nccl:
         torch.cuda.set_device(world.device)
     timeout = timedelta(seconds=timeout_s)
+    store = _store_of_start(os.environ, timeout)
+    if nccl and own_gpu and torch.cuda.device_count() == 1:
+        store = store or next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+        claim_gpu(store, str(torch.cuda.get_device_properties(world.device).uuid), world.rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        store=_store_of_start(os.environ, timeout),
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
@@ -106,6 +111,20 @@ def _store_of_start(env: Mapping[str, str], timeout: timedelta) -> dist.Store | 
     return dist.PrefixStore(f"start/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", agent)
 
 
+def claim_gpu(store: dist.Store, uuid: str, rank: int) -> None:
+    """Fail where another rank has the GPU of this UUID: each sees one GPU only, which may be the same, and NCCL needs
+    one per rank. A rank that has ended, as before a restart, claims nothing."""
+    mine = f"{rank} {os.getpid()}"
+    claimed = store.compare_set(f"gpu/{uuid}", "", mine).decode()
+    other, pid = (int(number) for number in claimed.split())
+    if claimed != mine and psutil.pid_exists(pid):
+        raise BadLayout(
+            f"ranks {other} and {rank} have the same GPU {uuid}; set CUDA_VISIBLE_DEVICES to another one for each, "
+            "or to all of the node's"
+        )
+    store.set(f"gpu/{uuid}", mine)
+
+
 # --- what a launcher set
 
 
@@ -117,7 +136,7 @@ class _Place:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1  # processes that share this one's cores
-    own_gpu: bool = False  # a process may see only its own GPU (srun --gpus-per-task)
+    own_gpu: bool = False  # a process may see only its own GPU (srun --gpus-per-task, or CUDA_VISIBLE_DEVICES)
     rendezvous: Mapping[str, str]  # environment variables of the rendezvous, beyond those that are set
 
 
@@ -125,8 +144,14 @@ def _place(env: Mapping[str, str]) -> _Place:
     """torchrun's variables first, then those of a Slurm step; neither: alone."""
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size, local = (_number(env, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        local_size = _number(env, "LOCAL_WORLD_SIZE") or 1
-        return _Place(rank=rank, size=size, local_rank=local, local_size=local_size, rendezvous={})
+        return _Place(
+            rank=rank,
+            size=size,
+            local_rank=local,
+            local_size=_number(env, "LOCAL_WORLD_SIZE") or 1,
+            own_gpu=len(env.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and "CUDA_VISIBLE_DEVICES" in env,
+            rendezvous={},
+        )
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         rank, size, local = (_number(env, f"SLURM_{key}") for key in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
         port = _SRUN_PORT + _number(env, "SLURM_JOB_ID") % 10_000

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from armillary.errors import BadInput, BadLayout
 from armillary.model.device import fit_threads
-from armillary.parallel.world import _device, _Place, _place, first_host, join_world
+from armillary.parallel.world import _device, _Place, _place, claim_gpu, first_host, join_world
 from tests.fork_server import Command, ForkServer
 
 SCRIPT = """
@@ -151,6 +152,25 @@ def test_a_process_has_a_gpu_of_its_own(
             _device("cuda", place)
     else:
         assert _device("cuda", place) == torch.device("cuda", index)
+
+
+@pytest.mark.parametrize(("visible", "own_gpu"), [(None, False), ("3", True), ("GPU-1a", True), ("0,1", False)])
+def test_a_launcher_may_show_each_rank_its_own_gpu(visible: str | None, own_gpu: bool) -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    place = _place(env if visible is None else env | {"CUDA_VISIBLE_DEVICES": visible})
+    assert place.own_gpu == own_gpu
+
+
+def test_two_ranks_with_one_gpu_are_named() -> None:
+    store = dist.HashStore()
+    claim_gpu(store, "GPU-1", 1)
+    claim_gpu(store, "GPU-1", 1)  # its own
+    store.set("gpu/GPU-2", f"0 {os.getppid()}")
+    with pytest.raises(BadLayout, match="ranks 0 and 1 have the same GPU GPU-2; set CUDA_VISIBLE_DEVICES"):
+        claim_gpu(store, "GPU-2", 1)
+    store.set("gpu/GPU-3", f"0 {2**22 + 1}")  # above Linux' largest process id: a start before this one
+    claim_gpu(store, "GPU-3", 1)
+    assert store.get("gpu/GPU-3") == f"1 {os.getpid()}".encode()
 
 
 def test_a_broken_launcher_is_named() -> None:

@@ -55,6 +55,19 @@ def test_data_prepared_on_ray_is_the_same(armillary: Callable[..., str], cluster
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
 
 
+def named_actors(cluster: RayCluster, folder: Path) -> list[dict[str, str]]:
+    look = "import json, ray, sys; ray.init(sys.argv[1], logging_level='error', log_to_driver=False);"
+    look += "print(json.dumps(ray.util.list_named_actors(all_namespaces=True)))"
+    end = time.monotonic() + 60
+    while True:
+        command = [str(RAY / "python"), "-c", look, cluster.address]
+        done = subprocess.run(command, env=cluster.env, cwd=folder, capture_output=True, text=True, timeout=LONG_S)
+        names = list(json.loads(done.stdout.splitlines()[-1]))
+        if not names or time.monotonic() > end:
+            return names
+        time.sleep(1)
+
+
 def test_training_survives_the_loss_of_a_node(
     armillary: Callable[..., str], cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -81,6 +94,7 @@ def test_training_survives_the_loss_of_a_node(
     wait_for(lambda: facts()["state"] not in ("running", "pending"))
     log = armillary("launch", "logs", "fox")
     assert facts()["state"] == "finished", log + note.read_text()
+    assert named_actors(cluster, tmp_path) == [], "the supervisor ends with its job"
     assert " from step " in log and "finished after 60 steps" in log
     (tmp_path / "plain.toml").write_text(recipe)
     armillary("train", "plain.toml", "--devices", "2", "--run", "hen")

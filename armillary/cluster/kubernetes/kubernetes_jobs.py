@@ -200,14 +200,14 @@ def _fetch_log(cluster: Cluster, job: Job, pod: Manifest) -> None:
 def timed_lines(text: str, *, is_over: bool) -> list[tuple[str, str]]:
     """(time, line) of a pod's log. Only a line feed ends a line: progress bars have carriage returns inside theirs. The
     last line is left for the next time while it may go on; one without a time belongs to the line before."""
-    lines, found = text.split("\n"), []
+    lines, timed = text.split("\n"), []
     rest, last = lines.pop(), ""
     for line in [*lines, rest] if rest and is_over else lines:
         if time_and_line := _TIMED.fullmatch(line):
             second, fraction, line = time_and_line.groups(default="")
             last = f"{second}.{fraction:0<9}"  # all nine digits: the kubelet leaves zeros at the end out
-        found.append((last, line))
-    return found
+        timed.append((last, line))
+    return timed
 
 
 def cancel(job: Job) -> None:

@@ -90,9 +90,7 @@ class Supervisor:
         self._job = read_job(Path(folder))
         self._actors: list[Any] = []
         self._is_cancelled, self._cancelled_at = False, 0.0
-        if read_note(self._job).get("state") in OVER:
-            return  # Ray has started it again elsewhere, after the job's end
-        threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
+        threading.Thread(target=self._work, name="supervisor", daemon=True).start()
 
     def ping(self) -> bool:
         return True
@@ -106,6 +104,15 @@ class Supervisor:
     def _signal(self) -> None:
         for actor in self._actors:
             actor.signal.remote(int(signal.SIGTERM))
+
+    def _work(self) -> None:
+        """Supervise, unless Ray has started this actor again after the job's end; then end the actor, which is detached
+        and would stay."""
+        try:
+            if read_note(self._job).get("state") not in OVER:
+                self._supervise()
+        finally:
+            _end_actor()
 
     def _supervise(self) -> None:
         command = self._job.rank_command()
@@ -168,6 +175,13 @@ class Supervisor:
     def _note(self, state: str, detail: str = "", where: str = "", actors: Any = ()) -> None:
         values = {"state": state, "detail": detail, "where": where, "actors": list(actors), "time": time.time()}
         write_json(self._job.folder / STATE, values)
+
+
+def _end_actor() -> None:
+    """End the actor in whose process this is called, from any of its threads; Ray does not start it again."""
+    import ray
+
+    ray.kill(ray.get_runtime_context().current_actor)
 
 
 def node_domains(ray: Any, packed_by: str = "") -> dict[str, Domain]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 
 from armillary.cluster.commands import TargetFailed
@@ -16,6 +18,7 @@ from armillary.spec.tables.launch_target import Launch
 
 FILE = "ray.json"
 _GONE_S = 30.0
+_GONE = "its supervisor is gone; start it again with --run"
 
 
 def files(job: Job, recipe: str) -> dict[str, str]:
@@ -29,10 +32,22 @@ def submit(job: Job) -> str:
     ray = connect(job.launch.address)
     (job.folder / STATE).unlink(missing_ok=True)
     _end_before(ray, job)
-    options = {"name": job.name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
+    options = {
+        "name": actor_name(job),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+    }
     supervisor = ray.remote(Supervisor).options(**options).remote(str(job.folder))
-    ray.get(supervisor.ping.remote())
+    with suppress(ray.exceptions.RayActorError):  # it has ended already: what it wrote down says how
+        ray.get(supervisor.ping.remote())
     return job.name
+
+
+def actor_name(job: Job) -> str:
+    """One of the job's folder, so that a job of the same name from another folder is not taken for it."""
+    return f"{job.name}-{sha256(str(job.folder).encode()).hexdigest()[:12]}"
 
 
 def _end_before(ray: Any, job: Job) -> None:
@@ -40,22 +55,25 @@ def _end_before(ray: Any, job: Job) -> None:
     end = time.monotonic() + _GONE_S
     while (before := _supervisor(ray, job)) is not None:
         if time.monotonic() > end:
-            raise TargetFailed(f"actor {job.name} of an earlier start does not go away; name another --run")
+            raise TargetFailed(f"actor {actor_name(job)} of an earlier start does not go away; name another --run")
         ray.kill(before)
         time.sleep(0.2)
 
 
 def state(job: Job) -> JobState:
+    """What the supervisor wrote down; it writes how the job ended before it ends itself."""
+    known = _noted(job)
+    if not known.is_live or _supervisor(connect(job.launch.address), job) is not None:
+        return known
+    known = _noted(job)
+    return known if not known.is_live else JobState(state="failed", detail=_GONE)
+
+
+def _noted(job: Job) -> JobState:
     note = read_note(job)
-    known = JobState(
+    return JobState(
         state=note.get("state", "pending"), detail=str(note.get("detail", "")), where=str(note.get("where", ""))
     )
-    if not known.is_live:
-        return known
-    ray = connect(job.launch.address)
-    if _supervisor(ray, job) is None:
-        return JobState(state="failed", detail="its supervisor is gone; start it again with --run")
-    return known
 
 
 def fetch_logs(job: Job) -> None:
@@ -66,7 +84,8 @@ def cancel(job: Job) -> None:
     """Ranks get SIGTERM and save."""
     ray = connect(job.launch.address)
     if (supervisor := _supervisor(ray, job)) is not None:
-        ray.get(supervisor.cancel.remote())
+        with suppress(ray.exceptions.RayActorError):  # it ended meanwhile
+            ray.get(supervisor.cancel.remote())
 
 
 def domains(launch: Launch) -> dict[str, Domain]:
@@ -80,6 +99,6 @@ def domains(launch: Launch) -> dict[str, Domain]:
 def _supervisor(ray: Any, job: Job) -> Any:
     """The actor; None where there is none."""
     try:
-        return ray.get_actor(job.name, namespace=NAMESPACE)
+        return ray.get_actor(actor_name(job), namespace=NAMESPACE)
     except ValueError:
         return None
