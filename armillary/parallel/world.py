@@ -114,15 +114,15 @@ def _store_of_start(env: Mapping[str, str], timeout: timedelta) -> dist.Store | 
 def claim_gpu(store: dist.Store, uuid: str, rank: int) -> None:
     """Fail where another rank has the GPU of this UUID: each sees one GPU only, which may be the same, and NCCL needs
     one per rank. A rank that has ended, as before a restart, claims nothing."""
-    mine = f"{rank} {os.getpid()}"
-    claimed = store.compare_set(f"gpu/{uuid}", "", mine).decode()
+    claim = f"{rank} {os.getpid()}"
+    claimed = store.compare_set(f"gpu/{uuid}", "", claim).decode()
     other, pid = (int(number) for number in claimed.split())
-    if claimed != mine and psutil.pid_exists(pid):
+    if claimed != claim and psutil.pid_exists(pid):
         raise BadLayout(
             f"ranks {other} and {rank} have the same GPU {uuid}; set CUDA_VISIBLE_DEVICES to another one for each, "
             "or to all of the node's"
         )
-    store.set(f"gpu/{uuid}", mine)
+    store.set(f"gpu/{uuid}", claim)
 
 
 # --- what a launcher set
