@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images often forbid byte code, and every process would compile the whole package again: seconds each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all slowest test-gpu test-nccl test-services peers lint sizes docs setup clean
+.PHONY: help demo test test-all slowest test-gpu test-nccl test-services peers test-hub lint sizes docs setup clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -36,8 +36,8 @@ test: $(READY) ## lint, types and the tests that any machine can run
 	$(LINT); wait; $(BIN)/pytest -q $(WORKERS)
 
 test-all: $(READY) lint ## also the slow tests
-	@$(BIN)/pytest -q $(WORKERS) -m 'not gpu and not peers and not services and not slow'
-	@$(BIN)/pytest -q -m 'slow and not gpu and not peers and not services'  # one after the other: some judge the clock
+	@$(BIN)/pytest -q $(WORKERS) -m 'not gpu and not peers and not services and not hub and not slow'
+	@$(BIN)/pytest -q -m 'slow and not gpu and not peers and not services and not hub'  # one after the other: some judge the clock
 
 slowest: $(READY) ## the tests of `make test` that take more than 5 s
 	@$(BIN)/pytest -q $(WORKERS) --durations=100 --durations-min=5
@@ -54,6 +54,10 @@ test-services: $(READY) $(RAY_READY) ## with real services: Redis, nginx, Slurm,
 
 peers: $(PEERS_READY) ## against other people's programs, in a venv of their own
 	@.venv-peers/bin/python -m pytest -q -m peers
+
+test-hub: $(PEERS_READY) ## published quantized checkpoints against transformers, with internet access (about 4 GB)
+	@.venv-peers/bin/python -m pip install --quiet gptqmodel || echo 'note: no gptqmodel, so GPTQ and AWQ are skipped'
+	@.venv-peers/bin/python -m pytest -q -m hub
 
 lint: $(READY)
 	@$(LINT)

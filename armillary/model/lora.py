@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.random_values import PartOf, all_of, fill_uniform
 from armillary.model.transformer import Transformer
 from armillary.spec.lora import Target
@@ -18,24 +19,46 @@ from armillary.spec.lora import Target
 NAMES = ("lora_a", "lora_b")
 
 
-class LoraLinear(nn.Linear):
+class _Adapted(nn.Module):
+    """Adapters `lora_a` and `lora_b` of a frozen projection."""
+
+    def _add_adapters(self, target: Target, device: torch.device, rank: int, scale: float, dropout: float) -> None:
+        self.target, self.rank, self.scale, self.dropout = target, rank, scale, dropout
+        self.lora_a = nn.Parameter(torch.empty(target.num_a * rank, target.inputs, device=device))
+        self.lora_b = nn.Parameter(torch.empty(target.periods * target.adapted, rank, device=device))
+
+    def _adapted(self, x: Tensor, base: Tensor) -> Tensor:
+        """With `base`, the output of the frozen projection."""
+        dropped = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
+        inner = F.linear(dropped, self.lora_a.to(x.dtype))
+        b_OA = expand_b(self.lora_b, self.target) * self.scale
+        # one GEMM: the output of B is never held beside the base and their sum, the memory peak of a recomputed layer
+        return torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b_OA.to(base.dtype).t()).view(base.shape)
+
+
+class PackedLoraLinear(PackedLinear, _Adapted):
+    """Adapters on a projection whose weight stays packed (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
+
+    def __init__(self, base: PackedLinear, target: Target, *, rank: int, scale: float, dropout: float = 0.0) -> None:
+        super().__init__(base.weight)
+        self.bias = base.bias
+        device = next(iter(base.weight.parts[0].rows.values())).device
+        self._add_adapters(target, device, rank, scale, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._adapted(x, super().forward(x))
+
+
+class LoraLinear(nn.Linear, _Adapted):
     """A Linear whose weight and bias are frozen and keep their names, with adapters `lora_a` and `lora_b`."""
 
     def __init__(self, base: nn.Linear, target: Target, *, rank: int, scale: float, dropout: float = 0.0) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.target, self.rank, self.scale, self.dropout = target, rank, scale, dropout
-        device, rows = base.weight.device, target.periods * target.adapted
-        self.lora_a = nn.Parameter(torch.empty(target.num_a * rank, target.inputs, device=device))
-        self.lora_b = nn.Parameter(torch.empty(rows, rank, device=device))
+        self._add_adapters(target, base.weight.device, rank, scale, dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        dropped = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
-        inner = F.linear(dropped, self.lora_a.to(x.dtype))
-        b_OA = expand_b(self.lora_b, self.target) * self.scale
-        base = F.linear(x, self.weight, self.bias)
-        # one GEMM: the output of B is never held beside the base and their sum, the memory peak of a recomputed layer
-        return torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b_OA.to(base.dtype).t()).view(base.shape)
+        return self._adapted(x, F.linear(x, self.weight, self.bias))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, on={self.target.chosen}"
@@ -62,9 +85,11 @@ def change(a_AI: Tensor, b_Pr: Tensor, target: Target, *, scale: float) -> Tenso
     return scale * expand_b(b_Pr, target) @ a_AI
 
 
-def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear | PackedLoraLinear]]:
     """Every projection with adapters, by name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear | PackedLoraLinear):
+            yield name, module
 
 
 def attach(model: Transformer, wanted: dict[str, Target], *, rank: int, scale: float, dropout: float = 0.0) -> None:
@@ -73,8 +98,14 @@ def attach(model: Transformer, wanted: dict[str, Target], *, rank: int, scale: f
     for name, target in wanted.items():
         parent, _, last = name.rpartition(".")
         base = model.get_submodule(name)
-        assert isinstance(base, nn.Linear), name
-        setattr(model.get_submodule(parent), last, LoraLinear(base, target, rank=rank, scale=scale, dropout=dropout))
+        options = {"rank": rank, "scale": scale, "dropout": dropout}
+        assert isinstance(base, nn.Linear | PackedLinear), name
+        adapted = (
+            PackedLoraLinear(base, target, **options)  # type: ignore[arg-type]
+            if isinstance(base, PackedLinear)
+            else LoraLinear(base, target, **options)  # type: ignore[arg-type]
+        )
+        setattr(model.get_submodule(parent), last, adapted)
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
 """Linear layers and embeddings over packed weights: some rows at a time are dequantised, used and dropped; on a GPU
 kernels that read the packed weight take their place for a few tokens."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,16 +38,46 @@ class PackedLinear(nn.Module):
         self.weight = replace(self.weight, parts=parts)
 
     def forward(self, x: Tensor) -> Tensor:
+        with_gradient = torch.is_grad_enabled() and x.requires_grad
+        y = _with_gradient(x, self) if with_gradient else self.multiplied(x)
+        return y if self.bias is None else y + self.bias
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """x @ weightᵀ."""
         both = zip(self.kernels, self.weight.parts, strict=True)
         outputs = [kernel(x) if kernel and kernel.takes(x) else _matmul(x, part) for kernel, part in both]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return y if self.weight.order_N is None else y.index_select(-1, self.weight.order_N)
+
+    def multiplied_back(self, y: Tensor) -> Tensor:
+        """y @ weight: the gradient of the inputs."""
         if self.weight.order_N is not None:
-            y = y.index_select(-1, self.weight.order_N)
-        return y if self.bias is None else y + self.bias
+            y = torch.empty_like(y).index_copy_(-1, self.weight.order_N.long(), y)
+        sizes = [part.num_rows for part in self.weight.parts]
+        products = [_matmul_back(rows, part) for rows, part in zip(y.split(sizes, -1), self.weight.parts, strict=True)]
+        return torch.stack(products).sum(0) if len(products) > 1 else products[0]
 
     def free(self) -> None:
         """Drop the weight, which is held in another form."""
         self.weight, self.kernels = FusedRows(parts=()), ()
+
+
+class _Multiplied(torch.autograd.Function):
+    """`PackedLinear.multiplied` with the gradient of its inputs; nothing dequantised is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: PackedLinear) -> Tensor:
+        ctx.linear = linear
+        return linear.multiplied(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.linear.multiplied_back(dy), None
+
+
+@torch.compiler.disable
+def _with_gradient(x: Tensor, linear: PackedLinear) -> Tensor:
+    return _Multiplied.apply(x, linear)  # type: ignore[no-any-return]
 
 
 class PackedEmbedding(nn.Module):
@@ -67,9 +99,24 @@ def _matmul(x: Tensor, part: PackedRows) -> Tensor:
     if part.order_K is not None:
         x = x.index_select(-1, part.order_K)
         part = replace(part, order_K=None)
+    return torch.cat([F.linear(x, block.stored_order().to(x.dtype)) for block in _blocks(part, x)], dim=-1)
+
+
+def _matmul_back(y: Tensor, part: PackedRows) -> Tensor:
+    """[…, K], a block of rows at a time, summed in fp32."""
+    total, row = torch.zeros(*y.shape[:-1], part.columns, dtype=torch.float32, device=y.device), 0
+    for block in _blocks(replace(part, order_K=None), y):
+        total += y[..., row : row + block.num_rows] @ block.stored_order().to(y.dtype)
+        row += block.num_rows
+    if part.order_K is not None:
+        total = torch.empty_like(total).index_copy_(-1, part.order_K.long(), total)
+    return total.to(y.dtype)
+
+
+def _blocks(part: PackedRows, x: Tensor) -> Iterator[PackedRows]:
+    """Rows that are dequantised together."""
     step = max(1, (_BLOCK_NUMBERS if x.device.type == "cpu" else _GPU_BLOCK_NUMBERS) // part.columns)
-    blocks = (part.select(slice(row, row + step)) for row in range(0, part.num_rows, step))
-    return torch.cat([F.linear(x, block.stored_order().to(x.dtype)) for block in blocks], dim=-1)
+    return (part.select(slice(row, row + step)) for row in range(0, part.num_rows, step))
 
 
 def packed_modules(model: nn.Module) -> list[PackedLinear]:

@@ -22,7 +22,7 @@ from armillary.model.weights.gguf_weights import GgufTensors
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, is_of_mtp_layer, rules
 from armillary.model.weights.host_to_device import Sender
 from armillary.model.weights.kv_ranges import SCALES, read_kv_ranges
-from armillary.model.weights.packed_weights import PackedFolder, load_packed
+from armillary.model.weights.packed_weights import Keep, PackedFolder, load_packed
 from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
 from armillary.model.weights.safetensors_writer import copy_alongside, refuse_foreign, write_shards
 from armillary.spec.hf.config import from_hf, to_hf
@@ -43,10 +43,10 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    packed: bool = False,
+    packed: Keep = False,
 ) -> Transformer:
     """The model of a Hugging Face folder, or of its address in a store; `dtype` None keeps the folder's own. Quantized
-    weights stay `packed`, to run only, or are dequantised to the dtype. A GGUF file is a folder too."""
+    weights stay `packed`, frozen, or are dequantised to the dtype. A GGUF file is a folder too."""
     if is_gguf(folder):
         folder = gguf_folder(Path(folder))
     folder = local_files(str(folder)) if is_url(str(folder)) else Path(folder)

@@ -5,7 +5,7 @@ plain weights; modules become `PackedLinear` and `PackedExperts`.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ _UNUSED = (
 
 _DEQUANTISED = "attention.kv_up.weight"
 """multiplied with queries and results of attention rather than with hidden states"""
+
+
+Keep = Literal[True, False, "dense"]
+"""which weights stay packed: all, none, or those of the dense linear layers of blocks"""
 
 
 class Tensors(Protocol):
@@ -129,12 +133,12 @@ def load_packed(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    keep: bool,
+    keep: Keep,
     progress: Progress | None = None,
 ) -> Transformer:
-    """The model with packed weights; without `keep` they are dequantised to `dtype`."""
+    """The model with those packed weights that `keep` says; the others are dequantised to `dtype`."""
     packed = {rule.name for rule in folder.rules if folder.is_packed(rule)}
-    still_packed = {name for name in packed if not name.endswith(_DEQUANTISED)} if keep else set()
+    still_packed = {name for name in packed if _stays(name, keep)}
     refuse_too_big(folder.config.name, folder.folder.total_bytes(), torch.device(device))
     model = _empty(folder.config, still_packed, dtype, torch.device(device))
     tensors = _tensors(model)
@@ -157,6 +161,12 @@ def load_packed(
         _set_experts(model, path, experts)
     folder.refuse_extra()
     return model
+
+
+def _stays(name: str, keep: Keep) -> bool:
+    if not keep or name.endswith(_DEQUANTISED):
+        return False
+    return keep is True or (name.startswith("blocks.") and not name.endswith(_EXPERTS))
 
 
 def _empty(config: ModelConfig, packed: set[str], dtype: torch.dtype, device: torch.device) -> Transformer:

@@ -3,11 +3,13 @@ also written by themselves.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from armillary.model.lora import NAMES, change
+from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.weights.hf_layout import rules
 from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import Sharded
@@ -20,7 +22,7 @@ from armillary.training.step.lora import save_adapter
 
 def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consensus, *, tokenizer: Path) -> Path:
     """Every rank calls this; the main rank writes, and all raise its error where it cannot."""
-    reader, error = MergedWeights(sharded.model.config, sharded.full_tensor, job), None
+    reader, error = MergedWeights(sharded.model.config, partial(_gathered, sharded), job), None
     if ranks.is_main:
         _, error = attempt(lambda: save_model(sharded.model, folder, template=tokenizer, overwrite=True, read=reader))
     reader.rest()
@@ -37,6 +39,15 @@ def export_adapter(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consens
         _, error = attempt(lambda: save_adapter(tensors, config, job, folder, base=base, overwrite=True))
     ranks.agree(error)
     return folder
+
+
+def _gathered(sharded: Sharded, name: str) -> Tensor:
+    """A full tensor; a packed weight, which one device has, is dequantised."""
+    modules = dict(sharded.model.named_modules())  # of a pipeline's stage, not all
+    module = modules.get(name.removesuffix(".weight"))
+    if not isinstance(module, PackedLinear):
+        return sharded.full_tensor(name)
+    return module.weight.dequantised().to(next(sharded.model.parameters()).dtype)
 
 
 class MergedWeights:

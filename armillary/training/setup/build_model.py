@@ -47,7 +47,7 @@ def build_model(
 
     def full() -> Transformer:
         if plan.weights and ranks.size == 1:
-            return load_model(plan.weights, dtype=dtype, device=device)
+            return load_model(plan.weights, dtype=dtype, device=device, packed="dense" if job.lora_rank else False)
         return build(plan.model, dtype=dtype, device=device, seed=None if plan.weights else job.seed)
 
     def on_meta() -> Transformer:
