@@ -34,7 +34,7 @@ def theirs_of(source: str, file: str) -> Any:
     """The model as transformers reads it, in fp32."""
     named = {"gguf_file": file} if file else {}
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **named).eval().float()
+        return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **named).eval()
     except ImportError as error:
         pytest.skip(f"transformers cannot read {source}: {str(error).splitlines()[0]}")
 
