@@ -54,8 +54,8 @@ class PackedLinear(nn.Module):
         if self.weight.order_N is not None:
             y = torch.empty_like(y).index_copy_(-1, self.weight.order_N.long(), y)
         sizes = [part.num_rows for part in self.weight.parts]
-        products = [_matmul_back(rows, part) for rows, part in zip(y.split(sizes, -1), self.weight.parts, strict=True)]
-        return torch.stack(products).sum(0) if len(products) > 1 else products[0]
+        sums = [_matmul_back(rows, part) for rows, part in zip(y.split(sizes, -1), self.weight.parts, strict=True)]
+        return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
     def free(self) -> None:
         """Drop the weight, which is held in another form."""
