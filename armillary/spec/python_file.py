@@ -5,7 +5,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from armillary.errors import NotFound
+from armillary.errors import ArmillaryError, BadInput, NotFound
 
 
 def run_python_file(path: Path) -> dict[str, Any]:
@@ -19,6 +19,10 @@ def run_python_file(path: Path) -> dict[str, Any]:
     sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module
     try:
         spec.loader.exec_module(module)
+    except ArmillaryError:
+        raise
+    except Exception as error:
+        raise BadInput(f"{path} fails: {type(error).__name__}: {error}; mend it") from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
     return vars(module)

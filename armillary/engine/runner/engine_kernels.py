@@ -70,7 +70,7 @@ class EngineKernels:
             grouped=None,
             moe=None,
             grouped_moe=None,
-            capturable=self.capturable and self.grouped is None,
+            capturable=self.capturable and self.grouped is None and self.grouped_moe is None,  # experts one by one
         )
 
 

@@ -224,6 +224,7 @@ def choose(
     choice = tl.where(e < E, scores, float("-inf"))
     if HAS_SELECTION:
         choice += tl.load(selection_ptr + e, mask=e < E, other=0.0)
+    choice = tl.where(choice == choice, choice, float("-inf"))  # of NaN, argmax would prefer the padding
     if GROUPS > 1:
         choice = limited(choice, e, e // (E // GROUPS), GROUPS, TOP_GROUPS, BEST)
     chosen = tl.full([K_PAD], float("-inf") if SCORE == 2 else 0.0, tl.float32)

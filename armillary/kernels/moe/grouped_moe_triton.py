@@ -196,6 +196,7 @@ def _launch(
 ) -> None:
     _, N, K = weight_ENK.shape
     early, tiles = can_start_early(a.device), len(choices.tiles_T2)
+    tma = tma and K * a.element_size() % 16 == 0  # a shard may have shorter rows than the model
     sources: tuple[Any, Any] = a, weight_ENK
     if tma:
         rows = a if gathered else TensorDescriptor.from_tensor(a, [tile.rows, tile.step])

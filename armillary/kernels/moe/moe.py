@@ -167,9 +167,14 @@ def _not_tma(case: MoECase) -> str | None:
     return refuses(case) if aligned else "rows of the weights must be multiples of 16 bytes"
 
 
-def _fewer(case: MoECase) -> MoECase:
-    """The reference copies the weights of every choice."""
-    return replace(case, tokens=min(case.tokens, 64))
+def _fewer(case: MoECase, tokens: int = 64) -> MoECase:
+    """The reference copies the weights of every choice, and a whole layer may not fit beside a loaded model: as many
+    experts as the choice needs, no power of two where the case has none."""
+    needed = case.groups * max(2, -(-case.top_k // case.top_groups))
+    experts = max(needed, 8) if case.groups == 1 else needed
+    if case.groups == 1 and case.experts & (case.experts - 1) and not experts & (experts - 1):
+        experts += 1
+    return replace(case, tokens=min(case.tokens, tokens), experts=min(case.experts, experts))
 
 
 _QWEN = MoECase(tokens=1, hidden=2048, ffn=768, experts=128, top_k=8)
@@ -197,7 +202,7 @@ SMALL_MOE = Op(
         "mixtral-8x7b 1": MoECase(tokens=1, hidden=4096, ffn=14336, experts=8, top_k=2),
         "deepseek-v2-lite 1": _DEEPSEEK,
     },
-    small=lambda case: replace(case, tokens=min(case.tokens, MAX_TOKENS)),
+    small=lambda case: _fewer(case, MAX_TOKENS),
 )
 GROUPED_MOE = Op(
     name="grouped_moe",

@@ -65,7 +65,7 @@ def small_moe(
     eps: float = 1e-6,
     tiles: MoETiles | None = None,
 ) -> Tensor:
-    """small_moe.small_moe in three kernels."""
+    """`moe.moe_layer` in three kernels."""
     x_MH, norm_H, residual_MH = x_MH.contiguous(), dense(norm_H), dense(residual_MH)
     if not len(x_MH):
         return x_MH.clone()

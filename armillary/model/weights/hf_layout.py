@@ -100,10 +100,10 @@ def rules(config: ModelConfig) -> list[Rule]:
     family = None if config.family in FAMILIES else find_family(config.family)
     if family is not None and family.rules is not None:
         return list(family.rules(config))
-    return list(_rules(config, _tensor_names(config)))
+    return list(_rules(config, tensor_names(config)))
 
 
-def _tensor_names(config: ModelConfig) -> TensorNames:
+def tensor_names(config: ModelConfig) -> TensorNames:
     names = FAMILIES.get(config.family)
     if names is None and (family := find_family(config.family)) is not None:
         names = family.tensors
@@ -140,7 +140,7 @@ def mtp_rules(config: ModelConfig, depth: int) -> list[Rule]:
     of the embedding and the head, which some folders have there too, are those of the model."""
     prefix = f"model.layers.{config.num_layers + depth}."
     own = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"}
-    rules_of_block = _block_rules(config, _tensor_names(config), config.layers[-1], "block.", prefix)
+    rules_of_block = _block_rules(config, tensor_names(config), config.layers[-1], "block.", prefix)
     return [*(_same(f"{name}.weight", f"{prefix}{hf_name}.weight") for name, hf_name in own.items()), *rules_of_block]
 
 

@@ -35,7 +35,10 @@ def load_mtp_layers(
     with TensorFolder(folder) as stored:
         count = num_mtp_layers(config, stored)
         if count and packed_reader(raw) is not None:
-            raise BadModel(f"{config.name} is quantized; write plain weights with armillary convert first")
+            raise BadModel(
+                f"{config.name}: its multi-token-prediction layers are quantized, and only plain ones are read yet; "
+                "give a folder in 16 or 32 bits"
+            )
         wanted = parse_dtype(dtype) if dtype is not None else stored.dtype()
         return [_load(config, stored, depth, wanted, torch.device(device)) for depth in range(count)]
 

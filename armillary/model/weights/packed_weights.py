@@ -21,7 +21,7 @@ from armillary.model.quantized.packed_rows import FusedRows, PackedRows, join_ro
 from armillary.model.quantized.quantization_config import ReadModule
 from armillary.model.quantized.stored import Stored
 from armillary.model.transformer import Progress, Transformer
-from armillary.model.weights.hf_layout import FAMILIES, Rule, interleave, is_of_mtp_layer, rules
+from armillary.model.weights.hf_layout import Rule, interleave, is_of_mtp_layer, rules, tensor_names
 from armillary.model.weights.kv_ranges import SCALES
 from armillary.spec.model import ModelConfig
 
@@ -66,8 +66,9 @@ class PackedFolder:
 
     def is_stack(self, rule: Rule) -> bool:
         """Whether it is the packed experts of a layer, all in one tensor."""
-        alternate = FAMILIES[self.config.family].alternating  # gate and up rows of packed stacks do
-        return rule.transposed and alternate and blocks_name(rule.hf_names[0]) in self.folder
+        if not rule.transposed or blocks_name(rule.hf_names[0]) not in self.folder:
+            return False
+        return tensor_names(self.config).alternating  # gate and up rows of packed stacks do
 
     def is_packed(self, rule: Rule) -> bool:
         return self.is_stack(rule) or any(

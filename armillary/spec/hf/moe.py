@@ -170,7 +170,10 @@ def gpt_oss(raw: Raw) -> Fields:
 
 def llama4(raw: Raw) -> Fields:
     period, step = raw.get("no_rope_layer_interval", 4), raw.get("interleave_moe_layer_step", 1)
-    has_experts = set(raw.get("moe_layers") or range(step - 1, raw["num_hidden_layers"], step))
+    given = raw.get("moe_layers")
+    if given is None:
+        given = range(step - 1, raw["num_hidden_layers"], step) if step else ()
+    has_experts = set(given)
     no_rope = raw.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(raw["num_hidden_layers"])]
     layers = kinds(dict(raw) | {"no_rope_layers": no_rope}, moe=lambda i: i in has_experts)
     if not raw.get("layer_types"):
@@ -195,7 +198,7 @@ def llama4(raw: Raw) -> Fields:
             "qkv_bias": raw.get("attention_bias", False),
             "out_bias": raw.get("attention_bias", False),
             "ffn": raw.get("intermediate_size_mlp", raw["intermediate_size"]),
-            "moe": moe,
+            "moe": moe if has_experts else None,
             "rope": replace(read_rope(raw, theta=500_000.0), interleaved=True),
         }
     )

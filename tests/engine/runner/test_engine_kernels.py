@@ -28,3 +28,9 @@ def test_cases_of_a_gpu_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     attention = {"qkv_cache", "paged_attention"} if config.mla is None else {"latent_to_cache", "latent_decode"}
     assert {"norm", "add_norm", "sample"} | attention <= set(cases)
     assert {case.device for case in cases.values()} == {"cuda"} and ("grouped_moe" in cases) == (config.moe is not None)
+
+
+def test_packed_experts_wait_for_the_device() -> None:
+    kernels = engine_kernels.EngineKernels(capturable=True, moe=torch.add, grouped_moe=torch.add)
+    assert not kernels.for_packed().capturable and kernels.for_packed().grouped_moe is None
+    assert engine_kernels.EngineKernels(capturable=True).for_packed().capturable

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from armillary.kernels.core.agreement import check, expect
-from armillary.kernels.moe.moe import SMALL_MOE, MoECase, inputs, prefers_small, refuses, refuses_many, touched_experts
+from armillary.kernels.moe.moe import (
+    GROUPED_MOE,
+    SMALL_MOE,
+    MoECase,
+    inputs,
+    prefers_small,
+    refuses,
+    refuses_many,
+    touched_experts,
+)
 from tests.kernels.interpreter import needs_interpreter
 
 BASE = MoECase(tokens=1, hidden=48, ffn=24, experts=8, top_k=2, dtype="fp32", device="cpu")
@@ -63,3 +72,21 @@ def test_small_experts_and_few_tokens_are_not_sorted() -> None:
     assert prefers_small(8, weights, moe) and not prefers_small(9, weights, moe)
     gpt_oss = weights._replace(down_EHF=torch.empty(8, 2880, 2880, dtype=torch.bfloat16, device="meta"))
     assert prefers_small(1, gpt_oss, replace(moe, top_k=1)) and not prefers_small(1, gpt_oss, replace(moe, top_k=4))
+
+
+@needs_interpreter
+def test_a_token_without_numbers_gets_nan_and_no_expert_that_is_not_there() -> None:
+    from armillary.kernels.moe.small_moe_triton import small_moe
+
+    case = replace(BASE, tokens=2, experts=6, norm=False)
+    x, *rest = inputs(case, torch.Generator().manual_seed(3))
+    out = small_moe(x.index_fill(0, torch.tensor([1]), torch.nan), *rest)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+def test_checks_at_the_start_take_few_experts() -> None:
+    kimi = replace(BASE, experts=384, top_k=8, tokens=500)
+    small = GROUPED_MOE.small(kimi)
+    assert small.tokens == 64 and small.top_k <= small.experts < 20 and small.experts & (small.experts - 1)
+    grouped = SMALL_MOE.small(replace(BASE, experts=256, top_k=8, groups=8, top_groups=4))
+    assert grouped.experts == 16 and grouped.experts % grouped.groups == 0

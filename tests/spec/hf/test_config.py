@@ -147,3 +147,21 @@ def test_a_shape_that_its_family_cannot_say_is_refused_with_one_that_can() -> No
         to_hf(replace(llama, positions="alibi"))
     with pytest.raises(BadModel, match="is of a model with experts and this has none; try --set model"):
         to_hf(replace(llama, family="mixtral"))
+
+
+def test_llama_4_without_experts() -> None:
+    raw = {
+        "model_type": "llama4_text",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "intermediate_size_mlp": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
+    for dense in ({"moe_layers": []}, {"interleave_moe_layer_step": 0}):
+        config = from_hf(raw | dense, name="dense")
+        assert config.moe is None and {kind.mlp for kind in config.layers} == {"dense"}
+    mixed = from_hf(raw | {"interleave_moe_layer_step": 2}, name="mixed")
+    assert [kind.mlp for kind in mixed.layers] == ["dense", "moe", "dense", "moe"]
