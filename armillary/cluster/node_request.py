@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from armillary.cluster.excluded_nodes import CHECK_NAME
 from armillary.cluster.job import Job, jobs_folder, list_jobs
 from armillary.cluster.local import free_port
 from armillary.errors import BadInput, BadLayout, BadRecipe
@@ -104,7 +105,7 @@ def make_job(
         check_name(name)
     taken = {run.name for run in runs} | {job.name for job in list_jobs(home)}
     name = name or new_name(taken)
-    name = f"check-{name}" if is_check else name
+    name = CHECK_NAME.format(name) if is_check else name
     own_home = home.work if home.work == home.cache else None
     return Job(
         name=name,

@@ -16,7 +16,8 @@ CONNECT_S = 20
 
 def files(job: Job, recipe: str) -> dict[str, str]:
     meeting = f"{address_of(job.launch.hosts[0], job.launch.ssh_options)}:{job.port}" if _checked(job) else ""
-    return {hosts.script_name(node): hosts.node_script(job, node, meeting) for node in range(job.num_nodes)}
+    names = [shlex.quote(host) for host in job.launch.hosts[: job.num_nodes]]
+    return {hosts.script_name(node): hosts.node_script(job, node, meeting, node_id=id) for node, id in enumerate(names)}
 
 
 def submit(job: Job) -> str:

@@ -100,7 +100,7 @@ def test_two_hosts_train_stop_and_resume(armillary: Callable[..., str], hosts: H
     log = armillary("launch", "logs", "fox")
     assert facts["state"] == "finished" and facts["where"] == "10.87.0.1, 10.87.0.2", log
     for number, address in enumerate(hosts.addresses):
-        assert f"node {number} of 2 is host-{number}, {address} on link{number}" in log
+        assert f"node {number} of 2 is {address}, {address} on link{number}" in log
     assert f"from step {run['checkpoints'][-1]}" in log and "finished after 300 steps" in log
     (tmp_path / "plain.toml").write_text(recipe)
     armillary("train", "plain.toml", "--devices", "2", "--run", "hen")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,8 @@ check takes at most 60 s"""
 
 PRINTED, PRINTED_LINE = "-", "check: "
 """file name with which the result is printed, where ranks and this machine share no folder; how that line begins"""
+_PRINTED = re.compile(rf"(?:[\w ]+ \| )?{PRINTED_LINE}({{.*}})")
+"""such a line of a log, with its node in front where there are several"""
 
 
 class CheckFailed(ArmillaryError):
@@ -77,6 +81,7 @@ def probe_undisturbed(layout: Layout, world: World, ranks: Consensus, folder: Pa
 def check_nodes(out: Output, home: Home, job: Job, recipe: Recipe, files: dict[str, str]) -> None:
     """Start the check's ranks, wait for them, and say what they measured."""
     from armillary.cli.plan.options import find_cluster
+    from armillary.cluster.excluded_nodes import note_excluded
     from armillary.cluster.preflight import judge_probe
     from armillary.store.cluster_probe import read_probe
 
@@ -84,7 +89,8 @@ def check_nodes(out: Output, home: Home, job: Job, recipe: Recipe, files: dict[s
     probe, cluster = read_probe(result), find_cluster(recipe)
     verdict = judge_probe(probe, cluster, _ceilings(home, probe, cluster))
     _say(out, probe, verdict, job)
-    if job.target != "local":  # whose nodes are one machine
+    note_excluded(job, verdict.excluded)
+    if job.target != "local" and verdict.is_healthy:  # local nodes are one machine
         keep_links(home, probe, cluster)
     answer = {"healthy": verdict.is_healthy, "outliers": verdict.outliers, "excluded": verdict.excluded, "probe": probe}
     out.result(answer, quiet=[outlier.text for outlier in verdict.outliers])
@@ -99,7 +105,7 @@ def _run(out: Output, job: Job, files: dict[str, str]) -> Path:
     from armillary.cluster.targets import TARGETS
 
     result = job.folder / CHECK
-    result.unlink(missing_ok=True)
+    _remove_results(job, result)
     write_job(job, files)
     job = note_handle(job, TARGETS[job.target].submit(job))
     try:
@@ -108,15 +114,24 @@ def _run(out: Output, job: Job, files: dict[str, str]) -> Path:
             while not is_over():
                 time.sleep(POLL_S)
                 bar.update(POLL_S)
+        _find_printed(job, result)
+        if not result.is_file():
+            state = state_of(job)
+            why = f" ({state.detail})" if state.detail else ""
+            raise CheckFailed(f"the check {state.state}{why} without a result; see armillary launch logs {job.name}")
     except BaseException:
-        TARGETS[job.target].cancel(job)
+        with suppress(ArmillaryError):
+            TARGETS[job.target].cancel(job)
         raise
-    state = state_of(job)
-    _find_printed(job, result)
-    if not result.is_file():
-        why = f" ({state.detail})" if state.detail else ""
-        raise CheckFailed(f"the check {state.state}{why} without a result; see armillary launch logs {job.name}")
     return result
+
+
+def _remove_results(job: Job, result: Path) -> None:
+    """What an earlier check of this name left."""
+    from armillary.cluster.excluded_nodes import FILE
+
+    for path in (result, job.folder / FILE, *job.logs.glob("*.log")):
+        path.unlink(missing_ok=True)
 
 
 def _ceilings(home: Home, probe: ClusterProbe, cluster: Cluster) -> dict[str, Peaks]:
@@ -130,14 +145,14 @@ def _ceilings(home: Home, probe: ClusterProbe, cluster: Cluster) -> dict[str, Pe
 
 
 def _find_printed(job: Job, result: Path) -> None:
-    """Write the result that a rank printed."""
+    """Write the result that the main rank printed, which may be on any node."""
     from armillary.cluster.log_files import log_lines
     from armillary.cluster.targets import TARGETS
 
     TARGETS[job.target].fetch_logs(job)
-    for line in log_lines(job, node=0):
-        if line.startswith(PRINTED_LINE):
-            result.write_text(line.removeprefix(PRINTED_LINE), encoding="utf-8")
+    for line in log_lines(job):
+        if found := _PRINTED.fullmatch(line):
+            result.write_text(found[1], encoding="utf-8")
 
 
 def keep_links(home: Home, probe: ClusterProbe, cluster: Cluster) -> None:
@@ -171,6 +186,8 @@ def links_by_name(probe: ClusterProbe, cluster: Cluster) -> dict[str, LinkProbe]
 
 
 def _say(out: Output, probe: ClusterProbe, verdict: Verdict, job: Job) -> None:
+    from armillary.cluster.excluded_nodes import exclude_text
+
     out.table("", ["rank", "node", "GEMM", "memory", "disk"], [_row(each) for each in probe.ranks[:SHOWN_RANKS]])
     if len(probe.ranks) > SHOWN_RANKS:
         out.say(f"… and {len(probe.ranks) - SHOWN_RANKS} more ranks")
@@ -196,15 +213,3 @@ def _row(probe: RankProbe) -> list[object]:
     disk = f"{bytes_text(probe.disk_bytes_per_s)}/s" if probe.disk_bytes_per_s else None
     gemm, memory = f"{scaled(probe.gemm_flops)}FLOP/s", f"{bytes_text(probe.copy_bytes_per_s)}/s"
     return [probe.rank, probe.node, gemm, memory, disk]
-
-
-def exclude_text(job: Job, nodes: tuple[str, ...]) -> str:
-    """How to start the job without these nodes."""
-    names = ",".join(nodes)
-    if job.target == "slurm":
-        return f"leave them out with --set launch.options=--exclude={names}"
-    if job.target == "ssh":
-        return f"leave {names} out of launch.hosts"
-    if job.target == "kubernetes":
-        return f"leave them out with kubectl cordon {' '.join(nodes)}"
-    return f"outliers: {names}"

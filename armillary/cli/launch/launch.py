@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,8 @@ def start(
     share; it is named after its run, saves when it is told to stop, and resumes when it is started again.
 
     --check starts the same ranks for a minute to measure every device, disk and link; exit code 1 where one is an
-    outlier. What it measures between nodes is used by later plans.
+    outlier. What it measures between nodes is used by later plans. With --run NAME, the job of that name is then
+    started without its outliers (ssh, slurm).
 
     --nodes 3:4 (local, ssh, slurm) starts up to four nodes; when one is lost or comes back, the run goes on from its
     newest checkpoint with as many as there are, from three on.
@@ -85,6 +87,8 @@ def start(
 
     least, most = parse_range(nodes) if nodes is not None else (0, None)
     where, asked, placed = _ask(out, home, recipe, overrides, target, most, look=not dry_run)
+    if name and not is_check:
+        asked = _leave_out(out, home, asked, where, name)
     job = make_job(asked, placed, home, target=where, name=name or "", least=least, is_check=is_check)
     text = to_toml(asked)
     files = {RECIPE: text, **TARGETS[job.target].files(job, text)}
@@ -122,6 +126,18 @@ def _ask(
     where: Any = target or recipe.launch.on
     _say_plan(out, home, recipe, _domains(where, recipe, placed.count) if look else ())
     return where, recipe, placed
+
+
+def _leave_out(out: Output, home: Home, recipe: Recipe, target: TargetName, name: str) -> Recipe:
+    """The recipe without the nodes that a check of this job named."""
+    from armillary.cluster.excluded_nodes import excluded_nodes, without_nodes
+
+    nodes = excluded_nodes(home, name, target)
+    launch = without_nodes(recipe.launch, target, nodes) if nodes else None
+    if launch is None:
+        return recipe
+    out.say(f"leaving out {', '.join(nodes)}, as its check said; launch --check --run {name} measures them again")
+    return replace(recipe, launch=launch)
 
 
 def _domains(target: TargetName, recipe: Recipe, count: int) -> tuple[Domain, ...]:

@@ -6,6 +6,7 @@ The dataclasses are the schema: their annotations are checked here, and their fi
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from armillary.errors import BadInput, nearest
 from armillary.units import parse_count
 
 T = TypeVar("T")
+_ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)\s*(?:,|$)""")
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -60,9 +62,11 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _split(text: str) -> list[str]:
-    """Items of '[a, "b"]' or 'a,b'."""
-    parts = [part.strip().strip("\"'") for part in text.strip().strip("[]").split(",")]
-    return [part for part in parts if part]
+    """Items of '[a, "b"]' or 'a,b'; a quoted one may have commas."""
+    text = text.strip()
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    parts = [part.strip() for part in _ITEM.findall(inside)]
+    return [part[1:-1] if part[0] == part[-1] and part[0] in "\"'" else part for part in parts if part]
 
 
 def _convert_union(hint: Any, value: Any, where: str) -> Any:
