@@ -28,9 +28,9 @@ def without_nodes(launch: Launch, target: TargetName, nodes: Sequence[str]) -> L
 
 def _excluding(options: Sequence[str], nodes: Sequence[str]) -> tuple[str, ...]:
     """sbatch's options with one --exclude: of several it takes the last."""
-    before = [found[1] for option in options if (found := _EXCLUDE.fullmatch(option.strip()))]
-    kept = (option for option in options if not _EXCLUDE.fullmatch(option.strip()))
-    return (*kept, f"--exclude={','.join((*before, *nodes))}")
+    before = [match[1] for option in options if (match := _EXCLUDE.fullmatch(option.strip()))]
+    remaining = (option for option in options if not _EXCLUDE.fullmatch(option.strip()))
+    return (*remaining, f"--exclude={','.join((*before, *nodes))}")
 
 
 def exclude_text(job: Job, nodes: Sequence[str]) -> str:

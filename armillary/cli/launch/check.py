@@ -151,8 +151,8 @@ def _find_printed(job: Job, result: Path) -> None:
 
     TARGETS[job.target].fetch_logs(job)
     for line in log_lines(job):
-        if found := _PRINTED.fullmatch(line):
-            result.write_text(found[1], encoding="utf-8")
+        if match := _PRINTED.fullmatch(line):
+            result.write_text(match[1], encoding="utf-8")
 
 
 def keep_links(home: Home, probe: ClusterProbe, cluster: Cluster) -> None:
