@@ -139,13 +139,13 @@ def _nodes(probe: ClusterProbe, link: LinkProbe) -> list[str]:
 
 
 def _network(probe: ClusterProbe, cluster: Cluster | None) -> Iterable[Outlier]:
-    """The link between nodes against the recipe's."""
+    """The link between nodes against the recipe's outermost, which an all-reduce of all nodes crosses."""
     tiers = [tier for tier in cluster.tiers if tier.link.kind == "scale_out"] if cluster else []
-    if probe.network is None or not tiers or not tiers[0].bytes_per_s:
+    if probe.network is None or not tiers or not tiers[-1].bytes_per_s:
         return
-    expected, rate = tiers[0].bytes_per_s, probe.network.bytes_per_s
+    expected, rate = tiers[-1].bytes_per_s, probe.network.bytes_per_s
     if rate < SLOW_LINK * expected:
-        title = tiers[0].link.title
+        title = tiers[-1].link.title
         yield Outlier(text=f"the network between nodes: {bytes_text(rate)}/s, {title} has {bytes_text(expected)}/s")
 
 

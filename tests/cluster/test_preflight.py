@@ -97,6 +97,18 @@ def test_the_network_is_compared_with_the_recipe() -> None:
     assert judge_probe(slow).is_healthy, "nobody said what it should have"
 
 
+def test_the_network_is_that_of_the_outermost_tier() -> None:
+    """An all-reduce of all nodes crosses the slow link between racks; the faster one inside them is not its ceiling."""
+    cluster = recipe_from_dict({"model": {"name": "gpt2"}}, ["hardware.on=dgx-h100x4"]).cluster()
+    network = cluster.tiers[-1]
+    assert network.link.kind == "scale_out" and network.bytes_per_s
+    slower = replace(network.link, bytes_per_s=network.bytes_per_s / 10)
+    racks = replace(cluster, tiers=(*cluster.tiers, replace(network, link=slower, count=2)))
+    rate = racks.tiers[-1].bytes_per_s
+    assert rate is not None and rate < network.bytes_per_s / 2
+    assert judge_probe(replace(HEALTHY, network=link(*EVEN, rate=rate, axis="nodes")), racks).is_healthy
+
+
 def test_gpus_that_are_all_slow_are_compared_with_what_was_measured_before() -> None:
     point = {"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "flops": HEALTHY.ranks[0].gemm_flops}
     before = {HEALTHY.ranks[0].device: new_peaks(HEALTHY.ranks[0].device).with_points("gemm", [point])}

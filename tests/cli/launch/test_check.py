@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from armillary.cli.launch.check import PRINTED_LINE
+from armillary.cli.launch.check import PRINTED_LINE, _may_repeat, measure_rank
 from armillary.cluster.job import Job, JobState
 from armillary.cluster.targets import TARGETS
+from armillary.errors import NotFound
 from armillary.spec.network_domains import Domain
+from armillary.spec.recipe import recipe_from_dict
 from armillary.spec.tables.launch_target import Launch
 from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe, probe_text
 from armillary.store.home import Home
@@ -89,3 +91,30 @@ def test_outliers_are_left_out_of_the_job_of_that_name(check: Callable[..., Any]
     assert check(Printing(printed(1e9, 1e9), "")).code == 0
     assert "leaving out" not in check(Printing(), "--dry-run").out
     assert (home.peaks / "network.json").exists()
+
+
+def test_devices_without_a_ceiling_are_named(check: Callable[..., Any]) -> None:
+    assert "compared with each other only, not with a ceiling" in check(Printing(printed(1e9, 1e9))).out
+    sets = ("hardware.on=dgx-h200x2", "train.batch_tokens=2048")
+    ran = check(Printing(printed(1e9, 1e9)), "--check", *(word for each in sets for word in ("--set", each)))
+    assert "no ceiling is known for a CPU, so ranks were compared with each other only; armillary bench" in ran.out
+
+
+def test_measuring_again_ends_within_the_time_of_a_check() -> None:
+    assert _may_repeat(4, 4) and _may_repeat(39, 4)
+    assert not _may_repeat(39, 25) and not _may_repeat(41, 4)
+
+
+def test_ranks_wait_for_each_other_no_longer_than_a_check_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def join_world(device: str | None = None, *, timeout_s: float = 600.0) -> None:
+        given.append(timeout_s)
+        raise NotFound("no ranks here")
+
+    monkeypatch.setattr("armillary.parallel.world.join_world", join_world)
+    with pytest.raises(NotFound):
+        measure_rank(recipe_from_dict({"model": {"name": "gpt2"}}), tmp_path / "check.json")
+    assert given == [60.0]
