@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -198,6 +199,63 @@ def test_what_one_rank_cannot_read_is_said_by_all(recipe: Make, home: Home, rank
     answers = on_ranks(ranks, begun, run, 5, 1, "missing shard")
     assert answers == ["AgreedError: shard 00000.bin is missing; prepare the data again"] * 2
     assert run.state.state == "failed" and saved_steps(run)[-1] == 4
+
+
+def run_rank_of_many(plan: str, folder: str, *args: Any) -> tuple[Any, dict[int, int]]:
+    """As `run_rank`, as if two ranks were many; also how often ranks exchanged something for each step's batch."""
+    from armillary.training import step_batches as feed
+
+    calls, fetch, total = {}, feed.StepBatches.at, Consensus.total
+    begun: list[int] = []
+
+    def at(self: Any, step: int, stop: Any) -> Any:
+        begun.append(step)
+        try:
+            return fetch(self, step, stop)
+        finally:
+            begun.pop()
+
+    def counted(self: Consensus, *values: float) -> tuple[float, ...]:
+        if begun:
+            calls[begun[-1]] = calls.get(begun[-1], 0) + 1
+        return total(self, *values)
+
+    with (
+        mock.patch.multiple(feed, MANY_RANKS=1, AT_ONCE_S=1e9),
+        mock.patch.object(feed.StepBatches, "at", at),
+        mock.patch.object(Consensus, "total", counted),
+    ):
+        return run_rank(plan, folder, *args), calls
+
+
+def test_many_ranks_agree_on_several_steps_at_once(recipe: Make, home: Home, ranks: Ranks) -> None:
+    """Once for 8 steps, as soon as the time of a step is known, with the same losses and checkpoints."""
+    begun = begin(recipe("train.steps=20", "train.save_every=5", "layout.dp=2"), home)
+    usual, many = begun.create_run(), begun.create_run()
+    on_ranks(ranks, begun, usual)
+    answers = ranks.run(2, run_rank_of_many, begun.plan.to_json(), str(many.folder))
+    assert [calls for _, calls in answers] == [{0: 1, 1: 1, 2: 1, 10: 1, 18: 1}] * 2
+    assert losses(many) == losses(usual) and saved_steps(many) == saved_steps(usual)
+    known = {record["step"] for record in read_gauges(many.gauges) if "rank_spread_s" in record}
+    assert known <= {0, 1, 2, 10, 18} and {10, 18} <= known
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_many_ranks_stop_within_those_steps(rank: int, recipe: Make, home: Home, ranks: Ranks) -> None:
+    begun = begin(recipe("train.steps=50", "layout.dp=2"), home)
+    run = begun.create_run()
+    asked_at = 4 if rank == 0 else 12  # of the other rank when it reads the rows of that step
+    answers = ranks.run(2, run_rank_of_many, begun.plan.to_json(), str(run.folder), asked_at, rank)
+    steps = {steps for (steps, *_), _ in answers}
+    assert steps == {10} and run.state.state == "interrupted" and saved_steps(run) == [10]
+
+
+def test_many_ranks_do_the_steps_before_what_one_cannot_read(recipe: Make, home: Home, ranks: Ranks) -> None:
+    begun = begin(recipe("train.steps=20", "train.save_every=1", "layout.dp=2"), home)
+    run = begun.create_run()
+    answers = ranks.run(2, run_rank_of_many, begun.plan.to_json(), str(run.folder), 13, 1, "missing shard")
+    assert [said for said, _ in answers] == ["AgreedError: shard 00000.bin is missing; prepare the data again"] * 2
+    assert run.state.state == "failed" and saved_steps(run)[-1] == 13 and {13: 1}.items() <= answers[0][1].items()
 
 
 def test_nan_ends_every_rank_with_one_line(recipe: Make, home: Home, ranks: Ranks) -> None:

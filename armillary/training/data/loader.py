@@ -23,7 +23,7 @@ from torch.autograd.profiler import record_function
 from armillary.training.data.batch import IGNORED, LAYOUT, Batch, BatchSource
 from armillary.training.data.workers import Workers
 
-_AHEAD = 2
+AHEAD = 2
 """batches that are ready on the device while one is being used"""
 WAIT = "armillary loader: wait for a batch"
 """what a profiler sees of a step that waits"""
@@ -87,13 +87,22 @@ class Loader:
     are bit-equal to `batches.at(step, rank=rank, world=world)`."""
 
     def __init__(
-        self, batches: BatchSource, *, device: torch.device, rank: int, world: int, workers: int, start: int, stop: int
+        self,
+        batches: BatchSource,
+        *,
+        device: torch.device,
+        rank: int,
+        world: int,
+        workers: int,
+        start: int,
+        stop: int,
+        ahead: int = AHEAD,
     ) -> None:
         if device.type == "cuda" and device.index is None:  # a thread has a current device of its own
             device = torch.device("cuda", torch.cuda.current_device())
         self._batches, self._device, self._rank, self._world = batches, device, rank, world
         self._workers, self._next, self._stop = workers, start, stop
-        self._ready: Queue[Any] = Queue(_AHEAD)
+        self._ready: Queue[Any] = Queue(ahead)
         self._closing = Event()
         self._thread = Thread(target=self._feed, name="loader", daemon=True)
         self.wait_s = 0.0
