@@ -122,7 +122,14 @@ def _qkv_cache(call: Call) -> Op:
     return call.op("copy", 6 * qkv.count, qkv.bytes + slots.bytes, qkv.full_bytes)
 
 
+def _latent_to_cache(call: Call) -> Op:
+    """Latents and rotary keys are normed and rotated into the cache, rotary queries come out."""
+    kv, q, slots = call.tensor(0), call.tensor(1), call.tensor(3)
+    return call.op("copy", 6 * (kv.count + q.count), kv.bytes + q.bytes + slots.bytes, kv.full_bytes + q.full_bytes)
+
+
 OWN: dict[str, Callable[[Call], Op]] = {
+    "armillary::latent_to_cache": _latent_to_cache,
     "armillary::attention": _attention(0),
     "armillary::attention_backward": _attention(3, backward=True),
     "armillary::norm": one_pass("norm", 0, 1),

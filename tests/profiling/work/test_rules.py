@@ -275,7 +275,8 @@ def test_every_operator_of_ours_has_a_rule_or_a_reason() -> None:
     source = Path(armillary.kernels.__file__ or "").parent
     names = {name for file in source.rglob("*.py") for name in re.findall(r'"(armillary::\w+)"', file.read_text())}
     assert len(names) > 10
-    assert names - set(RULES) <= {"armillary::paged_attention"}  # the lengths of its sequences are not in a trace
+    ragged = {"armillary::paged_attention", "armillary::latent_decode", "armillary::latent_prefill"}
+    assert names - set(RULES) <= ragged  # the lengths of their sequences are not in a trace
 
 
 def test_products_of_experts_count_their_rows_once() -> None:

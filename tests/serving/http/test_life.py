@@ -163,7 +163,7 @@ def check_killed(server: Server, found: list[Streamed], restarts: int) -> None:
     assert server.get("/ready")[0] in (200, 503)
     server.until(server.is_ready, 90)
     assert server.metric("restarts_total") == restarts and all_idle(server)
-    status, answer = server.post("/v1/completions", {"prompt": "def", "max_tokens": 3})
+    status, answer = server.post("/v1/completions", {"prompt": "def", "max_tokens": 3, "ignore_eos": True})
     assert status == 200 and answer["usage"]["completion_tokens"] == 3
 
 
