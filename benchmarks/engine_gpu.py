@@ -106,6 +106,7 @@ def throughput(model: Transformer, args: Any) -> dict[str, Any]:
     peers = PEERS.get(args.model, {})
     ratios = {name: round(found.tokens_per_s / value, 3) for name, value in peers.items()}
     made = {"tokens_per_s": round(found.tokens_per_s), "of": ratios, "start_s": phases} | _rounded(asdict(found))
+    made["kv_tokens"] = engine.scheduler.cache.num_blocks * engine.scheduler.cache.block_tokens
     return made | (_explained(engine, args) if args.explain else {})
 
 

@@ -4,6 +4,8 @@ On a device without graphs the same function is called as it is.
 """
 
 from collections.abc import Callable, Hashable
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -90,16 +92,19 @@ class GraphSteps(Steps):
         return shapes + [Shape(rows, rows, groups, True) for rows in reversed(self.rows)]
 
     def trial(self, groups: int) -> int:
-        """Bytes that graphs will take: the pool of the largest, which the others share, and what each further graph
-        adds. Both are freed, since they were captured over buffers that are about to change."""
+        """Bytes that graphs will take: the pool of the largest, which the others share, what the first decode adds (its
+        kernels are loaded), and what each further graph adds, the median of a few. All are freed, since they were
+        captured over buffers that are about to change."""
         shapes, free = self._shapes(groups), [self._free()]
-        for shape in (shapes[0], shapes[-1]):
-            self._captured(shape, True)
+        further = range(len(shapes) - 2, 0, -max(1, len(shapes) // 4))
+        for at in (0, len(shapes) - 1, *further):
+            self._captured(shapes[at], True)
             free.append(self._free())
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._free()
-        return max(0, free[0] - free[1]) + max(0, free[1] - free[2]) * (len(shapes) - 1)
+        largest, decode, *others = (max(0, before - after) for before, after in pairwise(free))
+        return largest + decode + int(median(others or [0])) * (len(shapes) - 2)
 
     def _free(self) -> int:
         """Free device memory, after the allocator has released its cache."""

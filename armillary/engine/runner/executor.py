@@ -131,7 +131,7 @@ class FastExecutor:
             self._compute(shape, True, self.rows.send(null_step(shape, self.max_running)))
 
     def graph_bytes(self) -> int:
-        """Memory that CUDA graphs will take, estimated by capturing and freeing two."""
+        """Memory that CUDA graphs will take, estimated by capturing and freeing a few."""
         with torch.inference_mode():
             return self.steps.trial(self.encoder.groups)
 
