@@ -3,6 +3,7 @@
 On a device without graphs the same function is called as it is.
 """
 
+import logging
 from collections.abc import Callable, Hashable
 from itertools import pairwise
 from statistics import median
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from armillary.engine.runner.batch_encoder import Fit, unpadded
 from armillary.engine.runner.step_input import Shape
+
+_log = logging.getLogger(__name__)
+_RESERVE_BYTES = 2 << 30
+"""free memory below which the allocator's cache is released before a capture"""
 
 Compute = Callable[[Shape, bool, Tensor], Any]  # (shape, whether the fast sampler is used, packed inputs) -> tensors
 
@@ -81,8 +86,15 @@ class GraphSteps(Steps):
 
     def warm(self, groups: int) -> int:
         """Capture every padded shape, the largest first, so that the others fit into its memory."""
-        for shape in self._shapes(groups):
+        shapes = self._shapes(groups)
+        for shape in shapes:
             if (shape, True) not in self._graphs and not self._captured(shape, True):
+                missing = len(shapes) - len(self._graphs)
+                _log.warning(
+                    "no memory for %d of %d CUDA graphs: steps of those sizes are slower; lower serve.memory_fraction",
+                    missing,
+                    len(shapes),
+                )
                 break
         torch.cuda.synchronize(self._device)
         return len(self._graphs)
@@ -92,9 +104,9 @@ class GraphSteps(Steps):
         return shapes + [Shape(rows, rows, groups, True) for rows in reversed(self.rows)]
 
     def trial(self, groups: int) -> int:
-        """Bytes that graphs will take: the pool of the largest, which the others share, what the first decode adds (its
-        kernels are loaded), and what each further graph adds, the median of a few. All are freed, since they were
-        captured over buffers that are about to change."""
+        """Bytes that graphs will take: the pool of the largest, twice, since the tensors of other shapes leave gaps in
+        it; what the first decode adds (its kernels are loaded); what each further graph adds, the median of a few. All
+        are freed, since they were captured over buffers that are about to change."""
         shapes, free = self._shapes(groups), [self._free()]
         further = range(len(shapes) - 2, 0, -max(1, len(shapes) // 4))
         for at in (0, len(shapes) - 1, *further):
@@ -104,7 +116,7 @@ class GraphSteps(Steps):
         self._pool = torch.cuda.graph_pool_handle()
         self._free()
         largest, decode, *others = (max(0, before - after) for before, after in pairwise(free))
-        return largest + decode + int(median(others or [0])) * (len(shapes) - 2)
+        return 2 * largest + decode + int(median(others or [0])) * (len(shapes) - 2)
 
     def _free(self) -> int:
         """Free device memory, after the allocator has released its cache."""
@@ -124,6 +136,8 @@ class GraphSteps(Steps):
         """Capture a shape; without memory for it, no more graphs are captured and steps run eagerly."""
         if self._full:
             return False
+        if torch.cuda.mem_get_info(self._device)[0] < _RESERVE_BYTES:
+            torch.cuda.empty_cache()  # a capture cannot: what eager runs have left would be missing
         try:
             self._capture(shape, quick)
         except RuntimeError as error:
