@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from armillary import __version__
+from armillary.errors import ArmillaryError, one_line
 from armillary.machine.clocks import cpu_clocks, gpu_clocks
 from armillary.machine.node_id import node_id
 from armillary.parallel.consensus import Consensus
@@ -25,7 +26,7 @@ from armillary.profiling.ceilings.ceilings import name_of
 from armillary.spec.arithmetic.non_gemm_ops import wire_factor
 from armillary.spec.layout import Layout
 from armillary.spec.network_domains import Domain
-from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe
+from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe, TwoSizes
 
 TRIALS = 40
 BUDGET_S = 0.4
@@ -38,10 +39,14 @@ DISK_BYTES = 1 << 25
 PAIR_BYTES, SMALL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}, 1 << 12
 GROUP_BYTES = {"cpu": (1 << 12, 1 << 19, 1 << 22), "cuda": (1 << 14, 1 << 24, 1 << 27)}
 """latency is that of the first, rate from the difference of the others"""
-GROUP_S, FEWEST = 1.5, 5
-"""of each size in a group, and trials where one takes longer"""
+PAIR_S, GROUP_S, FEWEST = 0.5, 1.5, 5
+"""of each size between a pair and in a group, and trials where one takes longer"""
 MOST_PAIRS = 16
 """ranks of a group up to which every pair is measured; in a larger one each rank with those 1, 2, 4 … further on"""
+
+
+class LinkFailed(ArmillaryError):
+    """Two ranks could not exchange data."""
 
 
 def probe_ranks(layout: Layout, world: World, ranks: Consensus, folder: Path) -> ClusterProbe:
@@ -185,11 +190,19 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 def _pair(mesh: Mesh, axis: str, other: int) -> LinkProbe:
     own, size = mesh.world.rank, PAIR_BYTES[mesh.world.device.type]
-    small, large = (_exchange_s(mesh.world, other, each) for each in (SMALL_BYTES, size))
-    rate = (size - SMALL_BYTES) / max(large - small, 1e-9)
+    try:
+        small, large = (_exchange_s(mesh.world, other, each) for each in (SMALL_BYTES, size))
+    except (RuntimeError, dist.DistError) as error:  # such as gloo's and NCCL's timeouts
+        ends = " and ".join(f"{rank} on {mesh.machines[rank]}" for rank in sorted((own, other)))
+        raise LinkFailed(f"no exchange between ranks {ends} ({one_line(error, 200)}); check their network") from error
+    timed = TwoSizes(num_bytes=size - SMALL_BYTES, smaller_s=small, larger_s=large)
     apart = mesh.machines[own] != mesh.machines[other]
-    ends = (min(own, other), max(own, other))
-    return LinkProbe(axis=axis, ranks=ends, between_nodes=apart, bytes_per_s=rate, latency_s=small)
+    return _link(axis, (min(own, other), max(own, other)), timed, small, apart=apart)
+
+
+def _link(axis: str, ranks: tuple[int, ...], timed: TwoSizes, latency_s: float, *, apart: bool) -> LinkProbe:
+    rate = timed.bytes_per_s
+    return LinkProbe(axis=axis, ranks=ranks, between_nodes=apart, bytes_per_s=rate, latency_s=latency_s, timed=timed)
 
 
 def _exchange_s(world: World, other: int, size: int) -> float:
@@ -197,12 +210,30 @@ def _exchange_s(world: World, other: int, size: int) -> float:
     out, back = (torch.zeros(size, dtype=torch.uint8, device=world.device) for _ in range(2))
 
     def send_both() -> None:
-        calls = [dist.P2POp(dist.isend, out, other), dist.P2POp(dist.irecv, back, other)]
-        for work in dist.batch_isend_irecv(calls if world.rank < other else calls[::-1]):
-            work.wait()
+        _send_both(world, other, out, back)
 
     send_both()
-    return min(_wait(send_both, world.device) for _ in range(TRIALS))
+    first = torch.tensor([_wait(send_both, world.device)], dtype=torch.float32, device=world.device)
+    repeats = _trials(max(float(first), float(_swap(world, other, first))), PAIR_S)
+    return min(float(first), *(_wait(send_both, world.device) for _ in range(repeats)))
+
+
+def _swap(world: World, other: int, value: torch.Tensor) -> torch.Tensor:
+    """The other rank's value."""
+    theirs = torch.empty_like(value)
+    _send_both(world, other, value, theirs)
+    return theirs
+
+
+def _send_both(world: World, other: int, out: torch.Tensor, back: torch.Tensor) -> None:
+    calls = [dist.P2POp(dist.isend, out, other), dist.P2POp(dist.irecv, back, other)]
+    for work in dist.batch_isend_irecv(calls if world.rank < other else calls[::-1]):
+        work.wait()
+
+
+def _trials(first_s: float, budget_s: float) -> int:
+    """Further trials of what took `first_s`."""
+    return min(TRIALS, max(FEWEST, int(budget_s / max(first_s, 1e-9))))
 
 
 def _group(mesh: Mesh, axis: str) -> LinkProbe | None:
@@ -253,9 +284,8 @@ def _all_reduces(
 ) -> LinkProbe:
     sizes, steps = GROUP_BYTES[device.type], 2 * (len(members) - 1)
     small, middle, large = (_all_reduce_s(size, group, device) for size in sizes)
-    rate = (sizes[2] - sizes[1]) / max(large - middle, 1e-9) * wire_factor("all_reduce", len(members))
-    latency = small / steps
-    return LinkProbe(axis=axis, ranks=members, between_nodes=apart, bytes_per_s=rate, latency_s=latency)
+    moved = (sizes[2] - sizes[1]) * wire_factor("all_reduce", len(members))
+    return _link(axis, members, TwoSizes(num_bytes=moved, smaller_s=middle, larger_s=large), small / steps, apart=apart)
 
 
 def _all_reduce_s(size: int, group: dist.ProcessGroup, device: torch.device) -> float:
@@ -263,5 +293,5 @@ def _all_reduce_s(size: int, group: dist.ProcessGroup, device: torch.device) -> 
     dist.all_reduce(value, group=group)
     first = torch.tensor(_wait(lambda: dist.all_reduce(value, group=group), device), device=device)
     dist.all_reduce(first, dist.ReduceOp.MAX, group=group)  # all make the same number of trials
-    repeats = min(TRIALS, max(FEWEST, int(GROUP_S / float(first))))
+    repeats = _trials(float(first), GROUP_S)
     return min(_wait(lambda: dist.all_reduce(value, group=group), device) for _ in range(repeats))

@@ -27,6 +27,24 @@ class RankProbe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TwoSizes:
+    """The fastest exchanges of two sizes; their difference leaves out latency."""
+
+    num_bytes: float  # that the larger one moves more
+    smaller_s: float
+    larger_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """At most ten times what the larger one moved in its whole time, since the difference of two disturbed
+        times may be nothing."""
+        return self.num_bytes / max(self.larger_s - self.smaller_s, _LEAST_SHARE * self.larger_s, 1e-9)
+
+
+_LEAST_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkProbe:
     """Ranks that exchange data along an axis of the layout: two of them in both directions, or the group in an
     all-reduce; `between_nodes` where they are not all on one."""
@@ -36,6 +54,7 @@ class LinkProbe:
     between_nodes: bool
     bytes_per_s: float
     latency_s: float
+    timed: TwoSizes | None = None  # what the rate follows from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +71,7 @@ class ClusterProbe:
 
 
 def best_of(first: ClusterProbe, second: ClusterProbe) -> ClusterProbe:
-    """The higher rate of two measurements of the same ranks: other work on a machine only makes one slower."""
+    """The faster of two measurements of the same ranks: other work on a machine only makes one slower."""
     ranks = [_faster_rank(*both) for both in zip(first.ranks, second.ranks, strict=True)]
     return replace(
         second,
@@ -74,8 +93,21 @@ def _faster_rank(first: RankProbe, second: RankProbe) -> RankProbe:
 
 def _faster_links(first: Sequence[LinkProbe], second: Sequence[LinkProbe]) -> tuple[LinkProbe, ...]:
     before = {(link.axis, link.ranks): link for link in first}
-    both = ((before.get((link.axis, link.ranks), link), link) for link in second)
-    return tuple(max(links, key=lambda link: link.bytes_per_s) for links in both)
+    return tuple(_faster_link(before.get((link.axis, link.ranks), link), link) for link in second)
+
+
+def _faster_link(first: LinkProbe, second: LinkProbe) -> LinkProbe:
+    """Of each size the faster time. The higher of two rates would be that of the larger disturbance: a small exchange
+    that takes too long makes the difference of both too small."""
+    if first.timed is None or second.timed is None:
+        return max(first, second, key=lambda link: link.bytes_per_s)
+    timed = replace(
+        second.timed,
+        smaller_s=min(first.timed.smaller_s, second.timed.smaller_s),
+        larger_s=min(first.timed.larger_s, second.timed.larger_s),
+    )
+    latency_s = min(first.latency_s, second.latency_s)
+    return replace(second, timed=timed, bytes_per_s=timed.bytes_per_s, latency_s=latency_s)
 
 
 def write_probe(path: Path, probe: ClusterProbe) -> None:

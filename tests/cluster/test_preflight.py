@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
+import pytest
+
 from armillary.cluster.preflight import judge_probe
 from armillary.spec.recipe import recipe_from_dict
-from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe, best_of
+from armillary.store.cluster_probe import ClusterProbe, LinkProbe, RankProbe, TwoSizes, best_of
 from armillary.store.peaks import new_peaks
 
 NODES = ("a", "a", "b", "b", "c", "c", "d", "d")
@@ -82,6 +84,19 @@ def test_a_disturbed_measurement_is_made_good_by_the_next() -> None:
     assert judge_probe(best_of(disturbed, HEALTHY)).is_healthy and judge_probe(best_of(slow, HEALTHY)).is_healthy
     assert judge_probe(best_of(disturbed, disturbed)).excluded == ("c",)
     assert judge_probe(best_of(disturbed, slow)).is_healthy
+
+
+def test_a_disturbed_small_exchange_does_not_make_a_slow_link_fast() -> None:
+    def timed(smaller_s: float, larger_s: float) -> ClusterProbe:
+        two = TwoSizes(num_bytes=4e7, smaller_s=smaller_s, larger_s=larger_s)
+        slow = replace(link(2, 6), timed=two, bytes_per_s=two.bytes_per_s)
+        return replace(HEALTHY, links=tuple(slow if each.ranks == (2, 6) else each for each in HEALTHY.links))
+
+    quiet, disturbed = timed(0.001, 0.011), timed(0.0105, 0.011)
+    assert not judge_probe(quiet).is_healthy and judge_probe(disturbed).is_healthy
+    merged = best_of(quiet, disturbed)
+    assert not judge_probe(merged).is_healthy
+    assert next(each for each in merged.links if each.ranks == (2, 6)).bytes_per_s == pytest.approx(4e9)
 
 
 def test_other_versions_are_named() -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from armillary.cluster.preflight import judge_probe
+from armillary.parallel import probe_ranks
 from armillary.parallel.probe_ranks import MOST_PAIRS, rounds
+from armillary.parallel.world import World
 from armillary.spec.layout import Layout
 from armillary.store.cluster_probe import ClusterProbe, read_probe, write_probe
 from tests.ranks import Ranks
 
 SLOW_RANK, SLOW_LINK = 2, (1, 3)
+WORLD = World(rank=0, size=2, local_rank=0, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
@@ -29,6 +35,39 @@ def test_a_large_group_has_few_rounds() -> None:
     made = rounds(128)
     assert len(made) <= 3 * 7 and MOST_PAIRS < 128
     assert {end for each in made for pair in each for end in pair} == set(range(128))
+
+
+@pytest.mark.parametrize(
+    ("own_s", "their_s", "trials"), [(1e-4, 1e-4, 40), (1e-4, 0.048, 10), (0.048, 1e-4, 10), (9, 9, 5)]
+)
+def test_a_pair_agrees_on_so_many_exchanges_as_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch, own_s: float, their_s: float, trials: int
+) -> None:
+    sizes = []
+
+    def send_both(world: World, other: int, out: torch.Tensor, back: torch.Tensor) -> None:
+        sizes.append(out.nbytes)
+        if out.is_floating_point():
+            back.fill_(their_s)
+
+    def wait(call: Callable[[], object], device: torch.device) -> float:
+        call()
+        return own_s
+
+    monkeypatch.setattr(probe_ranks, "_send_both", send_both)
+    monkeypatch.setattr(probe_ranks, "_wait", wait)
+    assert probe_ranks._exchange_s(WORLD, 1, 1000) == pytest.approx(own_s)
+    assert sizes == [1000, 1000, 4, *[1000] * trials]
+
+
+def test_a_link_that_carries_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_both(*args: object) -> None:
+        raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
+
+    monkeypatch.setattr(probe_ranks, "_send_both", send_both)
+    mesh: Any = SimpleNamespace(world=WORLD, machines=("a", "b"))
+    with pytest.raises(probe_ranks.LinkFailed, match=r"no exchange between ranks 0 on a and 1 on b \(Timed out"):
+        probe_ranks._pair(mesh, "replicate", 1)
 
 
 def probe_planted(folder: str) -> ClusterProbe:
