@@ -128,7 +128,7 @@ def _stopped(live: Sequence[RankFacts]) -> _Found:
         if each.process == "stopped" and each.silent_s >= STOPPED_S:
             pid = each.beat.pid if each.beat is not None else 0
             wake = f"continue it with kill -CONT {pid}, or start again" if pid else "continue it, or start again"
-            return "stopped_process", each.rank, f"rank {each.rank} is stopped (SIGSTOP), at {each.line}; {wake}"
+            return "stopped_process", each.rank, f"rank {each.rank} is stopped (SIGSTOP); {_last(each)}; {wake}"
     return _NOTHING
 
 
