@@ -2,7 +2,7 @@
 requests to measure it with: random tokens, fixed or random lengths, from a seed."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from random import Random
@@ -13,6 +13,7 @@ from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
 from armillary.kernels.moe.moe import touched_experts
+from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.transformer import Transformer
 from armillary.stats import percentile
 
@@ -149,15 +150,23 @@ def decode_terms(model: Transformer, context: float, *, batch: int = 1) -> dict[
     moe, size = config.moe, next(model.parameters()).element_size()
     chosen = touched_experts(batch, moe.num_experts, moe.top_k) / moe.num_experts if moe is not None else 1.0
     terms = dict.fromkeys(("attention", "mlp", "experts", "head", "other", "kv_cache"), 0.0)
-    for name, p in model.named_parameters():
+    for name, num_bytes in _weight_bytes(model):
         if config.tied or not name.startswith("embedding."):
-            terms[_part(name)] += p.numel() * p.element_size() * (chosen if ".experts." in name else 1.0)
+            terms[_part(name)] += num_bytes * (chosen if ".experts." in name else 1.0)
     limited = [layer.attention in ("sliding", "chunked") and config.window for layer in config.layers]
     seen = sum(min(context, window) if window else context for window in limited)
     mla = config.mla
     cached = 2 * config.kv_heads * config.head_dim if mla is None else mla.kv_rank + mla.rope_dim
     terms["kv_cache"] = batch * seen * cached * size
     return {name: value for name, value in terms.items() if value}
+
+
+def _weight_bytes(model: Transformer) -> Iterator[tuple[str, int]]:
+    """Of every parameter, and of packed weights, which are none."""
+    yield from ((name, parameter.nbytes) for name, parameter in model.named_parameters())
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            yield f"{name}.weight", module.weight.nbytes
 
 
 def _part(name: str) -> str:
