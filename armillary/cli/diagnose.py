@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from armillary.cli import completion
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb_decorator import VerbGroup
 from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
-from armillary.diagnosis.outcome.track_record import TrackRecord, log_prediction, read_record
+from armillary.diagnosis.outcome.track_record import TrackRecord, read_record
 from armillary.errors import BadInput
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.hf_folder import stored_dtype
@@ -237,18 +236,11 @@ def _apply(out: Output, home: Home, diagnosis: Diagnosis, run: Run | None, numbe
 
 def write_lever(out: Output, home: Home, diagnosis: Diagnosis, run: Run, number: int, to: Path | None = None) -> Path:
     """The recipe with lever `number` applied, as a file; its prediction is logged in the track record."""
-    from armillary.diagnosis.levers.apply import changed_recipe
-    from armillary.diagnosis.outcome.compare import as_prediction, measured
-    from armillary.diagnosis.readings.run_folder import read_run
-    from armillary.store.atomic import write_text
+    from armillary.diagnosis.outcome.apply_lever import apply_lever, recipe_name
 
     lever = diagnosis.lever(number)
-    path = (to or Path(f"{run.name}.lever{number}.toml")).absolute()
-    write_text(path, changed_recipe(run, lever, diagnosis.kind))
-    prediction = as_prediction(
-        run, lever, at=time.time(), value=measured(read_run(run, home), lever.of), recipe=str(path)
-    )
-    logged = log_prediction(home, prediction).predicted
+    path = (to or Path(recipe_name(run, number))).absolute()
+    logged = apply_lever(home, diagnosis, run, number, path)
     out.say(f"{lever.title}: predicted {lever.speedup:.2f} ×, written to {path_text(path)}")
     if f"{logged:.2f}" != f"{lever.speedup:.2f}":
         out.say(f"{logged:.2f} × was predicted before: the outcome is compared with that")

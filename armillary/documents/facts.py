@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ from armillary.errors import ArmillaryError
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.past_prediction_errors import confidence
 from armillary.planning.serving.serving_plan import ServingPlan, serving_plan
-from armillary.planning.training.layout_prediction import Prediction, predict
+from armillary.planning.training.layout_prediction import predict
+from armillary.planning.training.other_sizes import Resized, check_trainable, other_sizes
 from armillary.planning.training.resolve_recipe import TrainingProblem, resolve
 from armillary.planning.training.search import SearchResult, search
 from armillary.planning.training.training_plan import TrainingPlan, training_plan
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
-from armillary.spec.layout_rules.rules import check_layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import Recipe, check_recipe
 from armillary.spec.tables.report import ReportTable
@@ -29,19 +29,6 @@ if TYPE_CHECKING:  # only a report on a run reads one
     from armillary.diagnosis.outcome.prediction_errors import Predicted
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
-RESIZED = (0.5, 2.0, 4.0)
-"""numbers of devices, over the plan's, at which the layout is planned again"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resized:
-    """The plan's layout with another dp, on more or fewer devices."""
-
-    devices: int
-    step_s: float = 0.0
-    goodput: float = 1.0
-    reason: str = ""
-    """why it does not do"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +96,14 @@ def _with_training(facts: PlanFacts, home: Home, is_run: bool) -> PlanFacts:
         layout = searched.best.layout()
         problem = replace(problem, recipe=replace(problem.recipe, layout=layout))
         notes = (f"the recipe sets no layout: the fastest of {searched.num_fitting:,} that fit was taken",)
-    _check(problem, problem.layout, problem.case.cluster)
+    check_trainable(problem, problem.layout, problem.case.cluster)
     planned = training_plan(problem, predict(problem.case, as_arrays([problem.layout])))
     return replace(
         facts,
         training=planned,
         layouts=searched,
         cluster=problem.case.cluster,
-        resized=tuple(_resized(planned)),
+        resized=tuple(other_sizes(planned)),
         notes=notes,
     )
 
@@ -131,54 +118,3 @@ def _search(problem: TrainingProblem) -> SearchResult | None:
 
 def _is_given(layout: Layout) -> bool:
     return any(getattr(layout, axis) != 1 for axis in AXES)
-
-
-def _check(problem: TrainingProblem, layout: Layout, cluster: Cluster) -> None:
-    job = problem.recipe.train
-    devices = max(cluster.num_devices, layout.num_devices if cluster.chip.kind == "cpu" else 1)
-    check_layout(
-        layout,
-        problem.model,
-        num_devices=devices,
-        sequence=job.sequence,
-        batch_tokens=job.batch_tokens,
-        by_trainer=True,
-        compiled=job.compiled,
-    )
-
-
-# --- other numbers of devices
-
-
-def _resized(plan: TrainingPlan) -> Iterator[Resized]:
-    """The layout with the dp that fills other numbers of devices; this machine's CPU has no others."""
-    cluster = plan.problem.case.cluster
-    if cluster.name == "here" or cluster.num_devices == 1:
-        return
-    for factor in RESIZED:
-        devices = round(cluster.num_devices * factor)
-        try:
-            yield _on_devices(plan, devices)
-        except ArmillaryError as error:
-            yield Resized(devices=devices, reason=str(error).partition(";")[0])
-
-
-def _on_devices(plan: TrainingPlan, devices: int) -> Resized:
-    problem, layout = plan.problem, plan.prediction.layout().on_devices(devices)
-    cluster = with_devices(problem.case.cluster, devices)
-    _check(problem, layout, cluster)
-    case = replace(problem.case, cluster=cluster)
-    prediction: Prediction = predict(case, as_arrays([layout]))
-    if not prediction.fits[0]:
-        return Resized(devices=devices, reason="does not fit into memory")
-    resized = training_plan(replace(problem, case=case, recipe=replace(problem.recipe, layout=layout)), prediction)
-    return Resized(devices=devices, step_s=float(prediction.time.total[0]), goodput=resized.goodput.goodput_fraction)
-
-
-def with_devices(cluster: Cluster, devices: int) -> Cluster:
-    """The same cluster with more or fewer units in its outermost tier."""
-    *inner, outer = cluster.tiers
-    inside = cluster.num_devices // outer.count
-    if devices < inside or devices % inside:  # a part of one node
-        return replace(cluster, tiers=(replace(inner[0] if inner else outer, count=devices),))
-    return replace(cluster, tiers=(*inner, replace(outer, count=devices // inside)))

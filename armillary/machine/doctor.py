@@ -36,6 +36,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "structure": ("llguidance",),
     "tracking": ("mlflow", "tensorboard", "wandb"),
     "dev": (
+        "axe_playwright_python",
         "compressed_tensors",
         "cryptography",
         "docx",
@@ -49,6 +50,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "openai",
         "openpyxl",
         "opentelemetry",
+        "playwright",
         "pptx",
         "pypdf",
         "pytest",

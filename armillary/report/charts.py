@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from math import atan2, ceil, degrees, floor, log10, sqrt
 
-SERIES_COLOURS = ("var(--one)", "var(--two)", "var(--three)", "var(--four)")
+SERIES_COLOURS = tuple(f"var(--{name})" for name in ("one", "two", "three", "four", "five", "six"))
 SHARE_TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SMALLEST_RADIUS, LARGEST_RADIUS = 4.0, 30.0
 """of a scatter point, in a chart for a wide screen"""

@@ -90,10 +90,14 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, wide: bool = F
     head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(kinds, heads, strict=True))
     body = "".join(f"<tr>{''.join(map(_cell, kinds, row))}</tr>" for row in cells)
     classes = " ".join(name for name, holds in (("wide", wide), ("total", total)) if holds)
-    return (
-        f"<div class='scroll'><table{f' class={classes!r}' if classes else ''}>"
-        f"{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table></div>"
+    return scrolling(
+        f"<table{f' class={classes!r}' if classes else ''}>{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table>"
     )
+
+
+def scrolling(inside: str) -> str:
+    """A table that scrolls where the screen is narrow, also by keyboard."""
+    return f"<div class='scroll' tabindex='0'>{inside}</div>"
 
 
 def _cell(kind: str, text: str) -> str:

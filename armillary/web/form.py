@@ -9,8 +9,6 @@ from html import escape
 Query = Mapping[str, str]
 LONGEST_VALUE = 400
 """letters of a value that is read; more is no name or number"""
-LONG_DEFAULT = 30
-"""letters from which a field is twice as wide"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +25,8 @@ class Field:
     hint: str = ""
     """shown in an empty field"""
     hidden: bool = False
+    wide: bool = False
+    """twice as wide as others"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def _field(wanted: Field, value: str, error: str) -> str:
             f"<input {state}{has} value='{escape(value, quote=True)}' placeholder='{escape(wanted.hint, quote=True)}' "
             f"autocomplete='off' spellcheck='false'>{known}"
         )
-    kind = "field long" if len(wanted.default) > LONG_DEFAULT else "field"
+    kind = "field long" if wanted.wide else "field"
     return (
         f"<div class='{kind}'><label for='{name}'>{escape(wanted.label)}</label>{control}"
         f"<p class='error' id='{name}-error'>{escape(error)}</p></div>"

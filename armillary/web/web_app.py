@@ -1,6 +1,7 @@
-"""The web application: GET only, on loopback, or with a token where others can reach it.
+"""The web application: on loopback, or with a token where others can reach it.
 
-Answers are made by the tabs, in threads. A page may load only itself: no script, style or request goes elsewhere.
+Answers are made by the tabs, in threads. A page may load only itself: no script, style or request goes elsewhere. It
+is read-only but for two actions that only its own pages can take: a chat, and a changed recipe where that is allowed.
 """
 
 from __future__ import annotations
@@ -8,23 +9,29 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import secrets
 from collections.abc import Callable, Mapping
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote
+from urllib.parse import parse_qsl, quote, urlencode
 
 from armillary.errors import ArmillaryError
-from armillary.serving.http.asgi import AsgiConnection, Headers, Receive, Send
+from armillary.serving.http.asgi import AsgiConnection, BodyLimits, Headers, Receive, Send
 from armillary.serving.http.problem import Problem
 from armillary.store.home import Home
+from armillary.web.chat_proxy import chat
 from armillary.web.form import Query, View
 from armillary.web.tabs import catalogue_tab, diagnose_tab, plan_tab, runs_tab
+from armillary.web.tabs.diagnose_tab import DiagnoseTab
 from armillary.web.tabs.plan_tab import BadField
 from armillary.web.tabs.server_tab import ServeTab
-from armillary.web.web_page import Tab, page_html
+from armillary.web.web_page import CHAT, Tab, page_html
 
 COOKIE = "armillary_token"
-STATIC = {"/web.js": b"text/javascript; charset=utf-8", "/web.css": b"text/css; charset=utf-8"}
+SCRIPT = b"text/javascript; charset=utf-8"
+STATIC = {"/web.js": SCRIPT, "/chat.js": SCRIPT, "/web.css": b"text/css; charset=utf-8"}
+BODIES = BodyLimits(limit=1_000_000, total=16_000_000, timeout_s=30.0)
 HTML = (b"content-type", b"text/html; charset=utf-8")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
@@ -36,27 +43,32 @@ GUARDS: Headers = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-store"),
 ]
+ACTIONS = ("/chat", "/recipe")
 Download = Callable[[Query, Home], tuple[str, bytes]]
 
 
 class WebApp:
-    """Routes of one page; `token` is needed where it is not empty, `hosts` are the names it may be called by."""
+    """Routes of one page; `token` is needed where it is not empty, `hosts` are the names it may be called by, `writes`
+    is the folder for changed recipes."""
 
-    def __init__(self, home: Home, *, token: str = "", hosts: frozenset[str] | None = None) -> None:
+    def __init__(
+        self, home: Home, *, token: str = "", hosts: frozenset[str] | None = None, writes: Path | None = None
+    ) -> None:
         self.home, self.token, self.hosts = home, token, hosts
-        served = ServeTab()
+        self.csrf = secrets.token_urlsafe(24)
+        served, self.diagnoses = ServeTab(), DiagnoseTab(folder=writes, csrf=self.csrf)
         self.tabs: Mapping[str, Tab] = {
             "plan": Tab(title="Plan", fields=plan_tab.fields, view=plan_tab.view),
             "catalogue": Tab(title="Catalogue", fields=catalogue_tab.fields, view=catalogue_tab.view),
             "runs": Tab(title="Runs", fields=runs_tab.fields, view=runs_tab.view),
-            "serve": Tab(title="Serve", fields=served.fields, view=served.view),
-            "diagnose": Tab(title="Diagnose", fields=diagnose_tab.fields, view=diagnose_tab.view),
+            "serve": Tab(title="Serve", fields=served.fields, view=served.view, below=CHAT),
+            "diagnose": Tab(title="Diagnose", fields=self.diagnoses.fields, view=self.diagnoses.view),
         }
         self.downloads: Mapping[str, Download] = {"/document": plan_tab.document, "/recipe": diagnose_tab.recipe}
 
     def warm_up(self) -> None:
         """Read the catalogue before the first visitor waits for it."""
-        page_html(self.tabs, "plan", {}, None)
+        page_html(self.tabs, "plan", {}, None, self.home)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "uvicorn runs without lifespan and web sockets"
@@ -65,8 +77,9 @@ class WebApp:
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         try:
             self._check_caller(connection)
-            if not await self._logged_in(connection, query):
-                await self._respond(connection, query)
+            if await self._logged_in(connection, query):
+                return
+            await (self._act(connection) if connection.method == "POST" else self._respond(connection, query))
         except Problem as problem:
             await connection.problem(problem)
 
@@ -74,7 +87,8 @@ class WebApp:
 
     def _check_caller(self, connection: AsgiConnection) -> None:
         """Another site must not reach this one by a name that it has pointed here."""
-        if connection.method not in ("GET", "HEAD"):
+        acts = connection.method == "POST" and connection.path in ACTIONS
+        if connection.method not in ("GET", "HEAD") and not acts:
             raise Problem(405, "this page is read-only; use GET")
         host = connection.headers.get(b"host", b"").decode("latin-1").rpartition(":")[0] or ""
         if self.hosts is not None and host.strip("[]") not in self.hosts:
@@ -91,6 +105,26 @@ class WebApp:
         if hmac.compare_digest(_cookie(connection).encode(), self.token.encode()):
             return False
         raise Problem(401, "this page needs its token; open the address that armillary web printed")
+
+    # --- actions
+
+    async def _act(self, connection: AsgiConnection) -> None:
+        """A chat or a changed recipe, asked for by a page of ours: no other site knows its secret."""
+        body = await connection.body(BODIES)
+        form = {} if connection.path == "/chat" else dict(parse_qsl(body.decode("latin-1")))
+        given = connection.headers.get(b"x-csrf-token", b"").decode("latin-1") or form.get("csrf", "")
+        origin, host = connection.headers.get(b"origin"), connection.headers.get(b"host", b"")
+        other = origin is not None and origin.partition(b"://")[2] != host
+        if other or not hmac.compare_digest(given.encode(), self.csrf.encode()):
+            raise Problem(403, "this did not come from a page of this server; reload the page and try again")
+        if connection.path == "/chat":
+            return await chat(connection, body)
+        try:
+            run = await asyncio.to_thread(self.diagnoses.write, form, self.home)
+        except ArmillaryError as error:
+            raise Problem(400, str(error)) from None
+        back = f"./?{urlencode({'tab': 'diagnose', 'run': run})}"
+        await connection.respond(303, b"", HTML, [(b"location", back.encode())])
 
     # --- answers
 
@@ -111,7 +145,7 @@ class WebApp:
         if path == "/part":
             assert view is not None
             return await connection.json(200, _plain(view))
-        await connection.respond(200, page_html(self.tabs, name, query, view).encode(), HTML)
+        await connection.respond(200, page_html(self.tabs, name, query, view, self.home, self.csrf).encode(), HTML)
 
     async def _download(self, connection: AsgiConnection, make: Download, query: Query) -> None:
         try:

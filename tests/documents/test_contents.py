@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from armillary.documents.blocks import Bullets, Paragraph, Report, Table
-from armillary.documents.facts import PlanFacts, purposes, with_devices
+from armillary.documents.facts import PlanFacts, purposes
 from armillary.documents.plan_report import build_report
 from armillary.errors import BadRecipe
+from armillary.planning.training.other_sizes import with_devices
 from armillary.planning.training.training_plan import training_plan
 from armillary.spec import catalogue
 from armillary.spec.recipe import recipe_from_dict

@@ -13,9 +13,10 @@ import pytest
 
 from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
-from armillary.store.runs import create_run
+from armillary.store.runs import Run, create_run
 from armillary.web.tabs.server_tab import is_loopback as is_loopback_url
 from armillary.web.web_app import WebApp, is_loopback
+from tests.diagnosis.trained import plan_of, run_of
 
 HOSTS = frozenset({"127.0.0.1"})
 
@@ -26,7 +27,13 @@ def home(tmp_path: Path) -> Home:
 
 
 def get(
-    app: WebApp, path: str, query: dict[str, str] | None = None, *, method: str = "GET", **headers: str
+    app: WebApp,
+    path: str,
+    query: dict[str, str] | None = None,
+    *,
+    method: str = "GET",
+    body: bytes = b"",
+    **headers: str,
 ) -> tuple[int, dict[str, str], bytes]:
     """(status, headers, body) of a request, in process."""
     sent: list[dict[str, Any]] = []
@@ -36,11 +43,11 @@ def get(
         "method": method,
         "path": path,
         "query_string": urlencode(query or {}).encode(),
-        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+        "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()],
     }
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
+        return {"type": "http.request", "body": body}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
@@ -61,6 +68,8 @@ def test_a_plan_follows_the_form_and_is_what_the_planner_says(home: Home) -> Non
     app = WebApp(home, hosts=HOSTS)
     view = part(app, tab="plan", **{"model.name": "llama-3-8b", "hardware.on": "h100x8", "layout.tp": "2"})
     assert view["errors"] == {} and "tp=2" in view["html"] and "<svg" in view["html"]
+    for chart in ("Roofline of H100 SXM, fp8", "Cost over devices", "Duration over devices", "<title>qkv: "):
+        assert chart in view["html"], chart
     dearer = part(app, tab="plan", **{"cost.usd_per_device_hour": "100", "report.budget_usd": "1"})
     assert "above $1" in dearer["html"]
     status, headers, body = get(app, "/document", {"to": "md", "model.name": "llama-3-8b"})
@@ -71,6 +80,7 @@ def test_a_serving_plan_keeps_what_was_typed_for_training(home: Home) -> None:
     app = WebApp(home, hosts=HOSTS)
     query = {"tab": "plan", "for": "serve", "train.steps": "77", "show": "1"}
     page = get(app, "/", query)[2].decode()
+    assert "decode, 9 at a time" in page and "Cost per million tokens over requests per second" in page
     assert "Ways to serve" in page and "<input type='hidden' name='train.steps' value='77'>" in page
 
 
@@ -120,6 +130,50 @@ def test_runs_and_their_diagnosis(home: Home) -> None:
     assert list(part(app, tab="runs", run="no-such-run")["errors"]) == ["run"]
     assert list(part(app, tab="diagnose", run="no-such-run")["errors"]) == ["run"]
     assert part(app, tab="diagnose", run=names[0])["errors"] == {}
+
+
+@pytest.fixture
+def measured_run(home: Home) -> Run:
+    """A run whose loader holds it up, so that there is a lever."""
+    return run_of(home, plan_of(), name="quiet-otter", data_wait_s=0.5)
+
+
+def test_only_a_page_of_ours_writes_a_recipe_and_only_where_it_may(
+    home: Home, tmp_path: Path, measured_run: Run
+) -> None:
+    app = WebApp(home, hosts=HOSTS, writes=tmp_path)
+    html = part(app, tab="diagnose", run=measured_run.id)["html"]
+    number = re.search(r"name='lever' value='(\d+)'", html)
+    assert number is not None, "a lever that can be applied"
+    form = {"csrf": app.csrf, "run": measured_run.id, "lever": number[1]}
+    written = tmp_path / f"{measured_run.name}.lever{number[1]}.toml"
+    for status, of, headers in (
+        (403, {**form, "csrf": "guessed"}, {}),
+        (403, form, {"origin": "http://evil.example"}),
+        (403, form, {"origin": "null"}),
+        (400, {**form, "lever": "99"}, {}),
+    ):
+        assert get(app, "/recipe", method="POST", body=urlencode(of).encode(), **headers)[0] == status, of
+        assert not written.exists()
+    read_only = WebApp(home, hosts=HOSTS)
+    body = urlencode({**form, "csrf": read_only.csrf}).encode()
+    assert get(read_only, "/recipe", method="POST", body=body)[0] == 400 and not written.exists()
+    body = urlencode(form).encode()
+    status, headers, _ = get(app, "/recipe", method="POST", body=body, origin="http://127.0.0.1:8080")
+    assert status == 303 and measured_run.id in headers["location"] and written.is_file()
+    assert f"written: {written.name}" in part(app, tab="diagnose", run=measured_run.id)["html"]
+    assert get(app, "/recipe", method="POST", body=body)[0] == 400, "nothing is overwritten"
+
+
+def test_a_chat_needs_our_page_and_a_server_here(home: Home) -> None:
+    app = WebApp(home, hosts=HOSTS)
+    ask = json.dumps({"url": "http://127.0.0.1:9", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    assert get(app, "/chat", method="POST", body=ask)[0] == 403
+    assert get(app, "/chat", method="POST", body=b"[]", x_csrf_token=app.csrf)[0] == 400
+    away = ask.replace(b"127.0.0.1:9", b"10.0.0.1")
+    assert get(app, "/chat", method="POST", body=away, x_csrf_token=app.csrf)[0] == 400
+    status, _, said = get(app, "/chat", method="POST", body=ask, x_csrf_token=app.csrf)
+    assert status == 502 and b"is the server running?" in said
 
 
 def test_names_are_text(home: Home) -> None:

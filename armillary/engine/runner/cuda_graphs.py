@@ -115,8 +115,8 @@ class GraphSteps(Steps):
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._free()
-        largest, decode, *others = (max(0, before - after) for before, after in pairwise(free))
-        return 2 * largest + decode + int(median(others or [0])) * (len(shapes) - 2)
+        largest, decode, *rest = (max(0, before - after) for before, after in pairwise(free))
+        return 2 * largest + decode + int(median(rest or [0])) * (len(shapes) - 2)
 
     def _free(self) -> int:
         """Free device memory, after the allocator has released its cache."""

@@ -9,18 +9,16 @@ import numpy as np
 
 from armillary.planning.device_model.efficiency import width_of
 from armillary.planning.training.activations import activation_bytes, micro_batches_in_flight
-from armillary.planning.training.compute import gemm_s
-from armillary.planning.training.fp8_fp4 import precision_of, weights_s
+from armillary.planning.training.fp8_fp4 import weights_s
+from armillary.planning.training.layer_gemms import layer_gemms
 from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.memory_breakdown import FRAGMENTATION, context_bytes, memory
 from armillary.planning.training.offload import link_rate
-from armillary.planning.training.op_sharding import local_gemm
 from armillary.planning.training.optimizer_states import state_bytes
 from armillary.planning.training.peak_memory import SNAPSHOTS, logit_bytes
 from armillary.planning.training.step_overhead import CALLS_PER_OPERATOR, CPU_STRAGGLER, GRAD_NORM_BYTES, STEP_S
 from armillary.spec.arithmetic.non_gemm_ops import adamw
 from armillary.spec.arithmetic.params import parameters
-from armillary.spec.arithmetic.workload import layer_operations, make_batch
 from armillary.units import bandwidth_text, bytes_text, count_text, flops_per_s_text, flops_text, seconds_text
 
 
@@ -91,21 +89,12 @@ def _work(prediction: Prediction) -> list[Term]:
 
 def _gemms(prediction: Prediction) -> list[Term]:
     """The GEMMs of one layer of the commonest kind, for one micro-batch, as one device runs them."""
-    case, layouts = prediction.case, prediction.layouts.take(np.array([0]))
-    kind = max(set(case.model.layers), key=case.model.layers.count)
-    batch = make_batch([case.sequence] * int(layouts.micro_batch[0]), flash=case.flash)
-    experts = case.model.moe.num_experts if case.model.moe else 0
     terms = []
-    operations = layer_operations(case.model, kind, batch)
-    for op in (operation.forward for operation in operations if operation.forward.kind == "matmul"):
-        gemm = local_gemm(op, layouts, experts)
-        precision = precision_of(case, op.name, layouts, gemm)
-        seconds = float(gemm_s(case, precision, gemm.groups, gemm.m, gemm.n, gemm.k)[0]) * case.software.gemm
-        shape = "·".join(f"{float(size[0]):g}" for size in (gemm.groups, gemm.m, gemm.n, gemm.k))
-        flops = float(gemm.flops[0])
-        numbers = f"2·{shape} = {flops_text(flops)} at {flops_per_s_text(flops / seconds)}"
+    for gemm in layer_gemms(prediction):
+        shape = "·".join(f"{size:g}" for size in gemm.shape)
+        numbers = f"2·{shape} = {flops_text(gemm.flops)} at {flops_per_s_text(gemm.flops_per_s)}"
         formula = "max(2·g·m·n·k / reached(m, n, k), bytes / bandwidth)"
-        terms.append(_seconds(f"  {op.name}, forward", formula, numbers, seconds))
+        terms.append(_seconds(f"  {gemm.name}, forward", formula, numbers, gemm.seconds))
     return terms
 
 

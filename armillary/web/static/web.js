@@ -2,6 +2,7 @@
 "use strict";
 const form = document.getElementById("form");
 const result = document.getElementById("result");
+const news = document.getElementById("status");
 const TYPING_MS = 250;
 let pending = null;
 let timer = 0;
@@ -26,11 +27,22 @@ function showErrors(errors) {
   }
 }
 
+let shown = null;
+
+function replace(html) {
+  // what somebody has opened or reads by keyboard stays where it is
+  const open = [...result.querySelectorAll("details")].map((each) => each.open);
+  const focused = [...result.querySelectorAll("a, button, summary, [tabindex]")].indexOf(document.activeElement);
+  result.innerHTML = shown = html;
+  [...result.querySelectorAll("details")].forEach((each, i) => { each.open = open[i] || false; });
+  if (focused >= 0) result.querySelectorAll("a, button, summary, [tabindex]")[focused]?.focus({ preventScroll: true });
+}
+
 function show(view) {
   showErrors(view.errors);
   const failed = Object.keys(view.errors).length > 0;
   result.classList.toggle("old", failed && result.innerHTML !== "");
-  if (!failed && result.innerHTML !== view.html) result.innerHTML = view.html;
+  if (!failed && shown !== view.html) replace(view.html);
   again(view.refresh_s);
 }
 
@@ -44,6 +56,8 @@ async function update() {
     const view = await answer.json();
     if (!answer.ok) throw new Error(view.error.message);
     show(view);
+    const bad = Object.values(view.errors);
+    news.textContent = bad.length ? bad.join(". ") : "Result updated";
   } catch (error) {
     if (error.name === "AbortError") return;
     showErrors({ "": "The page does not answer (" + error.message + "); is armillary web still running?" });

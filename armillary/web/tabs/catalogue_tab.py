@@ -21,12 +21,16 @@ from armillary.web.form import Field, Query, View, value_of
 MOST = 6
 """things side by side"""
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
-MODELS = Field(name="models", label="Models, separated by commas", default="llama-3-8b, qwen3-8b, mixtral-8x7b")
-CHIPS = Field(name="chips", label="Chips, separated by commas", default="a100-80gb-sxm, h100-sxm, h200, b200, mi300x")
+MODELS = Field(
+    name="models", label="Models, separated by commas", default="llama-3-8b, qwen3-8b, mixtral-8x7b", wide=True
+)
+CHIPS = Field(
+    name="chips", label="Chips, separated by commas", default="a100-80gb-sxm, h100-sxm, h200, b200, mi300x", wide=True
+)
 DTYPE = Field(name="dtype", label="Roofline of", default="bf16", options=("bf16", "fp16", "fp8", "fp32"))
 
 
-def fields(query: Query) -> list[Field]:
+def fields(query: Query, home: Home) -> list[Field]:
     return [MODELS, CHIPS, DTYPE]
 
 
@@ -71,10 +75,10 @@ def _models(entries: list[object]) -> str:
         ("context", lambda each: f"{each.config.context:,}"),
         ("weights, bf16", lambda each: bytes_text(2 * parameters(each.config).total)),
         ("KV cache per token, bf16", lambda each: bytes_text(kv_bytes_per_token(each.config))),
-        ("training FLOPs per token at 4,096", lambda each: flops_text(model_flops_per_token(each.config, 4096))),
+        ("training FLOPs per token", lambda each: f"{flops_text(model_flops_per_token(each.config, 4096))} at 4,096"),
         ("source", lambda each: each.source),
     ]
-    heads = ["", *(each.config.name for each in models)]
+    heads = ["figure", *(each.config.name for each in models)]
     return table(heads, [[name, *(text(each) for each in models)] for name, text in figures], wide=True)
 
 
@@ -96,7 +100,7 @@ def _chips(entries: list[object]) -> str:
         ["source", *(chip.source_of("bf16_flops") or "–" for chip in chips)],
     ]
     known = [row for row in rows if any(cell != "–" for cell in row[1:])]
-    return table(["", *(chip.title for chip in chips)], known, wide=True)
+    return table(["figure", *(chip.title for chip in chips)], known, wide=True)
 
 
 def _text(text: Callable[[float], str], value: float | None) -> str:

@@ -15,11 +15,9 @@ from armillary.errors import ArmillaryError, BadLayout
 from armillary.planning.cost.cost_report import goodput_rows, training_rows
 from armillary.planning.serving.serving_plan import ServingPlan, serving_plan
 from armillary.planning.serving.serving_report import CHOICE_COLUMNS, choice_cells, plan_rows
-from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.resolve_recipe import dividing_batch, resolve, usual_sequence
 from armillary.planning.training.search import SearchResult, search
 from armillary.planning.training.training_plan import TrainingPlan, training_plan
-from armillary.report.bars import Bar, BarGroup, bars, shares
 from armillary.report.page import section, table
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster
@@ -28,6 +26,14 @@ from armillary.spec.recipe import Recipe, check_recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.units import bytes_text, dollars_text, parse_count, scaled, seconds_text
 from armillary.web.form import Field, Query, View, value_of
+from armillary.web.tabs.plan_charts import (
+    memory_chart,
+    serving_costs,
+    serving_roofline,
+    step_chart,
+    training_costs,
+    training_roofline,
+)
 
 T = TypeVar("T")
 FORMATS = ("docx", "xlsx", "pdf", "pptx", "html", "md")
@@ -52,10 +58,9 @@ MONEY = (
     Field(name="cost.usd_per_device_hour", label="$ per device-hour", group="Money", hint="from the catalogue"),
     Field(name="report.budget_usd", label="Budget, $", group="Money", hint="none"),
 )
-COLOURS = ("useful", "sync", "inefficiency", "comm_exposed", "launch_gap", "host", "idle", "unjudged", "unknown")
 
 
-def fields(query: Query) -> list[Field]:
+def fields(query: Query, home: Home | None = None) -> list[Field]:
     """What the purpose needs is shown; what was typed for the other purpose stays."""
     purpose = Field(name="for", label="For", group="What", default="train", options=("train", "serve"))
     serves = value_of(query, purpose) == "serve"
@@ -153,9 +158,11 @@ def training_view(asked: Asked, home: Home, query: Query) -> str:
     prediction = planned.prediction
     parts = [
         section(f"{asked.model.name} on {asked.cluster.text()}", _training_rows(planned, searched)),
-        section("Memory per device", _memory(planned)),
-        section("Step time", _step(prediction)),
+        section("Memory per device", memory_chart(planned)),
+        section("Step time", step_chart(prediction)),
+        section("Roofline", training_roofline(prediction)),
         section("Layouts", _layouts(searched)),
+        training_costs(planned),
         downloads(query),
     ]
     return "".join(parts)
@@ -189,27 +196,6 @@ def _training_rows(plan: TrainingPlan, searched: SearchResult) -> str:
     return table(("", ""), rows, wide=True)
 
 
-def _memory(plan: TrainingPlan) -> str:
-    prediction = plan.prediction
-    sizes = {name: size for name, size in prediction.memory.parts().items() if size > 0}
-    groups = [BarGroup(name=name, bars=[Bar(value=size, text=bytes_text(size))]) for name, size in sizes.items()]
-    total, limit = float(prediction.memory.total[0]), prediction.memory_limit
-    groups.append(BarGroup(name="together", bars=[Bar(value=total, text=bytes_text(total))], bold=True))
-    label = f"Memory per device: {bytes_text(total)} of {bytes_text(limit)}"
-    return f"<p>{escape(label)}</p>" + bars(groups, label=label, full=max(total, limit), limit=limit)
-
-
-def _step(prediction: Prediction) -> str:
-    parts, total = prediction.time.shown_parts(), float(prediction.time.total[0])
-    return shares(
-        [
-            (name, seconds / total, f"var(--{colour})", seconds_text(seconds), seconds_text(seconds))
-            for (name, seconds), colour in zip(parts.items(), COLOURS, strict=False)
-            if seconds > 0
-        ]
-    )
-
-
 def _layouts(searched: SearchResult) -> str:
     best = searched.best
     rows = [
@@ -236,7 +222,9 @@ def serving_view(asked: Asked, home: Home, query: Query) -> str:
     return "".join(
         [
             section(f"Serving {asked.model.name} on {asked.cluster.text()}", table(("", ""), rows, wide=True)),
+            section("Roofline", serving_roofline(planned)),
             section("Ways to serve", table(CHOICE_COLUMNS, ways)),
+            serving_costs(planned),
             downloads(query),
         ]
     )

@@ -10,13 +10,13 @@ from urllib.parse import urlencode
 from armillary.errors import ArmillaryError
 from armillary.report.bars import shares
 from armillary.report.charts import lines
-from armillary.report.page import section, table
+from armillary.report.page import scrolling, section, side_by_side, table
 from armillary.store.gauges import columns
 from armillary.store.goodput import account_of_run
 from armillary.store.home import Home
 from armillary.store.runs import Run, find_run, list_runs
 from armillary.units import bytes_text, scaled, seconds_text
-from armillary.web.form import Field, Query, View, value_of
+from armillary.web.form import Field, Query, View
 
 NO_RUNS = "<p>There is no run yet: <code>armillary train recipes/tour.toml</code> starts one.</p>"
 REFRESH_S = 2.0
@@ -34,10 +34,15 @@ RECENT = 20
 """steps whose mean is the step budget"""
 
 
-def fields(query: Query) -> list[Field]:
+def run_names(home: Home) -> list[str]:
+    return [run.id for run in list_runs(home)[:SHOWN_RUNS]]
+
+
+def fields(query: Query, home: Home) -> list[Field]:
+    names = run_names(home)
     return [
-        Field(name="run", label="Run", hint="the newest"),
-        Field(name="other", label="Compared with", hint="another run"),
+        Field(name="run", label="Run", hint="the newest", suggestions=names),
+        Field(name="other", label="Compared with", hint="another run", suggestions=names),
     ]
 
 
@@ -49,14 +54,14 @@ def view(query: Query, home: Home) -> View:
     picked = [run for name in ("run", "other") if (run := _picked(query, name, home, known, errors))]
     if errors:
         return View(errors=errors)
-    html = _charts(picked) + "".join(_facts(run) for run in picked) + section("All runs", _list(known, picked))
+    facts = side_by_side(*(_facts(run) for run in picked))
+    html = _charts(picked) + facts + section("All runs", _list(known, picked))
     live = any(run.state.is_running for run in picked)
     return View(html=html, refresh_s=REFRESH_S if live else 0.0)
 
 
 def _picked(query: Query, name: str, home: Home, known: Sequence[Run], errors: dict[str, str]) -> Run | None:
-    wanted = next(each for each in fields(query) if each.name == name)
-    text = value_of(query, wanted)
+    text = query.get(name, "").strip()
     if not text:
         return known[0] if name == "run" else None
     try:
@@ -67,7 +72,7 @@ def _picked(query: Query, name: str, home: Home, known: Sequence[Run], errors: d
 
 
 def _list(known: Sequence[Run], picked: Sequence[Run]) -> str:
-    heads = "".join(f"<th>{head}</th>" for head in ("run", "model", "state", "step", "loss", ""))
+    heads = "".join(f"<th>{head}</th>" for head in ("run", "model", "state", "step", "loss", "compare"))
     rows = []
     for run in known[:SHOWN_RUNS]:
         state = run.progress
@@ -77,9 +82,9 @@ def _list(known: Sequence[Run], picked: Sequence[Run]) -> str:
         cells = "".join(f"<td>{escape(str(text))}</td>" for text in (state.model, state.state, step, loss))
         rows.append(
             f"<tr><td><a href='?{escape(urlencode({'tab': 'runs', 'run': run.id}))}'>{escape(run.id)}</a></td>{cells}"
-            f"<td><a href='?{escape(compare)}'>compare</a></td></tr>"
+            f"<td><a href='?{escape(compare)}' aria-label='compare with {escape(run.name)}'>compare</a></td></tr>"
         )
-    return f"<div class='scroll'><table><tr>{heads}</tr>{''.join(rows)}</table></div>"
+    return scrolling(f"<table><tr>{heads}</tr>{''.join(rows)}</table>")
 
 
 def _charts(picked: Sequence[Run]) -> str:

@@ -18,7 +18,7 @@ from armillary.store.home import Home
 from armillary.units import seconds_text
 from armillary.web.form import Field, Query, View, value_of
 
-URL = Field(name="url", label="Server", default="http://127.0.0.1:8000")
+URL = Field(name="url", label="Server", default="http://127.0.0.1:8000", wide=True)
 REFRESH_S = 2.0
 WINDOW_S = 10.0
 """seconds over which latencies and rates are taken"""
@@ -47,7 +47,7 @@ class ServeTab:
         self._scrapes: dict[str, deque[Scrape]] = {}
         self._lock = Lock()
 
-    def fields(self, query: Query) -> list[Field]:
+    def fields(self, query: Query, home: Home) -> list[Field]:
         return [URL]
 
     def view(self, query: Query, home: Home) -> View:
@@ -97,8 +97,8 @@ def _values(url: str, page: str, before: Scrape | None, now: float) -> dict[str,
 def _now(url: str, scrapes: list[Scrape]) -> str:
     values = scrapes[-1][2]
     rows = [(name, value_text(name, value)) for name, value in values.items()]
-    chat = f"<p><a href='{escape(url, quote=True)}'>Chat with the model</a> on the server's own page.</p>"
-    return section("Now", chat + table(("gauge", "value"), rows))
+    page = f"<p><a href='{escape(url, quote=True)}'>The server's own page</a></p>"
+    return section("Now", page + table(("gauge", "value"), rows))
 
 
 def _charts(scrapes: list[Scrape]) -> str:
@@ -106,7 +106,9 @@ def _charts(scrapes: list[Scrape]) -> str:
     groups = (
         ("Latencies", LATENCIES[:3], seconds_text),
         ("Requests", ("running", "waiting"), lambda value: f"{value:,.0f}"),
-        ("KV cache in use", ("kv_used_fraction",), lambda value: f"{value:.0%}"),
+        ("Throughput", ("tokens_out_per_s",), lambda value: f"{value:,.3g} tokens/s"),
+        ("KV cache in use", ("kv_used_fraction",), lambda value: f"{value:.1%}"),
+        ("Replicas", ("replicas",), lambda value: f"{value:g}"),
     )
     parts = []
     for title, names, text in groups:
