@@ -23,10 +23,6 @@ from armillary.kernels.latent.decode_triton import combine, decode
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.machine.accelerator import accelerator_of
 
-WARPGROUPS = False
-"""whether Hopper takes the kernel for warpgroup MMAs: off until it has run on a GPU again since its last change"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LatentTiling:
     """Sizes of a launch."""
@@ -85,7 +81,7 @@ def split_tiling(
 ) -> LatentTiling:
     """Tiles of as many rows as a block of queries has, up to 64 where warpgroups multiply, else 32; in fp32 16."""
     chip, rows = accelerator_of(device), power_of_two(heads * max_query)
-    warpgroups = WARPGROUPS and chip is not None and chip.vendor == "nvidia" and chip.capability[0] == 9
+    warpgroups = chip is not None and chip.vendor == "nvidia" and chip.capability[0] == 9
     if warpgroups and rows > 16 and dtype.itemsize == 2 and (rank, rope) == (512, 64):
         return _in_blocks(LatentTiling(m=64, n=64, warps=8, stages=2, workers=1, warpgroups=True), heads, max_query)
     width = max(16, power_of_two(rank)) + max(16, power_of_two(rope))
