@@ -23,6 +23,7 @@ from armillary.kernels.latent.decode_triton import combine, decode
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.machine.accelerator import accelerator_of
 
+
 @dataclass(frozen=True, kw_only=True)
 class LatentTiling:
     """Sizes of a launch."""
