@@ -63,10 +63,9 @@ class EngineKernels:
     """none of them waits for the device, so that steps can be captured in CUDA graphs"""
 
     def for_packed(self) -> EngineKernels:
-        """Without GEMMs that take plain weights."""
+        """Without those of experts, which take plain weights; `small` is for layers that are not packed."""
         return replace(
             self,
-            small=None,
             grouped=None,
             moe=None,
             grouped_moe=None,

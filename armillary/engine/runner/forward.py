@@ -5,7 +5,7 @@ activation, down), or six for a few tokens, where norms, gate and residual are f
 kernels then. Nothing here waits for the device, so that a step can be captured in a CUDA graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
+from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.transformer import Transformer
 from armillary.spec.model import MLA
 
@@ -100,6 +101,7 @@ class Forward:
         self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
         self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: LinearFn = model.head
+        self.most_fused = _most_fused(self.layers, kernels)
         self.one_head = _plain_head(model) if kernels.small is not None and model.norm is not None else None
         """the head's weight, where norm and logits of a single token can be one fused GEMM"""
 
@@ -119,7 +121,7 @@ class Forward:
         x = self.model.embed(tokens_T, inputs.long("positions_T"))
         batches = [self._batch(inputs, tables_BP, len(x)) for tables_BP in tables_GBP]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
-        small = self.kernels.small is not None and len(x) <= MAX_TOKENS
+        small = self.kernels.small is not None and len(x) <= self.most_fused
         added: Tensor | None = None
         q_scale_T = None if self.q_factors is None else self.q_factors[inputs.long("positions_T")]
         for layer in self.layers:
@@ -236,17 +238,31 @@ class Forward:
         selected: Tensor | None,
     ) -> Tensor:
         """A few tokens: norms, gate and residual are fused into the GEMMs."""
-        small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
-        assert small is not None and first is not None and second is not None
-        qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps, False, _bias(layer.qkv))
-        mixed = self._attention(layer, qkv, context)
+        first, second = layer.norms["attention_norm"], layer.norms["mlp_norm"]
+        assert second is not None
+        mixed = self._attention(layer, self._fused(layer.qkv, x, norm=first), context)
         if selected is not None:
             mixed, x = mixed.index_select(0, selected), x.index_select(0, selected)
-        x = small(mixed, _weight(layer.out), None, x, bias_N=_bias(layer.out))
+        x = self._fused(layer.out, mixed, residual=x)
         if layer.mixture is not None:
             return self._small_mixture(layer.mixture, x, second)
-        inner = small(x, _weight(layer.up), second.weight, None, second.eps, True, _bias(layer.up))
-        return small(inner, _weight(layer.down), None, x, bias_N=_bias(layer.down))  # type: ignore[no-any-return]
+        return self._fused(layer.down, self._fused(layer.up, x, norm=second, gated=True), residual=x)
+
+    def _fused(
+        self,
+        linear: LinearFn | None,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """residual + act(norm(x) @ weightᵀ + bias), each part only where it is given."""
+        weight, eps = (None, 1e-6) if norm is None else (norm.weight, norm.eps)
+        if isinstance(linear, PackedLinear):
+            return linear.run_fused(x, weight, residual, eps, gated)
+        assert isinstance(linear, Dense) and self.kernels.small is not None
+        return self.kernels.small(x, linear.weight, weight, residual, eps, gated, linear.bias)  # type: ignore[no-any-return]
 
     def _small_mixture(self, mixture: MixtureOfExperts, x: Tensor, norm: Norm) -> Tensor:
         """Norm, experts and residual; the shared expert's result is added to the residual first."""
@@ -288,7 +304,7 @@ def _plain_head(model: Transformer) -> Tensor | None:
     if config.logit_scale != 1.0 or config.logit_softcap is not None or model.embedding is None:
         return None
     if output is None:
-        return model.embedding.weight
+        return model.embedding.weight if isinstance(model.embedding, nn.Embedding) else None
     return output.weight if isinstance(output, nn.Linear) and output.bias is None else None
 
 
@@ -296,13 +312,16 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * scale
 
 
-def _weight(linear: LinearFn | None) -> Tensor:
-    assert isinstance(linear, Dense), "fused GEMMs take plain weights"
-    return linear.weight
-
-
-def _bias(linear: LinearFn | None) -> Tensor | None:
-    return linear.bias if isinstance(linear, Dense) else None
+def _most_fused(layers: Sequence[Layer], kernels: EngineKernels) -> int:
+    """Tokens up to which norms, gates and residuals are fused into the GEMMs; packed weights have that for one."""
+    mixtures = any(layer.mixture is not None for layer in layers)
+    if kernels.small is None or (mixtures and (kernels.moe is None or kernels.grouped_moe is None)):
+        return 0
+    linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.up, layer.down) if each is not None]
+    packed = [linear for linear in linears if not isinstance(linear, Dense)]
+    if not packed:
+        return MAX_TOKENS
+    return int(all(isinstance(linear, PackedLinear) and linear.can_fuse for linear in packed))
 
 
 def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:

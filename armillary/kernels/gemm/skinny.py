@@ -30,7 +30,11 @@ def reference(
     """residual + act(norm(x) @ weightᵀ + bias); each part only where it is given."""
     if norm_K is not None:
         x_MK = norm(x_MK, norm_K, None, eps)
-    y = F.linear(x_MK, weight_NK, bias_N)
+    return finished(F.linear(x_MK, weight_NK, bias_N), residual, gated)
+
+
+def finished(y: Tensor, residual: Tensor | None, gated: bool) -> Tensor:
+    """What comes after the product."""
     if gated:
         gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
         y = F.silu(gate) * up

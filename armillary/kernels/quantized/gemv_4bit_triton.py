@@ -10,7 +10,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.row_loads_triton import load_rows
-from armillary.kernels.quantized.packed_values_triton import fp4_number, load_groups, moved, scale_number, store_rows
+from armillary.kernels.quantized.packed_values_triton import (
+    finish_rows,
+    fp4_number,
+    load_groups,
+    moved,
+    places,
+    scale_number,
+)
 
 # N rows, W words of eight codes, G scales per row
 
@@ -50,10 +57,12 @@ def _chunks(p, ROWS: tl.constexpr, WORDS: tl.constexpr):
 @triton.jit
 def _step4(
     acc,
+    squares,
     w,
     scale,
     zero,
     x_ptr,
+    norm_ptr,
     scale_ptr,
     zero_ptr,
     row,
@@ -61,6 +70,7 @@ def _step4(
     WORDS,
     G,
     magic,
+    HAS_NORM: tl.constexpr,
     IS_BF16: tl.constexpr,
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -70,8 +80,8 @@ def _step4(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Sums [ROWS, chunks of four words] with one more step; `scale` and `zero` are those of the step where one is
-    enough for a block of 128 columns."""
+    """(sums [ROWS, chunks of four words], squares of x) with one more step; `scale` and `zero` are those of the step
+    where one is enough for a block of 128 columns."""
     at = begin + tl.arange(0, DEPTH // 8)
     many: tl.constexpr = (not BY_ROW) and GROUP < 128
     chunk = begin + 4 * tl.arange(0, DEPTH // 32)
@@ -80,6 +90,10 @@ def _step4(
     plain = tl.zeros([1, DEPTH // 8], tl.float32)  # sums of x
     for j in tl.static_range(4):
         first, second = _pair(x_ptr, at, WORDS, j, IS_BF16, EVEN)
+        if HAS_NORM:
+            squares += first * first + second * second
+            norm_first, norm_second = _pair(norm_ptr, at, WORDS, j, IS_BF16, EVEN)
+            first, second = first * norm_first, second * norm_second
         factor = (128.0 if j % 2 == 0 else 2048.0) if KIND == "int4" else 1.0
         sums_of_words += _nibble(w, magic, j, j, KIND) * (first * factor)[None, :]
         sums_of_words += _nibble(w, magic, j + 4, j, KIND) * (second * factor)[None, :]
@@ -103,7 +117,7 @@ def _step4(
         if ZEROS:
             sums -= zero.to(tl.float32) * _chunks(plain, 1, DEPTH // 8)
         acc += sums if BY_ROW else sums * scale_number(scale, KIND)
-    return acc
+    return acc, squares
 
 
 @triton.jit
@@ -112,12 +126,20 @@ def gemv4_kernel(
     w_ptr,
     scale_ptr,
     zero_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
     out_ptr,
     N,
     WORDS,
     G,
     magic,
+    eps,
     EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     BY_ROW: tl.constexpr,
@@ -127,13 +149,15 @@ def gemv4_kernel(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """ROWS of 4-bit codes times x, which comes as pairs in 32 bits. Codes are loaded one step ahead."""
+    """ROWS of 4-bit codes times x, which may be normed and comes, as the norm does, in pairs of 32 bits; GATED: rows
+    alternate between gate and up. Codes are loaded one step ahead."""
     if EARLY:
         gdc_launch_dependents()
     bf16: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
     many: tl.constexpr = (not BY_ROW) and GROUP < 128
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.minimum(n, N - 1).to(tl.int64)  # rows past the last are never stored
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), N - 1).to(
+        tl.int64
+    )  # rows past the last are never stored
     w_row = w_ptr + row[:, None] * WORDS
     at, chunk = tl.arange(0, DEPTH // 8), 4 * tl.arange(0, DEPTH // 32)
     w = load_rows(w_row, at, WORDS, EVEN)
@@ -145,7 +169,11 @@ def gemv4_kernel(
             zero = load_groups(zero_ptr, row, 8 * chunk, 8 * WORDS, G, 1 << 30 if BY_ROW else GROUP, EVEN)
     if EARLY:
         gdc_wait()
-    acc = tl.zeros([ROWS, DEPTH // 32], tl.float32)
+    residual = 0.0
+    if HAS_RESIDUAL:
+        place, width = places(N, GATED, ROWS)
+        residual = tl.load(residual_ptr + place, mask=place < width, other=0.0).to(tl.float32)
+    acc, squares = tl.zeros([ROWS, DEPTH // 32], tl.float32), tl.zeros([DEPTH // 8], tl.float32)
     begin = 0
     if not ONCE:
         for following in range(DEPTH // 8, WORDS, DEPTH // 8):
@@ -157,12 +185,14 @@ def gemv4_kernel(
                     next_scale = load_groups(scale_ptr, row, columns, 8 * WORDS, G, GROUP, EVEN)
                     if ZEROS:
                         next_zero = load_groups(zero_ptr, row, columns, 8 * WORDS, G, GROUP, EVEN)
-            acc = _step4(
+            acc, squares = _step4(
                 acc,
+                squares,
                 w,
                 scale,
                 zero,
                 x_ptr,
+                norm_ptr,
                 scale_ptr,
                 zero_ptr,
                 row,
@@ -170,6 +200,7 @@ def gemv4_kernel(
                 WORDS,
                 G,
                 magic,
+                HAS_NORM,
                 bf16,
                 KIND,
                 ZEROS,
@@ -180,12 +211,14 @@ def gemv4_kernel(
                 DEPTH,
             )
             w, scale, zero, begin = next_w, next_scale, next_zero, following
-    acc = _step4(
+    acc, squares = _step4(
         acc,
+        squares,
         w,
         scale,
         zero,
         x_ptr,
+        norm_ptr,
         scale_ptr,
         zero_ptr,
         row,
@@ -193,6 +226,7 @@ def gemv4_kernel(
         WORDS,
         G,
         magic,
+        HAS_NORM,
         bf16,
         KIND,
         ZEROS,
@@ -202,4 +236,22 @@ def gemv4_kernel(
         ROWS,
         DEPTH,
     )
-    store_rows(tl.sum(acc, 1), scale_ptr, zero_ptr, out_ptr, n, row, N, KIND, BY_ROW)
+    finish_rows(
+        tl.sum(acc, 1),
+        tl.sum(squares),
+        residual,
+        scale_ptr,
+        zero_ptr,
+        bias_ptr,
+        out_ptr,
+        row,
+        N,
+        8 * WORDS,
+        eps,
+        KIND,
+        BY_ROW,
+        HAS_NORM,
+        HAS_BIAS,
+        GATED,
+        ROWS,
+    )

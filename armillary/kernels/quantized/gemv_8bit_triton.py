@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.row_loads_triton import load_rows, load_vector
-from armillary.kernels.quantized.packed_values_triton import load_groups, scale_number, store_rows
+from armillary.kernels.quantized.packed_values_triton import finish_rows, load_groups, places, scale_number
 
 # N rows, K columns, G scales per row
 
@@ -14,12 +14,15 @@ from armillary.kernels.quantized.packed_values_triton import load_groups, scale_
 @triton.jit
 def _step8(
     acc,
+    squares,
     w,
     scale,
     zero,
     x_ptr,
+    norm_ptr,
     begin,
     K,
+    HAS_NORM: tl.constexpr,
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     BY_ROW: tl.constexpr,
@@ -27,14 +30,18 @@ def _step8(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Sums [ROWS, chunks of 16 columns] with one more step."""
-    x = load_vector(x_ptr, begin + tl.arange(0, DEPTH), K, EVEN).to(tl.float32)[None, :]
+    """(sums [ROWS, chunks of 16 columns], squares of x) with one more step."""
+    at = begin + tl.arange(0, DEPTH)
+    x = load_vector(x_ptr, at, K, EVEN).to(tl.float32)[None, :]
+    if HAS_NORM:
+        squares += x * x
+        x = x * load_vector(norm_ptr, at, K, EVEN).to(tl.float32)[None, :]
     numbers = (w.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else w).to(tl.float32)
     sums = tl.sum(tl.reshape(numbers * x, (ROWS, DEPTH // 16, 16)), 2)
     if KIND == "int8":
         middle = zero.to(tl.float32) if ZEROS else 128.0
         sums -= middle * tl.sum(tl.reshape(x, (1, DEPTH // 16, 16)), 2)
-    return acc + (sums if BY_ROW else sums * scale_number(scale, KIND))
+    return acc + (sums if BY_ROW else sums * scale_number(scale, KIND)), squares
 
 
 @triton.jit
@@ -43,12 +50,20 @@ def gemv8_kernel(
     w_ptr,
     scale_ptr,
     zero_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
     out_ptr,
     N,
     K,
     G,
     magic,
+    eps,
     EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     BY_ROW: tl.constexpr,
@@ -58,11 +73,12 @@ def gemv8_kernel(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """ROWS of bytes or fp8 numbers times x."""
+    """ROWS of bytes or fp8 numbers times x, which may be normed; GATED: rows alternate between gate and up."""
     if EARLY:
         gdc_launch_dependents()
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.minimum(n, N - 1).to(tl.int64)  # rows past the last are never stored
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), N - 1).to(
+        tl.int64
+    )  # rows past the last are never stored
     w_row = w_ptr + row[:, None] * K
     at, chunk = tl.arange(0, DEPTH), 16 * tl.arange(0, DEPTH // 16)
     w = load_rows(w_row, at, K, EVEN)
@@ -73,7 +89,11 @@ def gemv8_kernel(
         zero = load_groups(zero_ptr, row, chunk, K, G, 1 << 30 if BY_ROW else GROUP, EVEN)
     if EARLY:
         gdc_wait()
-    acc = tl.zeros([ROWS, DEPTH // 16], tl.float32)
+    residual = 0.0
+    if HAS_RESIDUAL:
+        place, width = places(N, GATED, ROWS)
+        residual = tl.load(residual_ptr + place, mask=place < width, other=0.0).to(tl.float32)
+    acc, squares = tl.zeros([ROWS, DEPTH // 16], tl.float32), tl.zeros([1, DEPTH], tl.float32)
     begin = 0
     if not ONCE:
         for following in range(DEPTH, K, DEPTH):
@@ -83,7 +103,59 @@ def gemv8_kernel(
                 next_scale = load_groups(scale_ptr, row, following + chunk, K, G, GROUP, EVEN)
                 if ZEROS:
                     next_zero = load_groups(zero_ptr, row, following + chunk, K, G, GROUP, EVEN)
-            acc = _step8(acc, w, scale, zero, x_ptr, begin, K, KIND, ZEROS, BY_ROW, EVEN, ROWS, DEPTH)
+            acc, squares = _step8(
+                acc,
+                squares,
+                w,
+                scale,
+                zero,
+                x_ptr,
+                norm_ptr,
+                begin,
+                K,
+                HAS_NORM,
+                KIND,
+                ZEROS,
+                BY_ROW,
+                EVEN,
+                ROWS,
+                DEPTH,
+            )
             w, scale, zero, begin = next_w, next_scale, next_zero, following
-    acc = _step8(acc, w, scale, zero, x_ptr, begin, K, KIND, ZEROS, BY_ROW, EVEN, ROWS, DEPTH)
-    store_rows(tl.sum(acc, 1), scale_ptr, zero_ptr, out_ptr, n, row, N, KIND, BY_ROW)
+    acc, squares = _step8(
+        acc,
+        squares,
+        w,
+        scale,
+        zero,
+        x_ptr,
+        norm_ptr,
+        begin,
+        K,
+        HAS_NORM,
+        KIND,
+        ZEROS,
+        BY_ROW,
+        EVEN,
+        ROWS,
+        DEPTH,
+    )
+    finish_rows(
+        tl.sum(acc, 1),
+        tl.sum(squares),
+        residual,
+        scale_ptr,
+        zero_ptr,
+        bias_ptr,
+        out_ptr,
+        row,
+        N,
+        K,
+        eps,
+        KIND,
+        BY_ROW,
+        HAS_NORM,
+        HAS_BIAS,
+        GATED,
+        ROWS,
+    )

@@ -49,9 +49,44 @@ def fp4_number(w, PLACE: tl.constexpr):
 
 
 @triton.jit
-def store_rows(total, scale_ptr, zero_ptr, out_ptr, n, row, N, KIND: tl.constexpr, BY_ROW: tl.constexpr):
+def finish_rows(
+    total,
+    squares,
+    residual,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    row,
+    N,
+    K,
+    eps,
+    KIND: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store sums of ROWS rows, after the scale of whole rows, the norm (`squares` of x), bias, gate and residual."""
     if BY_ROW:
         total *= scale_number(tl.load(scale_ptr + row), KIND)
     if KIND == "nvfp4":
         total /= tl.load(zero_ptr + row)
-    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
+    if HAS_NORM:
+        total *= tl.rsqrt(squares / K + eps)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + row).to(tl.float32)
+    if GATED:  # plain torch rounds the GEMM's result before the activation; so does this
+        gate, up = tl.split(tl.reshape(total.to(out_ptr.dtype.element_ty).to(tl.float32), [ROWS // 2, 2]))
+        total = gate * tl.sigmoid(gate) * up
+    at, width = places(N, GATED, ROWS)
+    tl.store(out_ptr + at, (total + residual).to(out_ptr.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def places(N, GATED: tl.constexpr, ROWS: tl.constexpr):
+    """(this program's outputs, how many there are); GATED: half as many as rows."""
+    rows: tl.constexpr = ROWS // 2 if GATED else ROWS
+    width = N // 2 if GATED else N
+    return tl.program_id(0) * rows + tl.arange(0, rows), width

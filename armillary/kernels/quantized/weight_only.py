@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.core.op import Case, Op, OpWork, in_triton
+from armillary.kernels.gemm.skinny import reference as small_linear
 
 # M tokens, K inputs, N outputs, G groups of inputs with one scale each
 
@@ -68,10 +68,24 @@ def _spread(of_group_NG: Tensor, group: int, columns: int) -> Tensor:
     return of_group_NG.repeat_interleave(group, dim=1)[:, :columns]
 
 
-def reference(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: PackedFormat, group: int) -> Tensor:
-    """x @ weightᵀ, the weight in x's dtype. `scale` [N, G], or [N, 1] for whole rows; `zero` of int codes likewise,
-    None: the middle; for nvfp4 the divisor [N, 1] of the scales. Scales of mxfp4 are exponents, of nvfp4 E4M3."""
-    return F.linear(x, dequantised(codes, scale, zero, kind, group).to(x.dtype))
+def reference(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    kind: PackedFormat,
+    group: int,
+    norm_K: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    gated: bool = False,
+    bias_N: Tensor | None = None,
+) -> Tensor:
+    """residual + act(norm(x) @ weightᵀ + bias), each part only where it is given, the weight in x's dtype. `scale`
+    [N, G], or [N, 1] for whole rows; `zero` of int codes likewise, None: the middle; for nvfp4 the divisor [N, 1] of
+    the scales. Scales of mxfp4 are exponents, of nvfp4 E4M3."""
+    weight_NK = dequantised(codes, scale, zero, kind, group).to(x.dtype)
+    return small_linear(x, weight_NK, norm_K, residual, eps, gated, bias_N)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +98,7 @@ class WeightOnlyCase(Case):
     kind: PackedFormat = "int4"
     group: int = 128  # inputs with one scale; `inputs` for one scale per row
     zeros: bool = False
+    fused: bool = False  # an RMS norm before, bias and residual after, and SwiGLU where outputs are even
 
 
 def inputs(case: WeightOnlyCase, generator: torch.Generator) -> tuple[object, ...]:
@@ -104,7 +119,16 @@ def inputs(case: WeightOnlyCase, generator: torch.Generator) -> tuple[object, ..
         zero = torch.full((N, 1), 200 * spread, device=device)
     elif case.zeros:
         zero = torch.randint(0, 1 << bits, (N, groups), generator=generator, device=device, dtype=torch.uint8)
-    return x, codes if bits == 8 else to_words(codes), scale, zero, case.kind, case.group
+    packed = (x, codes if bits == 8 else to_words(codes), scale, zero, case.kind, case.group)
+    return packed + _around(case, generator) if case.fused else packed
+
+
+def _around(case: WeightOnlyCase, generator: torch.Generator) -> tuple[object, ...]:
+    """What is fused: norm, residual, epsilon, gate, bias."""
+    gated = case.outputs % 2 == 0
+    width = case.outputs // 2 if gated else case.outputs
+    norm, bias = case.normal(generator, case.inputs), case.normal(generator, case.outputs)
+    return norm, case.normal(generator, case.tokens, width), 1e-6, gated, bias
 
 
 def work(case: WeightOnlyCase) -> OpWork:

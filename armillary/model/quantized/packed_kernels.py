@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class PackedKernel:
     single: Linear  # for one token
     few: Linear  # for up to MAX_TOKENS
     many: Linear
+    fused: Linear | None  # for one token, with what is around the product
 
     @classmethod
     def of(cls, part: PackedRows, dtype: torch.dtype) -> "PackedKernel | None":
@@ -48,20 +50,41 @@ class PackedKernel:
         single, few, many = (_chosen(replace(case, tokens=tokens)) for tokens in (1, _FEW, _MANY))
         if single is few is many is reference:
             return None
-        chosen = {"single": single, "few": few, "many": many}
-        return cls(part=in_words(part), dtype=dtype, format=case.kind, group=case.group, **chosen)
+        fused = _chosen(replace(case, tokens=1, fused=True))
+        return cls(
+            part=in_words(part),
+            dtype=dtype,
+            format=case.kind,
+            group=case.group,
+            single=single,
+            few=few,
+            many=many,
+            fused=None if fused is reference else fused,
+        )
 
     def takes(self, x: Tensor) -> bool:
         return x.dtype == self.dtype and x.numel() > 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = self.part.rows
         if self.part.order_K is not None:
             x = x.index_select(-1, self.part.order_K)
         tokens = x.numel() // x.shape[-1]
         run = self.single if tokens == 1 else self.few if tokens <= MAX_TOKENS else self.many
+        return run(x, *self._packed())
+
+    @property
+    def can_fuse(self) -> bool:
+        return self.fused is not None and self.part.order_K is None
+
+    def run_fused(self, x: Tensor, *around: Any) -> Tensor:
+        """One token; `around` are norm, residual, epsilon, gate and bias."""
+        assert self.fused is not None
+        return self.fused(x, *self._packed(), *around)
+
+    def _packed(self) -> tuple[Any, ...]:
+        rows = self.part.rows
         zero = rows.get("divisor") if self.format == "nvfp4" else rows.get("zero")
-        return run(x, rows["codes"], rows["scale"], zero, self.format, self.group)
+        return rows["codes"], rows["scale"], zero, self.format, self.group
 
 
 def _case(part: PackedRows, dtype: torch.dtype) -> WeightOnlyCase | None:

@@ -49,6 +49,18 @@ class PackedLinear(nn.Module):
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if self.weight.order_N is None else y.index_select(-1, self.weight.order_N)
 
+    @property
+    def can_fuse(self) -> bool:
+        """Whether one token may go through `run_fused`."""
+        kernel = self.kernels[0] if len(self.kernels) == 1 else None
+        return self.weight.order_N is None and kernel is not None and kernel.can_fuse
+
+    def run_fused(self, x: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
+        """residual + act(norm(x) @ weightᵀ + bias) of one token, each part only where it is given."""
+        (kernel,) = self.kernels
+        assert kernel is not None
+        return kernel.run_fused(x, norm, residual, eps, gated, self.bias)
+
     def multiplied_back(self, y: Tensor) -> Tensor:
         """y @ weight: the gradient of the inputs."""
         if self.weight.order_N is not None:

@@ -4,6 +4,8 @@ file."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,17 @@ from armillary.engine.build import make_engine
 from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.engine_kernels import REFERENCE
+from armillary.engine.runner.executor import FastExecutor
 from armillary.errors import BadInput, BadModel
+from armillary.kernels.gemm import skinny
+from armillary.kernels.quantized import weight_only
+from armillary.model.quantized.packed_kernels import PackedKernel
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
 from armillary.model.weights.hf_weights import hf_tensors, load_model
 from armillary.spec.tables.serve import Serve
+from tests.engine.fake import ask
+from tests.engine.runner.test_reference_executor import serve
 from tests.model.families import random_model
 from tests.model.quantized.folders import compress, compressed_folder, linears, scheme_of, tiny_llama, write_folder
 from tests.model.test_agreement import assert_close, full_logits
@@ -80,6 +89,31 @@ def test_logits_are_those_of_transformers(write: Callable[[Path], Path], tmp_pat
     folder = write(tmp_path / "m")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_close(full_logits(load_model(folder, packed=True), TOKENS), theirs(TOKENS, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_a_single_token_is_fused_with_norms_gates_and_residuals(tmp_path: Path) -> None:
+    """On a GPU by kernels, here by their reference; other numbers of tokens run as they do without."""
+    model = load_model(fp8(tmp_path / "m"), packed=True)
+    requests = [ask("long", [2, 3, 4, 5], 8, temperature=0.0), ask("short", [7], 3, temperature=0.0)]
+    plain = serve(model.config, model, requests, executor=FastExecutor)
+    calls: list[int] = []
+
+    def fused(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return weight_only.reference(x, *rest)
+
+    for linear in packed_modules(model):
+        (part,) = linear.weight.parts
+        runs = dict.fromkeys(("single", "few", "many"), weight_only.reference)
+        columns = part.columns
+        linear.kernels = (
+            PackedKernel(part=part, dtype=torch.float32, format="fp8", group=columns, fused=fused, **runs),
+        )
+    kernels = replace(REFERENCE, small=skinny.reference)
+    found = serve(model.config, model, requests, executor=partial(FastExecutor, kernels=kernels))
+    assert [made.tokens for made in found] == [made.tokens for made in plain]
+    assert set(calls) == {1} and len(calls) >= 4 * len(packed_modules(model))
 
 
 @torch.no_grad()

@@ -65,6 +65,30 @@ def test_one_token(kind: str, group: int, zeros: bool) -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("inside", [True, False], ids=["norm inside", "norm before"])
+@pytest.mark.parametrize(
+    ("kind", "group", "outputs"), [("int4", 128, 20), ("mxfp4", 32, 21), ("int8", 384, 20), ("fp8", 128, 21)]
+)
+def test_one_token_with_norm_gate_bias_and_residual(kind: str, group: int, outputs: int, inside: bool) -> None:
+    from armillary.kernels.quantized.packed_gemv_triton import PackedGemvTiles, run_gemv
+
+    arguments, wanted = drawn(kind, group, False, 1, outputs=outputs, fused=True)
+    (x, *packed), around = arguments[:6], arguments[6:]
+    tiles = PackedGemvTiles(rows=16, depth=256, warps=1, norm_inside=inside)
+    assert wanted.shape == (1, 10 if outputs == 20 else 21)
+    assert relative_error(run_gemv(x[0], *packed, tiles, *around), wanted[0]) < 6e-3
+
+
+@needs_interpreter
+def test_several_tokens_with_norm_gate_bias_and_residual() -> None:
+    from armillary.kernels.quantized.weight_only_triton import weight_only_linear
+
+    for tokens in (3, 70):
+        arguments, wanted = drawn("int4", 128, False, tokens, fused=True)
+        assert relative_error(weight_only_linear(*arguments), wanted) < 6e-3
+
+
+@needs_interpreter
 @pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
 def test_a_few_tokens(kind: str, group: int, zeros: bool) -> None:
     from armillary.kernels.quantized.skinny_packed_triton import PackedSkinnyTiles, run_skinny
