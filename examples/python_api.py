@@ -28,7 +28,7 @@ micro_batch = 4
 [train]
 sequence = 64
 batch_tokens = 512
-steps = 30
+steps = 15
 """
 
 

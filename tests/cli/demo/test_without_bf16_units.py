@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from armillary.cli.demo.serve_and_load import ask
+from armillary.machine.features import has_native
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks
 from armillary.store.runs import find_run
@@ -44,6 +45,7 @@ kv_bytes = 4_000_000
 """
 
 
+@pytest.mark.skipif(has_native("bf16") is False, reason="this CPU has no bf16 units: test_demo.py runs without them")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="ONEDNN_MAX_CPU_ISA is for x86 only")
 def test_ceilings_plan_ten_steps_and_an_answer(tmp_path: Path) -> None:
     with ForkServer({"ONEDNN_MAX_CPU_ISA": "AVX2"}) as narrow:
