@@ -174,7 +174,8 @@ def work(kind: str, source: Path, threads: int) -> None:
     answer(list(range(2, 34)), 4)
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(**json.loads(line))), flush=True)
+        wanted = json.loads(line)
+        print(json.dumps(answer(wanted["prompt"], wanted["most"])), flush=True)
 
 
 class Contestant:

@@ -100,7 +100,9 @@ def check(result: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def gemv(arguments: tuple[Any, ...], tiles: PackedGemvTiles) -> Tensor:
-    return run_gemv(arguments[0][0], *arguments[1:], tiles)
+    (x, *rest) = arguments
+    codes, scale, zero, kind, group = rest
+    return run_gemv(x[0], codes, scale, zero, kind, group, tiles)
 
 
 def tune(name: str, shape: str, found: dict[str, Any]) -> PackedGemvTiles:

@@ -18,6 +18,7 @@ import torch
 
 from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.executor import FastExecutor
 from armillary.machine.device_name import device_name
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import save_model
@@ -26,6 +27,12 @@ from armillary.spec.tables.serve import Serve
 
 STORED = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VOCAB, PROMPT, TOKENS = 4096, 32, 64
+
+
+def cache_dtype(llm: LLM) -> torch.dtype:
+    executor = llm.engine.loop.executor
+    assert isinstance(executor, FastExecutor)
+    return executor.rows.blocks.dtype
 
 
 def decode_rate(llm: LLM, rows: int) -> float:
@@ -57,7 +64,7 @@ def main() -> None:
             for rows in given.rows:
                 for name, llm in loaded.items():
                     rates.setdefault((name, rows), []).append(decode_rate(llm, rows))
-        dtypes = {name: str(llm.engine.loop.executor.rows.blocks.dtype) for name, llm in loaded.items()}
+        dtypes = {name: str(cache_dtype(llm)) for name, llm in loaded.items()}
     table = {
         f"{rows} rows": {
             **{name: round(median(rates[name, rows]), 1) for name in STORED},
