@@ -24,7 +24,7 @@ def make(folder: Path, name: str, device: str) -> float:
 
     from armillary.model.text.train_tokenizer import train_tokenizer
     from armillary.model.weights.hf_weights import save_model
-    from benchmarks.engine_gpu import drawn
+    from benchmarks.engine_setup import drawn
 
     begin = time.monotonic()
     model = drawn(name, device, torch.bfloat16)

@@ -26,7 +26,8 @@ from armillary.model.weights.hf_weights import load_model
 from armillary.spec.catalogue import models
 from armillary.spec.hf.config import to_hf
 from armillary.spec.model import ModelConfig
-from benchmarks.engine_gpu import read_bandwidth, single
+from benchmarks.engine_gpu import single
+from benchmarks.engine_setup import read_bandwidth
 
 GROUP = 128
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
