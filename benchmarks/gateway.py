@@ -1,11 +1,12 @@
 """What a gateway costs: ours, a plain nginx and, where installed, LiteLLM's proxy in front of one instant upstream.
 
-    python benchmarks/gateway.py [--litellm PATH/TO/litellm] [--seconds 10] [--out results.json]
+    python benchmarks/gateway.py [--litellm PATH/TO/litellm] [--seconds 10] [--only ours] [--soak 600] [--out FILE.json]
 
-Each gateway runs alone on one core; the load generator and the upstream have the other cores. Per gateway: requests/s
-at saturation, CPU time per request, latency at 200 requests/s against the upstream itself, gaps between the chunks of
-300 streams, memory. The load generator reports its own lag: how late it sent compared with its schedule. Ours checks a
-key and two limits, and routes over two replicas.
+Each gateway runs alone on one core; the load generator and the upstream share the other cores. Per gateway: latency at
+200 requests/s, which are sent to the upstream itself too, in between; requests/s at saturation; CPU time per request;
+gaps between the chunks of 300 streams; memory with 2,000 open streams. The load generator reports its own lag. Ours
+checks a key and two limits, and routes over two replicas. `--soak` adds as many seconds of mixed load on ours, and how
+its memory grows. The targets and the figures of one machine are in gateway.md.
 """
 
 from __future__ import annotations
@@ -23,68 +24,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import uvloop
-from gateway_load import GAP_S, at_rate, saturate, streams
+from gateway_load import Rate, Streams, Target, at_rate, saturate
 
-ANSWER = {
-    "id": "chatcmpl-1",
-    "object": "chat.completion",
-    "created": 0,
-    "model": "bot",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 13},
-}
-
-# --- the upstream: answers at once, or streams a chunk every 50 ms
-
-
-class Upstream(asyncio.Protocol):
-    def connection_made(self, transport: Any) -> None:
-        self.transport, self.data = transport, b""
-
-    def data_received(self, data: bytes) -> None:
-        self.data += data
-        while (end := self.data.find(b"\r\n\r\n")) >= 0:
-            head = self.data[:end].lower()
-            at = head.find(b"content-length:")
-            size = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            if len(self.data) < end + 4 + size:
-                return
-            body, self.data = self.data[end + 4 : end + 4 + size], self.data[end + 4 + size :]
-            self.answer(body)
-
-    def answer(self, body: bytes) -> None:
-        if b'"stream":true' in body.replace(b" ", b""):
-            self.task = asyncio.ensure_future(self.stream(json.loads(body)["max_tokens"]))
-            return
-        data = json.dumps(ANSWER).encode()
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        self.transport.write(head % len(data) + data)
-
-    async def stream(self, tokens: int) -> None:
-        self.transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
-        chunk = {**ANSWER, "object": "chat.completion.chunk", "usage": None}
-        chunk["choices"] = [{"index": 0, "delta": {"content": "tok"}, "finish_reason": None}]
-        event = b"data: " + json.dumps(chunk).encode() + b"\n\n"
-        begin = time.monotonic()
-        for number in range(tokens):
-            self.transport.write(b"%x\r\n%s\r\n" % (len(event), event))
-            await asyncio.sleep(begin + (number + 1) * GAP_S - time.monotonic())
-        self.transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-
-
-def run_upstream(port: int) -> None:
-    async def main() -> None:
-        server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", port, backlog=4096)
-        await server.serve_forever()
-
-    uvloop.run(main())
-
+from armillary.serving.http.connections import raise_file_limit
+from armillary.stats import percentile
 
 # --- the gateways
 
@@ -117,7 +63,7 @@ def process(line: list[str], port: int, core: int, log: Path, **environment: str
         child.wait(20)
 
 
-def ours(folder: Path, ports: list[int], core: int, stack: ExitStack) -> tuple[int, str, psutil.Process]:
+def ours(folder: Path, ports: list[int], core: int, stack: ExitStack) -> tuple[Target, psutil.Process]:
     from armillary.fleet.gateway.keys import KeyFile
 
     limits = {"requests": 10**9, "tokens": 10**12}
@@ -125,12 +71,12 @@ def ours(folder: Path, ports: list[int], core: int, stack: ExitStack) -> tuple[i
     port = free_port()
     line = [sys.executable, "-m", "armillary", "gateway", "--port", str(port), "--home", str(folder / "home")]
     line += [word for each in ports for word in ("--upstream", f"bot=http://127.0.0.1:{each}")]
-    return port, key, stack.enter_context(process(line, port, core, folder / "ours.log"))
+    return Target(port, key), stack.enter_context(process(line, port, core, folder / "ours.log"))
 
 
 NGINX = """
 daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log; worker_processes 1;
-events {{ worker_connections 4096; }}
+worker_rlimit_nofile 20000; events {{ worker_connections 10000; }}
 http {{
   access_log off; client_body_temp_path {folder}/b; proxy_temp_path {folder}/p;
   fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
@@ -141,17 +87,15 @@ http {{
 """
 
 
-def nginx(folder: Path, ports: list[int], core: int, stack: ExitStack) -> tuple[int, str, psutil.Process]:
+def nginx(folder: Path, ports: list[int], core: int, stack: ExitStack) -> tuple[Target, psutil.Process]:
     port = free_port()
     servers = " ".join(f"server 127.0.0.1:{each};" for each in ports)
     (folder / "nginx.conf").write_text(NGINX.format(folder=folder, port=port, servers=servers))
     line = ["nginx", "-c", str(folder / "nginx.conf")]
-    return port, "none", stack.enter_context(process(line, port, core, folder / "nginx.log"))
+    return Target(port, "none"), stack.enter_context(process(line, port, core, folder / "nginx.log"))
 
 
-def litellm(
-    program: str, folder: Path, ports: list[int], core: int, stack: ExitStack
-) -> tuple[int, str, psutil.Process]:
+def litellm(program: str, folder: Path, ports: list[int], core: int, stack: ExitStack) -> tuple[Target, psutil.Process]:
     port, key = free_port(), "sk-benchmark-key-of-sufficient-length-0123456789"
     models = [
         {
@@ -162,69 +106,115 @@ def litellm(
     ]
     (folder / "litellm.json").write_text(json.dumps({"model_list": models, "general_settings": {"master_key": key}}))
     line = [program, "--config", str(folder / "litellm.json"), "--port", str(port), "--host", "127.0.0.1"]
-    return port, key, stack.enter_context(process(line, port, core, folder / "litellm.log"))
+    return Target(port, key), stack.enter_context(process(line, port, core, folder / "litellm.log"))
 
 
-def measure(port: int, key: str, seconds: float, running: psutil.Process | None) -> dict[str, float]:
-    results = uvloop.run(at_rate(port, key, seconds))
-    before = _cpu_s(running)
-    results |= uvloop.run(saturate(port, key, seconds))
+# --- the measurements
+
+
+class Usage:
+    """CPU time and memory of a program and its children."""
+
+    def __init__(self, program: psutil.Process) -> None:
+        self._program = program
+
+    @property
+    def _all(self) -> list[psutil.Process]:
+        return [self._program, *self._program.children(True)]
+
+    def cpu_s(self) -> float:
+        return float(sum(sum(each.cpu_times()[:2]) for each in self._all))
+
+    def memory_mb(self) -> float:
+        return float(sum(each.memory_info().rss for each in self._all) / 1e6)
+
+
+def measure(target: Target, direct: Target, seconds: float, usage: Usage) -> dict[str, float]:
+    results = uvloop.run(at_rate(target, direct, seconds))
+    results["idle_memory_mb"] = usage.memory_mb()
+    before = usage.cpu_s()
+    results |= uvloop.run(saturate(target, seconds))
     answered = results["requests_per_s"] * seconds
-    results["cpu_us_per_request"] = 1e6 * (_cpu_s(running) - before) / answered if answered else float("nan")
-    results |= uvloop.run(streams(port, key, seconds))
-    if running is not None:
-        results["memory_mb"] = sum(each.memory_info().rss for each in [running, *running.children(True)]) / 1e6
-    return results
+    results["cpu_us_per_request"] = 1e6 * (usage.cpu_s() - before) / answered if answered else float("nan")
+    streams = uvloop.run(Streams(target, 300, 0.05, int(seconds / 0.05)).run())
+    results |= {f"300_streams_{name}": value for name, value in streams.items()}
+    return results | many_streams(target, usage)
 
 
-def _cpu_s(running: psutil.Process | None) -> float:
-    if running is None:
-        return 0.0
-    times = [each.cpu_times() for each in [running, *running.children(True)]]
-    return sum(each.user + each.system for each in times)
+def many_streams(target: Target, usage: Usage) -> dict[str, float]:
+    """Most memory with 2,000 streams of a chunk per second."""
+    memory = list[float]()
+    streams = Streams(target, 2000, 1.0, 20)
+    results = uvloop.run(streams.run(lambda: memory.append(usage.memory_mb())))
+    shown = {name: results[name] for name in ("completed", "delay_p99_ms", "generator_lag_p99_ms")}
+    return {f"2000_streams_{name}": value for name, value in shown.items()} | {"2000_streams_memory_mb": max(memory)}
+
+
+async def soak(target: Target, usage: Usage, seconds: float) -> dict[str, float]:
+    """100 requests/s and 50 streams all the time; memory every ten seconds, after a minute in which windows fill."""
+    memory, begin = list[tuple[float, float]](), time.monotonic()
+    while (passed := time.monotonic() - begin) < seconds:
+        rate = Rate(target, 100.0)
+        await asyncio.gather(rate.run(time.monotonic(), 10.0), Streams(target, 50, 0.05, 180).run())
+        for client in rate.idle:
+            client.transport.abort()
+        if passed > 60:
+            memory.append((passed, usage.memory_mb()))
+            print(f"{passed:8.0f} s: {memory[-1][1]:.1f} MB, {rate.summary()['answered']:.0%} answered", flush=True)
+    third = max(1, len(memory) // 3)
+    first, last = ([size for _, size in part] for part in (memory[:third], memory[-third:]))
+    return {"soak_first_mb": percentile(first, 50), "soak_last_mb": percentile(last, 50)}
+
+
+def programs(chosen: str, litellm_path: str) -> dict[str, Callable[..., tuple[Target, psutil.Process]]]:
+    """Those that are installed."""
+    found: dict[str, Callable[..., tuple[Target, psutil.Process]]] = {"ours": ours}
+    if shutil.which("nginx"):
+        found["nginx"] = nginx
+    if litellm_path:
+        found["litellm"] = lambda *more: litellm(litellm_path, *more)
+    return {name: start for name, start in found.items() if chosen in ("", name)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--litellm", default=shutil.which("litellm") or "")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--soak", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--upstream-port", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.upstream_port:
-        return run_upstream(asked.upstream_port)
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) > 1, "one core for the gateway and one for the load"
     os.sched_setaffinity(0, cores[1:])
-    kinds: dict[str, Callable[..., tuple[int, str, psutil.Process]]] = {"ours": ours}
-    if shutil.which("nginx"):
-        kinds["nginx"] = nginx
-    if asked.litellm:
-        kinds["litellm"] = lambda *more: litellm(asked.litellm, *more)
+    raise_file_limit()
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, ports = Path(name), [free_port(), free_port()]
         for port in ports:
-            line = [sys.executable, __file__, "--upstream-port", str(port)]
+            line = [sys.executable, str(Path(__file__).with_name("gateway_upstream.py")), str(port)]
             stack.enter_context(process(line, port, cores[-1], folder / f"upstream-{port}.log"))
-        results["direct"] = measure(ports[0], "none", asked.seconds, None)
-        show("direct", results["direct"])
-        for kind, start in kinds.items():
+        direct = Target(ports[0], "none")
+        results["direct"] = uvloop.run(Streams(direct, 300, 0.05, int(asked.seconds / 0.05)).run())
+        show("300 streams, direct", results["direct"])
+        for kind, start in programs(asked.only, asked.litellm).items():
             with ExitStack() as inner:
-                port, key, running = start(folder, ports, cores[0], inner)
+                target, program = start(folder, ports, cores[0], inner)
                 time.sleep(2)
-                results[kind] = measure(port, key, asked.seconds, running)
-                show(kind, results[kind])
-    for kind in results.keys() - {"direct"}:
-        added = {each: results[kind][each] - results["direct"][each] for each in ("p50_ms", "p99_ms", "gap_p99_ms")}
-        show(f"added by {kind}", added)
+                results[kind] = measure(target, direct, asked.seconds, Usage(program))
+                if kind == "ours" and asked.soak:
+                    results[kind] |= uvloop.run(soak(target, Usage(program), asked.soak))
+            gap_ms = results[kind]["300_streams_gap_p99_ms"] - results["direct"]["gap_p99_ms"]
+            results[kind]["300_streams_added_gap_p99_ms"] = gap_ms
+            show(kind, results[kind])
     if asked.out:
         asked.out.write_text(json.dumps(results, indent=1))
-    return None
 
 
 def show(name: str, values: dict[str, float]) -> None:
-    print(f"{name:>18}: " + "  ".join(f"{key} {value:.2f}" for key, value in values.items()), flush=True)
+    print(f"{name}  (load {os.getloadavg()[0]:.1f})", flush=True)
+    for key, value in values.items():
+        print(f"    {key:<34} {value:10.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from armillary.fleet.gateway.body import RequestBody
 from armillary.fleet.gateway.budgets import USD, budget_charges, to_units
@@ -36,6 +37,7 @@ class Admission:
     def __init__(self, keys: KeyRing, limiter: Limiter, *, allow_uncounted: bool = False) -> None:
         """`allow_uncounted`: serve requests with limits while the limiter is not available."""
         self._keys, self._limiter, self._allow_uncounted = keys, limiter, allow_uncounted
+        self._name, self._numbers = secrets.token_hex(12), count()  # apart from all other gateways
 
     def key_of(self, headers: Headers, scope: str = "inference") -> ApiKey | None:
         """The key of a request; Problem 401 or 403 where it may not pass."""
@@ -60,7 +62,7 @@ class Admission:
     ) -> Reservation:
         """Reserve a request and its tokens (none where it is `free` of them); Problem 429 where a limit or budget is
         reached. `models` are the one that was asked for and its fallbacks, the dearest of which counts."""
-        reservation = Reservation(secrets.token_hex(12))  # not the client's id, which it may use twice
+        reservation = Reservation(f"{self._name}-{next(self._numbers)}")  # not the client's id, which it may use twice
         if key is None:
             return reservation
         limits, bucket, charges = key.limits_of(body.model), f"{key.id}:{body.model}", reservation.charges
@@ -89,10 +91,11 @@ class Admission:
             raise _over(refusal)
 
     async def correct(self, reservation: Reservation, usage: TokenUsage | None, usd: float) -> None:
-        """Return what was reserved and not used; all stays where the response had no counts."""
-        if usage is None or not reservation.charges:
+        """Return what was reserved and not used; all stays where the response had no counts, and budgets forget the
+        request."""
+        if not reservation.charges or (usage is None and all(each.ends_at is None for each in reservation.charges)):
             return
-        used = {"tokens": usage.prompt + usage.completion, "usd": to_units(usd)}
+        used = {} if usage is None else {"tokens": usage.prompt + usage.completion, "usd": to_units(usd)}
         costs = [used.get(_kind(charge), charge.cost) for charge in reservation.charges]
         try:
             await self._limiter.correct(reservation.request, reservation.charges, costs)

@@ -13,7 +13,7 @@ _FIRST_S, _MOST_S = 1.0, 30.0
 
 @dataclass(slots=True)
 class Breaker:
-    """closed: requests pass; open: none do until `retry_at`, or until a health check passes."""
+    """closed: requests pass; open: none do until `retry_at`, or, where health checks opened it, until one passes."""
 
     failures: int = 0
     failed_probes: int = 0
@@ -23,7 +23,9 @@ class Breaker:
     by_probe: bool = False  # it was opened by health checks, so that one which passes closes it
 
     def admits(self, now: float) -> bool:
-        return self.retry_at is None or (now >= self.retry_at and not self.trial)
+        """Whether a request may go to the replica. No client has to try one that health checks took out: the next check
+        does."""
+        return self.retry_at is None or (not self.by_probe and now >= self.retry_at and not self.trial)
 
     def begin(self) -> bool:
         """A request goes to this replica; whether it is the trial of an open circuit."""

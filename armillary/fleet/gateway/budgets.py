@@ -33,8 +33,10 @@ def period_of(budget: Budget, now: float) -> tuple[str, float]:
 
 def budget_charges(key: ApiKey, tokens: int, usd: float, now: float | None = None) -> list[Charge]:
     """What a request that may take so much takes from the budgets of its key."""
-    name, ends_at = period_of(key.budget, time.time() if now is None else now)
-    budget, charges = key.budget, []
+    budget, charges = key.budget, list[Charge]()
+    if not budget.is_set:
+        return charges
+    name, ends_at = period_of(budget, time.time() if now is None else now)
     if budget.tokens is not None:
         charges.append(Charge(f"{key.id}:{name}:tokens", tokens, budget.tokens, 0.0, ends_at))
     if budget.usd is not None:

@@ -87,6 +87,7 @@ class Gateway:
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._metrics_page,
+            "/openapi.json": self._openapi,
         }
         self._routes = {("GET", path): handler for path, handler in get.items()}
         self._routes |= {("POST", path): self._forward for path in PATHS}
@@ -101,6 +102,7 @@ class Gateway:
         try:
             if await self._cors.answered_preflight(connection):
                 return
+            connection.refuse_repeated_headers()
             await self._handler(connection)(arrival)
         except Problem as problem:
             await self._problem(arrival, problem)
@@ -128,9 +130,7 @@ class Gateway:
         allowed = [method for method, path in self._routes if path == connection.path]
         if allowed:
             raise Problem(405, f"{connection.path[:100]} takes {allowed[0]}, not {connection.method}; use that")
-        raise Problem(
-            404, f"no path {connection.path[:100]}; /v1/chat/completions and /v1/models are two", code="no_route"
-        )
+        raise Problem(404, f"no path {connection.path[:100]}; /openapi.json lists the paths", code="no_route")
 
     async def _problem(self, arrival: Arrival, problem: Problem) -> None:
         arrival.connection.extra_headers = [(REQUEST_ID, arrival.request_id.encode())]
@@ -303,6 +303,11 @@ class Gateway:
         ready = bool(up) and all(up.values()) and not self.draining
         state = {"status": "ready" if ready else "not ready", "replicas_up": up}
         await arrival.connection.json(200 if ready else 503, state)
+
+    async def _openapi(self, arrival: Arrival) -> None:
+        from armillary.fleet.gateway.gateway_openapi import document  # its schemas take a moment to import
+
+        await arrival.connection.json(200, document(PATHS, admin=self._admin is not None))
 
     async def _metrics_page(self, arrival: Arrival) -> None:
         self._admission.key_of(arrival.connection.headers, "metrics")

@@ -121,7 +121,7 @@ class GatewaySettings:
     """between two parts of a response"""
     max_body_bytes: int = 4_000_000
     health_interval_s: float = 1.0
-    health_timeout_s: float = 2.0
+    health_timeout_s: float = 1.25
     max_in_flight: int = 4096
     """requests of all clients, those that wait included; more get 429"""
     max_waiting: int = 1024

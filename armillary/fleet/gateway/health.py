@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from armillary.fleet.gateway.breaker import FAILED_PROBES
 from armillary.fleet.gateway.gateway_config import GatewaySettings, ModelSettings
 from armillary.fleet.gateway.model_routers import Link, Models
 from armillary.fleet.gateway.routing import Replica
@@ -20,8 +21,9 @@ from armillary.fleet.gateway.upstream import UpstreamError
 _NO_READY = tuple(f"it answered {status}" for status in (401, 403, 404, 405))
 _NOT_SERVED = tuple(f"it answered {status}" for status in (400, 404, 405, 422, 429))
 """answers of a server that works, but not on this path or not now"""
-_COMPLETION_EVERY = 3
+_COMPLETION_EVERY = 2
 """of health checks, where a check costs the replica a token"""
+_SILENT = "it did not answer within"
 
 
 class HealthChecker:
@@ -32,23 +34,38 @@ class HealthChecker:
         self._has_ready: dict[Replica, bool] = {}
 
     async def run(self) -> None:
-        checks = [self._watch(model, replica) for model, replica in self._models.replicas() if model.probe != "none"]
-        await asyncio.gather(*checks)
+        await asyncio.gather(*(self._watch(model, replica) for model, replica in self._checked()))
+
+    async def first_round(self) -> None:
+        """Check all replicas once, before the first request: one that fails gets none until a check passes."""
+        await asyncio.gather(*(self._first(model, replica) for model, replica in self._checked()))
+
+    async def _first(self, model: ModelSettings, replica: Replica) -> None:
+        replica.breaker.failed_probes = FAILED_PROBES - 1
+        await self.check(model, replica)
+
+    def _checked(self) -> list[tuple[ModelSettings, Replica]]:
+        return [(model, replica) for model, replica in self._models.replicas() if model.probe != "none"]
 
     async def _watch(self, model: ModelSettings, replica: Replica) -> None:
-        count = 0
+        """A check that failed is repeated without a pause of its own, so that a replica that hangs is out within an
+        interval (two, where a check costs a token) and twice the timeout."""
+        pause_s = self._settings.health_interval_s
         while True:
-            await asyncio.sleep(self._settings.health_interval_s)
-            deep = self._is_completion(model, replica)
-            count += 1
-            if deep and replica.breaker.retry_at is None and count % _COMPLETION_EVERY:
-                continue
-            await self.check(model, replica)
+            is_rare = self._is_completion(model, replica) and replica.breaker.retry_at is None
+            await asyncio.sleep(pause_s * (_COMPLETION_EVERY if is_rare else 1))
+            begin = time.monotonic()
+            while not await self.check(model, replica) and replica.breaker.retry_at is None:
+                await asyncio.sleep(max(0.0, begin + pause_s - time.monotonic()))
 
     async def check(self, model: ModelSettings, replica: Replica) -> bool:
         """One check, and what follows from it."""
         was_out = replica.breaker.retry_at is not None
+        begin, pool = time.monotonic(), replica.link.pool
         reason = await self._problem(model, replica)
+        is_silent = reason is not None and reason.startswith(_SILENT)
+        if is_silent and pool.heard_at > begin:
+            reason = None  # busy with other requests, whose tokens arrive
         if reason is None:
             replica.breaker.probe_passed(time.monotonic())
         else:
@@ -57,6 +74,8 @@ class HealthChecker:
         if was_out != is_out:
             url = replica.link.settings.url
             self._say(f"{url} gets no requests: {reason}" if is_out else f"{url} works again")
+        if is_out and is_silent:
+            pool.fail_unanswered("its health checks are not answered")
         return reason is None
 
     def _is_completion(self, model: ModelSettings, replica: Replica) -> bool:
@@ -82,13 +101,15 @@ class HealthChecker:
                 connection = await link.pool.connect_new()
                 try:
                     connection.send(link.head(method, path, headers) + body)
-                    status = await connection.head(self._settings.health_timeout_s)
+                    status = await connection.head(
+                        2 * self._settings.health_timeout_s
+                    )  # the block's own time ends before
                 finally:
                     connection.abort()
         except UpstreamError as error:
             return str(error)
         except TimeoutError:
-            return f"it did not answer within {self._settings.health_timeout_s:g} s"
+            return f"{_SILENT} {self._settings.health_timeout_s:g} s"
         return None if status == 200 else f"it answered {status}"
 
 

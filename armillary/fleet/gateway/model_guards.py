@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 
 from armillary.fleet.gateway.body import RequestBody
@@ -25,6 +25,8 @@ from armillary.serving.http.problem import Problem, bad_request
 
 GUARDED_PATHS = ("/v1/chat/completions", "/v1/completions")
 _LAST = 1000
+_BEGINNING = 4000
+"""bytes of an answer in which a refusal is looked for"""
 _REFUSAL = re.compile(
     r'"(?:content|text)":\s?"\s*(?:I\'m sorry|I am sorry|Sorry)?[,.]?\s*(?:but\s*)?'
     r"(?:I(?:\'m| am) (?:not able|unable) to|I (?:can\'t|cannot|can not|won\'t))",
@@ -68,19 +70,19 @@ class ModelGuards:
         finally:
             self._seconds.append(time.perf_counter() - begin)
 
-    def stream(self) -> GuardedStream:
-        return GuardedStream(self._output)
+    def stream(self) -> CheckedStream:
+        return CheckedStream(self, GuardedStream(self._output))
 
     async def check_response(self, data: bytes) -> bytes:
         """A complete response as a client may see it."""
         begin = time.perf_counter()
         shown, masks, blocked = await guarded_response(data, self._output)
-        self._seconds.append(time.perf_counter() - begin)
-        self.ended(masks, blocked, shown[:4000])
+        self.ended(masks, blocked, shown[:_BEGINNING], time.perf_counter() - begin)
         return shown
 
-    def ended(self, masks: dict[str, int], blocked: Blocked | None, beginning: bytes) -> None:
+    def ended(self, masks: dict[str, int], blocked: Blocked | None, beginning: bytes, seconds: float) -> None:
         """Count the checks of a response; `beginning` is that of what the client saw."""
+        self._seconds.append(seconds)
         self._count("output", masks)
         if blocked is not None:
             self.verdicts[blocked.guard, "output", "block"] += 1
@@ -101,6 +103,40 @@ class ModelGuards:
             "guard_refusal_fraction": sum(refused for _, refused in self._requests) / count,
             "guard_s": sum(self._seconds) / max(1, len(self._seconds)),
         }
+
+
+class CheckedStream:
+    """The checks of one streamed response, and the time that they take."""
+
+    def __init__(self, guards: ModelGuards, stream: GuardedStream) -> None:
+        self._guards, self._stream = guards, stream
+        self._beginning, self._seconds = b"", 0.0
+
+    @property
+    def blocked(self) -> bool:
+        return self._stream.blocked is not None
+
+    async def feed(self, data: bytes) -> bytes:
+        """Events that may pass now."""
+        return await self._timed(self._stream.feed(data))
+
+    async def finish(self, rest: bytes) -> bytes:
+        """The last events; `rest` is what the replica sent after its last complete one."""
+        shown = await self._timed(self._stream.feed(rest)) if rest and not self.blocked else b""
+        return shown + await self._timed(self._stream.finish())
+
+    async def _timed(self, work: Awaitable[bytes]) -> bytes:
+        begin = time.perf_counter()
+        try:
+            shown = await work
+        finally:
+            self._seconds += time.perf_counter() - begin
+        self._beginning = (self._beginning + shown)[:_BEGINNING]
+        return shown
+
+    def ended(self) -> None:
+        """Count its verdicts, also where the replica or the client has ended it."""
+        self._guards.ended(self._stream.masks, self._stream.blocked, self._beginning, self._seconds)
 
 
 def _named(settings: GuardSettings) -> NamedCheck:

@@ -26,6 +26,8 @@ _BUSY, _FAILED, _REFUSED = (429, 503), (500, 502, 504), (401, 403)
 _TO_REPLICA = (b"accept", b"user-agent", b"traceparent", b"tracestate", b"openai-beta", b"anthropic-version")
 _TO_CLIENT = (b"content-type", b"cache-control", b"retry-after")
 _EVENTS = b"text/event-stream"
+_WATCH_AFTER_S = 0.02
+"""a request that takes longer gets a task that notices when its client leaves, which costs more than a short one"""
 _MOST_CHECKED = 10_000_000
 """bytes of a complete answer that guards check"""
 
@@ -68,17 +70,24 @@ class ProxiedRequest:
         self._id, self._max_tokens, self._key, self._headers = request_id, max_tokens, key, headers
         self._arrived, self._record = arrived, record
         self._upstream: UpstreamConnection | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._client_left = False
         self.outcome = Outcome(model=body.model)
 
     async def run(self) -> None:
         """Answer the client; Problem where no replica could."""
-        watcher = asyncio.create_task(self._connection.disconnected())
-        watcher.add_done_callback(self._left)
+        timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._watch)
         try:
             await self._run()
         finally:
-            watcher.cancel()
+            timer.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
+
+    def _watch(self) -> None:
+        """Notice from now on when the client leaves."""
+        self._watcher = asyncio.create_task(self._connection.disconnected())
+        self._watcher.add_done_callback(self._left)
 
     def _left(self, watcher: asyncio.Task[None]) -> None:
         if watcher.cancelled():
@@ -95,11 +104,12 @@ class ProxiedRequest:
         raise self._no_answer()
 
     def _no_answer(self) -> Problem:
-        failures = self.outcome.failures
-        why = f" ({'; '.join(failures[-3:])})" if failures else ""
-        busy = not failures or all(text.endswith("is busy") for text in failures)
-        text = f"no replica of '{self._body.model}' could answer{why}; try again later"
-        return Problem(503 if busy else 502, text, code="no_replica", retry_after_s=2)
+        failures, name = self.outcome.failures, self._body.model
+        if not failures:
+            return Problem(503, f"no replica of '{name}' is ready; try again later", code="no_replica", retry_after_s=2)
+        text = f"no replica of '{name}' could answer ({'; '.join(failures[-3:])}); try again later"
+        is_busy = all(each.endswith("is busy") for each in failures)
+        return Problem(503 if is_busy else 502, text, code="no_replica", retry_after_s=2)
 
     async def _try_replicas(self, router: Router) -> bool:
         """Whether a replica has answered."""
@@ -268,16 +278,18 @@ class ProxiedRequest:
         recorder: ResponseRecorder | None,
     ) -> None:
         """Send a stream on as far as its checks let it pass; one that is blocked ends here and at the replica."""
-        connection, stream, beginning = self._connection, guards.stream(), b""
+        connection, checks = self._connection, guards.stream()
         try:
-            while data and stream.blocked is None:
-                shown = await stream.feed(reader.feed(data))
-                beginning = (beginning + shown)[:4000]
+            while data:
+                shown = await checks.feed(reader.feed(data))
                 if recorder is not None:
                     recorder.add(shown)
                 if shown:
                     await connection.event(shown)
-                data = await upstream.read(self._settings.idle_timeout_s) if stream.blocked is None else b""
-            await connection.end_events(b"" if stream.blocked else reader.rest())
+                data = await upstream.read(self._settings.idle_timeout_s) if not checks.blocked else b""
+            shown = await checks.finish(reader.rest())
+            if recorder is not None:
+                recorder.add(shown)
+            await connection.end_events(shown)
         finally:
-            guards.ended(stream.masks, stream.blocked, beginning)
+            checks.ended()

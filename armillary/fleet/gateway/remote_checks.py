@@ -69,10 +69,19 @@ async def _post(pool: ReplicaPool, path: str, body: Any) -> dict[str, Any]:
         f"POST {pool.base_path}{path} HTTP/1.1\r\nhost: {pool.authority.decode()}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
-    connection = await pool.connect()
+    request, connection = head.encode() + data, await pool.connect()
     try:
-        connection.send(head.encode() + data)
-        status, parts, size = await connection.head(60.0), list[bytes](), 0
+        connection.send(request)
+        try:
+            status = await connection.head(60.0)
+        except UpstreamError as error:
+            if not error.reused:
+                raise
+            connection.abort()  # a kept connection that the server has just closed
+            connection = await pool.connect_new()
+            connection.send(request)
+            status = await connection.head(60.0)
+        parts, size = list[bytes](), 0
         while part := await connection.read(60.0):
             parts.append(part)
             size += len(part)

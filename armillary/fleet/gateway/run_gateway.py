@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 from contextlib import suppress
@@ -107,9 +108,11 @@ async def _serve(
         limiter = LocalLimiter(totals=spent_before(audit_path, ring.all(), time.time()))
     gateway, models = make_gateway(config, keys, ring, limiter, audit)
     pools = [replica.link.pool for _, replica in models.replicas()]
-    work = [sweep(pools), HealthChecker(models, config.gateway, say).run(), audit.run(say), ring.watch()]
-    tasks = [asyncio.create_task(each) for each in work]
-    server = http_server(gateway, graceful_s=_DRAIN_S, tls=tls)
+    checker = HealthChecker(models, config.gateway, say)
+    await checker.first_round()
+    tasks = [asyncio.create_task(each) for each in (sweep(pools), checker.run(), audit.run(say), ring.watch())]
+    server = http_server(gateway, graceful_s=_DRAIN_S, tls=tls, proxy_headers=False)
+    gc.freeze()  # what is there now stays: no collection has to look at it again
 
     def drain() -> None:
         gateway.draining = True

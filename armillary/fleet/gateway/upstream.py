@@ -121,6 +121,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self._pool.heard_at = self._pool.clock()
         if self._complete or not self.used:  # nobody asked: what follows could be taken for another answer
             return self.abort()
         if not self._has_head:
@@ -192,6 +193,7 @@ class ReplicaPool:
         self.base_path = parts.path.rstrip("/")
         self.authority = parts.netloc.encode()
         self.clock = time.monotonic
+        self.heard_at = 0.0  # when the replica last sent something
         self._timeout_s = connect_timeout_s
         self._idle: list[UpstreamConnection] = []
         self._all: set[UpstreamConnection] = set()
@@ -235,6 +237,12 @@ class ReplicaPool:
         for connection in list(self._all):
             if connection.deadline is not None and now > connection.deadline:
                 connection.fail("it was silent for too long")
+
+    def fail_unanswered(self, reason: str) -> None:
+        """End the requests whose response has not begun, so that they are sent to another replica."""
+        for connection in list(self._all):
+            if connection.deadline is not None and not connection.status:
+                connection.fail(reason)
 
     def close(self) -> None:
         for connection in list(self._all):

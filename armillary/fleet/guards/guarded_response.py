@@ -55,10 +55,15 @@ class GuardedStream:
 
     async def _event(self, event: bytes) -> bytes:
         data = b"".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+        if not data:
+            return event + b"\n\n" if event.strip() else b""  # a comment
+        if data == b"[DONE]":
+            rest = await self._rest()
+            return rest if self.blocked is not None else rest + _DONE
         try:
             table = msgspec.json.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return event + b"\n\n" if event.strip() else b""  # [DONE] and comments
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise Problem(502, "the replica sent an event that cannot be checked; send the request again") from None
         choices = table.get("choices") if isinstance(table, dict) else None
         if not choices:
             return event + b"\n\n"
@@ -69,6 +74,31 @@ class GuardedStream:
             self.blocked = blocked
             return self._end(choices)
         return _event({**table, "choices": shown}) if shown else b""
+
+    async def finish(self) -> bytes:
+        """The last events, once the replica's stream has ended: also of one that ends without a blank line, or without
+        a finish_reason."""
+        if self.blocked is not None:
+            return b""
+        event, self._pending = self._pending, b""
+        shown = await self._event(event) if event.strip() else b""
+        return shown + (await self._rest() if self.blocked is None else b"")
+
+    async def _rest(self) -> bytes:
+        """What is still held back, as an event of its own."""
+        is_chat = any("delta" in choice for choice in self._last.get("choices") or ())
+        choices: list[dict[str, Any]] = []
+        try:
+            for index in sorted({index for index, _ in self._texts}):
+                delta: dict[str, Any] = {}
+                await self._flush(index, delta)
+                if delta:
+                    part = {"delta": delta} if is_chat else delta
+                    choices.append({"index": index, **part, "logprobs": None, "finish_reason": None})
+        except Blocked as blocked:
+            self.blocked = blocked
+            return self._end(self._last.get("choices") or [])
+        return _event({**self._last, "choices": choices}) if choices else b""
 
     async def _choice(self, choice: dict[str, Any]) -> bool:
         """Replace the texts of a choice by what may pass; whether anything is left to send."""

@@ -15,6 +15,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")
 _EVENTS = b"text/event-stream"
+_ONCE = (b"authorization", b"x-api-key", b"host", b"content-type", b"content-length", b"transfer-encoding")
 _DRAIN = 16
 """a body over the limit is read and dropped up to this many times the limit: a client that still writes reads no
 response"""
@@ -83,12 +84,23 @@ class AsgiConnection:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = {name.lower(): value for name, value in scope["headers"]}
+        self._scope = scope
         self.status = 0
         self.extra_headers: Headers = []  # of every complete response
         self._is_stream = False
         self.error_event = b""  # line before an error that ends a stream
         self._receive = receive
         self._send = send
+
+    def refuse_repeated_headers(self) -> None:
+        """Problem 400 where a header that decides who asks, or for what, is there twice: a proxy in front may have read
+        the other one."""
+        if len(self.headers) == len(self._scope["headers"]):
+            return
+        names = [name.lower() for name, _ in self._scope["headers"]]
+        twice = next((name for name in _ONCE if names.count(name) > 1), None)
+        if twice is not None:
+            raise Problem(400, f"the header {twice.decode()} is there twice; send it once")
 
     async def body(self, limits: BodyLimits) -> bytes:
         """The complete body; Problem where it is too large or too slow."""

@@ -128,8 +128,11 @@ def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-def http_server(app: Any, *, graceful_s: int, lifespan: str = "off", tls: Tls | None = None) -> uvicorn.Server:
-    """uvicorn's server without its signal handlers, which would end the process by the signal."""
+def http_server(
+    app: Any, *, graceful_s: int, lifespan: str = "off", tls: Tls | None = None, proxy_headers: bool = True
+) -> uvicorn.Server:
+    """uvicorn's server without its signal handlers, which would end the process by the signal. `proxy_headers`: the
+    client's address is read from the headers of a proxy on this machine."""
     import uvicorn
 
     class Server(uvicorn.Server):  # type: ignore[misc]
@@ -149,6 +152,7 @@ def http_server(app: Any, *, graceful_s: int, lifespan: str = "off", tls: Tls | 
         timeout_graceful_shutdown=graceful_s,
         server_header=False,
         date_header=False,
+        proxy_headers=proxy_headers,
         ssl_certfile=tls.certificate if tls is not None else None,
         ssl_keyfile=tls.key if tls is not None else None,
     )

@@ -20,6 +20,7 @@ BINARY = "inference-header-content-length"
 _DATATYPES = {"bool": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64", "bfloat16": "BF16"} | {
     f"{kind}{bits}": f"{kind}{bits}".upper() for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
+_MOST_DIMS = 16
 _FORM = '{"inputs": [{"name": …, "shape": […], "datatype": …, "data": […]}]}'
 
 
@@ -82,8 +83,10 @@ def _values(tensor: dict[str, Any], field: Field | None) -> Any:
     name, shape, data = tensor.get("name"), tensor.get("shape"), tensor.get("data")
     if not isinstance(name, str) or not isinstance(data, list):
         raise InvalidRequest(f"a tensor lacks its name or data; send {_FORM}")
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise InvalidRequest(f"{name}: shape is no list of sizes; send {_FORM}")
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+        raise InvalidRequest(f"{name}: shape is no list of sizes above 0; send {_FORM}")
+    if len(shape) > _MOST_DIMS:
+        raise InvalidRequest(f"{name}: shape has {len(shape)} dims, and {_MOST_DIMS} are the most; send fewer")
     wanted = datatype(field.dtype) if field is not None else tensor.get("datatype")
     if tensor.get("datatype") != wanted:
         raise InvalidRequest(f"{name}: datatype is {tensor.get('datatype')!r}, want {wanted}")

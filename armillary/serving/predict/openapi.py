@@ -19,6 +19,21 @@ _STATUSES = {
 }
 _object = partial(object_schema, additionalProperties=False)
 _LATENCY = {"latency_ms": {"type": "number"}}
+_TENSOR = {
+    "type": "object",
+    "required": ["name", "shape", "datatype", "data"],
+    "properties": {
+        "name": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer"}},
+        "datatype": {"enum": ["BOOL", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"]},
+        "data": {"type": "array"},
+    },
+}
+_TENSORS = {
+    "type": "object",
+    "required": ["inputs"],
+    "properties": {"id": {"type": "string"}, "inputs": {"type": "array", "items": _TENSOR}},
+}
 _RESPONSE = {
     "oneOf": [
         _object({"prediction": {"type": "array"}, **_LATENCY}),
@@ -36,7 +51,34 @@ def document(schema: Schema | None) -> dict[str, Any]:
         | responses(_STATUSES, _object({"error": {"type": "string"}})),
     }
     get_health = {"summary": "Health", "responses": responses({200: "state"}, _object(health))}
-    return openapi.document("armillary predict", {"/predict": {"post": predict}, "/health": {"get": get_health}})
+    paths = {"/predict": {"post": predict}, "/health": {"get": get_health}}
+    return openapi.document("armillary predict", paths | _kserve_paths())
+
+
+def _kserve_paths() -> dict[str, Any]:
+    """KServe's protocol, version 2."""
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    version = {**name, "name": "version"}
+    paths: dict[str, Any] = {
+        "/v2": {"get": _get("The server")},
+        "/v2/health/live": {"get": _get("Liveness")},
+        "/v2/health/ready": {"get": _get("Readiness")},
+    }
+    for base, names in (("/v2/models/{name}", [name]), ("/v2/models/{name}/versions/{version}", [name, version])):
+        infer = _get("Run the model") | {"requestBody": {"required": True, "content": json_content(_TENSORS)}}
+        paths |= {
+            base: {"get": _get("Inputs and outputs of the model"), "parameters": names},
+            f"{base}/ready": {"get": _get("Readiness of the model"), "parameters": names},
+            f"{base}/infer": {"post": infer, "parameters": names},
+        }
+    return paths
+
+
+def _get(summary: str) -> dict[str, Any]:
+    statuses = {400: "the request does not fit the model", 401: "the API key is missing or wrong", 404: "no such model"}
+    errors = responses(statuses | _STATUSES, _object({"error": {"type": "string"}}))
+    errors["503"] = responses({503: "not ready"}, {"type": "object"})["503"]
+    return {"summary": summary, "responses": responses({200: summary}, {"type": "object"}) | errors}
 
 
 def _request(schema: Schema | None) -> dict[str, Any]:

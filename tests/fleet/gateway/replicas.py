@@ -39,6 +39,7 @@ class FakeReplica:
     error_after: int | None = None  # ends its stream with an event that says so
     dies_in_body: bool = False  # closes the connection in the middle of a complete response
     has_ready: bool = True
+    silent_checks: bool = False  # does not answer GET
     gap_s: float = 0.0
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -82,6 +83,9 @@ class FakeReplica:
                 if self.hangs:
                     await reader.read()
                     self.disconnected += 1
+                    break
+                if head.startswith("GET") and self.silent_checks:
+                    await reader.read()
                     break
                 if head.startswith("GET"):
                     writer.write(_response(200 if self.has_ready or "/v1/models" in head else 404, {}))

@@ -44,6 +44,8 @@ async def test_only_known_paths_are_forwarded_and_only_to_configured_addresses(t
         for path in ("/v1/../admin", "/", "/v1/completions/", "//evil/v1/completions", "http://evil/v1/completions"):
             assert (await client.post(ASK, path)).status == 404
         assert (await client.get("/v1/completions")).status == 405
+        document = (await client.get("/openapi.json")).json
+        assert "/v1/messages" in document["paths"] and "/admin/keys" not in document["paths"]
         for model in ("http://169.254.169.254/", "../bot", "bot\r\nx: y", "bot@evil"):
             refused = await client.post({"model": model, "prompt": "x"})
             assert (refused.status, refused.json["error"]["code"]) == (404, "model_not_found")
@@ -159,6 +161,15 @@ async def test_smuggled_requests_are_refused(tmp_path: Path) -> None:
         "a space before the colon": start + b"content-length : 5\r\n\r\nhello" + hidden,
         "a bare line feed": start + b"x: y\ncontent-length: 0\r\n\r\n" + hidden,
         "a negative length": start + b"content-length: -1\r\n\r\n" + hidden,
+        "a length with a sign": start + b"content-length: +5\r\n\r\nhello" + hidden,
+        "two lengths in a line": start + b"content-length: 5, 5\r\n\r\nhello" + hidden,
+        "a folded line": start + b"transfer-encoding:\r\n chunked\r\n" + length + b"\r\n0\r\n\r\n" + hidden,
+        "chunked is not last": start + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n" + hidden,
+        "chunked twice": start + chunked + chunked + b"\r\n0\r\n\r\n" + hidden,
+        "a chunk that is larger than any": start + chunked + b"\r\n" + b"f" * 17 + b"\r\nx\r\n0\r\n\r\n" + hidden,
+        "a zero byte": start + b"x: a\x00b\r\n" + length + b"\r\n" + body,
+        "two keys": start + b"authorization: Bearer a\r\nauthorization: Bearer b\r\n" + length + b"\r\n" + body,
+        "two hosts": start + b"host: y\r\n" + length + b"\r\n" + body,
         "a huge head": start + b"x: " + b"y" * 300_000 + b"\r\n\r\n",
     }
     async with listening(tmp_path, replica) as address:

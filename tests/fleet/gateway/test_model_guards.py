@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 from armillary.diagnosis.readings.metrics_page import reading_of_page
 from armillary.errors import ArmillaryError
 from armillary.fleet.guards.guard_config import GuardSettings
+from armillary.fleet.guards.guarded_response import GuardedStream
+from armillary.fleet.guards.patterns import personal_data
+from armillary.fleet.guards.text_stream import NamedCheck
+from armillary.serving.http.problem import Problem
 from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario
 
 CHAT = {"model": "bot", "messages": [{"role": "user", "content": [{"type": "text", "text": "mail bob@x.org"}]}]}
@@ -51,6 +56,30 @@ async def test_answers_are_masked(tmp_path: Path) -> None:
         streamed = await client.post(ASK | {"stream": True})
         assert contents(streamed.text) == "write to [EMAIL], or not" and streamed.text.endswith("data: [DONE]\n\n")
         assert [line["completion_tokens"] for line in client.lines()] == [4, 4], "counts are still read"
+
+
+@scenario
+async def test_a_stream_that_ends_without_a_reason_is_shown_whole(tmp_path: Path) -> None:
+    async with gateway_of(tmp_path, FakeReplica(tokens=3), guards=[MASK | {"on": "output"}]) as client:
+        streamed = (await client.post(ASK | {"stream": True})).text
+        assert contents(streamed) == "tok" * 3 and streamed.endswith("data: [DONE]\n\n")
+        assert "armillary_guard_s 0\n" not in (await client.get("/metrics")).text, "the time of its checks counts"
+
+
+@pytest.mark.parametrize("end", [b"", b"\n\n", b"\n\ndata: [DONE]", b"\n\n: a comment\n\n"])
+def test_nothing_of_a_stream_passes_unchecked(end: bytes) -> None:
+    """Wherever a replica's stream ends, its last event is checked, too."""
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"to bob@x.org"}}]}'
+    check = NamedCheck("personal", False, spans=personal_data(("email",)))
+
+    async def shown() -> str:
+        stream = GuardedStream([check])
+        return (await stream.feed(event + end) + await stream.finish()).decode()
+
+    text = asyncio.run(shown())
+    assert "to [EMAIL]" in text and "bob" not in text and ("[DONE]" in text) == (b"[DONE]" in end)
+    with pytest.raises(Problem, match="cannot be checked"):
+        asyncio.run(GuardedStream([check]).feed(b"data: bob@x.org\n\n"))
 
 
 @scenario

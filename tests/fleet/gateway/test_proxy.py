@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from armillary.fleet.gateway.audit import usage_by_client
+from armillary.fleet.gateway.gateway_config import GatewaySettings
 from tests.fleet.gateway.replicas import CHUNK, FakeReplica, gateway_of, scenario, until
 
 ASK: dict[str, Any] = {"model": "bot", "prompt": "hello"}
@@ -127,7 +128,7 @@ async def test_a_client_that_leaves_ends_the_request_at_the_replica(tmp_path: Pa
 @scenario
 async def test_a_dead_replica_leaves_the_rotation_and_comes_back(tmp_path: Path) -> None:
     first, second = FakeReplica(), FakeReplica()
-    checks = {"health_interval_s": 0.02, "health_timeout_s": 0.2, "connect_timeout_s": 0.2}
+    checks = {"health_interval_s": 0.02, "health_timeout_s": 5.0, "connect_timeout_s": 5.0}
     async with gateway_of(tmp_path, first, second, gateway=checks, health=True) as client:
         await first.stop()
         replica = client.models.replicas()[0][1]
@@ -145,6 +146,20 @@ async def test_a_dead_replica_leaves_the_rotation_and_comes_back(tmp_path: Path)
 
 
 @scenario
+async def test_a_gateway_starts_before_its_replicas(tmp_path: Path) -> None:
+    late = FakeReplica()
+    async with gateway_of(tmp_path, late, FakeReplica(), gateway={"health_timeout_s": 0.5}) as client:
+        await late.stop()
+        await client.health.first_round()
+        assert (await client.get("/ready")).json["replicas_up"] == {"bot": 1}, "known before the first request"
+        assert [(await client.post(ASK)).status for _ in range(3)] == [200] * 3
+        assert [line["attempts"] for line in client.lines()] == [1] * 3
+        await late.start()
+        assert await client.health.check(*client.models.replicas()[0])
+        assert (await client.get("/ready")).json["replicas_up"] == {"bot": 2}
+
+
+@scenario
 async def test_a_hung_engine_behind_a_port_that_answers_is_noticed(tmp_path: Path) -> None:
     """Servers without /ready get a completion of one token, as /v1/models answers while their engine hangs."""
     replica = FakeReplica(has_ready=False, status=500)
@@ -155,6 +170,35 @@ async def test_a_hung_engine_behind_a_port_that_answers_is_noticed(tmp_path: Pat
         assert replica.bodies[0]["max_tokens"] == 1
         replica.status = 200
         await until(lambda: state.breaker.retry_at is None)
+
+
+@scenario
+async def test_requests_at_a_replica_that_hangs_are_answered_by_another(tmp_path: Path) -> None:
+    """As soon as health checks notice it, long before the time limit of a response; and no client tries it again."""
+    hung, spare = FakeReplica(hangs=True), FakeReplica()
+    checks = {"health_interval_s": 0.02, "health_timeout_s": 0.4, "first_token_timeout_s": 60.0}
+    async with gateway_of(tmp_path, hung, spare, gateway=checks, health=True) as client:
+        client.models.replicas()[1][1].last_pick = 1
+        assert (await client.post(ASK)).status == 200
+        assert [(line["attempts"], line["replica"]) for line in client.lines()] == [(2, "bot/1")]
+        client.models.replicas()[0][1].breaker.retry_at = 0.0
+        assert [(await client.post(ASK)).status for _ in range(4)] == [200] * 4
+        assert {line["attempts"] for line in client.lines()[1:]} == {1}
+
+
+@scenario
+async def test_a_busy_replica_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
+    """Health checks that are not answered count only while nothing else arrives from the replica."""
+    replica = FakeReplica(tokens=40, gap_s=0.02, silent_checks=True)
+    checks = {"health_interval_s": 0.02, "health_timeout_s": 0.4}
+    async with gateway_of(tmp_path, replica, gateway=checks, health=True) as client:
+        breaker = client.models.replicas()[0][1].breaker
+        assert (await client.post(STREAM)).text.count("tok") == 40 and breaker.retry_at is None
+        begin = time.monotonic()
+        await until(lambda: breaker.retry_at is not None)
+        assert time.monotonic() - begin < 5
+    settings = GatewaySettings()
+    assert 2 * (settings.health_interval_s + settings.health_timeout_s) < 5, "a replica that hangs is out by then"
 
 
 @scenario

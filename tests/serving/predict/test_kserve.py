@@ -72,6 +72,8 @@ def test_outputs_are_chosen_by_name(files: Files) -> None:
         ({"inputs": [tensor([1, 2, 3, 4], [4, 1])]}, "got shape"),
         ({"inputs": [tensor(["a", 2, 3, 4], [1, 4])]}, "want numbers"),
         ({"inputs": [tensor([1, 2, 3, 4], [-1, 4])]}, "no list of sizes"),
+        ({"inputs": [tensor([], [10**9, 0])]}, "no list of sizes"),
+        ({"inputs": [tensor([1], [1] * 70)]}, "70 dims"),
         ({"inputs": [tensor([1, 2, 3, 4], [1, 4])] * 2}, "twice"),
         ({"inputs": [tensor([1, 2, 3, 4], [1, 4], "inptu")]}, "did you mean input"),
         ({"inputs": [tensor([1, 2, 3, 4], [1, 4])], "id": 3}, "id is no text"),

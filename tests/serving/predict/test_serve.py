@@ -16,6 +16,7 @@ import pytest
 from armillary.serving.load.run import LoadTest, load_test
 from armillary.spec.tables.serve import Load, Objective, Traffic
 from tests.fork_server import Command, ForkServer
+from tests.serving.generated_requests import run_schemathesis
 
 LIMIT_S = 60
 
@@ -48,3 +49,22 @@ def test_it_answers_bears_load_and_leaves_with_0(server: tuple[str, Command]) ->
     assert report.api == "predict" and report.last.failed == 0 and report.last.requests == 60
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paths", ["/predict", "/v2"])
+def test_requests_made_from_its_document(server: tuple[str, Command], tmp_path: Path, paths: str) -> None:
+    """Also of KServe's protocol, with the model's own name, version and tensor."""
+
+    def known(document: Any) -> None:
+        model = ask(f"{server[0]}/v2/models/one")
+        names = {"name": "one", "version": model["versions"][0]}
+        for path in document["paths"].values():
+            for parameter in path.get("parameters", ()):
+                parameter["schema"] = {"type": "string", "enum": [names[parameter["name"]]]}
+        for path, calls in document["paths"].items():
+            if path.endswith("/infer"):
+                tensor = calls["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]["inputs"]
+                tensor["items"]["properties"]["name"] = {"enum": [model["inputs"][0]["name"]]}
+
+    assert run_schemathesis(server[0], paths, tmp_path, examples=100, change=known) > 50
