@@ -83,6 +83,6 @@ _ID = {"name": "id", "in": "path", "required": True, "schema": _NAME}
 
 def _call(summary: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     statuses = {400: "the call cannot be made so", 401: "it is not signed", 404: "no such call", 413: "it is too large"}
-    found = responses({200: summary}, {"type": "object"}) | responses(statuses, _ERROR)
-    call: dict[str, Any] = {"summary": summary, "security": [{"signature": []}], "responses": found}
+    results = responses({200: summary}, {"type": "object"}) | responses(statuses, _ERROR)
+    call: dict[str, Any] = {"summary": summary, "security": [{"signature": []}], "responses": results}
     return call | ({"requestBody": {"required": True, "content": json_content(body)}} if body is not None else {})
