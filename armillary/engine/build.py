@@ -99,9 +99,11 @@ def make_engine(
             record(gauges)
             loop.times.learn(StepWork.of(gauges), gauges["calibration_step_s"])
         on_phase("calibration", time.monotonic() - begin)
+    executor.expert_counters.reset()
     texts = OutputProcessor(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
-    return Engine(loop, texts, record=record, roofline=roofline), plan
+    expert_layers = tuple(number for number, kind in enumerate(model.config.layers) if kind.mlp == "moe")
+    return Engine(loop, texts, record=record, roofline=roofline, expert_layers=expert_layers), plan
 
 
 def refuse_packed(model: Transformer, serve: Serve, group: Group | None) -> None:

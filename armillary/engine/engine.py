@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from armillary.engine.output.output_text import OutputDelta, OutputProcessor
 from armillary.engine.request.request import Request
@@ -16,7 +17,8 @@ from armillary.engine.request.sequence import FinishReason, Logprob, Sequence
 from armillary.engine.scheduler.decision import Decision, StepTimeModel
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.scheduler.step_loop import Loop, StepFailed
-from armillary.engine.telemetry.gauges import request_gauges, step_gauges
+from armillary.engine.telemetry.expert_gauges import ExpertGauges
+from armillary.engine.telemetry.gauges import request_gauges, state_gauges, step_gauges
 from armillary.errors import BadInput, MissingPart
 
 Record = Callable[..., None]  # `GaugeWriter.write`, or anything that takes gauges and step= or request=
@@ -64,12 +66,16 @@ class Engine:
         *,
         record: Record | None = None,
         roofline: StepTimeModel | None = None,
+        expert_layers: tuple[int, ...] = (),
     ) -> None:
+        """`expert_layers`: numbers of the layers whose experts the executor counts."""
         self.loop = loop
         self.scheduler = loop.scheduler
         self.output_processor = output_processor
         self._record = record
         self._roofline = roofline
+        self._experts = ExpertGauges(expert_layers) if expert_layers else None
+        self._expert_counts: Any = None  # as last read
         self._open: dict[int, dict[str, float]] = {}  # records of the steps in flight
         self._ended_at: float | None = None  # end of the last step, where the next follows at once
 
@@ -103,6 +109,25 @@ class Engine:
         self._ended_at = now if self.scheduler.request_table.running else None
         return self._recorded(deltas)
 
+    def state(self) -> dict[str, Any]:
+        """Gauges of the scheduler and of the experts; called in the engine's thread."""
+        if self._experts is not None and not self.busy:
+            self._expert_counters().refresh()
+        return state_gauges(self.scheduler) | self._expert_gauges()
+
+    def _expert_gauges(self) -> dict[str, Any]:
+        """By the last copy of the executor's counters; none for a model without experts."""
+        if self._experts is None or (counts := self._expert_counters().latest) is None:
+            return {}
+        if counts is not self._expert_counts:
+            self._expert_counts = counts
+            self._experts.take(counts, self.loop.clock())
+        return self._experts.gauges
+
+    def _expert_counters(self) -> Any:
+        """Of an executor that runs the model."""
+        return self.loop.executor.expert_counters  # type: ignore[attr-defined]
+
     def _record_step(self, decision: Decision, seconds: float, left: int, record: Record) -> None:
         """With overlap, an iteration decides and launches one step and waits for another: the time is split between
         both, and a step's record is written once its tokens are back."""
@@ -116,7 +141,8 @@ class Engine:
             }
             if self._roofline is not None:
                 times["engine_roofline_fraction"] = self._roofline.seconds(decision.work)  # divided once it is over
-            self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times
+            experts = {name: value for name, value in self._expert_gauges().items() if isinstance(value, float)}
+            self._open[decision.number] = step_gauges(self.scheduler, decision, left) | experts | times
         taken = [number for number in loop.taken if number in self._open]
         for number in taken:
             gauges = self._open.pop(number)

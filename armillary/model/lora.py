@@ -60,6 +60,11 @@ class LoraLinear(nn.Linear, _Adapted):
     def forward(self, x: Tensor) -> Tensor:
         return self._adapted(x, F.linear(x, self.weight, self.bias))
 
+    def merged_weight(self) -> Tensor:
+        """[O, I]: the weight with its adapters added, in its own dtype."""
+        added = change(self.lora_a, self.lora_b, self.target, scale=self.scale)
+        return (self.weight.to(added.dtype) + added).to(self.weight.dtype)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, on={self.target.chosen}"
 

@@ -179,9 +179,9 @@ def _shard_latent(attention: LatentAttention, mesh: DeviceMesh, sharding: _Tenso
     copied = SHARED if sharding.tokens else SAME
     for replicated in (attention.q_down, attention.q_norm, attention.kv_down, attention.kv_norm):
         if replicated is not None:
-            localise(replicated, mesh, {"weight": copied, "bias": copied})
+            localise(replicated, mesh, dict.fromkeys(("weight", "bias", "lora_a", "lora_b"), copied))
     _shard_rows(attention.q, mesh, sharding)
-    localise(attention.kv_up, mesh, {"weight": ROWS})
+    localise(attention.kv_up, mesh, {"weight": ROWS, "lora_a": SHARED, "lora_b": ROWS})
     attention.sharding = sharding  # type: ignore[assignment]
     swap_class(attention, _with_local_heads)
 

@@ -266,6 +266,12 @@ _PRODUCT: _Rows = (
     ("prefill_pairs", "pairs", "pairs of query and key in the prompts of an engine step"),
     ("prefill_past", "tokens", "tokens of these prompts that were computed or cached before the engine step"),
     ("calibration_step_s", "s", "time of an engine step of a given shape, run before the first request"),
+    ("expert_tokens_total", "tokens", "choices of an expert for a token in serving, over all layers and experts"),
+    (
+        "expert_tokens",
+        "tokens",
+        "tokens per expert over the last 10 to 20 s of serving, in the most imbalanced layer (labels layer, expert)",
+    ),
     ("kv_used_fraction", "fraction", "share of the KV-cache blocks in use"),
     ("kv_capacity_tokens", "tokens", "tokens that the KV cache can hold"),
     ("concurrency", "requests", "requests of the given lengths that the KV cache can hold"),

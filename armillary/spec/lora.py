@@ -5,14 +5,16 @@ projection that a Hugging Face folder names has its own adapter, also where ours
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from armillary.errors import BadRecipe, nearest
-from armillary.spec.model import LayerKind, ModelConfig
+from armillary.spec.model import MLA, LayerKind, ModelConfig
 
 GROUPS = {"qkv": ("q", "k", "v"), "out": ("out",), "gate_up": ("gate", "up"), "down": ("down",)}
 """our matrices and the projections fused in them"""
-NAMES = (*GROUPS, "q", "k", "v", "gate", "up")
+LATENT = {"q": ("q_a", "q_b"), "qkv": ("q_a", "q_b", "kv_a", "kv_b")}
+"""groups of latent attention: projections to latents (`_a`) and from them (`_b`), as DeepSeek's folders name them"""
+NAMES = (*GROUPS, "q", "k", "v", *LATENT["qkv"], "gate", "up")
 """values of train.lora_on"""
 STACKED = ("phi3",)
 """families whose folders store QKV, and gate and up, as one matrix: one A for all of its rows"""
@@ -33,6 +35,8 @@ class Target:
     """one A for all, since they are one matrix in a Hugging Face folder"""
     column: bool
     """tensor parallelism shards outputs (QKV, gate and up) rather than inputs (out, down)"""
+    replicated: bool = False
+    """tensor parallelism shards neither (projections to latents)"""
 
     @property
     def num_a(self) -> int:
@@ -47,6 +51,12 @@ class Target:
     def weights(self, rank: int) -> int:
         """Parameters of A and B together."""
         return rank * (self.num_a * self.inputs + self.periods * self.adapted)
+
+    def unsharded_weights(self, rank: int) -> int:
+        """Those that every rank of tensor parallelism has: A where outputs are sharded, B where inputs are."""
+        if self.replicated:
+            return self.weights(rank)
+        return rank * (self.num_a * self.inputs if self.column else self.periods * self.adapted)
 
 
 def check_names(on: Sequence[str]) -> None:
@@ -64,9 +74,7 @@ def check_names(on: Sequence[str]) -> None:
 def targets(config: ModelConfig, on: Sequence[str]) -> dict[str, Target]:
     """Module name in our model -> its adapters, in the order of the layers. Routed experts have none."""
     check_names(on)
-    names = {part for name in on for part in GROUPS.get(name, (name,))}
-    if "gate" in on and not config.gated:
-        raise BadRecipe(f"the MLP of {config.name} has no gate; try --set train.lora_on=up,down")
+    names = _parts(config, on)
     by_module = {
         f"blocks.{i}.{module}": target
         for i, kind in enumerate(config.layers)
@@ -81,19 +89,60 @@ def targets(config: ModelConfig, on: Sequence[str]) -> dict[str, Target]:
     return by_module
 
 
+def _parts(config: ModelConfig, on: Sequence[str]) -> set[str]:
+    """The projections of `on`; BadRecipe for those that the model does not have."""
+    if "gate" in on and not config.gated:
+        raise BadRecipe(f"the MLP of {config.name} has no gate; try --set train.lora_on=up,down")
+    if config.mla is None:
+        if missing := [name for name in on if name in LATENT["qkv"]]:
+            raise BadRecipe(f"{config.name} has no latents, so no {missing[0]}; try --set train.lora_on=qkv,out")
+        return {part for name in on for part in GROUPS.get(name, (name,))}
+    if missing := [name for name in on if name in ("k", "v")]:
+        raise BadRecipe(
+            f"keys and values of {config.name} are projected together, so there is no {missing[0]}; "
+            "try --set train.lora_on=q,kv_a,kv_b"
+        )
+    if "q_a" in on and config.mla.q_rank is None:
+        raise BadRecipe(f"{config.name} has no latents of queries, so no q_a; try --set train.lora_on=q_b,kv_a,kv_b")
+    return {part for name in on for part in LATENT.get(name) or GROUPS.get(name, (name,))}
+
+
 def _layer(config: ModelConfig, kind: LayerKind, names: set[str]) -> dict[str, Target]:
     return _attention(config, kind, names) | (_mlp(config, names) if kind.mlp == "dense" else {})
 
 
 def _attention(config: ModelConfig, kind: LayerKind, names: set[str]) -> dict[str, Target]:
-    if names.isdisjoint({"q", "k", "v", "out"}):
+    if names.isdisjoint({"q", "k", "v", "out", *LATENT["qkv"]}):
         return {}
-    if config.mla is not None or kind.attention == "simplicial":
+    if config.mla is not None and kind.attention != "simplicial":
+        return _latent_attention(config, config.mla, names)
+    if kind.attention == "simplicial":
         raise BadRecipe(f"the attention of {config.name} takes no adapters yet; try --set train.lora_on=gate_up,down")
     dim, group = config.head_dim, config.heads // config.kv_heads
     qkv = _target(config, "qkv", names, inputs=config.hidden, periods=config.kv_heads, widths=(group * dim, dim, dim))
     out = _target(config, "out", names, inputs=config.heads * dim, periods=config.hidden, widths=(1,))
     return {"attention.qkv": qkv, "attention.out": out}
+
+
+def _latent_attention(config: ModelConfig, mla: MLA, names: set[str]) -> dict[str, Target]:
+    """Without latents of queries, `q_b` is the one projection of queries (q_proj)."""
+    query_rows = config.heads * (mla.nope_dim + mla.rope_dim)
+    up_rows, out_inputs = config.heads * (mla.nope_dim + mla.v_dim), config.heads * mla.v_dim
+    shapes = {  # module: (projection, inputs, outputs)
+        "attention.q_down": ("q_a", config.hidden, mla.q_rank or 0),
+        "attention.q": ("q_b", mla.q_rank or config.hidden, query_rows),
+        "attention.kv_down": ("kv_a", config.hidden, mla.kv_rank + mla.rope_dim),
+        "attention.kv_up": ("kv_b", mla.kv_rank, up_rows),
+        "attention.out": ("out", out_inputs, config.hidden),
+    }
+    return {
+        module: replace(
+            _target(config, part, names, inputs=inputs, periods=outputs, widths=(1,)),
+            replicated=part in ("q_a", "kv_a"),
+        )
+        for module, (part, inputs, outputs) in shapes.items()
+        if outputs
+    }
 
 
 def _mlp(config: ModelConfig, names: set[str]) -> dict[str, Target]:

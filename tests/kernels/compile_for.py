@@ -168,13 +168,17 @@ def loss(vocab: int, dtype: torch.dtype = BF16) -> None:
 FP32, FP8 = torch.float32, torch.float8_e4m3fn
 
 
-def small_moe(tokens: int, hidden: int, ffn: int, experts: int, top_k: int, dtype: torch.dtype = BF16) -> None:
+def small_moe(
+    tokens: int, hidden: int, ffn: int, experts: int, top_k: int, dtype: torch.dtype = BF16, *, counted: bool = False
+) -> None:
+    from armillary.kernels.moe.expert_load import ExpertLoad
     from armillary.kernels.moe.moe import MoECase, inputs
     from armillary.kernels.moe.small_moe_triton import small_moe
 
     name = "bf16" if dtype == BF16 else "fp32"
     case = MoECase(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, dtype=name, device="cpu")
-    small_moe(*inputs(case, torch.Generator().manual_seed(0)))
+    load = ExpertLoad(torch.zeros(experts, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+    small_moe(*inputs(case, torch.Generator().manual_seed(0)), load if counted else None)
 
 
 def grouped_moe(tokens: int, dtype: torch.dtype = BF16, *, tma: bool) -> None:
@@ -225,6 +229,7 @@ CASES: dict[str, Callable[[], None]] = {
     "latent prefill, fp32": lambda: latent_prefill(FP32),
     "latent to cache": latent_to_cache,
     **{f"experts for {m} tokens": lambda m=m: small_moe(m, 2048, 768, 16, 8) for m in (1, 8)},
+    "experts for 8 tokens, counted": lambda: small_moe(8, 2048, 768, 16, 8, counted=True),
     "experts for one token, long rows": lambda: small_moe(1, 4096, 7168, 4, 2),
     "experts for 8 tokens, fp32": lambda: small_moe(8, 1024, 768, 4, 2, FP32),
     "grouped, pointers, few rows": lambda: grouped(32, tma=False),

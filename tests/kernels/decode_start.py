@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from armillary.kernels.paged.decode_triton import _start
+from armillary.kernels.paged.decode_work_triton import worker_range
 
 
 @triton.jit
 def _look(starts, lengths, out, num_rows, WORKERS: tl.constexpr, N: tl.constexpr):
     for worker in range(WORKERS):
-        _, begin, _, _, _ = _start(starts, lengths, num_rows, worker, WORKERS, N, 0, False, 1, 64, 1, "")
+        _, begin, _, _, _ = worker_range(starts, lengths, num_rows, worker, WORKERS, N, 0, False, 1, 64, 1, "")
         tl.store(out + worker, begin)
 
 

@@ -16,6 +16,7 @@ from armillary.model.layers.attention_forms import plain
 from armillary.model.weights.hf_weights import load_model
 from armillary.model.weights.mtp_weights import load_mtp_layers
 from tests.model.families import random_model
+from tests.model.quantized.folders import SCHEMES, compress, scheme_of
 from tests.model.test_agreement import assert_close
 
 DEPTH = 3
@@ -71,6 +72,32 @@ def test_layers_equal_those_of_transformers(stored: tuple[Path, object, list[tor
         hidden = ours(hidden, embedded, cos_sin, plain, DEPTH)
         expected = their(embedded, expected, cos_sin_theirs, mask, positions_BT, None)
         assert_close(hidden, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["fp8 per row", "int8 per row"])
+def test_quantized_layers_are_dequantised(
+    format: str, stored: tuple[Path, object, list[torch.nn.Module]], tmp_path: Path
+) -> None:
+    """As DeepSeek publishes them: every linear layer of theirs, the join too. The model loads beside them."""
+    name, weights = SCHEMES[format]
+    scheme = scheme_of(weights)
+    tensors = load_file(stored[0] / "model.safetensors")
+    own = [key for key in tensors if key.startswith("model.layers.") and int(key.split(".")[2]) >= DEPTH]
+    linear = [key for key in own if key.endswith("_proj.weight") or key.endswith("kv_a_proj_with_mqa.weight")]
+    for key in linear:
+        packed = compress(tensors.pop(key), scheme, name)
+        tensors |= {f"{key.removesuffix('weight')}{part}": tensor.contiguous() for part, tensor in packed.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    table = {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+    config = json.loads((stored[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": table}))
+    load_model(tmp_path, packed=True)
+    for plain_layer, layer in zip(load_mtp_layers(stored[0]), load_mtp_layers(tmp_path), strict=True):
+        for (key, expected), found in zip(plain_layer.named_parameters(), layer.parameters(), strict=True):
+            error = float((found - expected).norm() / expected.norm())
+            is_linear = key.endswith("weight") and "norm" not in key and "router" not in key
+            assert error < 0.05 and (error > 1e-4) == (is_linear or ".experts." in key), key
 
 
 def test_a_folder_without_them_has_none(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from armillary.spec.layout import Layout
-from armillary.training.parity.case import Case, many, tiny
+from armillary.training.parity.case import Case, latent, many, tiny
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks
 
@@ -24,6 +24,13 @@ def test_on_two_ranks(ranks: Ranks) -> None:
         Layout(tp=2, sequence_parallel=False, precision="fp32"),
         Layout(dp=2, zero=2, precision="fp32", recompute="full"),
     )
+    check(ranks.run(2, many, wanted)[0], wanted)
+
+
+def test_latent_projections_on_two_ranks(ranks: Ranks) -> None:
+    """Those to latents have whole adapters on every rank, those from latents cut ones."""
+    layouts = [Layout(tp=2, sequence_parallel=tokens, precision="fp32") for tokens in (True, False)]
+    wanted = [Case(layout=x, config=latent(), dtype="fp64", steps=2, lora=2, lora_on=("qkv", "out")) for x in layouts]
     check(ranks.run(2, many, wanted)[0], wanted)
 
 

@@ -37,11 +37,31 @@ def test_experts_stay_frozen() -> None:
         targets(mixtral, ("gate_up", "down"))
 
 
+def test_latent_attention_has_adapters_on_both_sides_of_its_latents() -> None:
+    """As peft counts them on q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj and o_proj of DeepSeek-V3."""
+    deepseek, hidden, heads = catalogue.model("deepseek-v3").config, 7168, 128
+    each = {
+        "q_down": hidden + 1536,
+        "q": 1536 + heads * 192,
+        "kv_down": hidden + 576,
+        "kv_up": 512 + heads * 256,
+        "out": heads * 128 + hidden,
+    }
+    assert adapter_weights(deepseek, rank=4, on=("qkv", "out")) == 61 * 4 * sum(each.values())
+    assert set(targets(deepseek, ("q",))) == {
+        f"blocks.{i}.attention.{name}" for i in range(61) for name in ("q_down", "q")
+    }
+    down, up = (targets(deepseek, ("qkv",))[f"blocks.0.attention.kv_{name}"] for name in ("down", "up"))
+    assert down.unsharded_weights(4) == down.weights(4) and up.unsharded_weights(4) == 4 * 512
+
+
 @pytest.mark.parametrize(
     ("model", "on", "message"),
     [
         ("gpt-3-175b", ("gate",), "has no gate; try --set train.lora_on=up,down"),
-        ("deepseek-v3", ("qkv",), "takes no adapters yet; try --set train.lora_on=gate_up,down"),
+        ("deepseek-v3", ("q", "v"), "projected together, so there is no v; try --set train.lora_on=q,kv_a,kv_b"),
+        ("deepseek-v2-lite", ("q_a",), "no latents of queries, so no q_a; try --set train.lora_on=q_b,kv_a,kv_b"),
+        ("llama-3.1-8b", ("q", "kv_b"), "has no latents, so no kv_b; try --set train.lora_on=qkv,out"),
     ],
 )
 def test_what_cannot_be_is_said(model: str, on: tuple[str, ...], message: str) -> None:

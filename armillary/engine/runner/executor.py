@@ -18,6 +18,7 @@ from armillary.engine.runner.batch_encoder import Encoder
 from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, is_out_of_memory
 from armillary.engine.runner.device_state import DeviceRows, block_shape
 from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
+from armillary.engine.runner.expert_counters import ExpertCounters
 from armillary.engine.runner.forward import Forward, gathered, inputs_of
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
 from armillary.engine.runner.sampler import DeviceSampler, Masks
@@ -46,6 +47,8 @@ class Launched:
     prompts: list[Tensor] = field(default_factory=list)
     pooled: Tensor | None = None
     """vectors of pooled tokens, one after the other"""
+    expert_counts_LE: Tensor | None = None
+    """counters of the experts after this step, now and then"""
     done: torch.cuda.Event | None = None
     logits_BV: Tensor | None = None
     """where tokens are not sampled yet: constraint masks depend on tokens of the step before"""
@@ -96,6 +99,7 @@ class FastExecutor:
         with torch.inference_mode():
             self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)
         self.sampler = DeviceSampler(self.rows, self.kernels)
+        self.expert_counters = ExpertCounters(self.forward.expert_counts_LE)
         self.steps = self._steps(graphs, max_running, max_tokens)
         self.encoder = Encoder(
             max_running=max_running,
@@ -227,10 +231,12 @@ class FastExecutor:
     def _sent(self, launched: Launched) -> Launched:
         """Start to copy tokens and log-probabilities to the host. A step without tokens is waited for as well, so that
         at most two are in flight."""
+        launched.expert_counts_LE = self.expert_counters.due()
         if self.device.type == "cuda":
             launched.tokens_B, launched.logprobs = _to_host(launched.tokens_B), _to_host(launched.logprobs)
             launched.prompts = [host for logprobs in launched.prompts if (host := _to_host(logprobs)) is not None]
             launched.pooled = _to_host(launched.pooled)
+            launched.expert_counts_LE = _to_host(launched.expert_counts_LE)
             launched.done = torch.cuda.Event()
             launched.done.record()
         return launched
@@ -239,6 +245,7 @@ class FastExecutor:
         """Wait for the device; log-probabilities are stored in their sequences."""
         if launched.done is not None:
             launched.done.synchronize()
+        self.expert_counters.arrived(launched.expert_counts_LE)
         _store_prompt_logprobs(launched)
         if launched.pooled is not None:
             store_pooled(launched.decision, launched.pooled.tolist())

@@ -18,15 +18,15 @@ from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer
 from armillary.engine.runner.linear_fn import Dense, LinearFn
+from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.gemm.skinny import MAX_TOKENS
-from armillary.kernels.latent.latent_attention import LatentBatch, latent_batch, most_absorbed
-from armillary.kernels.moe.moe import prefers_small
+from armillary.kernels.latent.latent_forms import LatentBatch, latent_batch, most_absorbed
+from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
 from armillary.model.layers.norm import Norm
-from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.transformer import Transformer
@@ -73,6 +73,7 @@ class LayerInputs(NamedTuple):
     cos_TR: Tensor | None  # none: nothing is rotated
     sin_TR: Tensor | None
     q_scale_T: Tensor | None  # factor of queries
+    load: ExpertLoad | None  # where the layer's choices of experts are counted
 
 
 class Forward:
@@ -98,6 +99,11 @@ class Forward:
         """queries of a sequence up to which latent attention is absorbed; None: the model has none"""
         self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
         self.q_factors = None if model.rotary is None else query_factors(model.rotary, max_model_len)
+        moe, num_mixtures = model.config.moe, sum(layer.mixture is not None for layer in self.layers)
+        counts_shape = num_mixtures, moe.num_experts if moe is not None else 0
+        self.expert_counts_LE = torch.zeros(counts_shape, dtype=torch.int64, device=rows.device)
+        """how often each expert of each layer that has some was chosen for a token; padding is not counted"""
+        self._expert_counts = self.expert_counts_LE.unbind()
         self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
         self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: LinearFn = model.head
@@ -124,11 +130,13 @@ class Forward:
         small = self.kernels.small is not None and len(x) <= self.most_fused
         added: Tensor | None = None
         q_scale_T = None if self.q_factors is None else self.q_factors[inputs.long("positions_T")]
+        counts = iter(self._expert_counts)
         for layer in self.layers:
             selected = wanted if layer is self.layers[-1] else None
             cos, sin = cos_sin[layer.sliding] if layer.rotates else (None, None)
             factor = q_scale_T if layer.scales_queries else None
-            context = LayerInputs(batches[layer.group], slots_GT[layer.group], cos, sin, factor)
+            load = None if layer.mixture is None else ExpertLoad(next(counts), _num_live(inputs, selected))
+            context = LayerInputs(batches[layer.group], slots_GT[layer.group], cos, sin, factor, load)
             if small:
                 x = self._small(layer, x, context, selected)
             else:
@@ -201,13 +209,13 @@ class Forward:
         if layer.parallel:
             own = norms["mlp_norm"]
             inner = normed if own is None else self._norm(own, x)
-            return x, mixed + _scaled(self._mlp(layer, inner), layer.scale)
+            return x, mixed + _scaled(self._mlp(layer, inner, context.load), layer.scale)
         normed, x = self._summed(norms["mlp_norm"], x, mixed)
-        return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed)), layer.scale)
+        return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed, context.load)), layer.scale)
 
     def _attention(self, layer: Layer, qkv: Tensor, context: LayerInputs) -> Tensor:
         blocks = self.rows.blocks[layer.slot]
-        batch, slots_T, cos, sin, q_scale_T = context
+        batch, slots_T, cos, sin, q_scale_T, _ = context
         if layer.latent is not None:
             assert isinstance(batch, LatentBatch) and cos is not None and sin is not None
             return attend_latents(layer.latent, qkv, blocks, batch, slots_T, (cos, sin), self.kernels)
@@ -218,17 +226,11 @@ class Forward:
         q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, heads)
         return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+    def _mlp(self, layer: Layer, x: Tensor, load: ExpertLoad | None) -> Tensor:
         if layer.mixture is not None:
-            return self.reduce(self._mixture(layer.mixture, x))
+            return self.reduce(run_mixture(layer.mixture, x, load, self.kernels))
         assert layer.up is not None and layer.down is not None
         return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
-
-    def _mixture(self, mixture: MixtureOfExperts, x: Tensor) -> Tensor:
-        few, many = self.kernels.moe, self.kernels.grouped_moe
-        if few is None or many is None:
-            return mixture(x[None])[0]  # type: ignore[no-any-return]
-        return mixture.fused(few if prefers_small(len(x), mixture.weights(), mixture.moe) else many, x)
 
     def _small(
         self,
@@ -245,7 +247,7 @@ class Forward:
             mixed, x = mixed.index_select(0, selected), x.index_select(0, selected)
         x = self._fused(layer.out, mixed, residual=x)
         if layer.mixture is not None:
-            return self._small_mixture(layer.mixture, x, second)
+            return run_small_mixture(layer.mixture, x, second, context.load, self.kernels)
         return self._fused(layer.down, self._fused(layer.up, x, norm=second, gated=True), residual=x)
 
     def _fused(
@@ -263,20 +265,6 @@ class Forward:
             return linear.run_fused(x, weight, residual, eps, gated)
         assert isinstance(linear, Dense) and self.kernels.small is not None
         return self.kernels.small(x, linear.weight, weight, residual, eps, gated, linear.bias)  # type: ignore[no-any-return]
-
-    def _small_mixture(self, mixture: MixtureOfExperts, x: Tensor, norm: Norm) -> Tensor:
-        """Norm, experts and residual; the shared expert's result is added to the residual first."""
-        small, added = self.kernels.small, x
-        assert small is not None
-        if mixture.shared is not None:
-            inner = small(x, mixture.shared.up.weight, norm.weight, None, norm.eps, True)
-            added = small(inner, mixture.shared.down.weight, None, x)
-        weights, activation = mixture.weights(), mixture.experts.activation
-        few, many = self.kernels.moe, self.kernels.grouped_moe
-        assert few is not None and many is not None
-        if prefers_small(len(x), weights, mixture.moe):
-            return few(x, weights, mixture.moe, activation, norm.weight, added, norm.eps)  # type: ignore[no-any-return]
-        return many(self._norm(norm, x), weights, mixture.moe, activation, None, added)  # type: ignore[no-any-return]
 
     def _norm(self, norm: Norm, x: Tensor) -> Tensor:
         return self.kernels.norm(x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
@@ -296,6 +284,13 @@ def _most_absorbed(mla: MLA, kernels: EngineKernels) -> int:
     """All, where steps are captured in CUDA graphs: the workspace of the expanded form depends on lengths, which only
     the device knows."""
     return 1 << 30 if kernels.capturable else most_absorbed(mla.kv_rank, mla.nope_dim, mla.v_dim)
+
+
+def _num_live(inputs: Inputs, selected: Tensor | None) -> Tensor:
+    """int32 [1]: tokens of a step that are no padding; of the `selected` ones, those of sequences."""
+    if selected is None:
+        return inputs.narrow("starts")[-1:]
+    return (inputs.narrow("lengths_B") > 0).sum(dtype=torch.int32)[None]
 
 
 def _plain_head(model: Transformer) -> Tensor | None:

@@ -3,6 +3,7 @@
 One GEMM gives the queries, or their latent, and the KV latent together.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.linear_fn import Dense, LinearFn, linear_fn
 from armillary.kernels.gemm.skinny import MAX_TOKENS
-from armillary.kernels.latent.latent_attention import LatentBatch, latent_attention
+from armillary.kernels.latent.latent_forms import LatentBatch, latent_attention
 from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.norm import Norm
 from armillary.model.quantized.packed_linear import PackedLinear
@@ -39,10 +40,15 @@ class Joined:
     """Two linear functions of one input, for weights that cannot be joined."""
 
     def __init__(self, first: LinearFn, second: LinearFn) -> None:
-        self._both = first, second
+        self.parts = first, second
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([linear(x) for linear in self._both], dim=-1)
+        return torch.cat([linear(x) for linear in self.parts], dim=-1)
+
+    def replaced(self, make: Callable[[LinearFn], LinearFn]) -> "Joined":
+        """The same of other linear functions."""
+        first, second = self.parts
+        return Joined(make(first), make(second))
 
 
 def make_latent_layer(attention: LatentAttention) -> LatentLayer:

@@ -76,10 +76,10 @@ def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
 
 
 def _made(linear: LinearFn, make: Make) -> LinearFn:
-    if isinstance(linear, PackedLinear | Joined):
-        return linear
-    assert isinstance(linear, Dense), "only plain weights can be packed or quantized"
-    return make(linear.weight, linear.bias)
+    """Packed weights, and int8 ones of a W8A8 checkpoint, stay as they are."""
+    if isinstance(linear, Joined):
+        return linear.replaced(lambda part: _made(part, make))
+    return make(linear.weight, linear.bias) if isinstance(linear, Dense) else linear
 
 
 def _head(model: Transformer, make: Make) -> LinearFn:
@@ -162,7 +162,9 @@ def run_int8(forward: Forward, *, let_go: bool) -> None:
     """Packed int8 layers whose checkpoint wants int8 inputs too (W8A8) become `Int8Dense`; `let_go` frees the model's
     own copy."""
 
-    def replaced(linear: LinearFn | None) -> LinearFn | None:
+    def replaced(linear: LinearFn) -> LinearFn:
+        if isinstance(linear, Joined):
+            return linear.replaced(replaced)
         if not isinstance(linear, PackedLinear) or not _is_w8a8(linear):
             return linear
         (part,) = linear.weight.parts
@@ -173,14 +175,18 @@ def run_int8(forward: Forward, *, let_go: bool) -> None:
         return dense
 
     for layer in forward.layers:
-        qkv, out = replaced(layer.qkv), replaced(layer.out)
-        assert qkv is not None and out is not None
-        layer.qkv, layer.out, layer.up, layer.down = qkv, out, replaced(layer.up), replaced(layer.down)
+        layer.qkv, layer.out = replaced(layer.qkv), replaced(layer.out)
+        if layer.latent is not None and layer.latent.q is not None:
+            layer.latent.q = replaced(layer.latent.q)
+        if layer.up is not None and layer.down is not None:
+            layer.up, layer.down = replaced(layer.up), replaced(layer.down)
 
 
 def _is_w8a8(linear: PackedLinear) -> bool:
-    formats = [part.format for part in linear.weight.parts]
-    return len(formats) == 1 and isinstance(formats[0], IntGroups) and formats[0].int8_activations
+    if len(linear.weight.parts) != 1 or linear.weight.parts[0].order_K is not None:
+        return False
+    (part,) = linear.weight.parts
+    return isinstance(part.format, IntGroups) and part.format.int8_activations
 
 
 Matmul = Callable[..., Tensor]  # `armillary.kernels.fp8.matmul.reference`, or a faster one

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.engine.runner.executor import FastExecutor, Launched
+from armillary.engine.runner.expert_counters import ExpertCounters
 from armillary.engine.runner.latent_layer import LatentLayer
 from armillary.engine.runner.layer import Layer, free_weights, full_qk_norm, linears_of
 from armillary.engine.runner.linear_fn import Dense, LinearFn
@@ -202,6 +203,11 @@ class Leader:
 
     def tokens(self, launched: Launched) -> list[int]:
         return self.executor.tokens(launched)
+
+    @property
+    def expert_counters(self) -> ExpertCounters:
+        """Every rank routes all tokens."""
+        return self.executor.expert_counters
 
     def stop(self) -> None:
         """Stop the other ranks."""

@@ -1,5 +1,5 @@
-"""The split kernel of `decode_triton` for tiles of 64 rows on Hopper, where arithmetic bounds it: two warpgroups share
-a tile of 64 keys, each scores half of them and sums up half of the value columns.
+"""The split kernel of `absorbed_kernels_triton` for tiles of 64 rows on Hopper, where arithmetic bounds it: two
+warpgroups share a tile of 64 keys, each scores half of them and sums up half of the value columns.
 
 Written in Gluon, because Triton lets both warpgroups compute all scores. The tile serves as keys and as values: keys of
 the next tile are loaded while this one is scored, weighed and summed up. Q, two tiles of keys and the weights fill
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from armillary.kernels.latent.decode_triton import first_work
+from armillary.kernels.latent.absorbed_kernels_triton import first_work
 
 M, N, WARPS = 64, 64, 8
 PLANNED = 6  # numbers per worker
@@ -123,7 +123,7 @@ def decode_wgmma(
     N: gl.constexpr,
     PLANNED: gl.constexpr,
 ):
-    """Arguments as of `decode_triton.decode`; `planned` is what `plan` wrote."""
+    """Arguments as of `absorbed_kernels_triton.decode`; `planned` is what `plan` wrote."""
     kind: gl.constexpr = cache.dtype.element_ty
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, N // 2, 16])

@@ -19,7 +19,7 @@ from armillary.kernels.core.launch import (
     on,
     power_of_two,
 )
-from armillary.kernels.latent.decode_triton import combine, decode
+from armillary.kernels.latent.absorbed_kernels_triton import combine, decode
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.machine.accelerator import accelerator_of
 

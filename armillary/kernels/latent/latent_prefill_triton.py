@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.core.launch import ceil_div, first_fitting, is_bare, on, power_of_two
-from armillary.kernels.latent.prefill_triton import gather, prefill
+from armillary.kernels.latent.expanded_kernels_triton import gather, prefill
 from armillary.kernels.paged.paged_attention import PagedBatch
 
 _WORKSPACE_BYTES = 1 << 29  # of expanded keys and values; heads are computed in groups where there are more

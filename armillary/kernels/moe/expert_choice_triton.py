@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, power_of_two
 from armillary.kernels.core.row_loads_triton import load_rows
+from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.moe.moe import MoEWeights
 from armillary.spec.model import MoE
 
@@ -38,7 +39,14 @@ def _stream(device: torch.device) -> int:
 
 
 def route(
-    x_MH: Tensor, weights: MoEWeights, moe: MoE, norm_H: Tensor | None, eps: float, rows: int, warps: int
+    x_MH: Tensor,
+    weights: MoEWeights,
+    moe: MoE,
+    norm_H: Tensor | None,
+    eps: float,
+    rows: int,
+    warps: int,
+    load: ExpertLoad | None = None,
 ) -> Routed:
     (M, H), E, k = x_MH.shape, moe.num_experts, moe.top_k
     routed = Routed(
@@ -56,6 +64,7 @@ def route(
         x_MH.new_empty(M, E, dtype=torch.float32),
         _counter(x_MH.device, _stream(x_MH.device)),
         *routed,
+        *(load or (None, None)),
         M,
         E,
         H,
@@ -64,6 +73,7 @@ def route(
         EARLY=early,
         HAS_NORM=norm_H is not None,
         HAS_BIAS=weights.router_bias_E is not None,
+        HAS_LOAD=load is not None,
         **choice_options(moe),
         ROWS=rows,
         DEPTH=depth,
@@ -112,6 +122,8 @@ def _route_kernel(
     weights_ptr,
     experts_ptr,
     rstd_ptr,
+    counts_ptr,
+    live_ptr,
     M,
     E,
     H,
@@ -120,6 +132,7 @@ def _route_kernel(
     EARLY: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_LOAD: tl.constexpr,
     HAS_SELECTION: tl.constexpr,
     SCORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -167,6 +180,7 @@ def _route_kernel(
     ended = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
     if ended == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(counter_ptr, 0)
+        num_live = tl.load(live_ptr) if HAS_LOAD else 0
         for each in range(0, M):
             choose(
                 logits_ptr + each * E,
@@ -174,9 +188,12 @@ def _route_kernel(
                 selection_ptr,
                 weights_ptr + each * TOP_K,
                 experts_ptr + each * TOP_K,
+                counts_ptr,
+                each < num_live,
                 E,
                 scale,
                 False,
+                HAS_LOAD,
                 HAS_SELECTION,
                 SCORE,
                 NORMALIZE,
@@ -196,9 +213,12 @@ def choose(
     selection_ptr,
     weights_ptr,
     experts_ptr,
+    counts_ptr,
+    is_live,
     E,
     scale,
     HAS_BIAS: tl.constexpr,
+    HAS_LOAD: tl.constexpr,
     HAS_SELECTION: tl.constexpr,
     SCORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -209,7 +229,7 @@ def choose(
     K_PAD: tl.constexpr,
     E_PAD: tl.constexpr,
 ):
-    """The top k experts of a token, and their weights."""
+    """The top k experts of a token, and their weights; a token that `is_live` is counted."""
     e, slot = tl.arange(0, E_PAD), tl.arange(0, K_PAD)
     logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
     if HAS_BIAS:
@@ -242,6 +262,9 @@ def choose(
         chosen = chosen / tl.maximum(tl.sum(chosen, 0), 1e-20)
     tl.store(weights_ptr + slot, chosen * scale, mask=slot < TOP_K)
     tl.store(experts_ptr + slot, experts, mask=slot < TOP_K)
+    if HAS_LOAD:
+        one = tl.full([K_PAD], 1, tl.int64)
+        tl.atomic_add(counts_ptr + experts, one, mask=(slot < TOP_K) & is_live, sem="relaxed")
 
 
 @triton.jit

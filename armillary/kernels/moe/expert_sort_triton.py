@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, power_of_two
 from armillary.kernels.moe.expert_choice_triton import choice_options, choice_scale, choose
+from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.moe.moe import MoEWeights
 from armillary.spec.model import MoE
 
@@ -37,7 +38,9 @@ def most_tiles(choices: int, experts: int, rows: int) -> int:
     return ceil_div(choices, rows) + min(choices, experts)
 
 
-def choose_and_sort(logits_ME: Tensor, weights: MoEWeights, moe: MoE, rows: int) -> SortedChoices:
+def choose_and_sort(
+    logits_ME: Tensor, weights: MoEWeights, moe: MoE, rows: int, load: ExpertLoad | None = None
+) -> SortedChoices:
     """Top k of each token's logits (still without the router's bias), sorted into tiles of at most `rows`."""
     (M, E), k, new = logits_ME.shape, moe.top_k, logits_ME.new_empty
     P, tiles = M * k, most_tiles(M * k, moe.num_experts, rows)
@@ -55,10 +58,12 @@ def choose_and_sort(logits_ME: Tensor, weights: MoEWeights, moe: MoE, rows: int)
         weights.selection_bias_E,
         choices.weights_P,
         choices.experts_P,
+        *(load or (None, None)),
         E,
         choice_scale(moe),
         EARLY=early,
         HAS_BIAS=weights.router_bias_E is not None,
+        HAS_LOAD=load is not None,
         **choice_options(moe),
         num_warps=1,
         **early_launch(early),
@@ -88,10 +93,13 @@ def _choose_kernel(
     selection_ptr,
     weights_ptr,
     experts_ptr,
+    counts_ptr,
+    live_ptr,
     E,
     scale,
     EARLY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_LOAD: tl.constexpr,
     HAS_SELECTION: tl.constexpr,
     SCORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -113,9 +121,12 @@ def _choose_kernel(
         selection_ptr,
         weights_ptr + token * TOP_K,
         experts_ptr + token * TOP_K,
+        counts_ptr,
+        token < (tl.load(live_ptr) if HAS_LOAD else 0),
         E,
         scale,
         HAS_BIAS,
+        HAS_LOAD,
         HAS_SELECTION,
         SCORE,
         NORMALIZE,

@@ -14,6 +14,7 @@ from torch import Tensor
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, Op, OpWork, in_triton
 from armillary.kernels.moe.expert_choice import choose_experts
+from armillary.kernels.moe.expert_load import ExpertLoad, count_choices
 from armillary.kernels.norm.norm import norm
 from armillary.kernels.pointwise.activation import activate
 from armillary.spec.model import MoE
@@ -54,12 +55,16 @@ def moe_layer(
     norm_H: Tensor | None = None,
     residual_MH: Tensor | None = None,
     eps: float = 1e-6,
+    load: ExpertLoad | None = None,
 ) -> Tensor:
-    """residual + Σ weight · expert(norm(x)) over the chosen experts; norm and residual only where they are given."""
+    """residual + Σ weight · expert(norm(x)) over the chosen experts; norm and residual only where they are given. The
+    choices are counted in `load`."""
     if norm_H is not None:
         x_MH = norm(x_MH, norm_H, None, eps)
     logits_ME = widen(F.linear(x_MH, weights.router_EH, weights.router_bias_E))
     chosen_Mk, experts_Mk = choose_experts(logits_ME, moe, weights.selection_bias_E)
+    if load is not None:
+        count_choices(load, experts_Mk)
     chosen_Mk = chosen_Mk.to(x_MH.dtype)
     mixed_MH = torch.zeros_like(x_MH) if residual_MH is None else residual_MH
     for slot in range(moe.top_k):

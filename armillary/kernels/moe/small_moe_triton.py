@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.core.launch import can_start_early, ceil_div, dense, early_launch, on, power_of_two
 from armillary.kernels.core.row_loads_triton import load_rows
 from armillary.kernels.moe.expert_choice_triton import Routed, route, vector
+from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.moe.moe import MoEWeights
 from armillary.kernels.pointwise.activation_triton import activated_pairs
 from armillary.machine.accelerator import accelerator_of
@@ -63,6 +64,7 @@ def small_moe(
     norm_H: Tensor | None = None,
     residual_MH: Tensor | None = None,
     eps: float = 1e-6,
+    load: ExpertLoad | None = None,
     tiles: MoETiles | None = None,
 ) -> Tensor:
     """`moe.moe_layer` in three kernels."""
@@ -74,7 +76,7 @@ def small_moe(
         sizes = x_MH.shape[1], weights.down_EHF.shape[2], x_MH.element_size()
         tiles = plan(*sizes, interpreted=accelerator_of(x_MH.device) is None)
     with on(x_MH):
-        routed = route(x_MH, weights, moe, norm_H, eps, tiles.route_rows, tiles.route_warps)
+        routed = route(x_MH, weights, moe, norm_H, eps, tiles.route_rows, tiles.route_warps, load)
         inner_PF = _up(x_MH, weights, moe, activation, norm_H, routed, tiles)
         return _down(inner_PF, weights, moe, residual_MH, routed, tiles)
 

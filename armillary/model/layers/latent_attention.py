@@ -85,11 +85,16 @@ class LatentAttention(nn.Module):
         self, q_BTNP: Tensor, q_BTNR: Tensor, latent_BTC: Tensor, k_BT1R: Tensor, attend: OverLatents, layer: int
     ) -> Tensor:
         """One KV head for all queries, whose values are the first kv_rank dims of its keys."""
-        keys_NPC, values_NVC = up_projections(self.kv_up.weight, self.mla.nope_dim, self.mla.v_dim)
+        keys_NPC, values_NVC = up_projections(self._up_weight(), self.mla.nope_dim, self.mla.v_dim)
         q_BTNL = torch.cat((torch.einsum("btnp,npc->btnc", q_BTNP, keys_NPC), q_BTNR), dim=-1)
         k_BT1L = torch.cat((latent_BTC[:, :, None], k_BT1R), dim=-1)
         mixed_BTNC = attend(layer, q_BTNL, k_BT1L, k_BT1L[..., : self.mla.kv_rank], self.options())
         return torch.einsum("btnc,nvc->btnv", mixed_BTNC, values_NVC)
+
+    def _up_weight(self) -> Tensor:
+        """As queries are multiplied by it: with the adapters of `model.lora`, where it has some."""
+        merged = getattr(self.kv_up, "merged_weight", None)
+        return self.kv_up.weight if merged is None else merged()  # type: ignore[no-any-return]
 
     def options(self) -> AttentionOptions:
         """What this layer asks of attention; documents and masks are the batch's."""

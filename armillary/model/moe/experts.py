@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.moe.expert_choice import choose_experts
+from armillary.kernels.moe.expert_load import ExpertLoad, count_choices
 from armillary.kernels.moe.moe import MoEWeights
 from armillary.model.layers.mlp import MLP, activate
 from armillary.model.low_precision.weights_16bit import Weights16Bit
@@ -133,9 +134,9 @@ class MixtureOfExperts(nn.Module):
         self.balance: RouterBalance | None = None  # router losses and counts of training; inactive without gradients
         self.copies = 1  # ranks that route the same tokens
 
-    def fused(self, run: Callable[..., Tensor], x_MH: Tensor) -> Tensor:
+    def fused(self, run: Callable[..., Tensor], x_MH: Tensor, load: ExpertLoad | None = None) -> Tensor:
         """By a version of `kernels.moe.moe.moe_layer`, without gradients."""
-        return run(x_MH, self.weights(), self.moe, self.experts.activation, None, self.shared_part(x_MH))
+        return run(x_MH, self.weights(), self.moe, self.experts.activation, None, self.shared_part(x_MH), load=load)
 
     def weights(self) -> MoEWeights:
         experts, router = self.experts, self.router
@@ -149,10 +150,12 @@ class MixtureOfExperts(nn.Module):
             down_bias_EH=experts.down_bias_EH,
         )
 
-    def forward(self, x_BTH: Tensor) -> Tensor:
+    def forward(self, x_BTH: Tensor, load: ExpertLoad | None = None) -> Tensor:
         x_MH = x_BTH.flatten(0, 1)
         logits_ME = self.router.logits(x_MH)
         weights_Mk, chosen_Mk = self.router.choose(logits_ME)
+        if load is not None:
+            count_choices(load, chosen_Mk)
         balance = self.balance if torch.is_grad_enabled() else None
         experts_Mk = chosen_Mk if balance is None else balance.within_capacity(chosen_Mk, len(x_BTH), self.moe)
         mixed_MH, shared_MH = self.dispatch(

@@ -150,7 +150,12 @@ def is_of_mtp_layer(name: str, config: ModelConfig, has: Callable[[str], bool]) 
     parts = name.split(".", 3)
     if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
         return False
-    return int(parts[2]) >= config.num_layers and has(f"model.layers.{parts[2]}.eh_proj.weight")
+    return int(parts[2]) >= config.num_layers and is_mtp_layer(int(parts[2]), has)
+
+
+def is_mtp_layer(number: int, has: Callable[[str], bool]) -> bool:
+    """Whether a folder's layer of this number is one: it has the join, plain or packed."""
+    return any(has(f"model.layers.{number}.eh_proj.{name}") for name in ("weight", "weight_packed", "qweight"))
 
 
 def _attention_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:

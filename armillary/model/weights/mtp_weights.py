@@ -8,9 +8,10 @@ from armillary.errors import BadModel
 from armillary.kernels.core.dtype import parse_dtype
 from armillary.model.moe.experts import Router
 from armillary.model.multi_token import MtpLayer
-from armillary.model.quantized.quantization_config import packed_reader
-from armillary.model.weights.hf_layout import Rule, mtp_rules
+from armillary.model.quantized.quantization_config import ReadModule, packed_reader
+from armillary.model.weights.hf_layout import Rule, is_mtp_layer, mtp_rules
 from armillary.model.weights.hf_weights import as_stored
+from armillary.model.weights.packed_weights import PackedFolder
 from armillary.model.weights.safetensors_folder import TensorFolder
 from armillary.spec.hf.config import from_hf
 from armillary.spec.model import ModelConfig
@@ -20,7 +21,7 @@ from armillary.store.hf_folder import read_config
 def num_mtp_layers(config: ModelConfig, stored: TensorFolder) -> int:
     """How many a folder holds."""
     count = 0
-    while f"model.layers.{config.num_layers + count}.eh_proj.weight" in stored:
+    while is_mtp_layer(config.num_layers + count, stored.__contains__):
         count += 1
     return count
 
@@ -29,29 +30,36 @@ def num_mtp_layers(config: ModelConfig, stored: TensorFolder) -> int:
 def load_mtp_layers(
     folder: Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
 ) -> list[MtpLayer]:
-    """The layers of a folder in the order of their depth, empty where it has none; `dtype` None keeps the folder's."""
+    """The layers of a folder in the order of their depth, empty where it has none; `dtype` None keeps the folder's.
+    Quantized weights are dequantised."""
     raw = read_config(folder)
     config = from_hf(raw, name=folder.name)
     with TensorFolder(folder) as stored:
-        count = num_mtp_layers(config, stored)
-        if count and packed_reader(raw) is not None:
-            raise BadModel(
-                f"{config.name}: its multi-token-prediction layers are quantized, and only plain ones are read yet; "
-                "give a folder in 16 or 32 bits"
-            )
         wanted = parse_dtype(dtype) if dtype is not None else stored.dtype()
-        return [_load(config, stored, depth, wanted, torch.device(device)) for depth in range(count)]
+        layers = range(num_mtp_layers(config, stored))
+        return [_load(config, stored, packed_reader(raw), depth, wanted, torch.device(device)) for depth in layers]
 
 
-def _load(config: ModelConfig, stored: TensorFolder, depth: int, dtype: torch.dtype, device: torch.device) -> MtpLayer:
+def _load(
+    config: ModelConfig,
+    stored: TensorFolder,
+    read_module: ReadModule | None,
+    depth: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MtpLayer:
     with torch.device("meta"):
         layer = MtpLayer(config)
     layer = layer.to(dtype).to_empty(device=device)
     for module in layer.modules():
         if isinstance(module, Router):
             module.reset()
-    tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
-    for rule in mtp_rules(config, depth):
+    tensors, all_rules = dict(layer.named_parameters()) | dict(layer.named_buffers()), mtp_rules(config, depth)
+    packed = None if read_module is None else PackedFolder(config, stored, read_module, layer, all_rules)
+    for rule in all_rules:
+        if packed is not None and packed.is_packed(rule):
+            tensors[rule.name].copy_(packed.dequantised(rule))
+            continue
         rule = as_stored(rule, stored)
         _check(config, rule, stored, tensors[rule.name].shape)
         tensors[rule.name].copy_(rule.join([stored.read(name) for name in rule.hf_names]))

@@ -55,14 +55,22 @@ class Tensors(Protocol):
 
 
 class PackedFolder:
-    """The tensors of a folder by the rules of its model, some of them packed."""
+    """The tensors of a folder by the rules of its model, or of a `part` of it that has `part_rules`; some of them
+    packed."""
 
-    def __init__(self, config: ModelConfig, stored: Tensors, read_module: ReadModule) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        stored: Tensors,
+        read_module: ReadModule,
+        part: nn.Module | None = None,
+        part_rules: list[Rule] | None = None,
+    ) -> None:
         self.config, self.folder, self._read_module = config, stored, read_module
         self.stored = Stored(has=stored.__contains__, read=stored.read_any)
         with torch.device("meta"):
-            self.shapes = {name: tensor.shape for name, tensor in _tensors(Transformer(config)).items()}
-        self.rules = rules(config)
+            self.shapes = {name: tensor.shape for name, tensor in _tensors(part or Transformer(config)).items()}
+        self.rules = part_rules or rules(config)
 
     def is_stack(self, rule: Rule) -> bool:
         """Whether it is the packed experts of a layer, all in one tensor."""
@@ -186,7 +194,7 @@ def _empty(config: ModelConfig, packed: set[str], dtype: torch.dtype, device: to
     return model
 
 
-def _tensors(model: Transformer) -> dict[str, Tensor]:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 

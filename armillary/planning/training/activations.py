@@ -89,7 +89,8 @@ def _factor(case: TrainCase, layouts: Layouts) -> Array:
 def _unread(case: TrainCase, layouts: Layouts, on: frozenset[str]) -> Array:
     """Inputs of frozen matrices without adapters, which the backward pass does not read."""
     model, dense = case.model, 1 - case.model.num_moe_layers / case.model.num_layers
-    hidden = 2.0 * model.hidden / layouts.stream_tp * (("qkv" not in on) + ("up" not in on) * dense)
+    first = {"qkv"} if model.mla is None else {"kv_down", "q" if model.mla.q_rank is None else "q_down"}
+    hidden = 2.0 * model.hidden / layouts.stream_tp * (on.isdisjoint(first) + ("up" not in on) * dense)
     inner: Array = 2.0 * model.ffn / layouts.tp * ("down" not in on) * dense
     return hidden + inner
 

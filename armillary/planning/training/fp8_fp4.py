@@ -21,7 +21,8 @@ NARROW = np.array([name in ("fp8", "mxfp8", "nvfp4") for name in PRECISIONS])
 SIZES = np.array([FORMATS[name][1] for name in PRECISIONS])
 """by code of precision: bytes per operand element"""
 TOKEN, TENSOR, ROW = (FP8_SCALINGS.index(name) for name in ("token", "tensor", "row"))
-_ADAPTED = {"qkv": "qkv", "out": "out", "mlp.gate_up": "up", "mlp.up": "up", "mlp.down": "down"}
+_ADAPTED = {name: name for name in ("qkv", "q", "kv_up", "out")}
+_ADAPTED |= {"mlp.gate_up": "up", "mlp.up": "up", "mlp.down": "down"}
 """operation -> matrix, by the names that adapters use"""
 
 

@@ -134,15 +134,12 @@ def lora_of(model: ModelConfig, job: TrainJob) -> Lora | None:
     unsharded, sharded, kernels = np.zeros(2), np.zeros(2), np.zeros(2)
     for target in matrices.values():
         inputs, outputs = target.inputs * INPUTS, target.periods * sum(target.widths) * OUTPUTS
-        unsharded = unsharded + (inputs if target.column else outputs)
-        sharded = sharded + (outputs if target.column else inputs)
+        split = np.zeros(2) if target.replicated else outputs if target.column else inputs
+        unsharded, sharded = unsharded + inputs + outputs - split, sharded + split
         kernels = kernels + (FUSED_KERNELS if len(target.parts) > 1 else KERNELS)
     return Lora(
         parameters=sum(target.weights(job.lora_rank) for target in matrices.values()),
-        unsharded=sum(  # A where outputs are sharded, B where inputs are
-            job.lora_rank * (target.num_a * target.inputs if target.column else target.periods * target.adapted)
-            for target in matrices.values()
-        ),
+        unsharded=sum(target.unsharded_weights(job.lora_rank) for target in matrices.values()),
         on=frozenset(name.rpartition(".")[2] for name in matrices),
         forward=(float(unsharded[0]), float(sharded[0])),
         backward=(float(unsharded[1]), float(sharded[1])),

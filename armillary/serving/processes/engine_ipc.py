@@ -16,8 +16,7 @@ from typing import Any
 
 from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.scheduler.scheduler import Scheduler
-from armillary.engine.telemetry.gauges import request_gauges, state_gauges
+from armillary.engine.telemetry.gauges import request_gauges
 from armillary.serving.processes.worker_process import frame
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
@@ -108,7 +107,7 @@ class StepOutput:
     """request number -> vector of its prompt, as 32-bit floats"""
     ends: list[tuple[int, str, str, dict[str, float]]] = field(default_factory=list)
     """(key, finish reason, error, gauges of the request)"""
-    state: dict[str, float] | None = None
+    state: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepOutput, (self.keys, self.tokens, self.logprobs, self.prompts, self.pooled, self.ends, self.state)
@@ -172,8 +171,9 @@ _STATE_S = 0.2
 class OutputSender:
     """Collects the tokens of a step and sends them."""
 
-    def __init__(self, scheduler: Scheduler, send: Callable[[StepOutput], None]) -> None:
-        self._scheduler = scheduler
+    def __init__(self, state: Callable[[], dict[str, Any]], send: Callable[[StepOutput], None]) -> None:
+        """`state`: the engine's gauges, sent now and then."""
+        self._state = state
         self._send = send
         self._output = StepOutput()
         self._state_at = 0.0
@@ -201,5 +201,5 @@ class OutputSender:
         output, self._output = self._output, StepOutput()
         now = time.monotonic()
         if now - self._state_at >= _STATE_S:
-            self._state_at, output.state = now, state_gauges(self._scheduler)
+            self._state_at, output.state = now, self._state()
         self._send(output)

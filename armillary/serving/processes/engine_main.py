@@ -119,7 +119,7 @@ def _follow(llm: LLM) -> None:
 def _start(llm: LLM, send_queue: SendQueue) -> EngineThread:
     """Start the engine's thread; it sends token ids, which the server detokenizes."""
     llm.engine.output_processor = OutputProcessor(llm.engine.scheduler, NoText)
-    worker = EngineThread(llm.engine, OutputSender(llm.engine.scheduler, send_queue.send))
+    worker = EngineThread(llm.engine, OutputSender(llm.engine.state, send_queue.send))
     worker.start()
     Heartbeat(worker, send_queue.send).start()
     threading.Thread(target=_watch, args=(worker,), daemon=True).start()

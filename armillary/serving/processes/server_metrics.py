@@ -16,6 +16,7 @@ from armillary.spec.gauges import GAUGES, prometheus_name
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16_384.0, 65_536.0, 262_144.0)
 _FROM_ENGINE = ("running", "waiting", "kv_used_fraction", "kv_capacity_tokens", "prefix_hit_fraction")
+_OF_EXPERTS = ("expert_load_max_over_mean", "expert_tail_fraction")
 _ENGINE_TOTALS = (
     "preemptions_total",
     "recomputed_total",
@@ -25,6 +26,7 @@ _ENGINE_TOTALS = (
     "prefix_evicted_total",
     "tokens_in_total",
     "tokens_out_total",
+    "expert_tokens_total",
 )
 
 _FINISHES = ("stop", "length", "tool_calls", "abort", "deadline", "error")
@@ -68,7 +70,7 @@ class Metrics:
         self.ready = False
         self.started_at = time.time()
         self.info: Mapping[str, str] = {}
-        self.engine_state: Mapping[str, float] = {}
+        self.engine_state: Mapping[str, Any] = {}
         self._earlier_totals: Counter[str] = Counter()
 
     def engine_lost(self) -> None:
@@ -113,6 +115,7 @@ class Metrics:
             yield CounterMetricFamily(prometheus_name(name), about, value=value)
         for name in _FROM_ENGINE:
             yield GaugeMetricFamily(prometheus_name(name), GAUGES[name].meaning, value=self.engine_state.get(name, 0.0))
+        yield from self._expert_families()
         if self.info:
             info = GaugeMetricFamily("armillary_serve_info", "model, run and keys of [serve]", labels=list(self.info))
             info.add_metric(list(self.info.values()), 1.0)
@@ -122,6 +125,21 @@ class Metrics:
         yield GaugeMetricFamily("armillary_start_time_seconds", "start time of the server", value=self.started_at)
         if self._vllm:
             yield from vllm_families(self, self._totals())
+
+    def _expert_families(self) -> Iterable[Any]:
+        """None for a model without experts."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name in _OF_EXPERTS:
+            if name in self.engine_state:
+                yield GaugeMetricFamily(prometheus_name(name), GAUGES[name].meaning, value=self.engine_state[name])
+        name = "expert_tokens"
+        tokens = GaugeMetricFamily(prometheus_name(name), GAUGES[name].meaning, labels=["layer", "expert"])
+        for layer, counts in self.engine_state.get(name, {}).items():
+            for expert, count in enumerate(counts):
+                tokens.add_metric([str(layer), str(expert)], count)
+        if tokens.samples:
+            yield tokens
 
     def _totals(self) -> dict[str, float]:
         totals = {name: self._earlier_totals[name] + self.engine_state.get(name, 0.0) for name in _ENGINE_TOTALS}

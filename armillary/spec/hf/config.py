@@ -82,12 +82,25 @@ def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
         raise BadModel(f"{name}: config.json has a value of the wrong kind ({error}); take the model's own") from None
 
 
+RECURRENT = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "gated delta-net"),
+    **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "Mamba"),
+    **dict.fromkeys(("rwkv", "recurrent_gemma"), "recurrent"),
+}
+"""families that `ModelConfig` cannot describe, and why"""
+
+
 def _reader(family: str, name: str) -> Callable[[Raw], Fields]:
     """Of a family of ours, or of the user's."""
     if family in READERS:
         return READERS[family]
     if (own := find_family(family)) is not None:
         return own.read
+    if family in RECURRENT:
+        raise BadModel(
+            f"{name}: a '{family}' model has {RECURRENT[family]} layers, whose state is not a KV cache; these are not "
+            "built, trained or served here yet: take a family of docs/models.md"
+        )
     guess = nearest(family, READERS)
     begin = f"did you mean {guess}? One" if guess else "one"
     hint = f"{begin} of your own is given with --model-code FILE (docs/models.md)"

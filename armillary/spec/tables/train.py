@@ -207,7 +207,8 @@ class TrainJob:
     lora_alpha: Defining[float | None] = None
     """adapters are scaled by alpha / rank; none: twice the rank"""
     lora_on: Defining[tuple[str, ...]] = ("qkv", "out", "gate_up", "down")
-    """projections with adapters: qkv (or q, k, v), out, gate_up (or gate, up), down"""
+    """projections with adapters: qkv (or q, k, v; with latent attention q_a, q_b, kv_a, kv_b), out, gate_up (or gate,
+    up), down"""
     lora_dropout: Noted[float] = 0.0
     """dropout on the inputs of adapters"""
     balance_loss: Noted[float | None] = None

@@ -19,6 +19,7 @@ from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.runner.engine_kernels import REFERENCE
 from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, replace_linears
 from armillary.errors import BadInput, BadModel
 from armillary.kernels.gemm import skinny
 from armillary.kernels.quantized import weight_only
@@ -145,6 +146,34 @@ def test_int8_inputs_are_rounded_per_token(tmp_path: Path) -> None:
     error = (forward.layers[1].qkv(x) - packed(x)).norm() / packed(x).norm()
     assert 1e-5 < error < 0.02
     assert [made.finish for made in llm.generate(TOKENS.tolist(), GREEDY)] == ["length"] * 2
+
+
+@torch.no_grad()
+def test_int8_inputs_of_latent_projections_are_rounded_too(tmp_path: Path) -> None:
+    """W8A8 with latent attention: both halves of the first GEMM and the queries from their latent."""
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "q_lora_rank": 12, "vocab_size": 96}
+    scheme = scheme_of(INT8, INT8_INPUTS)
+    folder = compressed_folder(tmp_path / "m", random_model("deepseek_v3", 1, **sizes), scheme, "int-quantized")
+    attention, llm = load_model(folder, packed=True).blocks["0"].attention, LLM(folder, SERVE, device="cpu")
+    forward = llm.engine.loop.executor.forward  # type: ignore[attr-defined]
+    assert not any(
+        module.weight.parts for module in packed_modules(forward.model) if module is not forward.model.output
+    )
+    layer, x_TH = forward.layers[0], torch.randn(5, forward.model.config.hidden)
+    x_TC = torch.randn(5, 12)
+    for linear, packed in (
+        (layer.qkv.parts[0], attention.q_down),
+        (layer.qkv.parts[1], attention.kv_down),
+        (layer.latent.q, attention.q),
+    ):
+        assert isinstance(linear, Int8Dense)
+        x = x_TC if linear is layer.latent.q else x_TH
+        error = (linear(x) - packed(x)).norm() / packed(x).norm()
+        assert 1e-5 < error < 0.02
+    assert [made.finish for made in llm.generate(TOKENS.tolist(), GREEDY)] == ["length"] * 2
+    before = layer.latent.q
+    replace_linears(forward, PackedDense, let_go=False)  # as on a CPU with bf16 units: what is int8 stays
+    assert layer.latent.q is before and all(isinstance(part, Int8Dense) for part in layer.qkv.parts)
 
 
 @torch.no_grad()

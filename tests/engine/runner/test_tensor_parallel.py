@@ -31,7 +31,7 @@ from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import settings_for
 from armillary.engine.scheduler.step_loop import Loop
 from armillary.errors import BadInput, BadLayout
-from armillary.kernels.latent.latent_attention import LatentBatch
+from armillary.kernels.latent.latent_forms import LatentBatch
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_weights import load_model

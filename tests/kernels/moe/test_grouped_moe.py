@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from armillary.kernels.core import requirements
 from armillary.kernels.core.agreement import check, expect
 from armillary.kernels.moe.expert_choice import choose_experts
-from armillary.kernels.moe.moe import GROUPED_MOE, MoECase, inputs
+from armillary.kernels.moe.expert_load import ExpertLoad
+from armillary.kernels.moe.moe import GROUPED_MOE, MoECase, inputs, moe_layer
 from armillary.machine.accelerator import Accelerator
 from tests.kernels.interpreter import needs_interpreter
 
@@ -59,6 +60,27 @@ def test_choices_are_sorted_into_tiles_of_one_expert(tokens: int, monkeypatch: p
     tiles = [(e, int(counts[:e].sum()) + row) for e in range(5) for row in range(0, int(counts[e]), 16)]
     assert found.tiles_T2[: len(tiles)].tolist() == [list(tile) for tile in tiles]
     assert found.tiles_T2[len(tiles) :, 0].eq(-1).all() and len(found.tiles_T2) == most_tiles(2 * tokens, 5, 16)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "case", [replace(BASE, tokens=5), replace(BASE, tokens=5, experts=3, score="softmax_topk", bias=True)]
+)
+@pytest.mark.parametrize("live", [0, 3, 5])
+def test_choices_of_live_tokens_are_counted(case: MoECase, live: int) -> None:
+    """By both kernels as by the reference; what was counted before stays."""
+    from armillary.kernels.moe.grouped_moe_triton import grouped_moe
+    from armillary.kernels.moe.small_moe_triton import small_moe
+
+    x, weights, moe, *rest = inputs(case, torch.Generator().manual_seed(3))
+    logits_ME = torch.nn.functional.linear(x, weights.router_EH, weights.router_bias_E)
+    _, experts_Mk = choose_experts(logits_ME, moe)
+    expected = 7 + torch.bincount(experts_Mk[:live].flatten(), minlength=case.experts)
+    for run in (moe_layer, small_moe, grouped_moe):
+        load = ExpertLoad(torch.full((case.experts,), 7), torch.tensor([live], dtype=torch.int32))
+        plain = run(x, weights, moe, *rest)
+        assert torch.equal(run(x, weights, moe, *rest, load=load), plain)
+        assert torch.equal(load.counts_E, expected)
 
 
 @needs_interpreter

@@ -165,3 +165,9 @@ def test_llama_4_without_experts() -> None:
         assert config.moe is None and {kind.mlp for kind in config.layers} == {"dense"}
     mixed = from_hf(raw | {"interleave_moe_layer_step": 2}, name="mixed")
     assert [kind.mlp for kind in mixed.layers] == ["dense", "moe", "dense", "moe"]
+
+
+@pytest.mark.parametrize(("family", "layers"), [("qwen3_next", "gated delta-net"), ("jamba", "Mamba")])
+def test_families_with_recurrent_layers_are_refused_by_name(family: str, layers: str) -> None:
+    with pytest.raises(BadModel, match=f"a '{family}' model has {layers} layers.*take a family of docs/models.md"):
+        from_hf({"model_type": family, "hidden_size": 64}, name="mine")

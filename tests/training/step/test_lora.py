@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from armillary.errors import ArmillaryError
-from armillary.model.layers.attention_forms import plain
+from armillary.model.layers.attention_forms import OverLatents, plain
 from armillary.model.lora import NAMES, LoraLinear, adapters, change, expand_b
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights import safetensors_writer
@@ -85,10 +85,12 @@ def test_rank_0_leaves_the_model_alone(tmp_path: Path) -> None:
 
 
 PARTS = [("q", "v"), ("k", "out"), ("qkv", "up"), ("gate", "q")]
-LATENT = ("deepseek_v2", "deepseek_v3")  # latent attention takes no adapters
+LATENT = ("deepseek_v2", "deepseek_v3")  # other parts
 KNOWN = [family for family in FAMILIES if family in NAMED and family not in LATENT]
 MERGED = [
-    *((family, ALL) for family in KNOWN),
+    *((family, ALL) for family in (*KNOWN, *LATENT)),
+    ("deepseek_v3", ("q_a", "kv_b", "down")),
+    ("deepseek_v3", ("q_b", "kv_a")),
     *((family, on) for family in ("llama", "phi3", "qwen3_moe") for on in PARTS),  # plain, stacked, with experts
 ]
 OTHERS = [(family, on) for family in KNOWN for on in PARTS if (family, on) not in MERGED]
@@ -101,6 +103,16 @@ def test_merged_computes_the_same_in_every_family(tmp_path: Path, family: str, o
     assert not near(with_adapters, logits(load_model(tmp_path / "base", dtype=torch.float32)), 1e-3)
     whole = load_model(save_merged(model, job, tmp_path / "merged"))
     assert not any(adapters(whole)) and near(logits(whole), with_adapters)
+
+
+def test_absorbed_latents_have_the_adapters_too(tmp_path: Path) -> None:
+    """Queries are multiplied by the up-projection itself where latents are cached."""
+    model, _ = adapted(tmp_path, "deepseek_v3", seed=1, lora_on=("kv_b",))
+    tokens = torch.randint(0, model.config.vocab, (2, 11), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(11).expand(2, 11)
+    with torch.no_grad():
+        absorbed = model.head(model(tokens, positions, OverLatents(plain)))
+    assert near(absorbed, logits(model))
 
 
 def test_only_adapters_learn_and_their_number_is_known(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.latent.latent_attention import latent_attention, latent_batch, most_absorbed
 from armillary.kernels.latent.latent_decode import latent_decode
+from armillary.kernels.latent.latent_forms import latent_attention, latent_batch, most_absorbed
 from armillary.kernels.latent.latent_prefill import latent_prefill
 from tests.kernels.latent.latent_batches import Shape, batch, expected
 from tests.kernels.pages import error
