@@ -231,7 +231,7 @@ class FastExecutor:
     def _sent(self, launched: Launched) -> Launched:
         """Start to copy tokens and log-probabilities to the host. A step without tokens is waited for as well, so that
         at most two are in flight."""
-        launched.expert_counts_LE = self.expert_counters.due()
+        launched.expert_counts_LE = self.expert_counters.start_copy()
         if self.device.type == "cuda":
             launched.tokens_B, launched.logprobs = _to_host(launched.tokens_B), _to_host(launched.logprobs)
             launched.prompts = [host for logprobs in launched.prompts if (host := _to_host(logprobs)) is not None]

@@ -26,7 +26,7 @@ class ExpertCounters:
         self.latest: Any = None  # array [L, E] on the host, as of the last copy
         self._copied_at, self._is_old = -math.inf, False
 
-    def due(self) -> Tensor | None:
+    def start_copy(self) -> Tensor | None:
         """A copy on the device for `arrived`; None where the last one is recent."""
         now = time.monotonic()
         self._is_old = self._counts_LE.numel() > 0 and now - self._copied_at < _COPY_S

@@ -263,8 +263,8 @@ def choose(
     tl.store(weights_ptr + slot, chosen * scale, mask=slot < TOP_K)
     tl.store(experts_ptr + slot, experts, mask=slot < TOP_K)
     if HAS_LOAD:
-        one = tl.full([K_PAD], 1, tl.int64)
-        tl.atomic_add(counts_ptr + experts, one, mask=(slot < TOP_K) & is_live, sem="relaxed")
+        ones = tl.full([K_PAD], 1, tl.int64)
+        tl.atomic_add(counts_ptr + experts, ones, mask=(slot < TOP_K) & is_live, sem="relaxed")
 
 
 @triton.jit
