@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images often forbid byte code, and every process would compile the whole package again: seconds each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all slowest test-gpu test-nccl test-services peers test-hub lint sizes docs setup clean
+.PHONY: help demo test test-all slowest test-gpu test-nccl test-services peers test-hub lint sizes docs site setup clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -65,8 +65,14 @@ lint: $(READY)
 sizes: ## lines per file
 	@find armillary -name '*.py' -size +0 -exec wc -l {} + | sort -n
 
-docs: $(READY) ## regenerate the reference pages
+docs: $(READY) ## regenerate the reference pages; EXERCISES=all (or names) also runs exercises and shows what has changed
 	@$(BIN)/python docs/generate.py
+	@test -z '$(EXERCISES)' || $(BIN)/python docs/run_exercises.py $(EXERCISES)
+
+site: $(READY) docs ## the documentation as a site in build/site, by mkdocs-material
+	@$(BIN)/python -m pip install --quiet 'mkdocs-material>=9.5'
+	@$(BIN)/mkdocs build --quiet --strict
+	@echo 'open build/site/index.html, or: $(BIN)/mkdocs serve'
 
 setup: $(READY) ## only set up .venv
 

@@ -32,6 +32,8 @@ EXAMPLES = {
     "python_api": ((), ("loss", "converted to half")),
     "ddp_scaling": (("--quick",), ("predicting", "| efficiency |", "crossover at", "table.md")),
     "precision_cnn": (("--quick",), ("| fp16 |", "| bf16 |", "loss scaler: 2^24", "that are 0 in fp16")),
+    "pipeline_bubbles": (("--quick",), ("| formula | idle, GPipe | idle, 1F1B |", "| 4 | 20.0% |", "plot.svg")),
+    "plan_to_documents": (("--quick",), ("html, md, xlsx", "| device-hour | run |", "plot.svg")),
     "resnet50_profile": (("--quick",), ("ResNet-50 on cpu", "1. aten::", "memory peak")),
 }
 """example -> its arguments, and what it must print"""
@@ -42,8 +44,8 @@ def test_every_example_is_tried() -> None:
     assert found == set(EXAMPLES)
 
 
-SLOW = {"ddp_scaling", "precision_cnn", "resnet50_profile"}
-"""the first starts seven processes, each of which imports torch; the others train networks of images"""
+SLOW = {"ddp_scaling", "pipeline_bubbles", "plan_to_documents", "precision_cnn", "resnet50_profile"}
+"""the first starts seven processes, each of which imports torch; others train networks of images, sleep or plan"""
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in EXAMPLES])

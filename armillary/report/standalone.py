@@ -9,6 +9,8 @@ from importlib.resources import files
 
 _SVG = re.compile(r"<svg(?: class='(on-\w+)')? (.*?)</svg>", re.DOTALL)
 _VARIABLE = re.compile(r"--(\w+): (#[0-9a-fA-F]+);")
+CHART_LETTERS, DIAGRAM_LETTERS = 14, 11
+"""pixels; a chart for wide screens becomes 17 cm wide, and its letters 7 point; those of diagrams have to fit boxes"""
 FONTS = "Liberation Sans, Arial, DejaVu Sans, Noto Sans CJK SC, sans-serif"
 
 
@@ -25,8 +27,9 @@ def standalone_svg(html: str) -> str:
     if not drawings:
         return ""
     body = re.sub(r"var\(--(\w+)\)", lambda match: colours()[match.group(1)], drawings[0].group(2))
+    size = CHART_LETTERS if drawings[0].group(1) else DIAGRAM_LETTERS
     style = (
-        f"<style>text{{fill:{colours()['dim']};font-family:{FONTS};font-size:11px}}"
+        f"<style>text{{fill:{colours()['dim']};font-family:{FONTS};font-size:{size}px}}"
         f".bold{{font-weight:600;fill:{colours()['ink']}}}.grid{{stroke:{colours()['line']};stroke-width:1}}"
         f".mark{{stroke:{colours()['bad']};stroke-width:1.2;stroke-dasharray:5 4}}"
         f".limit{{stroke:{colours()['dim']};stroke-width:1.6;fill:none}}</style>"

@@ -40,7 +40,7 @@ POLICY = (
 GUARDS: Headers = [
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
+    (b"referrer-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
 ACTIONS = ("/chat", "/recipe")
@@ -133,6 +133,8 @@ class WebApp:
         if path in STATIC:
             content = (files("armillary") / f"web/static{path}").read_bytes()
             return await connection.respond(200, content, (b"content-type", STATIC[path]))
+        if path == "/favicon.ico":
+            return await connection.respond(204, b"", HTML)
         if path in self.downloads:
             return await self._download(connection, self.downloads[path], query)
         if path not in ("/", "/part"):

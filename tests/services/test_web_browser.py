@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ pytestmark = [
 TABS = ("plan", "plan&for=serve", "catalogue", "runs", "serve", "diagnose")
 PHONE = {"width": 390, "height": 844}
 PATIENCE_MS = 120_000
+POINTS = "[...document.querySelectorAll('.on-wide polyline')].reduce((n, l) => n + l.points.numberOfItems, 0)"
+"""of all lines that are drawn for a wide screen"""
 SERIOUS = ("serious", "critical")
 
 
@@ -92,17 +95,23 @@ def opened(browser: Any, **options: Any) -> Iterator[Any]:
     assert wrong == []
 
 
+def until(page: Any, script: str) -> None:
+    """Wait for an expression to be true; the page's own policy forbids the browser to poll it."""
+    end = time.monotonic() + PATIENCE_MS / 1000
+    while not page.evaluate(script):
+        assert time.monotonic() < end, script
+        page.wait_for_timeout(200)
+
+
 def show(page: Any, url: str, tab: str) -> None:
     """Open a tab and wait for its result, or for a message at its field."""
     page.goto(f"{url}/?tab={tab}")
     page.wait_for_selector("#result section, .error:not(:empty)")
-    page.wait_for_function("!document.getElementById('result').hasAttribute('aria-busy')")
+    until(page, "!document.getElementById('result').hasAttribute('aria-busy')")
 
 
 def drawn(page: Any) -> int:
-    """Points of all lines that are drawn for this width."""
-    script = "[...document.querySelectorAll('.on-wide polyline')].reduce((n, l) => n + l.points.numberOfItems, 0)"
-    return int(page.evaluate(script))
+    return int(page.evaluate(POINTS))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -121,7 +130,7 @@ def test_a_plan_is_changed_and_exported(page: Any, url: str, tmp_path: Path) -> 
     for title in ("Memory per device", "Step time", "Roofline", "Layouts", "Cost of the run", "Duration"):
         assert page.get_by_role("heading", name=title, exact=True).is_visible(), title
     page.get_by_label("Tensor parallel").fill("2")
-    page.wait_for_function("document.querySelector('#result td:nth-child(2)').textContent.startsWith('tp=2')")
+    until(page, "document.querySelector('#result td:nth-child(2)').textContent.startsWith('tp=2')")
     assert "layout.tp=2" in page.url, "the state is in the address"
     page.get_by_label("Steps").fill("777")
     page.get_by_label("Tensor parallel").fill("3")
@@ -130,7 +139,7 @@ def test_a_plan_is_changed_and_exported(page: Any, url: str, tmp_path: Path) -> 
     assert page.get_by_label("Steps").input_value() == "777", "nothing is lost"
     assert "tp=2" in page.inner_text("#result"), "the last result stays"
     page.get_by_label("Tensor parallel").fill("2")
-    page.wait_for_function("document.querySelector('[id=\"layout.tp-error\"]').textContent === ''")
+    until(page, "document.querySelector('[id=\"layout.tp-error\"]').textContent === ''")
     page.reload()
     assert page.get_by_label("Steps").input_value() == "777", "a bookmark is the same plan"
     page.wait_for_selector("text=docx")
@@ -169,13 +178,12 @@ def test_charts_follow_a_run(page: Any, url: str, place: Path, run_id: str) -> N
     steps = ["--set", "train.steps=4000", "--set", "train.seed=5"]
     with started(["train", "small.toml", "--home", "home", "--new", *steps], place):
         page.goto(f"{url}/?tab=runs")
-        page.wait_for_function("/running/.test(document.getElementById('result').textContent)", polling=500)
+        until(page, "/running/.test(document.getElementById('result').textContent)")
         page.wait_for_selector(".on-wide polyline")
         before = drawn(page)
-        count = "[...document.querySelectorAll('.on-wide polyline')].reduce((n, l) => n + l.points.numberOfItems, 0)"
-        page.wait_for_function(f"{count} > {before} + 3", polling=500)
+        until(page, f"{POINTS} > {before} + 3")
         page.get_by_label("Compared with").fill(run_id)
-        page.wait_for_function("document.querySelectorAll('.two section').length === 2")
+        until(page, "document.querySelectorAll('.two section').length === 2")
 
 
 def test_charts_follow_a_load_test_and_the_chat_answers(page: Any, url: str, tmp_path: Path) -> None:
@@ -197,13 +205,10 @@ def test_charts_follow_a_load_test_and_the_chat_answers(page: Any, url: str, tmp
             page.goto(f"{url}/?tab=serve&url={server.url}")
             page.wait_for_selector("section:has-text('Latencies') .on-wide polyline")
             before = drawn(page)
-            count = (
-                "[...document.querySelectorAll('.on-wide polyline')].reduce((n, l) => n + l.points.numberOfItems, 0)"
-            )
-            page.wait_for_function(f"{count} > {before}", polling=500)
+            until(page, f"{POINTS} > {before}")
             page.get_by_label("Message").fill("Hello <b>there</b>")
             page.keyboard.press("Enter")
-            page.wait_for_function("document.querySelector('#talk .answer').textContent.length > 3", polling=200)
+            until(page, "document.querySelector('#talk .answer').textContent.length > 3")
         assert page.locator("#talk .own").inner_text() == "Hello <b>there</b>"
         assert page.locator("#talk .error").count() == 0
 

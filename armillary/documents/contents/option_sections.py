@@ -19,7 +19,7 @@ def elasticity_section(facts: PlanFacts, figures: Figures) -> Section | None:
         rows = [_own_row(figures)]
         for other in facts.resized:
             if other.reason:
-                rows.append([f"{other.devices:,}", "–", "–", "–", other.reason])
+                rows.append([Amount(value=float(other.devices), unit="count"), "–", "–", "–", other.reason])
             else:
                 rows.append(_elastic_row(figures, other.devices, other.step_s, other.goodput))
         columns = ("devices", "step", "duration", "cost of the run", "note")
@@ -52,7 +52,7 @@ def _elastic_row(figures: Figures, devices: int, step_s: float, goodput: float) 
     if "device_hour" in figures:
         cost = figures.calculated(f"{devices} * {run} / 3600 * device_hour", "money")
     return [
-        f"{devices:,}",
+        Amount(value=float(devices), unit="count"),
         Amount(value=step_s, unit="s"),
         figures.calculated(f"{run} / 86400", "days"),
         cost,

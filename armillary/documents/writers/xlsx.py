@@ -7,7 +7,7 @@ show figures too. Prose is left out: it would not follow a changed input.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ NOTE = "Yellow cells are inputs: change a price, a count or a utilisation, and e
 _NOT_IN_NAMES = re.compile(r"[\[\]:*?/\\]")
 GUARDED = ("=", "+", "-", "@", "\t", "\r")
 """a text that begins so is marked as text, so that editing its cell makes no formula of it"""
+RIGHT: dict[str, Any] = {"align": "right", "indent": 1}
+"""of numbers, with a space before what follows"""
 
 
 def write_xlsx(report: Report, path: Path) -> None:
@@ -75,7 +77,7 @@ class WorkbookWriter:
     def _figures(self, title: str, rows: Sequence[Figure], last: str, note: str) -> None:
         sheet = self._sheet(title)
         self._text(sheet, 1, 0, note, self.format(font_color=GREY))
-        self._header(sheet, 3, ("figure", "value", "name", last))
+        self._header(sheet, 3, ("figure", "value", "name", last), numbers=[1])
         line, group = 4, ""
         for figure in rows:
             if figure.group != group:
@@ -118,7 +120,7 @@ class WorkbookWriter:
 
     def _table(self, sheet: Any, line: int, table: Table, widths: list[int]) -> int:
         self._text(sheet, line, 0, table.caption, self.format(bold=True, font_color=ACCENT))
-        self._header(sheet, line + 1, table.columns)
+        self._header(sheet, line + 1, table.columns, numbers=_number_columns(table))
         for i, row in enumerate(table.rows):
             last = table.total and i == len(table.rows) - 1
             for column, cell in enumerate(row):
@@ -130,7 +132,8 @@ class WorkbookWriter:
         """Its values as a table, which the chart refers to, and the chart beside it."""
         series = chart.series
         self._text(sheet, line, 0, chart.caption, self.format(bold=True, font_color=ACCENT))
-        self._header(sheet, line + 1, (chart.x_name or " ", *(name for name, _ in series)))
+        heads = (chart.x_name or " ", *(name for name, _ in series))
+        self._header(sheet, line + 1, heads, numbers=range(1, len(heads)))
         first, last = line + 2, line + 1 + len(chart.categories)
         for i, name in enumerate(chart.categories):
             self._text(sheet, first + i, 0, name)
@@ -192,21 +195,23 @@ class WorkbookWriter:
         sheet.fit_to_pages(1, 0)
         return sheet
 
-    def _header(self, sheet: Any, line: int, texts: Sequence[str]) -> None:
+    def _header(self, sheet: Any, line: int, texts: Sequence[str], numbers: Collection[int]) -> None:
+        """Headings over their columns; those of `numbers` to the right, as the numbers are."""
         for column, text in enumerate(texts):
-            self._text(sheet, line, column, text, self.format(bold=True, bg_color=HEAD_FILL, bottom=1))
+            side: dict[str, Any] = RIGHT if column in numbers else {}
+            self._text(sheet, line, column, text, self.format(bold=True, bg_color=HEAD_FILL, bottom=1, **side))
 
     def _cell(self, sheet: Any, line: int, column: int, cell: Cell, **style: Any) -> None:
         if isinstance(cell, Amount):
             self._amount(sheet, line, column, cell, **style)
         else:
-            wrapped = len(cell) > WIDEST
-            self._text(sheet, line, column, cell, self.format(text_wrap=wrapped, **style))
+            wrapped, side = len(cell) > WIDEST, RIGHT if cell == "–" else {}
+            self._text(sheet, line, column, cell, self.format(text_wrap=wrapped, **side, **style))
             if wrapped:
                 sheet.set_row(line, LINE_HEIGHT * -(-len(cell) // (WIDEST - 8)))
 
     def _amount(self, sheet: Any, line: int, column: int, amount: Amount, **style: Any) -> None:
-        form = self.format(amount.unit or "number", align="right", **style)
+        form = self.format(amount.unit or "number", **RIGHT, **style)
         if amount.formula:
             formula = f"={to_excel(amount.formula)}"
             assert len(formula) <= LONGEST_FORMULA, f"{amount.formula[:80]} is too long for a spreadsheet"
@@ -219,6 +224,12 @@ class WorkbookWriter:
         if text.startswith(GUARDED):
             form = self.format(quote_prefix=True, text_wrap=len(text) > WIDEST)
         sheet.write_string(line, column, text[:32_000], form)
+
+
+def _number_columns(table: Table) -> set[int]:
+    """Columns without words."""
+    columns = range(len(table.columns))
+    return {i for i in columns if all(isinstance(row[i], Amount) or row[i] == "–" for row in table.rows)}
 
 
 def _widen(widths: list[int], table: Table, report: Report) -> None:

@@ -1,7 +1,7 @@
 """A corpus: the files a source stands for, in an order that does not change, read as a stream of documents.
 
 A source is a file, a folder (everything readable below it), a glob, each also in a store (`s3://…`), a numbered set
-(`part-{000..099}.tar`), or `stdlib`: the Python library on this machine.
+(`part-{000..099}.tar`), a dataset of the Hub (`hub:OWNER/NAME:train`), or `stdlib`: the Python library on this machine.
 """
 
 import glob
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from armillary.errors import BadData, BadInput, NotFound, nearest
 from armillary.store.remote import Remote, is_url
+from armillary.training.data.hub_datasets import HUB, hub_files
 from armillary.training.data.object_store_cache import Cache
 from armillary.training.data.readers import Document, Skipped, reader_of
 
@@ -101,6 +102,9 @@ def find_corpus(source: str | Path, *, key: str = "text", cache: Cache | None = 
         return _stdlib()
     if is_url(text):
         return _in_store(text, key, cache)
+    if text.startswith(HUB):
+        files = hub_files(text)
+        return _of_files(text, Path(os.path.commonpath([file.parent for file in files])), files, key)
     if path.is_dir():
         return _of_files(text, path, _below(path), key)
     if path.is_file() and reader_of(path) is None:

@@ -1,7 +1,7 @@
 """One reader per file format: a file is read as a stream of documents, never loaded in full.
 
-Text and source code, JSON Lines (a text under one key), Parquet (a text column), WebDataset tars and TFRecord; `.gz` is
-unpacked.
+Text and source code, JSON Lines (a text under one key), Parquet and Arrow (a text column), WebDataset tars and
+TFRecord; `.gz` is unpacked.
 """
 
 import gzip
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadData, missing, one_line
+from armillary.training.data.hub_datasets import opened_arrow
 from armillary.training.data.tfrecord import example, records
 
 PIECE = 256 * 1024
@@ -137,6 +138,15 @@ def read_parquet(path: Path, origin: str, key: str) -> Iterator[Document | Skipp
         _check_column(file.schema_arrow, key, path)
         batches = file.iter_batches(columns=[key], batch_size=1024)
         texts = (text for batch in batches for text in batch.column(0).to_pylist())
+        for number, text in enumerate(texts, start=1):
+            yield from (Document(text=item, origin=f"{origin}:{number}") for item in _unless_blank(text))
+
+
+def read_arrow(path: Path, origin: str, key: str) -> Iterator[Document | Skipped]:
+    """One document per row, its text in column `key`, as the package `datasets` keeps them."""
+    with opened_arrow(path) as (schema, batches):
+        _check_column(schema, key, path)
+        texts = (text for batch in batches for text in batch.column(key).to_pylist())
         for number, text in enumerate(texts, start=1):
             yield from (Document(text=item, origin=f"{origin}:{number}") for item in _unless_blank(text))
 
@@ -280,4 +290,4 @@ def _record_documents(values: list[bytes] | list[int], origin: str, where: str) 
 
 READERS: dict[str, Reader] = dict.fromkeys(_TEXT_SUFFIXES.split(), read_text)
 READERS |= {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet, ".tar": read_tar, ".tgz": read_tar}
-READERS |= {".tfrecord": read_tfrecord, ".tfrecords": read_tfrecord}
+READERS |= {".arrow": read_arrow, ".tfrecord": read_tfrecord, ".tfrecords": read_tfrecord}

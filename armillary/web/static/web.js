@@ -6,6 +6,7 @@ const news = document.getElementById("status");
 const TYPING_MS = 250;
 let pending = null;
 let timer = 0;
+let address = location.search;
 document.body.classList.add("scripted");
 
 function typed() {
@@ -82,7 +83,7 @@ async function refresh() {
 }
 
 form.addEventListener("input", (event) => {
-  history.replaceState(null, "", "?" + typed());
+  history.replaceState(null, "", address = "?" + typed());
   clearTimeout(timer);
   if (event.target.tagName === "SELECT" && event.target.name === "for") {
     location.search = "?" + typed();
@@ -92,9 +93,10 @@ form.addEventListener("input", (event) => {
 });
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  history.pushState(null, "", "?" + typed());
+  history.pushState(null, "", address = "?" + typed());
   update();
 });
-window.addEventListener("popstate", () => location.reload());
+// a link within the page changes only the part after #
+window.addEventListener("popstate", () => { if (location.search !== address) location.reload(); });
 if ("load" in result.dataset) update();
 else again(Number(result.dataset.refresh || 0));

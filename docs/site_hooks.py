@@ -1,0 +1,51 @@
+"""What mkdocs does beside: pages in the order of docs/README.md, and links to files outside docs/ as plain text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
+ROW = re.compile(r"^\| (.+?) \| \[.*?\]\(([\w/]+\.md)\) \|$", re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    config.nav = navigation((HERE / "README.md").read_text(encoding="utf-8"))
+    return config
+
+
+def navigation(readme: str) -> list[dict[str, Any]]:
+    """Sections of the list of pages, each with its pages by file name; links out of docs/ are left out."""
+    nav: list[dict[str, Any]] = [{"Documentation": "README.md"}]
+    for part in re.split(r"^## ", readme, flags=re.MULTILINE)[1:]:
+        title = part.partition("\n")[0]
+        paths = [path for path in dict.fromkeys(re.findall(r"\]\(([\w/]+\.md)\)", part)) if (HERE / path).is_file()]
+        nav.append({title: [{label(path): path} for path in paths]})
+    return [entry for entry in nav if all(entry.values())]
+
+
+def label(path: str) -> str:
+    """The first heading of a page."""
+    return (HERE / path).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    return inside_only(markdown, HERE / page.file.src_uri)
+
+
+def inside_only(markdown: str, page: Path) -> str:
+    """The text with links to files that are no part of the site as their words and the file's path."""
+
+    def shown(match: re.Match[str]) -> str:
+        text, target = match[1], match[2]
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        linked = (page.parent / target).resolve()
+        if linked.suffix in (".md", ".svg", ".png") and linked.is_relative_to(HERE):
+            return match[0]
+        path = linked.relative_to(HERE.parent) if linked.is_relative_to(HERE.parent) else Path(target)
+        return f"{text} (`{path}`)" if str(path) not in text else text
+
+    return LINK.sub(shown, markdown)
