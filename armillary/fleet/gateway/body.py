@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -138,10 +138,19 @@ def forwarded(
 def _of_key(key: ApiKey, table: dict[str, Any]) -> dict[str, Any]:
     """Fields of vLLM: requests with other salts never share a cached prefix, and a client may only lower its own
     priority."""
-    salt = hashlib.sha256(f"{key.id}:{table.get('cache_salt') or ''}".encode("utf-8", "surrogatepass")).hexdigest()
-    given = table.get("priority")
+    wanted, given = table.get("cache_salt"), table.get("priority")
+    salt = _salt(f"{key.id}:{wanted}") if wanted else _own_salt(key.id)
     priority = max(key.priority, given) if isinstance(given, int) else key.priority
-    return {"cache_salt": salt[:32]} | ({"priority": priority} if priority else {"priority": None} if given else {})
+    return {"cache_salt": salt} | ({"priority": priority} if priority else {"priority": None} if given else {})
+
+
+def _salt(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@lru_cache(1024)
+def _own_salt(key: str) -> str:
+    return _salt(f"{key}:")
 
 
 def _text(value: Any) -> bytes:

@@ -163,7 +163,7 @@ class ProxiedRequest:
         if upstream.status in _REFUSED:  # its text may quote the gateway's key
             self._failed(replica, f"{replica.name} refused the gateway's own key")
             return False
-        if upstream.status in _FAILED:
+        if upstream.status in _FAILED or 300 <= upstream.status < 400:  # redirects lead outside the configuration
             self._failed(replica, f"{replica.name} answered {upstream.status}")
             return False
         first = await upstream.read(self._settings.first_token_timeout_s)

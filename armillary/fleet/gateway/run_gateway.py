@@ -39,6 +39,8 @@ from armillary.serving.http.server import (
 from armillary.store.ed25519 import public_keys
 
 _DRAIN_S = 30
+_GC_OBJECTS = 10_000
+"""new objects between collections; the default of 700 means one every few requests"""
 
 
 def run_gateway(
@@ -113,6 +115,7 @@ async def _serve(
     tasks = [asyncio.create_task(each) for each in (sweep(pools), checker.run(), audit.run(say), ring.watch())]
     server = http_server(gateway, graceful_s=_DRAIN_S, tls=tls, proxy_headers=False)
     gc.freeze()  # what is there now stays: no collection has to look at it again
+    gc.set_threshold(_GC_OBJECTS)
 
     def drain() -> None:
         gateway.draining = True

@@ -78,6 +78,7 @@ class Endpoint:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         connection = AsgiConnection(scope, receive, send)
         try:
+            connection.refuse_repeated_headers()
             if not self._keys.admits(connection.headers):
                 raise Problem(401, REFUSAL, code="invalid_api_key")
             await self._handler(connection)

@@ -253,6 +253,13 @@ async def test_a_replica_that_refuses_the_gateways_key_is_no_matter_of_the_clien
 
 
 @scenario
+async def test_a_redirect_is_neither_followed_nor_passed_on(tmp_path: Path) -> None:
+    async with gateway_of(tmp_path, FakeReplica(status=307)) as client:
+        refused = await client.post(ASK)
+        assert refused.status == 502 and "answered 307" in refused.message and "location" not in refused.headers
+
+
+@scenario
 async def test_bytes_that_nobody_asked_for_close_a_kept_connection(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with gateway_of(tmp_path, replica) as client:

@@ -89,6 +89,9 @@ def test_a_body_without_end_is_cut_off(server: Server) -> None:
         b"\0" * 1000,
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
         b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 500_000 + b"\r\n",
+        b"POST /tokenize HTTP/1.1\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        b"POST /tokenize HTTP/1.1\r\nauthorization: Bearer a\r\nauthorization: Bearer b\r\ncontent-length: 2\r\n\r\n{}",
         b"GET /" + b"a" * 3_000_000 + b" HTTP/1.1\r\n\r\n",
     ],
 )
