@@ -8,7 +8,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
-ROW = re.compile(r"^\| (.+?) \| \[.*?\]\(([\w/]+\.md)\) \|$", re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
@@ -21,9 +20,18 @@ def navigation(readme: str) -> list[dict[str, Any]]:
     nav: list[dict[str, Any]] = [{"Documentation": "README.md"}]
     for part in re.split(r"^## ", readme, flags=re.MULTILINE)[1:]:
         title = part.partition("\n")[0]
-        paths = [path for path in dict.fromkeys(re.findall(r"\]\(([\w/]+\.md)\)", part)) if (HERE / path).is_file()]
+        linked = dict.fromkeys(re.findall(r"\]\(([\w/]+\.md)\)", part))
+        paths = [each for path in linked if (HERE / path).is_file() for each in (path, *beside(path))]
         nav.append({title: [{label(path): path} for path in paths]})
     return [entry for entry in nav if all(entry.values())]
+
+
+def beside(path: str) -> list[str]:
+    """The other pages of a folder whose README is listed."""
+    if not path.endswith("/README.md"):
+        return []
+    pages = sorted((HERE / path).parent.glob("*.md"))
+    return [str(page.relative_to(HERE)) for page in pages if page.name != "README.md"]
 
 
 def label(path: str) -> str:

@@ -24,7 +24,7 @@ class Tab:
 
 CHAT = """<section id='chat' hidden><h2>Chat</h2><div id='talk' role='log' aria-label='Conversation' tabindex='0'></div>
 <form id='ask'><label for='say'>Message</label><textarea id='say' rows='2' required></textarea>
-<div class='fields'><div class='field'><label for='key'>API key, where the server needs one</label>
+<div class='fields'><div class='field'><label for='key'>API key, if it needs one</label>
 <input id='key' type='password' autocomplete='off'></div></div>
 <button>Send</button></form></section>
 <script src='chat.js' defer></script>"""

@@ -108,13 +108,18 @@ def training_costs(plan: TrainingPlan) -> str:
     return side_by_side(
         section(
             "Cost of the run",
-            lines([("cost", cost)], label="Cost over devices", x_name="devices", y_text=dollars_text),
+            lines([("cost", cost)], label="Cost over devices", x_name="devices", y_text=_whole_dollars),
         ),
         section(
             "Duration",
             lines([("days", days)], label="Duration over devices", x_name="devices", y_text=lambda days: f"{days:g} d"),
         ),
     )
+
+
+def _whole_dollars(value: float) -> str:
+    """Short enough for the margin of a small chart."""
+    return f"${value:,.0f}" if value < 1e4 else dollars_text(value)
 
 
 def serving_costs(plan: ServingPlan) -> str:

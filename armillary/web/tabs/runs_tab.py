@@ -19,7 +19,8 @@ from armillary.units import bytes_text, scaled, seconds_text
 from armillary.web.form import Field, Query, View
 
 NO_RUNS = "<p>There is no run yet: <code>armillary train recipes/tour.toml</code> starts one.</p>"
-REFRESH_S = 2.0
+REFRESH_S, IDLE_REFRESH_S = 2.0, 5.0
+"""seconds between looks at a live run, and at finished ones: another may begin"""
 SHOWN_RUNS = 50
 CHARTS: Sequence[tuple[str, str, Callable[[float], str]]] = (
     ("loss", "Loss", lambda value: f"{value:.3g}"),
@@ -49,7 +50,7 @@ def fields(query: Query, home: Home) -> list[Field]:
 def view(query: Query, home: Home) -> View:
     known = list_runs(home)
     if not known:
-        return View(html=section("Runs", NO_RUNS))
+        return View(html=section("Runs", NO_RUNS), refresh_s=IDLE_REFRESH_S)
     errors: dict[str, str] = {}
     picked = [run for name in ("run", "other") if (run := _picked(query, name, home, known, errors))]
     if errors:
@@ -57,7 +58,7 @@ def view(query: Query, home: Home) -> View:
     facts = side_by_side(*(_facts(run) for run in picked))
     html = _charts(picked) + facts + section("All runs", _list(known, picked))
     live = any(run.state.is_running for run in picked)
-    return View(html=html, refresh_s=REFRESH_S if live else 0.0)
+    return View(html=html, refresh_s=REFRESH_S if live else IDLE_REFRESH_S)
 
 
 def _picked(query: Query, name: str, home: Home, known: Sequence[Run], errors: dict[str, str]) -> Run | None:
