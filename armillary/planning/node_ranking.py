@@ -8,7 +8,7 @@ from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import device_hour, training_cost
 from armillary.planning.serving.deployment_options import DeploymentOption, Request, best
 from armillary.planning.training.layout_prediction import Prediction
-from armillary.planning.training.search import search
+from armillary.planning.training.search import Counted, search
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster, Node
@@ -58,9 +58,10 @@ def rank_nodes(
 ) -> list[Ranked]:
     """Every kind of node with about `devices` chips: those that fit first, cheapest run first, then fastest."""
     nodes, ranked = _different_nodes(by_network=True), []
+    counted: Counted = {}
     for i, node in enumerate(nodes):
         watch(i, len(nodes), node.name)
-        ranked.append(_ranked(case, node, devices, steps, cost))
+        ranked.append(_ranked(case, node, devices, steps, cost, counted))
     watch(len(nodes), len(nodes), "")
     return sorted(ranked, key=_order)
 
@@ -69,11 +70,11 @@ def _order(node: Ranked) -> tuple[bool, float, float]:
     return node.best is None, node.run_usd if node.run_usd is not None else 1e30, node.run_s or 1e30
 
 
-def _ranked(case: TrainCase, node: Node, devices: int, steps: int, cost: Cost) -> Ranked:
+def _ranked(case: TrainCase, node: Node, devices: int, steps: int, cost: Cost, counted: Counted) -> Ranked:
     about = Ranked(node=node, frameworks=catalogue.chips()[node.chip].frameworks)
     try:
         cluster = _cluster(node, devices)
-        best = search(replace(case, cluster=cluster, measured=None), shown=1).best
+        best = search(replace(case, cluster=cluster, measured=None), shown=1, counted=counted).best
     except ArmillaryError as error:
         return replace(about, reason=str(error))
     seconds = float(best.time.total[0])

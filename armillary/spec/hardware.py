@@ -45,6 +45,8 @@ class Chip:
     l2_bytes: float | None = None
     num_sms: int | None = None
     tdp_w: float | None = None
+    power_limit_w: float | None = None
+    """watts it is limited to, where that is below `tdp_w`"""
     host_link: str = ""
     node: str = ""
     frameworks: tuple[str, ...] = ()
@@ -76,6 +78,8 @@ class Link:
     kind: Literal["scale_up", "scale_out", "host", "torus"]
     is_measured: bool = False
     """whether bandwidth and latency are what collectives reached on it, not what the wire has"""
+    in_network_reduction: bool = False
+    """whether its switch adds what it forwards (NVLink SHARP), so that an all-reduce sends and receives once"""
     source: str = ""
     note: str = ""
 

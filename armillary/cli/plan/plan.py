@@ -75,7 +75,14 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
     say_training(out, planned, how, str(known) if known else "")
     if run is None:
         _say_next(out, asked)
-    answer = {"for": "train", "fits": planned.fits, "remedy": planned.remedy or None, "plan": planned.plan()}
+    within = prediction.step_interval()
+    answer = {
+        "for": "train",
+        "fits": planned.fits,
+        "remedy": planned.remedy or None,
+        "step_s_interval": [within.low, within.high],
+        "plan": planned.plan(),
+    }
     out.result(answer, quiet=f"{float(prediction.time.total[0]):.6g}")
 
 

@@ -57,6 +57,7 @@ def say_training(out: Output, plan: TrainingPlan, how: str, confidence: str = ""
         *offload_rows(prediction),
         ("step", step_text(prediction)),
         ("", _bar(prediction.time.shown_parts())),
+        ("interval", interval_text(prediction)),
         ("throughput", throughput_text(prediction)),
         ("limit next", limit_text(prediction)),
         *([("confidence", confidence)] if confidence else []),
@@ -133,6 +134,12 @@ def offload_rows(prediction: Prediction, i: int = 0) -> list[tuple[str, str]]:
         seconds = host_adamw_s(prediction.case, single, take_rows(prediction.time.work.parameters, np.array([i])))
         text += f"  (AdamW there takes {seconds_text(float(seconds[0]))})"
     return [("offload", "  ".join(glued(part) for part in text.split("  ")))]
+
+
+def interval_text(prediction: Prediction, i: int = 0) -> str:
+    """'90 % of such steps take 1.1 s to 1.4 s'."""
+    found = prediction.step_interval(i)
+    return f"9 of 10 such steps take {seconds_text(found.low)} to {seconds_text(found.high)}"
 
 
 def step_text(prediction: Prediction, i: int = 0) -> str:

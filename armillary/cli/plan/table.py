@@ -6,8 +6,9 @@ from typing import Any
 
 from armillary.cli.output import Output
 from armillary.errors import BadInput
-from armillary.planning.device_model.frameworks import MOST_PARAMETERS, declared
-from armillary.planning.published.fitting import Fit, fit
+from armillary.planning.published.fitting import NAMES, Fit, fit
+from armillary.planning.published.row_case import is_fitted_on
+from armillary.planning.published.row_samples import price
 from armillary.planning.published.table import TableEvaluation, matches, read_table
 from armillary.planning.published.training_row import measurement
 from armillary.planning.published.training_table import ready
@@ -56,6 +57,8 @@ def say_table(out: Output, evaluation: TableEvaluation) -> None:
         out.say(f"not predicted: {missing['rows']} × {missing['framework']}: {missing['reason']}")
     if summary["predicted"] is not None:
         out.say(f"predicted {summary['predicted'] * 100:.1f} % of the rows that measured a speed")
+    if summary.get("inside") is not None:
+        out.say(f"{summary['inside'] * 100:.0f} % of the rows lie in their 90 % interval")
 
 
 def _say_memory(out: Output, part: dict[str, Any]) -> None:
@@ -102,29 +105,20 @@ def write_beside(path: Path, evaluation: TableEvaluation, source: Path) -> None:
 # --- fitting
 
 
-def fit_frameworks(source: Path) -> dict[str, Fit]:
-    """The declared numbers of every framework again, fitted on the even half of its newest, complete rows."""
+def fit_frameworks(source: Path) -> Fit:
+    """The numbers of frameworks.toml again, fitted on the even half of the newest, complete rows."""
     rows = [row for row in read_table(source) if matches(row, "complete") and matches(row, "newest")]
-    fits = {}
-    for name, software in declared().items():
-        own = [row for row in rows if (row.get("framework") or "").split(" ")[0] == name and measurement(row)]
-        if own and software.fitted:
-            assert len(software.fitted) <= MOST_PARAMETERS, "frameworks.toml was checked when read"
-            fits[name] = fit([ready(row, fitted=False) for row in own], list(software.fitted))
-    if not fits:
-        raise BadInput(f"{source} has no row of {', '.join(declared())}; nothing to fit")
-    return fits
+    half = [row for row in rows if is_fitted_on(row.get("config_id") or "1") and measurement(row)]
+    samples = [price(ready(row, fitted=False)).sample(row) for row in half]
+    known = [sample for sample in samples if sample is not None]
+    if not known:
+        raise BadInput(f"{source} has no measured training row with an even config_id; nothing to fit")
+    return fit(known)
 
 
-def say_fits(out: Output, fits: dict[str, Fit]) -> None:
-    cells = [
-        [
-            name,
-            ", ".join(f"{key} = {value:g}" for key, value in fitted.numbers.items()),
-            _share(fitted.fitted_error),
-            _share(fitted.other_error),
-        ]
-        for name, fitted in fits.items()
-    ]
-    out.table("fitted on even config_ids", ["framework", "numbers", "mean error there", "on the others"], cells)
-    out.result(fits, quiet=[f"{name} {dict(fitted.numbers)}" for name, fitted in fits.items()])
+def say_fits(out: Output, fitted: Fit) -> None:
+    numbers = {**fitted.frameworks, "common": fitted.common}
+    cells = [[name, *(f"{values[key]:g}" for key in NAMES)] for name, values in numbers.items()]
+    out.table("fitted on even config_ids", ["framework", *NAMES], cells)
+    out.say(f"widths of intervals: known {fitted.known_width:g}, unknown {fitted.unknown_width:g}")
+    out.result(fitted, quiet=[f"{name} {dict(values)}" for name, values in numbers.items()])

@@ -10,7 +10,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # the store's locks and sockets are slow to import
 TILE = 128 * 256
 """output elements per thread block of a large GEMM (cuBLAS and CUTLASS on Ampere and later)"""
 HEAD_DIM, SEQUENCE = 24, 300
-"""head dim and keys at which attention loses half its speed against long ones (FlashAttention-2, figures 4 to 6)"""
+"""head dim and keys at which attention loses half its speed against long ones (FlashAttention-2, figures 4 to 6);
+generations whose matrix units outran their exponentials have a head dim of their own in efficiency.toml"""
 SLOWEST = 0.3
 """least rate of norms, activations and losses over that of copies, on an otherwise idle machine"""
 TORCH_CALL_S = 4.4e-6
@@ -107,6 +108,8 @@ class Curves:
     kernel_s: float
     launch_s: float
     call_s: float = TORCH_CALL_S
+    head_dim: float = HEAD_DIM
+    """head dim at which attention loses half its speed"""
 
     @property
     def autograd_call_s(self) -> float:
@@ -125,12 +128,20 @@ class Curves:
     def gemm_flops(self, precision: Ints, m: Array, n: Array, k: Array, groups: Array | float = 1.0) -> Array:
         """achieved · k/(k + k½·speed) · w/(w + w½), with w = groups·⌈m·n⌉ tiles over the multiprocessors; at most the
         power-limited rate, which a GEMM with idle units comes nearer to, since the clock rises meanwhile."""
-        achieved = np.array([self.achieved[name] for name in PRECISIONS])[precision]
-        power_limited = np.array([self.power_limited.get(name, np.inf) for name in PRECISIONS])[precision]
-        speed = np.array([max(1.0, self.peaks[name] / self.usual_peak) for name in PRECISIONS])[precision]
+        achieved, power_limited, speed = (rates[precision] for rates in self._rates)
         waves = np.maximum(groups * m * n / (TILE * self.num_sms), 1e-9)
         shaped = achieved * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
         return np.minimum(shaped, power_limited)
+
+    @cached_property
+    def _rates(self) -> tuple[Array, Array, Array]:
+        """By code of precision: achieved and power-limited FLOP/s, and the peak over the usual one."""
+        usual = self.usual_peak
+        return (
+            np.array([self.achieved[name] for name in PRECISIONS]),
+            np.array([self.power_limited.get(name, np.inf) for name in PRECISIONS]),
+            np.array([max(1.0, self.peaks[name] / usual) for name in PRECISIONS]),
+        )
 
     def attention_flops(
         self, keys: Array | float, head_dim: float, *, backward: bool, precision: Ints | None = None
@@ -148,7 +159,7 @@ class Curves:
         if known is not None:
             return known.flops(keys, head_dim)
         best = (self.attention_backward if backward else self.attention_forward)[dtype]
-        dim = head_dim / (head_dim + HEAD_DIM) * (128 + HEAD_DIM) / 128
+        dim = head_dim / (head_dim + self.head_dim) * (128 + self.head_dim) / 128
         return best * min(dim, 1.05) * keys / (keys + SEQUENCE)
 
     def eager_rate(self, precision: Ints) -> Array:
@@ -169,10 +180,11 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
             f"the speed of {chip.title} is unknown; run armillary bench ceilings on it, or name another chip with --on"
         )
     generation, table = _generation(chip)
+    clock = clock_share(chip)
     by_precision = {name: _peak_of(peaks, dtype) for name, (dtype, _) in FORMATS.items()}
     shares: Mapping[str, float] = table["gemm"]
     achieved = {
-        name: by_precision[name] * (shares.get(name) or shares.get(dtype) or shares["bf16"])
+        name: by_precision[name] * (shares.get(name) or shares.get(dtype) or shares["bf16"]) * clock
         for name, (dtype, _) in FORMATS.items()
     }
     bandwidth = (chip.memory_bytes_per_s or 0.0) * table["memory"]
@@ -185,16 +197,25 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
         gemm_k=table["gemm_k"],
         gemm_waves=table["gemm_waves"],
         num_sms=chip.num_sms or 100,
-        attention_forward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["forward"]),
-        attention_backward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["backward"]),
+        attention_forward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["forward"] * clock),
+        attention_backward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["backward"] * clock),
         attention_at={},
         bytes_per_s=bandwidth,
         eager_bytes_per_s=dict.fromkeys(ATTENTION, bandwidth),
         row_bytes_per_s=dict.fromkeys(ATTENTION, bandwidth),
         kernel_s=table["kernel_s"],
         launch_s=table["launch_s"],
+        head_dim=table.get("head_dim", {}).get(kernel, HEAD_DIM),
     )
     return with_measured(catalogue_curves, measured, share) if measured else catalogue_curves
+
+
+def clock_share(chip: Chip) -> float:
+    """Rate of GEMMs and attention under the chip's power limit over that at its full power; 1 without a limit."""
+    if chip.power_limit_w is None or not chip.tdp_w:
+        return 1.0
+    shares, clocks = zip(*_table()["clock_under_power_limit"]["points"], strict=True)
+    return float(np.interp(min(chip.power_limit_w / chip.tdp_w, 1.0), shares, clocks))
 
 
 def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves:
@@ -329,6 +350,6 @@ def _table() -> dict[str, Any]:
 def _generation(chip: Chip) -> tuple[str, dict[str, Any]]:
     sections = ((name, section) for name, section in _table().items() if isinstance(section, dict))
     return next(
-        ((name, section) for name, section in sections if chip.name in section["chips"]),
+        ((name, section) for name, section in sections if chip.name in section.get("chips", ())),
         ("default", _table()["default"]),
     )

@@ -19,6 +19,8 @@ from armillary.spec.model import ModelConfig
 PARAMETERS = ("gemm", "attention", "memory", "communication", "host", "experts")
 """times that a framework's fitted factors may multiply"""
 MOST_PARAMETERS = 2
+COMMON = "common"
+"""section of frameworks.toml for frameworks without numbers of their own"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Software:
     """kernels are launched from CUDA graphs"""
     fused_layers: bool = False
     """norms and activation functions are fused kernels that store only their 16-bit inputs"""
+    fused_cross_entropy: bool = False
+    """softmax and loss are one kernel that overwrites the logits with their gradient; the head is not part of it"""
     fused_loss: bool = False
     """head and loss are one kernel that computes the gradients at once, in chunks of its own size"""
     fused_blocks: bool = False
@@ -67,6 +71,10 @@ class Software:
     """pipeline stages are split by FLOPs, the output projection included, not by the number of layers"""
     narrow_experts: bool = True
     """GEMMs of experts, shared ones too, run in 8 or 4 bits like the others"""
+    interleaves: bool = True
+    """a pipeline may have several chunks of layers per stage"""
+    reports_reserved: bool = False
+    """memory is reported as what the allocator reserves, not as what is allocated from it"""
     grad_bytes: float = 4.0
     """bytes per gradient on the wire"""
     summed_bytes: float = 2.0
@@ -130,18 +138,37 @@ def has_fused_block(model: ModelConfig) -> bool:
 
 def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software:
     """The declared framework whose name `framework` starts with, as of the release that follows it; the physics for any
-    other. `fitted=False` keeps its settings and sets its fitted factors to 1."""
+    other. One without numbers of its own has those that the others have in common. `fitted=False` keeps its settings
+    and sets every number to 1."""
     name, _, release = framework.strip().partition(" ")
-    known = next((known for known in _table() if known.lower() == name.lower()), None)
+    known = next((known for known in declared() if known.lower() == name.lower()), None)
     if known is None:
-        return replace(PHYSICS, name=framework or "physics")
-    declared = replace(_declared(known), **_since(known, release, chip))
-    return declared if fitted else declared.with_numbers({})
+        found = replace(PHYSICS, name=framework or "physics")
+    else:
+        found = replace(_declared(known), **_since(known, release, chip))
+    if not fitted:
+        return found.with_numbers({})
+    return found if found.fitted else found.with_numbers(common_numbers())
+
+
+@cache
+def common_numbers() -> Mapping[str, float]:
+    """Factors that the frameworks with published rows have in common, for those without."""
+    numbers: Mapping[str, float] = _table()[COMMON]["fitted"]
+    return numbers
+
+
+def interval_width(framework: str) -> float:
+    """Half-width of a 90 % interval, in units of a prediction's spread (planning.training.uncertainty)."""
+    name = framework.strip().partition(" ")[0].lower()
+    known = any(name == other.lower() and software.fitted for other, software in declared().items())
+    widths: Mapping[str, float] = _table()[COMMON]["widths"]
+    return widths["known" if known else "unknown"]
 
 
 def declared() -> dict[str, Software]:
     """Every framework of frameworks.toml."""
-    return {name: _declared(name) for name in _table()}
+    return {name: _declared(name) for name in _table() if name != COMMON}
 
 
 def _since(name: str, release: str, chip: str) -> dict[str, Any]:

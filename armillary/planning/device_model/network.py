@@ -34,6 +34,8 @@ class Ring:
     bytes_per_s: float
     """achieved bytes/s of one device's link into this tier"""
     latency_s: float
+    reduces: bool = False
+    """its switch adds what it forwards, so that an all-reduce inside sends its array once and receives it once"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class Network:
 
     def ring_s(self, kind: Collective, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
         """Seconds to gather, scatter or reduce an array of `num_bytes` among `members` ranks `stride` apart: the
-        slowest tier's bytes·(n−1)/n ÷ (links·rate), twice for an all-reduce, and a latency per step."""
+        slowest tier's bytes·(n−1)/n ÷ (links·rate), twice for an all-reduce, and a latency per step. Inside a domain
+        whose switches reduce, an all-reduce moves bytes·(n+1)/n."""
         size = np.asarray(num_bytes, dtype=float)
         worst = np.zeros(np.broadcast_shapes(size.shape, members.shape))
         steps = np.zeros_like(worst)
@@ -55,7 +58,14 @@ class Network:
             worst = np.maximum(worst, size * (units - 1) / units / (inside * ring.bytes_per_s))
             steps = steps + (units - 1) * ring.latency_s
             inside = np.maximum(within, 1)
-        return np.where(members > 1, (2.0 if kind == "all_reduce" else 1.0) * (worst + steps), 0.0)
+        return np.where(members > 1, self._passes(kind, members, stride) * (worst + steps), 0.0)
+
+    def _passes(self, kind: Collective, members: Ints, stride: Ints) -> Array | float:
+        """How often a collective passes a ring."""
+        if kind != "all_reduce" or not self.rings or not self.rings[0].reduces:
+            return 2.0 if kind == "all_reduce" else 1.0
+        reduced = np.minimum(2.0, (members + 1) / np.maximum(members - 1, 1))
+        return np.where(members * stride <= self.rings[0].reach, reduced, 2.0)
 
     def gather_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
         """All-gather or reduce-scatter of an array of `num_bytes`."""
@@ -67,7 +77,8 @@ class Network:
 
     def all_to_all_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints, copies: float | None = None) -> Array:
         """Each rank sends `num_bytes`·(n−1)/n, each part over the tier of its target; tiers work in parallel. Where the
-        bytes are `copies` of the same rows, a row enters each of u units once: u·(1−(1−1/u)^k)/k of them."""
+        bytes are `copies` of the same rows, a row is sent once to each of u units (devices inside a node, nodes
+        beyond) that holds one of its k experts: u·(1−(1−1/u)^k)/k of them (DeepEP, HybridEP)."""
         size = np.asarray(num_bytes, dtype=float)
         worst = np.zeros(np.broadcast_shapes(size.shape, members.shape))
         latency = np.zeros_like(worst)
@@ -76,7 +87,7 @@ class Network:
             within = np.clip(ring.reach // np.maximum(stride, 1), 1, members)
             within = members if ring is self.rings[-1] else within
             units = np.maximum(members / inside, 1.0)
-            once = units * (1 - (1 - 1 / units) ** copies) / copies if copies and ring is not self.rings[0] else 1.0
+            once = units * (1 - (1 - 1 / units) ** copies) / copies if copies else 1.0
             worst = np.maximum(worst, size * once * (within - inside) / members / ring.bytes_per_s)
             latency = np.where(within > inside, ring.latency_s * np.log2(np.maximum(members, 2)), latency)
             inside = within
@@ -100,11 +111,12 @@ def network(cluster: Cluster, measured: Peaks | None = None) -> Network:
         reach *= tier.count
         speed, latency = link_speed(tier)
         share = 1.0 if tier.link.is_measured else SCALE_OUT if tier.link.kind == "scale_out" else SCALE_UP
-        rings.append(Ring(reach=reach, bytes_per_s=speed * share, latency_s=latency))
+        reduces = tier.link.in_network_reduction and not tier.link.is_measured
+        rings.append(Ring(reach=reach, bytes_per_s=speed * share, latency_s=latency, reduces=reduces))
     on_machine = bool(rings) and cluster.tiers[0].link.kind != "scale_out"
     known = _measured_link(measured, cluster.fast_domain) if measured and on_machine else None
     if known:
-        rings[0] = replace(rings[0], bytes_per_s=known[0], latency_s=known[1])
+        rings[0] = replace(rings[0], bytes_per_s=known[0], latency_s=known[1], reduces=False)
     return Network(rings=tuple(rings))
 
 

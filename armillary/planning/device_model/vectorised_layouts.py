@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -118,10 +118,15 @@ def map_arrays(function: Callable[..., Any], table: Table, *more: Any) -> Table:
     if isinstance(table, dict):
         return {key: map_arrays(function, part, *(other[key] for other in more)) for key, part in table.items()}  # type: ignore[return-value]
     values = {
-        field.name: map_arrays(function, *(getattr(part, field.name) for part in (table, *more)))
-        for field in fields(table)  # type: ignore[arg-type]
+        name: map_arrays(function, getattr(table, name), *[getattr(part, name) for part in more])
+        for name in _field_names(type(table))
     }
     return type(table)(**values)
+
+
+@cache
+def _field_names(table: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(table))
 
 
 def take_rows(table: Table, index: Any) -> Table:
@@ -136,7 +141,7 @@ def scaled(table: Table, factor: Array | float) -> Table:
 
 def plus(*tables: Table) -> Table:
     """The sum of tables, array by array."""
-    return reduce(lambda first, second: map_arrays(np.add, first, second), tables)
+    return map_arrays(lambda *arrays: reduce(np.add, arrays), *tables)
 
 
 def as_arrays(layouts: Sequence[Layout], precision: str | None = None) -> Layouts:

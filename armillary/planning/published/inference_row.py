@@ -14,7 +14,7 @@ from typing import Literal
 
 from armillary.errors import BadInput
 from armillary.planning.published.names import find_chip, find_model
-from armillary.planning.published.row_case import Row, chip_part
+from armillary.planning.published.row_case import Row, chip_part, limited_chip
 from armillary.planning.serving.deployment_options import serving_dtypes
 from armillary.planning.serving.engines import physics, rates_for
 from armillary.planning.serving.forward_ops import ServingDtypes, Split
@@ -141,9 +141,11 @@ def _cluster(row: Row, devices: int, cores: int) -> Cluster:
         raise BadInput(f"no chip '{row.get('gpu', '')}' in the catalogue")
     if not chip.flops or not chip.memory_bytes_per_s:
         raise BadInput(f"no peak of {chip.title} is published")
+    chip = limited_chip(row.get("gpu", ""), chip)
     try:
         if cores == 1:
-            return catalogue.cluster(f"{chip.name}x{devices}") if devices > 1 else catalogue.cluster(chip.name)
+            known = catalogue.cluster(f"{chip.name}x{devices}") if devices > 1 else catalogue.cluster(chip.name)
+            return replace(known, chip=chip)
     except BadInput:
         pass  # not a multiple of nodes
     node = catalogue.nodes()[chip.node]

@@ -138,7 +138,7 @@ def _build(row: Row, *, gated: bool, tied: bool) -> ModelConfig:
 def cluster_of(row: Row, num_devices: int) -> Cluster:
     """`num_devices` of the row's chip; where one chip counts as several devices (Trainium's cores), each is a part."""
     stated = int(number(row, "n_gpus") or num_devices)
-    chip = chip_of(row.get("gpu") or "")
+    chip = limited_chip(row.get("gpu") or "", chip_of(row.get("gpu") or ""))
     parts = num_devices // stated if stated and num_devices % stated == 0 else 1
     part = replace(chip_part(chip, parts), num_sms=max(1, (chip.num_sms or 1) // parts)) if parts > 1 else chip
     node = catalogue.nodes().get(chip.node)
@@ -175,6 +175,12 @@ def chip_of(text: str) -> Chip:
         if (chip := catalogue.find_chip("-".join(parts[:end]))) is not None:
             return chip
     raise BadInput(f"no chip '{text}' in the catalogue; armillary hardware lists them")
+
+
+def limited_chip(text: str, chip: Chip) -> Chip:
+    """The chip under the power limit that `text` states, as in 'A100-80GB (330W limit)'."""
+    stated = re.search(r"\b(\d{2,4}) ?W\b", text)
+    return replace(chip, power_limit_w=float(stated.group(1))) if stated else chip
 
 
 def _stated_network(text: str, node: Node) -> Link | None:

@@ -95,7 +95,14 @@ def _training_summary(predictions: Sequence[TrainingPrediction]) -> dict[str, An
         complete=sum(prediction.complete for prediction in predictions),
         measured=sum(_has_speed(prediction) for prediction in predictions),
         memory=_memory(predictions),
+        inside=_inside(predictions),
     )
+
+
+def _inside(predictions: Sequence[TrainingPrediction]) -> float | None:
+    """Share of rows whose measured speed lies in the 90 % interval."""
+    judged = [prediction.is_inside for prediction in predictions if prediction.is_inside is not None]
+    return sum(judged) / len(judged) if judged else None
 
 
 def _has_speed(prediction: TrainingPrediction) -> bool:
@@ -133,6 +140,8 @@ def _training_row(prediction: TrainingPrediction) -> dict[str, Any]:
         "error": prediction.error,
         "physics_only": prediction.physics,
         "physics_error": prediction.physics_error,
+        "interval": [prediction.interval.low, prediction.interval.high] if prediction.interval else None,
+        "inside": prediction.is_inside,
         "step_s": prediction.step_s,
         "memory_measured_bytes": prediction.memory_measured,
         "memory_predicted_bytes": prediction.memory_predicted,

@@ -1,7 +1,9 @@
 """A row of measured training runs as a case and a layout; stated rules fill in what it leaves out.
 
-Rules: no micro_batch means 1; no interleave 1; no recompute is selective for experts, else the least with which a run
-that reports a speed fits its device, else none; an unknown ZeRO stage 1; all releases of a framework are one framework.
+Rules: no micro_batch means 1; no interleave means 1 where a step has many micro-batches per stage, else what keeps the
+bubble small; no recompute is selective for experts, else the least with which a run that reports a speed fits its
+device, else none; an unknown ZeRO stage 1; all releases of a framework are one framework. What else was plausible is
+kept beside each rule, so that its effect can be priced.
 """
 
 import re
@@ -11,7 +13,7 @@ from typing import Any
 
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import Software
-from armillary.planning.device_model.vectorised_layouts import RECOMPUTES, Layouts, as_arrays
+from armillary.planning.device_model.vectorised_layouts import RECOMPUTES, SCHEDULES, Layouts, as_arrays
 from armillary.planning.published.row_case import Row, cluster_of, integer, model_of, number, second_token_layers
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.train_case import NF4, Lora, TrainCase, lora_weights
@@ -49,6 +51,10 @@ CORES = (1, 2, 4, 8)
 """devices per chip as tables count them (Neuron, TPU)"""
 HSDP_GROUP = 8
 """ranks per shard group where a row says only HSDP: a node"""
+MANY_MICRO_BATCHES = 4
+"""micro-batches per pipeline stage from which nobody needs an interleaved schedule: the bubble is below a fifth"""
+SMALL_BUBBLE = 0.1
+"""bubble that an interleaved schedule is chosen for, as a share of the step"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +67,16 @@ class TrainingRow:
     chips: int
     """devices by the row's count"""
     assumed: tuple[str, ...]
+    alternatives: Mapping[str, Layouts]
+    """what else was plausible where the row states nothing -> the layout with it"""
 
 
 def training_row(row: Row, software: Software) -> TrainingRow:
     """Read a row; BadInput says why one cannot be predicted."""
     model = model_of(row)
     layout, precision, assumed = _layout(row, model)
+    layout, interleaved = _with_interleave(row, layout, model, software)
+    assumed = (*assumed, *interleaved)
     cluster = cluster_of(row, layout.num_devices)
     sequence, batch = number(row, "seq_len"), number(row, "global_batch")
     if not sequence or not (batch or number(row, "micro_batch")):
@@ -93,8 +103,50 @@ def training_row(row: Row, software: Software) -> TrainingRow:
         layouts, assumption = _least_recompute(case, layouts)
         assumed = (*assumed, assumption)
     return TrainingRow(
-        row=row, case=case, layouts=layouts, chips=int(number(row, "n_gpus") or layout.num_devices), assumed=assumed
+        row=row,
+        case=case,
+        layouts=layouts,
+        chips=int(number(row, "n_gpus") or layout.num_devices),
+        assumed=assumed,
+        alternatives=_alternatives(row, model, layouts),
     )
+
+
+def _with_interleave(
+    row: Row, layout: Layout, model: ModelConfig, software: Software
+) -> tuple[Layout, tuple[str, ...]]:
+    """The stated interleave; else the least, of those that divide a stage's layers, with which the bubble
+    (pp − 1)/(m·v) of m micro-batches is small."""
+    batch = number(row, "global_batch") or layout.micro_batch * layout.dp
+    micro_batches = max(batch / (layout.dp * layout.micro_batch), 1.0)
+    if number(row, "vpp") or layout.pp == 1 or not software.interleaves:
+        return layout, ()
+    if micro_batches >= MANY_MICRO_BATCHES * layout.pp:
+        return layout, ("vpp taken as 1",)
+    layers = max(1, model.num_layers // layout.pp)
+    choices = [chunks for chunks in range(1, layers + 1) if layers % chunks == 0]
+    small = (chunks for chunks in choices if (layout.pp - 1) / (micro_batches * chunks) <= SMALL_BUBBLE)
+    best = next(small, choices[-1])
+    if best == 1:
+        return layout, ("vpp taken as 1",)
+    text = f"vpp taken as {best}: {micro_batches:g} micro-batches on {layout.pp} stages"
+    return replace(layout, interleave=best, schedule="interleaved"), (text,)
+
+
+def _alternatives(row: Row, model: ModelConfig, layouts: Layouts) -> dict[str, Layouts]:
+    """Another plausible value of each setting that the row leaves open and a step depends on."""
+    found = {}
+    if int(layouts.pp[0]) > 1 and not number(row, "vpp"):
+        layers = max(2, model.num_layers // int(layouts.pp[0]))
+        other = 1 if int(layouts.interleave[0]) > 1 else next(n for n in range(2, layers + 1) if layers % n == 0)
+        schedule = SCHEDULES.index("interleaved" if other > 1 else "1f1b")
+        found[f"vpp={other}"] = replace(
+            layouts, interleave=layouts.interleave * 0 + other, schedule=layouts.schedule * 0 + schedule
+        )
+    if not (row.get("recompute") or "").strip():
+        name = "none" if RECOMPUTES[int(layouts.recompute[0])] == "selective" else "selective"
+        found[f"recompute={name}"] = replace(layouts, recompute=layouts.recompute * 0 + RECOMPUTES.index(name))
+    return found
 
 
 def _least_recompute(case: TrainCase, layouts: Layouts) -> tuple[Layouts, str]:
@@ -142,6 +194,7 @@ def _settings(row: Row, software: Software) -> Software:
 
 _OWN_ATTENTION = re.compile(r"\bte\b|cudnn|flash-?(attention-?)?3|pallas|splash")
 _COMPILED = re.compile(r"(?<!no )(?<!without )\bcompile")
+_BY_ROW = re.compile(r"row-?wise|per[- ]row")
 _ASYNC_TP = re.compile(r"async[ -]?tp")
 
 
@@ -150,7 +203,7 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
     dp, assumed = _replicas(row, sizes["tp"] * sizes["pp"] * sizes["cp"])
     if sizes["tp"] > model.heads or sizes["pp"] > model.num_layers + 2:
         raise BadInput(f"tp={sizes['tp']} × pp={sizes['pp']} exceed {model.heads} heads or {model.num_layers} layers")
-    assumed += [f"{name} taken as {value}" for name, value in (("micro_batch", 1), ("vpp", 1)) if not number(row, name)]
+    assumed += [] if number(row, "micro_batch") else ["micro_batch taken as 1"]
     recompute, note = _recompute(row, model)
     sharding = (row.get("zero_or_fsdp") or "").lower()
     inside = "hsdp" in sharding and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
@@ -165,6 +218,7 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
         micro_batch=integer(row, "micro_batch") or 1,
         recompute=recompute,
         sequence_parallel="tensor parallel only" not in (row.get("note") or ""),
+        fp8_scaling="row" if _BY_ROW.search((row.get("precision") or "").lower()) else "token",
     )
     return layout, _precision(row.get("precision") or "bf16"), (*assumed, *note)
 

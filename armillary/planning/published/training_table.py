@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from armillary.errors import ArmillaryError
-from armillary.planning.device_model.frameworks import software
+from armillary.planning.device_model.frameworks import interval_width, software
 from armillary.planning.published.row_case import Row, chip_of, is_fitted_on, number
 from armillary.planning.published.training_row import TrainingRow, measurement, predicted, training_row
-from armillary.planning.training.memory_breakdown import memory
+from armillary.planning.training.memory_breakdown import CONTEXT_BYTES, Memory, memory
 from armillary.planning.training.step_time import step_time
+from armillary.planning.training.uncertainty import Interval, interval, spread
 
 REQUIRED = frozenset({"model", "gpu", "seq_len", "micro_batch", "tp", "pp"})
 """columns that identify a training table"""
@@ -42,12 +43,20 @@ class TrainingPrediction:
     """the row reports an out-of-memory error"""
     called_out: bool | None = None
     """the prediction exceeds the device"""
+    interval: Interval | None = None
+    """90 % interval of the figure"""
     assumed: tuple[str, ...] = ()
+    """settings that the row does not state, with what another choice would change"""
     reason: str = ""
 
     @property
     def error(self) -> float | None:
         return _ratio(self.predicted, self.measured)
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the measured figure lies in the interval."""
+        return self.interval.contains(self.measured) if self.interval and self.measured else None
 
     @property
     def physics_error(self) -> float | None:
@@ -104,23 +113,47 @@ def _priced(result: TrainingPrediction, row: TrainingRow) -> TrainingPrediction:
     result = replace(
         result,
         memory_measured=gigabytes * GB if gigabytes else None,
-        memory_predicted=float(usage.allocated[0]),
+        memory_predicted=reported_memory(row, usage),
         called_out=bool(usage.total[0] > limit),
         assumed=row.assumed,
     )
     if figure is None:
         return result
-    seconds = float(step_time(row.case, row.layouts).total[0])
+    time = step_time(row.case, row.layouts)
+    seconds = float(time.total[0])
+    others = {name: float(step_time(row.case, other).total[0]) / seconds for name, other in row.alternatives.items()}
+    effect = sum((ratio - 1) ** 2 for ratio in others.values()) ** 0.5
+    uncertain = float(spread(row.case, time, effect)[0])
+    expected = predicted(row, figure.name, seconds)
     unfitted = replace(row.case, software=row.case.software.with_numbers({}))
     physics = float(step_time(unfitted, row.layouts).total[0]) if row.case.software.fitted else seconds
     return replace(
         result,
         figure=figure.name,
         measured=figure.value,
-        predicted=predicted(row, figure.name, seconds),
+        predicted=expected,
+        interval=interval(expected, uncertain, interval_width(row.row.get("framework") or "")),
+        assumed=(*row.assumed, *(_sensitivity(name, ratio) for name, ratio in others.items())),
         physics=predicted(row, figure.name, physics),
         step_s=seconds,
     )
+
+
+def _sensitivity(name: str, ratio: float) -> str:
+    return f"{name} would change the step by {(ratio - 1) * 100:+.0f} %"
+
+
+RESERVED = 1.1
+"""bytes that torch's caching allocator reserves over those allocated at the peak: it keeps blocks of other sizes"""
+
+
+def reported_memory(row: TrainingRow, usage: Memory) -> float:
+    """The peak as the row's framework reports it: allocated, or reserved, which is at most what the device has."""
+    allocated = float(usage.allocated[0])
+    if not row.case.software.reports_reserved:
+        return allocated
+    limit = row.case.cluster.chip.memory_bytes or float("inf")
+    return max(allocated, min(allocated * RESERVED, limit - CONTEXT_BYTES))
 
 
 def is_yes(text: str) -> bool:

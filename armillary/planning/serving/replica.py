@@ -46,6 +46,9 @@ MOST_OVERLAP = 8.0
 """exponent at which only the larger of the two times counts"""
 EXPERT_TILE = 64
 """rows that an expert's last thread block computes in vain, on average; at most as many as it has"""
+SKEW, BALANCED_SKEW = 1.3, 1.1
+"""rows of the most loaded expert rank over the mean, where experts are spread over ranks and not replicated: every step
+waits for it. A judgement, not measured here; less where training balances the router by a bias (DeepSeek-V3)"""
 SHARED_HEAD_DIM = 128
 """head dim for which every engine has decode kernels that read a KV head once for its group of query heads"""
 CALLS = {"step": 235, "row": 90, "layer": 61, "layer and row": 22}
@@ -207,11 +210,20 @@ class Replica:
         if experts:
             rate *= self.rates.grouped * self.rates.expert_rate
             groups, _, n, k = op.shape
-            flops += min(op.flops, 2 * groups * EXPERT_TILE * n * k)
+            flops = self._skew * (flops + min(op.flops, 2 * groups * EXPERT_TILE * n * k))
         weights = self.forward.dtype if op.name == "head" else self.dtypes.weights
-        reads = op.bytes / self.bytes_per_s * self.rates.dequantise(weights, compute)
+        slower = self.rates.dequantise(weights, compute)
+        rate /= slower if experts and compute == self.forward.dtype else 1.0  # dequantised in the kernel's main loop
+        reads = op.bytes / self.bytes_per_s * slower
         power = self._overlap(op)
         return float(((flops / rate) ** power + reads**power) ** (1 / power))
+
+    @property
+    def _skew(self) -> float:
+        moe = self.config.moe
+        if self.split.ep == 1 or moe is None:
+            return 1.0
+        return BALANCED_SKEW if moe.selection_bias else SKEW
 
     def _cpu_gemm_s(self, op: Op) -> float:
         groups, m, n, k = op.shape
@@ -272,7 +284,7 @@ class Replica:
         moe, ranks = self.config.moe, self.split.ep * self.split.tp
         assert moe is not None
         inside = min(ranks, self.cluster.fast_domain)
-        row = tokens * self.config.hidden * size_of(dtype) / self.split.tp
+        row = self._skew * tokens * self.config.hidden * size_of(dtype) / self.split.tp
         within = self._wire_s(row * moe.top_k * (inside - 1) / inside, inside, log2(max(2, inside)))
         nodes = -(-ranks // inside)
         if nodes == 1:
@@ -281,9 +293,14 @@ class Replica:
         return max(within, self._wire_s(row * targets * (nodes - 1) / nodes, ranks, log2(nodes)))
 
     def allreduce_s(self, num_bytes: float) -> float:
-        """All-reduce of `num_bytes` among the tp ranks."""
+        """All-reduce of `num_bytes` among the tp ranks; a switch that reduces takes and returns the bytes once."""
         tp = self.split.tp
-        return self._wire_s(num_bytes * wire_factor("all_reduce", tp), tp, 2 * log2(tp)) if tp > 1 else 0.0
+        if tp == 1:
+            return 0.0
+        tier, factor = self.cluster.tier_spanning(tp), wire_factor("all_reduce", tp)
+        if tier is not None and tier.link.in_network_reduction:
+            factor = min(factor, (tp + 1) / tp)
+        return self._wire_s(num_bytes * factor, tp, 2 * log2(tp))
 
     def _wire_s(self, wire_bytes: float, span: int, hops: float) -> float:
         """Start-up, hops and bytes over the slowest link that `span` neighbours cross."""

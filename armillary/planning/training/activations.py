@@ -30,7 +30,15 @@ GPIPE, INTERLEAVED = SCHEDULES.index("gpipe"), SCHEDULES.index("interleaved")
 
 
 def activation_bytes(case: TrainCase, layouts: Layouts) -> ActivationBytes:
-    """Bytes per token of the micro-batch and layer, after tensor parallelism; context parallelism shards the tokens."""
+    """Bytes per token of the micro-batch and layer, after tensor parallelism; context parallelism shards the tokens.
+    The last result is kept: every snapshot of a step asks for the same layouts."""
+    known = case.last_activations
+    if not known or known[0] is not layouts:
+        known[:] = [layouts, _activation_bytes(case, layouts)]
+    return known[1]
+
+
+def _activation_bytes(case: TrainCase, layouts: Layouts) -> ActivationBytes:
     eager = case.software.eager_layers
     each = eager_activation_bytes(case, layouts) if eager else _fused_or_eager(case, layouts)
     if case.lora is None or case.lora.on is None:

@@ -121,19 +121,19 @@ def _by_batch(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -
 def _pieces_work(
     case: TrainCase, pieces: Sequence[OpWithBackward], layouts: Layouts, batch: Batch, kind: LayerKind | None
 ) -> Work:
-    work = no_work(len(layouts))
+    parts = [no_work(len(layouts))]
     eager = case.software.eager_layers and not case.compiled
     for piece in pieces:
         if piece.forward.kind == "matmul":
-            work = plus(work, _matmul(case, piece, layouts))
+            parts.append(_matmul(case, piece, layouts))
         elif piece.forward.kind == "attention":
             assert kind is not None
-            work = plus(work, _attention(case, piece, layouts, batch, kind))
+            parts.append(_attention(case, piece, layouts, batch, kind))
         elif not eager:
-            work = plus(work, _memory_bound(case, piece, layouts))
+            parts.append(_memory_bound(case, piece, layouts))
         if eager:
-            work = plus(work, _eager_operators(case, piece, layouts))
-    return work
+            parts.append(_eager_operators(case, piece, layouts))
+    return plus(*parts)
 
 
 # --- GEMMs
@@ -228,7 +228,7 @@ def _memory_bound(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> W
     unfused = sharding == "experts" and not software.fused_experts
     times = software.memory * (software.experts * UNFUSED_EXPERTS if unfused else 1.0)
     traffic = FUSED_TRAFFIC if software.fused_layers or case.compiled else EAGER_TRAFFIC
-    moved = local * (1.0 if software.fused_blocks else traffic)
+    moved = local * (1.0 if software.fused_blocks else traffic) * (_with_biases(case, piece) if unfused else 1.0)
     forward = case.curves.memory_bound_s(piece.forward.bytes * moved) * times
     backward = sum((case.curves.memory_bound_s(op.bytes * moved) for op in piece.backward), zero) * times
     return replace(
@@ -239,6 +239,15 @@ def _memory_bound(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> W
         kernels_forward=zero + 1,
         kernels_backward=zero + len(piece.backward),
     )
+
+
+def _with_biases(case: TrainCase, piece: OpWithBackward) -> float:
+    """Bytes of the experts' activation function with passes that add the biases of both GEMMs (2·ffn and hidden wide,
+    read and written), over its own: 2·ffn read and ffn written."""
+    moe = case.model.moe
+    if moe is None or not moe.expert_bias or piece.forward.name != "moe.act":
+        return 1.0
+    return 1 + (4 * moe.ffn + 2 * case.model.hidden) / (3 * moe.ffn)
 
 
 def _is_cheap(case: TrainCase, piece: OpWithBackward) -> bool:

@@ -1,7 +1,8 @@
 """fp8 and fp4: which GEMMs run in 8 or 4 bits, and the bytes moved to cast their operands.
 
-Other software is taken to read an operand once and to write it plain and transposed. Our trainer follows its own rule
-(spec.fp8), and its casts are counted one by one: they depend on what shares a scale (layout.fp8_scaling).
+Other software is taken to read an operand once and to write it plain and transposed, its scale known beforehand;
+per-row scales are found, and both forms cast, layer by layer. Our trainer follows its own rule (spec.fp8), and its
+casts are counted one by one: they depend on what shares a scale (layout.fp8_scaling).
 """
 
 from typing import NamedTuple
@@ -24,6 +25,11 @@ TOKEN, TENSOR, ROW = (FP8_SCALINGS.index(name) for name in ("token", "tensor", "
 _ADAPTED = {name: name for name in ("qkv", "q", "kv_up", "out")}
 _ADAPTED |= {"mlp.gate_up": "up", "mlp.up": "up", "mlp.down": "down"}
 """operation -> matrix, by the names that adapters use"""
+
+
+STRIDED = 2.0
+"""time of reading along columns, to find and apply their scales, over that of its bytes (fp8_h200.md in benchmarks/:
+per-row scales cast the transposed form in 59 ms where its bytes take 27)"""
 
 
 class Casts(NamedTuple):
@@ -52,6 +58,9 @@ def casts(case: TrainCase, name: str, layouts: Layouts, precision: Ints, gemm: G
     x, dy = gemm.groups * gemm.m * gemm.k, gemm.groups * gemm.m * gemm.n
     if not software.fully_shard or software.eager_layers:
         parts = Casts(x * (2 + 2 * size), dy * (2 + 2 * size), two, two)
+        if (layouts.fp8_scaling == ROW).any() and not software.eager_layers:
+            by_row, is_row = _by_layer(case, layouts, gemm, size), layouts.fp8_scaling == ROW
+            parts = Casts(*(np.where(is_row, row, usual) for row, usual in zip(by_row, parts, strict=True)))
     elif software.fused_blocks:
         inputs, gradients = _source_bytes(name, gated=case.model.gated)
         kernels = np.where(layouts.fp8_scaling == TOKEN, 2.0, 3.0)
@@ -69,7 +78,7 @@ def _by_layer(case: TrainCase, layouts: Layouts, gemm: Gemm, size: Array) -> Cas
     x, dy, weight = (gemm.groups * elements for elements in (gemm.m * gemm.k, gemm.m * gemm.n, gemm.n * gemm.k))
     per_tensor = scaling == TENSOR  # one more read, for the scale
     rows = 2 + size + 2.0 * per_tensor
-    transposed = np.where(scaling == TOKEN, 2 + 3 * size, 4 + size)
+    transposed = np.select([scaling == TOKEN, scaling == ROW], [2 + 3 * size, STRIDED * (4 + size)], 4 + size)
     gradient = rows if frozen else _plain_and_transposed(scaling, 2.0, size)
     backward = dy * gradient + weight * (4 + size) + (0.0 if frozen else x * transposed)
     kernels = np.where(scaling == TOKEN, 2.0, 3.0) + (0 if frozen else 2) + 2
@@ -79,8 +88,9 @@ def _by_layer(case: TrainCase, layouts: Layouts, gemm: Gemm, size: Array) -> Cas
 def _plain_and_transposed(scaling: Ints, reads: float, size: Array) -> Array:
     """Bytes per element to cast plain and transposed: the source is read once and two results are written at least.
     Per-token scales: the fp8 rows are read again to be transposed. A per-tensor scale needs one more read of the source
-    first; per-row scales of both forms need two more, and no second read of the rows."""
-    more = np.select([scaling == TENSOR, scaling == ROW], [size + reads, np.full_like(size, 2 * reads)], size)
+    first; per-row scales of both forms need two more, along columns, and no second read of the rows."""
+    strided = np.full_like(size, STRIDED * 2 * reads)
+    more = np.select([scaling == TENSOR, scaling == ROW], [size + reads, strided], size)
     return 2 + 2 * size + more
 
 

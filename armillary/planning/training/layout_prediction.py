@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from armillary.planning.device_model.frameworks import interval_width
 from armillary.planning.device_model.vectorised_layouts import (
     PRECISIONS,
     RECOMPUTES,
@@ -20,6 +21,7 @@ from armillary.planning.device_model.vectorised_layouts import (
 from armillary.planning.training.memory_breakdown import Memory, fits, memory
 from armillary.planning.training.step_time import StepTime, step_time
 from armillary.planning.training.train_case import TrainCase
+from armillary.planning.training.uncertainty import Interval, interval, spread
 from armillary.spec.arithmetic.mfu import hardware_flops_per_token, model_flops_per_token
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.layout import Layout
@@ -87,6 +89,11 @@ class Prediction:
         parts += [f"zero {layout.zero}" + (f" in {layout.shard}s" if layout.shard else "")] if layout.zero else []
         parts += [f"micro-batch {layout.micro_batch}", f"recompute {layout.recompute}", self.precision(i)]
         return " · ".join(parts + ([f"offload {layout.offload}"] if layout.offload != "none" else []))
+
+    def step_interval(self, i: int = 0) -> Interval:
+        """90 % interval of one layout's step."""
+        width = interval_width(self.case.software.name)
+        return interval(float(self.time.total[i]), float(spread(self.case, self.time)[i]), width)
 
     def take(self, index: Ints) -> Prediction:
         """The prediction for some of the layouts."""

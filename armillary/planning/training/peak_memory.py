@@ -33,8 +33,8 @@ from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 
 LOGIT_BYTES, EAGER_LOGIT_BYTES, ADAPTED_LOGIT_BYTES = 6.0, 12.0, 16.0
-"""bytes per logit in the loss: 16 bits as computed and 32 as softmax; unfused also its gradient in 32 and 16; and with
-an adapter on the output projection the adapter's part and the sum"""
+"""bytes per logit in the loss: 16 bits as computed and 32 as softmax; unfused also its gradient in 32 and 16, whether
+or not torch compiles the layers below; and with an adapter on the output projection the adapter's part and the sum"""
 LOSS_BYTES = 1.4e9
 """bytes that our fused loss uses for logits beyond the head's gradient (kernels.loss.linear_cross_entropy)"""
 SHARDED_LOGIT_BYTES = 4.0
@@ -299,6 +299,7 @@ def logit_bytes(case: TrainCase, layouts: Layouts) -> Array:
     """Bytes that the loss stores per logit."""
     unknown = case.lora is not None and case.lora.on is None  # adapters may be on the head; ours never are
     unfused = ADAPTED_LOGIT_BYTES if unknown else EAGER_LOGIT_BYTES
-    alone = LOGIT_BYTES if case.software.fused_layers else unfused
+    fused = case.software.fused_cross_entropy or case.software.fused_loss
+    alone = LOGIT_BYTES if fused else unfused
     sharded = SHARDED_LOGIT_BYTES + np.where(WIDE[layouts.precision], 4.0, 2.0)
     return np.where((layouts.tp > 1) & case.software.eager_layers, sharded, alone)

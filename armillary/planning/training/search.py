@@ -14,8 +14,8 @@ import numpy as np
 from armillary.errors import BadLayout
 from armillary.planning.device_model.vectorised_layouts import OFFLOADS, Array, Ints, Layouts, concatenate, take_rows
 from armillary.planning.training.layout_prediction import Prediction, predict
-from armillary.planning.training.memory_breakdown import CONTEXT_BYTES, FRAGMENTATION, fits, memory
-from armillary.planning.training.search_space import constrained, hybrid, runnable, space
+from armillary.planning.training.memory_breakdown import CONTEXT_BYTES, FRAGMENTATION, Memory, fits, memory
+from armillary.planning.training.search_space import constrained, hybrid, runnable, space, tried_dtypes
 from armillary.planning.training.step_time import StepTime
 from armillary.planning.training.train_case import TrainCase
 from armillary.profiling.analysis.amdahl import AmdahlRow, amdahl
@@ -29,6 +29,10 @@ WORDS = {
     "bubble": "pipeline bubbles",
     "overhead": "overhead",
 }
+
+
+Counted = dict[tuple[Any, ...], tuple[Layouts, Memory]]
+"""(devices, those of a fast domain, dtypes) -> the layouts and their memory, which no other figure of a chip changes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +55,12 @@ def search(
     memory_bytes: float | None = None,
     shown: int = SHOWN,
     fixed: Mapping[str, Any] | None = None,
+    counted: Counted | None = None,
 ) -> SearchResult:
     """The fastest valid layouts within `memory_bytes` (None: the device's). Layout fields in `fixed` keep their value,
-    the others are searched."""
+    the others are searched. `counted` keeps memory for further searches of the same job on other accelerators."""
     began = time.perf_counter()
-    fixed = dict(fixed or {})
-    layouts = space(case, [fixed["precision"]] if "precision" in fixed else precisions)
-    more = hybrid(case, layouts) if "shard" not in fixed else layouts.take(np.array([], dtype=np.int64))
-    layouts = runnable(case, constrained(concatenate(layouts, more) if len(more) else layouts, fixed), fixed)
-    usage = memory(case, layouts)
+    layouts, usage = _counted(case, precisions, dict(fixed or {}), counted if not fixed else None)
     limit = min(memory_bytes or float("inf"), case.cluster.chip.memory_bytes or float("inf"))
     fitting = np.nonzero(fits(case, layouts, usage, limit))[0]
     if not len(fitting):
@@ -70,6 +71,23 @@ def search(
     return SearchResult(
         num_valid=len(layouts), num_fitting=len(fitting), seconds=time.perf_counter() - began, best=best, front=front
     )
+
+
+def _counted(
+    case: TrainCase, precisions: Sequence[str] | None, fixed: dict[str, Any], counted: Counted | None
+) -> tuple[Layouts, Memory]:
+    """Every valid layout with its memory."""
+    cluster, dtypes = case.cluster, tuple(precisions or tried_dtypes(case))
+    key = (cluster.num_devices, cluster.fast_domain, dtypes)
+    if counted is not None and key in counted and cluster.chip.kind != "cpu":
+        return counted[key]
+    layouts = space(case, [fixed["precision"]] if "precision" in fixed else precisions)
+    more = hybrid(case, layouts) if "shard" not in fixed else layouts.take(np.array([], dtype=np.int64))
+    layouts = runnable(case, constrained(concatenate(layouts, more) if len(more) else layouts, fixed), fixed)
+    usage = memory(case, layouts)
+    if counted is not None and cluster.chip.kind != "cpu":
+        counted[key] = layouts, usage
+    return layouts, usage
 
 
 def _nothing_fits(case: TrainCase, layouts: Layouts, bytes_: Array, limit: float) -> BadLayout:

@@ -11,6 +11,7 @@ parallelism projections and MLPs, expert parallelism the routed experts; norms a
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from armillary.planning.device_model.vectorised_layouts import Array, Bools, Int
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.arithmetic.params import layer_parameters
 from armillary.spec.layout_rules.pipeline_split import layers_by_stage
+from armillary.spec.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +78,15 @@ def _balanced(case: TrainCase, pp: int, interleave: int) -> tuple[float, float, 
     """(first, fullest, its index, last) as our trainer splits; -1 where there are more chunks than places."""
     if pp * interleave > case.model.num_layers + 2:
         return -1.0, -1.0, -1.0, -1.0
-    counts = layers_by_stage(case.model, pp, interleave, sequence=case.sequence)
+    counts = _counts(case.model, pp, interleave, case.sequence)
     fullest = max(counts)
     return counts[0], fullest, counts.index(fullest), counts[-1]
+
+
+@lru_cache(maxsize=4096)
+def _counts(model: ModelConfig, pp: int, interleave: int, sequence: int) -> tuple[float, ...]:
+    """Layers by stage; kept, since memory, time and every node of a ranking ask for the same."""
+    return tuple(layers_by_stage(model, pp, interleave, sequence=sequence))
 
 
 def _even(num_layers: int, layouts: Layouts) -> Stages:

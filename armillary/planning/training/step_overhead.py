@@ -22,6 +22,8 @@ GRAD_NORM_BYTES = 4
 """bytes per gradient read for the gradient norm"""
 CALLS_PER_OPERATOR = 2.8
 """recorded torch calls per operator that moves data: views, and operators that call others (2.5 to 3.1 measured)"""
+EAGER_LAUNCH_S = 12e-6
+"""host time per kernel of a framework in eager Python: autograd, dispatcher and launch (as in serving/engines.toml)"""
 GRAPH_LAUNCH_S = 1.1e-6
 """seconds per kernel launch from a CUDA graph (benchmarks/ceilings_h200.md)"""
 
@@ -54,7 +56,8 @@ def launch_s(case: TrainCase, layouts: Layouts, work: Work, device: Array) -> Ar
         forwards = 1 + np.where(layouts.recompute == FULL, 1.0 / layouts.recompute_every, 0.0)
         calls = CALLS_PER_OPERATOR * (work.kernels_forward * forwards + work.kernels_backward)
         return calls * case.curves.autograd_call_s * case.software.host
-    each = GRAPH_LAUNCH_S if case.software.graphs else case.curves.launch_s
+    each = case.curves.launch_s if case.software.fully_shard else max(case.curves.launch_s, EAGER_LAUNCH_S)
+    each = GRAPH_LAUNCH_S if case.software.graphs else each
     host = (work.kernels_forward + work.kernels_backward) * each * case.software.host
     routed = case.model.num_moe_layers > 0 and not case.software.flex_dispatch
     waits = routed & ((layouts.ep > 1) | (not case.software.fused_experts))

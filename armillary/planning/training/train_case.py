@@ -104,6 +104,11 @@ class TrainCase:
         return replace(values, kernel_s=0.0) if self.software.eager_layers else values  # launch_s counts the calls
 
     @cached_property
+    def last_activations(self) -> list[Any]:
+        """Layouts whose activations were counted last, and the counts (planning.training.activations)."""
+        return []
+
+    @cached_property
     def network(self) -> Network:
         return network(self.cluster, self.measured)
 

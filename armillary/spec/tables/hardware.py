@@ -39,7 +39,12 @@ class HardwareTable:
     network: str = ""
     """with nodes: link between them (a name in the catalogue); empty: unknown until armillary launch --check"""
 
+    power_limit_w: float | None = None
+    """watts that each chip is limited to, where that is below its usual power"""
+
     def __post_init__(self) -> None:
+        if self.power_limit_w is not None and self.power_limit_w <= 0:
+            raise BadRecipe(f"hardware.power_limit_w={self.power_limit_w:g} must be above 0; leave it out for no limit")
         if self.on != "here" and (self.chip or self.tiers):
             raise BadRecipe("[hardware] takes on, or chip with tiers, not both; leave one out")
         if self.tiers and not self.chip:
@@ -56,6 +61,12 @@ class HardwareTable:
 
     def cluster(self, here: Cluster | None = None) -> Cluster:
         """The devices; `here` stands for this machine."""
+        found = self._cluster(here)
+        if self.power_limit_w is None:
+            return found
+        return replace(found, chip=replace(found.chip, power_limit_w=self.power_limit_w))
+
+    def _cluster(self, here: Cluster | None) -> Cluster:
         if self.is_here:
             assert here is not None, "the caller resolves `here`"
             return self._copies(here)

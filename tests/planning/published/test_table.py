@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from armillary.errors import BadData, NotFound
 from armillary.planning.device_model.frameworks import PHYSICS
 from armillary.planning.device_model.vectorised_layouts import PRECISIONS
-from armillary.planning.published.fitting import fit
 from armillary.planning.published.row_case import chip_of, cluster_of, is_fitted_on, model_of, second_token_layers
+from armillary.planning.published.row_samples import price
 from armillary.planning.published.table import evaluate_table, read_table
 from armillary.planning.published.training_row import measurement, predicted, published_flops_per_token, training_row
-from armillary.planning.published.training_table import predict_row, ready
+from armillary.planning.published.training_table import predict_row
+from armillary.planning.training.memory_breakdown import memory
+from armillary.planning.training.step_time import step_time
 from armillary.spec.arithmetic.params import parameters
 
 FIXTURE = Path(__file__).parent / "published_training_40.csv"
@@ -230,11 +233,61 @@ def test_a_spreadsheet_s_mark_and_headings_in_capitals_change_nothing(tmp_path: 
     assert evaluate_table(tmp_path / "excel.csv", ["newest"]).summary == evaluate_table(FIXTURE, ["newest"]).summary
 
 
-def test_fitting_uses_the_even_half_only() -> None:
+def test_rows_of_the_fit_are_even() -> None:
     assert is_fitted_on("3a3cc5e8") and not is_fitted_on("7be883f5")
-    rows = [ready(one, fitted=False) for one in ROWS if one["framework"] == "NeMo"]
-    found = fit(rows, ["gemm"])
-    assert 0.8 < found.numbers["gemm"] < 1.3 and found.fitted_error < 0.1
+
+
+def test_a_sample_has_the_step_that_the_figure_means() -> None:
+    stated = row(measured_tokens_per_s_per_gpu="1600")
+    found = price(training_row(stated, PHYSICS)).sample(stated)
+    assert found is not None and found.measured_s == pytest.approx(128 * 8192 / 64 / 1600)
+    assert all(0 < slope < found.predicted_s for slope in found.slopes) and 0.02 < found.spread < 0.3
+    nothing = row(measured_tokens_per_s_per_gpu="")
+    assert price(training_row(nothing, PHYSICS)).sample(nothing) is None
+
+
+# --- what a row leaves open
+
+
+def test_a_deep_pipeline_without_a_stated_interleave_has_one() -> None:
+    """With as many micro-batches as stages nobody runs plain 1F1B; with many, or where the software cannot, it is 1."""
+    deep = {"vpp": "", "pp": "8", "dp": "2", "tp": "4", "n_gpus": "64"}
+    few, many = (training_row(row(**deep, global_batch=batch), PHYSICS) for batch in ("16", "128"))
+    plain = training_row(row(**deep, global_batch="16"), replace(PHYSICS, interleaves=False))
+    assert [int(one.layouts.interleave[0]) for one in (few, many, plain)] == [10, 1, 1]
+    said = predict_row(row(**deep, global_batch="16", measured_tokens_per_s_per_gpu="900")).assumed
+    assert any("vpp taken as 10" in text for text in said)
+    assert any(text.startswith("vpp=1 would change the step by +") for text in said)
+
+
+def test_a_stated_power_limit_slows_gemms_and_not_memory() -> None:
+    usual, limited = (training_row(row(gpu=gpu), PHYSICS) for gpu in ("A100-80GB-SXM", "A100-80GB-SXM (300W limit)"))
+    times = [step_time(one.case, one.layouts) for one in (usual, limited)]
+    assert float(times[1].gemm[0] / times[0].gemm[0]) == pytest.approx(1 / 0.8825, rel=0.02)
+    assert times[1].memory[0] == times[0].memory[0]
+
+
+def test_a_framework_that_reports_reserved_memory_is_held_against_that() -> None:
+    light = row(measured_mem_gb="60", recompute="full", seq_len="4096")
+    usual, reserving = (predict_row(light | {"framework": name}) for name in ("somebody", "torchtitan"))
+    assert usual.memory_predicted is not None and reserving.memory_predicted is not None
+    assert usual.memory_predicted < reserving.memory_predicted < 80e9
+
+
+def test_compiled_layers_leave_the_logits_unfused() -> None:
+    fused = replace(PHYSICS, fused_cross_entropy=True)
+    sizes = [
+        float(memory(found.case, found.layouts).loss[0])
+        for software in (PHYSICS, fused)
+        for found in [training_row(row(note="torch.compile", pp="1", vpp="", tp="8", dp="8"), software)]
+    ]
+    assert sizes[0] == 2 * sizes[1] > 0
+
+
+def test_the_interval_contains_what_is_predicted_and_counts_the_rows_inside() -> None:
+    evaluation = evaluate_table(FIXTURE, ["newest", "complete"])
+    assert all(one["interval"][0] < one["predicted"] < one["interval"][1] for one in evaluation.rows)
+    assert 0.8 <= evaluation.summary["inside"] <= 1.0
 
 
 # --- nonsense

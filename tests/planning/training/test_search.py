@@ -14,7 +14,7 @@ from armillary.planning.node_ranking import rank_nodes
 from armillary.planning.training.explain import explain
 from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.remedies import remedy, remedy_text
-from armillary.planning.training.search import limits, search, why
+from armillary.planning.training.search import Counted, limits, search, why
 from armillary.planning.training.search_space import space, supported
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
@@ -149,3 +149,15 @@ def test_the_devices_named_where_nothing_fits_do_fit() -> None:
     with pytest.raises(BadLayout, match="try about 128 devices"):
         search(case_of("llama-3.1-405b", "h100x8", sequences=128))
     assert search(case_of("llama-3.1-405b", "h100x128", sequences=128)).num_fitting > 0
+
+
+def test_memory_counted_for_another_chip_changes_no_result() -> None:
+    counted: Counted = {}
+    for on in ("h100x8", "h200x8", "a100-80gb-sxmx8"):
+        case = case_of("llama-3.1-8b", on, sequences=16)
+        shared, alone = search(case, shown=3, counted=counted), search(case, shown=3)
+        assert (shared.num_valid, shared.num_fitting) == (alone.num_valid, alone.num_fitting)
+        assert [shared.best.layout(i) for i in range(3)] == [alone.best.layout(i) for i in range(3)]
+        assert (shared.best.time.total == alone.best.time.total).all()
+        assert (shared.best.memory.total == alone.best.memory.total).all()
+    assert len(counted) == 2, "both Hoppers share theirs"
