@@ -7,7 +7,8 @@ between tp ranks, all-to-alls between ep ranks and sends between pipeline stages
     decode attention   bytes / bandwidth · (1 + start / bytes per KV head)  one thread block per sequence and KV head
     prompt attention   max(flops / rate(keys, head dim), bytes / bandwidth)
     other       bytes / bandwidth
-    all-reduce  a + 2·log2(tp)·latency + 2(tp−1)/tp · bytes / (link · share)     (one per sub-layer; Thakur et al. 2005)
+    all-reduce  a + 2·log2(tp)·latency + 2(tp−1)/tp · bytes / (link · share)     (one per sub-layer; Thakur et al. 2005;
+                (tp+1)/tp where the switch reduces)
 
 Without CUDA graphs (prefill) a step is at least as long as the host needs to launch its kernels. The roofline is that
 of Williams et al., CACM 2009; adding terms rather than taking the larger follows what skinny GEMMs measure.

@@ -16,7 +16,13 @@ from armillary.planning.training.memory_breakdown import FRAGMENTATION, context_
 from armillary.planning.training.offload import link_rate
 from armillary.planning.training.optimizer_states import state_bytes
 from armillary.planning.training.peak_memory import SNAPSHOTS, logit_bytes
-from armillary.planning.training.step_overhead import CALLS_PER_OPERATOR, CPU_STRAGGLER, GRAD_NORM_BYTES, STEP_S
+from armillary.planning.training.step_overhead import (
+    CALLS_PER_OPERATOR,
+    CPU_STRAGGLER,
+    GRAD_NORM_BYTES,
+    STEP_S,
+    kernel_launch_s,
+)
 from armillary.spec.arithmetic.non_gemm_ops import adamw
 from armillary.spec.arithmetic.params import parameters
 from armillary.units import bandwidth_text, bytes_text, count_text, flops_per_s_text, flops_text, seconds_text
@@ -231,7 +237,7 @@ def _waits(prediction: Prediction) -> list[Term]:
         _seconds(
             "waiting for launches",
             "micro-batches · max(0, kernels · launch − device time)",
-            f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(case.curves.launch_s)} − {mean})",
+            f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(kernel_launch_s(case))} − {mean})",
             launch,
         ),
         _seconds(

@@ -56,12 +56,17 @@ def launch_s(case: TrainCase, layouts: Layouts, work: Work, device: Array) -> Ar
         forwards = 1 + np.where(layouts.recompute == FULL, 1.0 / layouts.recompute_every, 0.0)
         calls = CALLS_PER_OPERATOR * (work.kernels_forward * forwards + work.kernels_backward)
         return calls * case.curves.autograd_call_s * case.software.host
-    each = case.curves.launch_s if case.software.fully_shard else max(case.curves.launch_s, EAGER_LAUNCH_S)
-    each = GRAPH_LAUNCH_S if case.software.graphs else each
-    host = (work.kernels_forward + work.kernels_backward) * each * case.software.host
+    host = (work.kernels_forward + work.kernels_backward) * kernel_launch_s(case) * case.software.host
     routed = case.model.num_moe_layers > 0 and not case.software.flex_dispatch
     waits = routed & ((layouts.ep > 1) | (not case.software.fused_experts))
     return np.where(waits, host, np.maximum(0.0, host - device))
+
+
+def kernel_launch_s(case: TrainCase) -> float:
+    """Host time per kernel: our trainer's launches, another framework's eager calls, or a CUDA graph's."""
+    if case.software.graphs:
+        return GRAPH_LAUNCH_S
+    return case.curves.launch_s if case.software.fully_shard else max(case.curves.launch_s, EAGER_LAUNCH_S)
 
 
 def data_s(case: TrainCase, layouts: Layouts, micro_batches: Array, busy: Array) -> Array:
