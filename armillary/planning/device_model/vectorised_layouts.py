@@ -119,7 +119,7 @@ def map_arrays(function: Callable[..., Any], table: Table, *more: Any) -> Table:
         return {key: map_arrays(function, part, *(other[key] for other in more)) for key, part in table.items()}  # type: ignore[return-value]
     values = {
         name: map_arrays(function, getattr(table, name), *[getattr(part, name) for part in more])
-        for name in _field_names(type(table))
+        for name in _field_names(type(table))  # type: ignore[arg-type]
     }
     return type(table)(**values)
 

@@ -35,7 +35,8 @@ def activation_bytes(case: TrainCase, layouts: Layouts) -> ActivationBytes:
     known = case.last_activations
     if not known or known[0] is not layouts:
         known[:] = [layouts, _activation_bytes(case, layouts)]
-    return known[1]
+    counts: ActivationBytes = known[1]
+    return counts
 
 
 def _activation_bytes(case: TrainCase, layouts: Layouts) -> ActivationBytes:
