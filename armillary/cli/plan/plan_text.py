@@ -138,8 +138,8 @@ def offload_rows(prediction: Prediction, i: int = 0) -> list[tuple[str, str]]:
 
 def interval_text(prediction: Prediction, i: int = 0) -> str:
     """'90 % of such steps take 1.1 s to 1.4 s'."""
-    found = prediction.step_interval(i)
-    return f"9 of 10 such steps take {seconds_text(found.low)} to {seconds_text(found.high)}"
+    within = prediction.step_interval(i)
+    return f"9 of 10 such steps take {seconds_text(within.low)} to {seconds_text(within.high)}"
 
 
 def step_text(prediction: Prediction, i: int = 0) -> str:

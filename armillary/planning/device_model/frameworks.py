@@ -143,12 +143,12 @@ def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software
     name, _, release = framework.strip().partition(" ")
     known = next((known for known in declared() if known.lower() == name.lower()), None)
     if known is None:
-        found = replace(PHYSICS, name=framework or "physics")
+        chosen = replace(PHYSICS, name=framework or "physics")
     else:
-        found = replace(_declared(known), **_since(known, release, chip))
+        chosen = replace(_declared(known), **_since(known, release, chip))
     if not fitted:
-        return found.with_numbers({})
-    return found if found.fitted else found.with_numbers(common_numbers())
+        return chosen.with_numbers({})
+    return chosen if chosen.fitted else chosen.with_numbers(common_numbers())
 
 
 @cache

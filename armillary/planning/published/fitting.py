@@ -119,28 +119,28 @@ class _Table:
     def _prior(self, framework: str) -> tuple[float, ...]:
         """What the other frameworks have in common."""
         if framework not in self.priors:
-            others = self.framework != framework
-            self.priors[framework] = self.common(others) if others.any() else (1.0,) * len(NAMES)
+            rest = self.framework != framework
+            self.priors[framework] = self.common(rest) if rest.any() else (1.0,) * len(NAMES)
         return self.priors[framework]
 
     def errors_by_model(self) -> Array:
         """|ln(predicted / measured)| / spread of rows whose model was left out of their framework's fit."""
-        found = []
+        errors = []
         for framework in self.large():
             for model in sorted(set(self.model[self.framework == framework].tolist())):
                 left_out = self.model == model
                 if framework in self.large(~left_out):
-                    found.append(self._errors(left_out, self.own(framework, ~left_out)))
-        return np.concatenate(found) if found else np.zeros(0)
+                    errors.append(self._errors(left_out, self.own(framework, ~left_out)))
+        return np.concatenate(errors) if errors else np.zeros(0)
 
     def errors_by_framework(self) -> Array:
         """The same of rows whose framework was left out altogether."""
-        found = []
+        errors = []
         for framework in sorted(set(self.framework.tolist())):
             left_out = self.framework == framework
             if not left_out.all():
-                found.append(self._errors(left_out, self.common(~left_out)))
-        return np.concatenate(found) if found else np.zeros(0)
+                errors.append(self._errors(left_out, self.common(~left_out)))
+        return np.concatenate(errors) if errors else np.zeros(0)
 
     def _errors(self, which: Bools, factors: tuple[float, ...]) -> Array:
         seconds = self.predicted[which] + self.slopes[which] @ (np.array(factors) - 1)

@@ -56,12 +56,12 @@ def price(row: TrainingRow) -> PricedRow:
     for name in NAMES:
         slower = replace(case, software=case.software.with_numbers({name: 1 + MORE}))
         slopes.append((float(step_time(slower, row.layouts).total[0]) - step) / MORE)
-    others = {name: float(step_time(case, other).total[0]) / step - 1 for name, other in row.alternatives.items()}
-    assumed = sum(change**2 for change in others.values()) ** 0.5
+    changes = {name: float(step_time(case, other).total[0]) / step - 1 for name, other in row.alternatives.items()}
+    assumed = sum(change**2 for change in changes.values()) ** 0.5
     return PricedRow(
         row=row,
         step_s=step,
         slopes=tuple(slopes),
-        sensitivity=others,
+        sensitivity=changes,
         spread=float(spread(case, time, assumed)[0]),
     )

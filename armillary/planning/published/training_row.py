@@ -135,18 +135,18 @@ def _with_interleave(
 
 def _alternatives(row: Row, model: ModelConfig, layouts: Layouts) -> dict[str, Layouts]:
     """Another plausible value of each setting that the row leaves open and a step depends on."""
-    found = {}
+    plausible = {}
     if int(layouts.pp[0]) > 1 and not number(row, "vpp"):
         layers = max(2, model.num_layers // int(layouts.pp[0]))
         other = 1 if int(layouts.interleave[0]) > 1 else next(n for n in range(2, layers + 1) if layers % n == 0)
         schedule = SCHEDULES.index("interleaved" if other > 1 else "1f1b")
-        found[f"vpp={other}"] = replace(
+        plausible[f"vpp={other}"] = replace(
             layouts, interleave=layouts.interleave * 0 + other, schedule=layouts.schedule * 0 + schedule
         )
     if not (row.get("recompute") or "").strip():
         name = "none" if RECOMPUTES[int(layouts.recompute[0])] == "selective" else "selective"
-        found[f"recompute={name}"] = replace(layouts, recompute=layouts.recompute * 0 + RECOMPUTES.index(name))
-    return found
+        plausible[f"recompute={name}"] = replace(layouts, recompute=layouts.recompute * 0 + RECOMPUTES.index(name))
+    return plausible
 
 
 def _least_recompute(case: TrainCase, layouts: Layouts) -> tuple[Layouts, str]:

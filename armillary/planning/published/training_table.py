@@ -121,8 +121,8 @@ def _priced(result: TrainingPrediction, row: TrainingRow) -> TrainingPrediction:
         return result
     time = step_time(row.case, row.layouts)
     seconds = float(time.total[0])
-    others = {name: float(step_time(row.case, other).total[0]) / seconds for name, other in row.alternatives.items()}
-    effect = sum((ratio - 1) ** 2 for ratio in others.values()) ** 0.5
+    ratios = {name: float(step_time(row.case, other).total[0]) / seconds for name, other in row.alternatives.items()}
+    effect = sum((ratio - 1) ** 2 for ratio in ratios.values()) ** 0.5
     uncertain = float(spread(row.case, time, effect)[0])
     expected = predicted(row, figure.name, seconds)
     unfitted = replace(row.case, software=row.case.software.with_numbers({}))
@@ -133,7 +133,7 @@ def _priced(result: TrainingPrediction, row: TrainingRow) -> TrainingPrediction:
         measured=figure.value,
         predicted=expected,
         interval=interval(expected, uncertain, interval_width(row.row.get("framework") or "")),
-        assumed=(*row.assumed, *(_sensitivity(name, ratio) for name, ratio in others.items())),
+        assumed=(*row.assumed, *(_sensitivity(name, ratio) for name, ratio in ratios.items())),
         physics=predicted(row, figure.name, physics),
         step_s=seconds,
     )

@@ -61,10 +61,10 @@ class HardwareTable:
 
     def cluster(self, here: Cluster | None = None) -> Cluster:
         """The devices; `here` stands for this machine."""
-        found = self._cluster(here)
+        cluster = self._cluster(here)
         if self.power_limit_w is None:
-            return found
-        return replace(found, chip=replace(found.chip, power_limit_w=self.power_limit_w))
+            return cluster
+        return replace(cluster, chip=replace(cluster.chip, power_limit_w=self.power_limit_w))
 
     def _cluster(self, here: Cluster | None) -> Cluster:
         if self.is_here:
