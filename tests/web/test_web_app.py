@@ -72,6 +72,8 @@ def test_a_plan_follows_the_form_and_is_what_the_planner_says(home: Home) -> Non
         assert chart in view["html"], chart
     dearer = part(app, tab="plan", **{"cost.usd_per_device_hour": "100", "report.budget_usd": "1"})
     assert "above $1" in dearer["html"]
+    small = {"model.name": "armillary-2m", "train.sequence": "256", "train.batch_tokens": "4096"}
+    assert part(app, tab="plan", **{"hardware.on": "here"}, **small)["errors"] == {}
     status, headers, body = get(app, "/document", {"to": "md", "model.name": "llama-3-8b"})
     assert status == 200 and "llama-3-8b.md" in headers["content-disposition"] and body.startswith(b"# Infrastructure")
 

@@ -207,7 +207,7 @@ class Replica:
         experts = op.name in EXPERT_GEMMS
         unrounded = op.name == "head" or (experts and self.rates.experts_in_16_bits)
         compute = self.forward.dtype if unrounded else self.dtypes.compute
-        rate, flops = self.curves.sustained(_precision(compute)) * self.rates.compute_rate, op.flops
+        rate, flops = self.curves.sustained(curve_name(compute)) * self.rates.compute_rate, op.flops
         if experts:
             rate *= self.rates.grouped * self.rates.expert_rate
             groups, _, n, k = op.shape
@@ -229,7 +229,7 @@ class Replica:
     def _cpu_gemm_s(self, op: Op) -> float:
         groups, m, n, k = op.shape
         compute = self.forward.dtype if op.name == "head" else self.dtypes.compute
-        code = np.array(PRECISIONS.index(_precision(compute)))
+        code = np.array(PRECISIONS.index(curve_name(compute)))
         rate = float(self.curves.gemm_flops(code, np.float64(m), np.float64(n), np.float64(k), np.float64(groups)))
         return max(op.flops / rate, op.bytes / self.curves.row_bytes_per_s[self._width])
 
@@ -309,7 +309,7 @@ class Replica:
         return self.rates.allreduce_s * self.rates.fixed_time + hops * latency + wire_bytes / (speed * self.rates.link)
 
 
-def _precision(dtype: str) -> str:
+def curve_name(dtype: str) -> str:
     """Key of Curves for a dtype: integers compute as fast as the float of their width."""
 
     return {"int8": "fp8", "fp4": "nvfp4", "int4": "nvfp4"}.get(dtype, dtype)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from math import ceil
 
+from armillary.planning.serving.replica import curve_name
 from armillary.planning.serving.serving_plan import ServingPlan
 from armillary.planning.training.layer_gemms import layer_gemms
 from armillary.planning.training.layout_prediction import Prediction
@@ -66,7 +67,9 @@ def serving_roofline(plan: ServingPlan) -> str:
     replica, traffic = plan.capacity.server.replica, plan.request.traffic
     dtype, running = plan.chosen.dtypes.compute, max(1, round(plan.capacity.actual.running))
     name = f"{replica.cluster.chip.title}, {dtype}"
-    peaks = DevicePeaks(name=name, flops_per_s=replica.curves.peaks[dtype], bytes_per_s=replica.curves.bytes_per_s)
+    peaks = DevicePeaks(
+        name=name, flops_per_s=replica.curves.peaks[curve_name(dtype)], bytes_per_s=replica.curves.bytes_per_s
+    )
     prompt, context = traffic.tokens_in, traffic.tokens_in + traffic.tokens_out // 2
     steps = (
         (f"prefill of {prompt:,} tokens", replica.forward.ops(prompt, 1, decoding=False), replica.prefill(prompt)),

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from armillary.errors import ArmillaryError, BadLayout
+from armillary.machine.machine import here
 from armillary.planning.cost.cost_report import goodput_rows, training_rows
 from armillary.planning.serving.serving_plan import ServingPlan, serving_plan
 from armillary.planning.serving.serving_report import CHOICE_COLUMNS, choice_cells, plan_rows
@@ -36,6 +37,8 @@ from armillary.web.tabs.plan_charts import (
 )
 
 T = TypeVar("T")
+HERE = "here"
+"""this machine"""
 FORMATS = ("docx", "xlsx", "pdf", "pptx", "html", "md")
 TRAINING = (
     Field(name="train.sequence", label="Tokens per sequence", group="Training", hint="from the model"),
@@ -64,7 +67,7 @@ def fields(query: Query, home: Home | None = None) -> list[Field]:
     """What the purpose needs is shown; what was typed for the other purpose stays."""
     purpose = Field(name="for", label="For", group="What", default="train", options=("train", "serve"))
     serves = value_of(query, purpose) == "serve"
-    models, chips = list(catalogue.models()), [f"{name}x8" for name in catalogue.chips()]
+    models, chips = list(catalogue.models()), [HERE, *(f"{name}x8" for name in catalogue.chips())]
     return [
         purpose,
         Field(name="model.name", label="Model", group="What", default="llama-3-8b", suggestions=models),
@@ -119,7 +122,7 @@ def read_form(query: Query) -> Asked:
     values = {each.name: value_of(query, each) for each in shown}
     purpose, name, on = values.pop("for"), values.pop("model.name"), values.pop("hardware.on")
     model = _checked("model.name", lambda: catalogue.model(name)).config
-    cluster = _checked("hardware.on", lambda: catalogue.cluster(on))
+    cluster = _checked("hardware.on", lambda: here() if on == HERE else catalogue.cluster(on))
     values = {key: text for key, text in values.items() if text}
     tables: dict[str, dict[str, Any]] = {"model": {"name": name}, "hardware": {"on": on}}
     if purpose == "train":
