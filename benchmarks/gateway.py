@@ -48,7 +48,7 @@ def process(line: list[str], port: int, core: int, log: Path, **environment: str
         child = subprocess.Popen(
             ["taskset", "-c", str(core), *line], stdout=out, stderr=out, env=os.environ | environment
         )
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     try:
         while True:
             try:
@@ -106,7 +106,8 @@ def litellm(program: str, folder: Path, ports: list[int], core: int, stack: Exit
     ]
     (folder / "litellm.json").write_text(json.dumps({"model_list": models, "general_settings": {"master_key": key}}))
     line = [program, "--config", str(folder / "litellm.json"), "--port", str(port), "--host", "127.0.0.1"]
-    return Target(port, key), stack.enter_context(process(line, port, core, folder / "litellm.log"))
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # its list of prices is not fetched
+    return Target(port, key), stack.enter_context(process(line, port, core, folder / "litellm.log", **offline))
 
 
 # --- the measurements
