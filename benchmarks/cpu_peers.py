@@ -1,6 +1,6 @@
 """Prompts and answers a second on a CPU, beside llama.cpp: the same random Llama, the same prompt, greedy, one stream.
 
-    python benchmarks/cpu_peers.py [--rounds 5] [--threads 2] [--prompt 512] [--answer 64] [--json]
+    python benchmarks/cpu_peers.py [--kinds int8,Q8_0] [--rounds 5] [--threads 2] [--prompt 512] [--answer 64] [--json]
 
 Needs `gguf` and `llama-cpp-python` (`make peers` builds it). Every contestant is a process of its own with its model
 loaded; they run one after the other, round after round, so that what else the machine does hits all alike. The best
@@ -30,9 +30,21 @@ SHAPE = {
     "max_position_embeddings": 2048,
 }
 """134M weights, 109M of which a token is multiplied by"""
-OURS, THEIRS = ("fp32", "bf16", "int8"), ("F32", "F16", "BF16", "Q8_0")
-BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "F32": 4, "F16": 2, "BF16": 2, "Q8_0": 34 / 32}
-"""of a weight; int8 keeps the head in bf16"""
+OURS, THEIRS = ("fp32", "bf16", "int8", "int4"), ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+BYTES = {
+    "fp32": 4,
+    "bf16": 2,
+    "int8": 1,
+    "int4": 0.5 + 4 / 128,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "Q8_0": 34 / 32,
+    "Q4_0": 18 / 32,
+}
+"""of a weight; int8 and int4 keep the head in 16 or 32 bits"""
+TO = {"int8": "int8", "int4": "int4-rtn"}
+"""kind -> format of `armillary quantize`"""
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -95,6 +107,16 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     out.close()
 
 
+def write_quantized(source: Path, folder: Path, to: str) -> Path:
+    """As `armillary quantize SOURCE FOLDER --to TO` does."""
+    from armillary.model.quantizing.quantize_model import quantize
+    from armillary.store.home import Home
+    from armillary.store.resolve_model import resolve_model
+
+    quantize(resolve_model(str(source), Home.default(), need_weights=True), folder, to)
+    return folder
+
+
 def _gguf_name(module: str) -> str:
     if not module.startswith("model.layers."):
         return NAMES[module]
@@ -108,16 +130,13 @@ def _gguf_name(module: str) -> str:
 def ours(folder: Path, kind: str, threads: int) -> Answer:
     import torch
 
-    from armillary import SamplingParams
-    from armillary.engine.build import make_engine
+    from armillary import LLM, SamplingParams
     from armillary.engine.request.request import Request
-    from armillary.model.weights.hf_weights import load_model
     from armillary.spec.tables.serve import Serve
 
     torch.set_num_threads(threads)
-    model = load_model(folder, dtype="fp32" if kind == "fp32" else "bf16", device=torch.device("cpu"))
-    serve = Serve(max_running=1, max_model_len=1024, prefix_cache=False, weights="int8" if kind == "int8" else "auto")
-    engine, _ = make_engine(model, None, serve, owns_model=True)
+    serve = Serve(max_running=1, max_model_len=1024, prefix_cache=False, threads=threads)
+    engine = LLM(folder, serve, dtype=None if kind in TO else kind, device="cpu").engine
 
     def answer(prompt: list[int], most: int) -> tuple[float, float, list[int]]:
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
@@ -206,7 +225,7 @@ class Contestant:
     def row(self) -> dict[str, Any]:
         hidden, ffn, vocab = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["vocab_size"]
         layers = SHAPE["num_hidden_layers"] * (4 * hidden * hidden + 3 * hidden * ffn) * BYTES[self.kind]
-        read = layers + vocab * hidden * (2 if self.kind == "int8" else BYTES[self.kind])
+        read = layers + vocab * hidden * (2 if self.kind in TO else BYTES[self.kind])
         return {
             "kind": self.kind,
             "prompt_tokens_per_s": 1 / min(self.prompt_s),
@@ -226,10 +245,12 @@ def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     dice = random.Random(0)
     prompt = [dice.randrange(SHAPE["vocab_size"]) for _ in range(options.prompt)]
     running = []
-    for kind in (*OURS, *THEIRS):
+    for kind in options.kinds.split(","):
         path = folder if kind in OURS else folder / f"{kind}.gguf"
         if kind in THEIRS:
             write_gguf(folder, path, kind)
+        elif kind in TO:
+            path = write_quantized(folder, folder / kind, TO[kind])
         running.append(Contestant(kind, path, options.threads))
     for _ in range(options.rounds):
         for one in running:
@@ -245,6 +266,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--kinds", default=",".join((*OURS, *THEIRS)), help="who takes part, by comma")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)

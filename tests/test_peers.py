@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,27 @@ def test_llama_cpp_continues_as_we_do(capsys: pytest.CaptureFixture[str]) -> Non
             print(f"\n{kind:>5}: prompt {prompt:.0f}, decode {decode:.1f} tokens/s", end="")
     assert rows["fp32"]["tokens"] == rows["F32"]["tokens"], "in fp32 both are exact, and random weights have few ties"
     assert all(len(row["tokens"]) == 64 for row in rows.values())
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed; run: make peers")
+def test_gguf_files_continue_as_in_llama_cpp(tmp_path: Path) -> None:
+    """Where tokens part, llama.cpp's two best logits are near: random weights have such ties, so equal prompts are not
+    counted here. K-quants are made by llama.cpp."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=128, initializer_range=0.1, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    script = Path(__file__).parents[1] / "benchmarks" / "llama_cpp.py"
+    options = ["--prompts", "4", "--tokens", "16", "--formats", "F16,Q8_0,Q4_0,Q4_K,Q5_K,Q6_K", "--json"]
+    command = [sys.executable, str(script), str(tmp_path / "m"), *options]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert made.returncode in (0, 1), made.stderr[-2000:]
+    rows = json.loads(made.stdout)
+    assert [row["format"] for row in rows] == ["F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]
+    assert all(gap <= 0.1 for row in rows for gap in row["gaps"]), rows
+    assert rows[0]["equal"] >= 3, rows

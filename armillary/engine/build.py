@@ -17,8 +17,8 @@ from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.linear_formats import (
-    Int8Dense,
     PackedDense,
+    int8_linear,
     packs,
     pick_fp8,
     replace_head,
@@ -26,6 +26,7 @@ from armillary.engine.runner.linear_formats import (
     run_int8,
     to_fp8,
 )
+from armillary.engine.runner.packed_cpu import run_integers
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.scheduler import Scheduler
@@ -166,7 +167,8 @@ def _check_cache(model: Transformer, kv_dtype: str, group: Group | None) -> None
 
 
 def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
-    """GEMMs in the form a CPU is fastest with: int8 where asked for, else bf16 packed once."""
+    """GEMMs in the form a CPU is fastest with: int8 where asked for, else bf16 packed once; packed int8 and int4 in
+    the order of their kernels."""
     forward = executor.forward
     can_pack = packs(next(forward.model.parameters()))
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
@@ -174,8 +176,9 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     if can_pack:
         replace_head(forward, packed, let_go=let_go)
     run_int8(forward, let_go=let_go)
+    run_integers(forward, let_go=let_go)
     if serve.weights == "int8" or can_pack:
-        replace_linears(forward, Int8Dense.rounded if serve.weights == "int8" else packed, let_go=let_go)
+        replace_linears(forward, int8_linear if serve.weights == "int8" else packed, let_go=let_go)
 
 
 def _scale(executor: FastExecutor, kv_dtype: torch.dtype) -> None:

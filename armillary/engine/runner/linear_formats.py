@@ -6,6 +6,7 @@ torch's own GEMM packs them in every call, which for a few tokens takes longer t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -18,15 +19,18 @@ from armillary.engine.runner.forward import Forward, no_reduce
 from armillary.engine.runner.latent_layer import Joined
 from armillary.engine.runner.layer import free_weights, linears_of
 from armillary.engine.runner.linear_fn import Dense, LinearFn
+from armillary.engine.runner.packed_cpu import IntegerLinear, IntegerPart
 from armillary.errors import BadInput
 from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.fp8.linear import E4M3, quantised
 from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase
+from armillary.kernels.quantized.integer_weights_cpu import Int8Weight, takes_int8
 from armillary.model.quantized.formats import IntGroups
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.transformer import Transformer
 
+_PLAIN_LOOP = 20.0  # times slower than fp32: int8 units are as fast or faster, plain loops are hundreds of times slower
 Make = Callable[[Tensor, Tensor | None], LinearFn]  # (weight, bias) -> linear function
 
 
@@ -95,9 +99,8 @@ class Int8Dense:
     @classmethod
     def rounded(cls, weight_NK: Tensor, bias: Tensor | None = None) -> Int8Dense:
         """Of a plain weight."""
-        wide = weight_NK.detach().float()
-        scale_N = wide.abs().amax(dim=1).clamp_min(1e-12) / 127
-        return cls((wide / scale_N[:, None]).round().to(torch.int8), scale_N, bias)
+        weight = Int8Weight.rounded(weight_NK.detach())
+        return cls(weight.codes_NK, weight.scale_N, bias)
 
     def __init__(self, rounded_NK: Tensor, scale_N: Tensor, bias: Tensor | None = None) -> None:
         self.scale_N = scale_N
@@ -158,14 +161,41 @@ def onednn_is_exact() -> bool:
     return bool((sums == 127 * 127 * depth).all())
 
 
+@cache
+def int8_is_fast() -> bool:
+    """Whether int8 GEMMs of this CPU and build are no plain loops, which oneDNN has for CPUs without int8 units: 300
+    times slower than fp32 with AVX-512 but no VNNI. A small one is timed against fp32."""
+    x, weight = torch.linspace(-1, 1, 4 * 256).view(4, 256), torch.linspace(-1, 1, 256 * 256).view(256, 256)
+    dense = Int8Dense.rounded(weight)
+    return _best_of_three(lambda: dense(x)) < _PLAIN_LOOP * _best_of_three(lambda: torch.mm(x, weight))
+
+
+def _best_of_three(call: Callable[[], Tensor]) -> float:
+    call()
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def int8_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
+    """A plain weight in int8; inputs are rounded too where that is fast."""
+    if int8_is_fast() or not takes_int8(*weight_NK.shape, weight_NK.dtype):
+        return Int8Dense.rounded(weight_NK, bias)
+    part = IntegerPart(weight=Int8Weight.rounded(weight_NK.detach()), order_K=None)
+    return IntegerLinear((part,), None, bias)
+
+
 def run_int8(forward: Forward, *, let_go: bool) -> None:
-    """Packed int8 layers whose checkpoint wants int8 inputs too (W8A8) become `Int8Dense`; `let_go` frees the model's
-    own copy."""
+    """Packed int8 layers whose checkpoint wants int8 inputs too (W8A8) become `Int8Dense` where that is fast; `let_go`
+    frees the model's own copy."""
 
     def replaced(linear: LinearFn) -> LinearFn:
         if isinstance(linear, Joined):
             return linear.replaced(replaced)
-        if not isinstance(linear, PackedLinear) or not _is_w8a8(linear):
+        if not isinstance(linear, PackedLinear) or not _is_w8a8(linear) or not int8_is_fast():
             return linear
         (part,) = linear.weight.parts
         codes_NK = (part.rows["codes"] ^ 128).view(torch.int8)

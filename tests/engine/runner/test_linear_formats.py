@@ -10,7 +10,7 @@ import torch
 
 from armillary.engine.build import make_engine
 from armillary.engine.runner.linear_fn import Dense, LinearFn
-from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, packs
+from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, int8_linear, packs
 from armillary.model.transformer import build
 from armillary.spec.tables.serve import Serve
 from tests.engine.fake import ask
@@ -24,6 +24,7 @@ needs_bf16 = pytest.mark.skipif(not packs(torch.empty(0, dtype=torch.bfloat16)),
     [
         pytest.param(PackedDense, 5e-3, marks=needs_bf16),
         (Int8Dense.rounded, 3e-2),
+        (int8_linear, 3e-2),
         pytest.param(partial(PackedDense, plain=True), 5e-3, marks=needs_bf16),
     ],
 )

@@ -17,10 +17,14 @@ from armillary.engine.build import make_engine
 from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner import linear_formats
 from armillary.engine.runner.engine_kernels import REFERENCE
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, replace_linears
+from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, int8_is_fast, replace_linears
+from armillary.engine.runner.packed_cpu import IntegerLinear
 from armillary.errors import BadInput, BadModel
+from armillary.kernels.core.agreement import relative_error
+from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.gemm import skinny
 from armillary.kernels.quantized import weight_only
 from armillary.model.quantized.packed_kernels import PackedKernel
@@ -39,6 +43,7 @@ SERVE = Serve(kv_bytes=200_000, max_running=4, dtype="fp32")
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
 INT8 = {"num_bits": 8, "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
 INT8_INPUTS = {"num_bits": 8, "strategy": "token", "dynamic": True}
 
 
@@ -63,6 +68,15 @@ def nf4(folder: Path) -> Path:
         tensors = {f"weight.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
         packed[name] = tensors | {"weight": codes}
     return write_folder(folder, model, {"quant_method": "bitsandbytes", "load_in_4bit": True}, packed)
+
+
+def wide_int8(folder: Path) -> Path:
+    return compressed_folder(folder, tiny_llama(**WIDE), scheme_of(INT8, INT8_INPUTS), "int-quantized")
+
+
+def wide_int4(folder: Path) -> Path:
+    int4 = INT4 | {"group_size": 128}
+    return compressed_folder(folder, tiny_llama(**WIDE), scheme_of(int4), "pack-quantized")
 
 
 def tensor_bytes(folder: Path) -> int:
@@ -142,6 +156,7 @@ def test_int8_inputs_are_rounded_per_token(tmp_path: Path) -> None:
     llm = LLM(folder, SERVE, device="cpu")
     forward = llm.engine.loop.executor.forward  # type: ignore[attr-defined]
     assert not any(module.weight.parts for module in packed_modules(forward.model))
+    assert isinstance(forward.layers[1].qkv, Int8Dense if int8_is_fast() else IntegerLinear)
     x, packed = torch.randn(5, 64), load_model(folder, packed=True).blocks["1"].attention.qkv
     error = (forward.layers[1].qkv(x) - packed(x)).norm() / packed(x).norm()
     assert 1e-5 < error < 0.02
@@ -149,8 +164,9 @@ def test_int8_inputs_are_rounded_per_token(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_int8_inputs_of_latent_projections_are_rounded_too(tmp_path: Path) -> None:
+def test_int8_inputs_of_latent_projections_are_rounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """W8A8 with latent attention: both halves of the first GEMM and the queries from their latent."""
+    monkeypatch.setattr(linear_formats, "int8_is_fast", lambda: True)
     sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "q_lora_rank": 12, "vocab_size": 96}
     scheme = scheme_of(INT8, INT8_INPUTS)
     folder = compressed_folder(tmp_path / "m", random_model("deepseek_v3", 1, **sizes), scheme, "int-quantized")
@@ -174,6 +190,41 @@ def test_int8_inputs_of_latent_projections_are_rounded_too(tmp_path: Path) -> No
     before = layer.latent.q
     replace_linears(forward, PackedDense, let_go=False)  # as on a CPU with bf16 units: what is int8 stays
     assert layer.latent.q is before and all(isinstance(part, Int8Dense) for part in layer.qkv.parts)
+
+
+@torch.no_grad()
+def test_int8_layers_start_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There plain layers are packed, too; int8 ones are already."""
+    monkeypatch.setattr(linear_formats, "int8_is_fast", lambda: True)
+    llm = LLM(w8a8(tmp_path / "m"), replace(SERVE, dtype="bf16"), device="cpu")
+    forward = llm.engine.loop.executor.forward  # type: ignore[attr-defined]
+    assert all(isinstance(layer.down, Int8Dense) for layer in forward.layers)
+    (made,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    assert len(made.tokens) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("write", [wide_int8, wide_int4])
+@torch.no_grad()
+def test_integers_run_as_they_are(
+    write: Callable[[Path], Path], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without int8 units; the engine holds no more than the file."""
+    monkeypatch.setattr(linear_formats, "int8_is_fast", lambda: False)
+    folder = write(tmp_path / "m")
+    dense = load_model(folder, dtype=dtype).blocks["0"].attention.qkv
+    llm = LLM(folder, replace(SERVE, dtype=dtype), device="cpu")
+    forward = llm.engine.loop.executor.forward  # type: ignore[attr-defined]
+    (layer,) = forward.layers
+    linears_of_layer = [layer.qkv, layer.out, layer.up, layer.down]
+    assert all(isinstance(linear, IntegerLinear) for linear in linears_of_layer)
+    held = sum(linear.nbytes for linear in linears_of_layer) + loaded_bytes(forward.model)
+    assert held <= 1.05 * tensor_bytes(folder)
+    for tokens in (1, 70):
+        x = torch.randn(tokens, 256).to(DTYPES[dtype])
+        assert relative_error(layer.qkv(x), dense(x)) < 2e-2
+    made = llm.generate(TOKENS.tolist(), replace(GREEDY, ignore_eos=True))
+    assert [len(each.tokens) for each in made] == [8, 8]
 
 
 @torch.no_grad()
