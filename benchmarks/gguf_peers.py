@@ -1,7 +1,7 @@
 """Greedy tokens of a model in GGUF, compared with llama.cpp's, for every format that both read.
 
     armillary train recipes/tour.toml --run m25
-    python benchmarks/llama_cpp.py m25 [--prompts 10] [--tokens 64] [--formats F16,Q8_0,…] [--json]
+    python benchmarks/gguf_peers.py m25 [--prompts 10] [--tokens 64] [--formats F16,Q8_0,…] [--json]
 
 The F16 file is ours; the others are made from it by `llama_model_quantize`, the function behind `llama-quantize`. Both
 sides get the same token ids. Exits 1 where a format does not hold: tokens are equal on 9 of 10 prompts, and where they
