@@ -182,7 +182,8 @@ def _best_of_three(call: Callable[[], Tensor]) -> float:
 
 def int8_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
     """A plain weight in int8; inputs are rounded too where that is fast."""
-    if int8_is_fast() or not takes_int8(*weight_NK.shape, weight_NK.dtype):
+    outputs, inputs = weight_NK.shape
+    if int8_is_fast() or not takes_int8(outputs, inputs, weight_NK.dtype):
         return Int8Dense.rounded(weight_NK, bias)
     part = IntegerPart(weight=Int8Weight.rounded(weight_NK.detach()), order_K=None)
     return IntegerLinear((part,), None, bias)
