@@ -75,9 +75,9 @@ def _replaced(linear: LinearFn, dtype: torch.dtype) -> LinearFn:
         return linear.replaced(lambda part: _replaced(part, dtype))
     if not isinstance(linear, PackedLinear) or dtype not in DTYPES:
         return linear
-    found = [integer_part(part, dtype) for part in linear.weight.parts]
-    parts = tuple(part for part in found if part is not None)
-    if not parts or len(parts) != len(found):
+    converted = [integer_part(part, dtype) for part in linear.weight.parts]
+    parts = tuple(part for part in converted if part is not None)
+    if not parts or len(parts) != len(converted):
         return linear
     replaced = IntegerLinear(parts, linear.weight.order_N, linear.bias)
     linear.free()
