@@ -119,6 +119,7 @@ def test_a_release_goes_to_mlflow_and_comes_back(mlflow: FakeClient, tmp_path: P
 
 
 @pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # MLflow's own
 def test_mlflow_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
