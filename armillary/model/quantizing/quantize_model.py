@@ -24,7 +24,7 @@ from armillary.model.weights.convert import refuse_unwritable
 from armillary.model.weights.hf_layout import rules
 from armillary.model.weights.safetensors_folder import TensorFolder
 from armillary.store.gguf.gguf_fields import tokenizer_fields
-from armillary.store.gguf.gguf_tokenizer import NO_VOCABULARY
+from armillary.store.gguf.gguf_tokenizer import WHOLE
 from armillary.store.hf_folder import gguf_file, read_config, stored_dtype, weight_files
 from armillary.store.resolve_model import ModelSource
 
@@ -145,6 +145,6 @@ def _notes(source: ModelSource, stages: QuantizedStages) -> tuple[str, ...]:
         notes.append(f"{source.name} has no tokenizer, so its perplexity was not measured")
     if stages.target.spec.gguf and source.files is not None:
         fields = tokenizer_fields(source.files, source.config.vocab)
-        if fields.get("tokenizer.ggml.model") == NO_VOCABULARY:
+        if WHOLE in fields:
             notes.append("llama.cpp has no name for how this tokenizer splits text: it loads the file without one")
     return tuple(notes)

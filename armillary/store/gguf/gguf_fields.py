@@ -61,11 +61,11 @@ def rope_divisors(config: ModelConfig) -> list[float] | None:
 
 
 def tokenizer_fields(folder: Path, vocab: int) -> dict[str, Any]:
-    """Empty where the folder has no tokenizer. Ids without a token are filled up, as llama.cpp wants one for each row
+    """Without a tokenizer only that there is none, which llama.cpp has to be told. Ids without a token are filled up, as llama.cpp wants one for each row
     of the embedding. A way of splitting text that llama.cpp has no name for goes into the file as its tokenizer.json:
     we read that; llama.cpp loads the file without a vocabulary."""
     if not (folder / "tokenizer.json").is_file():
-        return {}
+        return {"tokenizer.ggml.model": NO_VOCABULARY}
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     if content.get("model", {}).get("type") != "BPE":
         raise BadModel(f"{folder}: only BPE tokenizers are written to GGUF; take another format")

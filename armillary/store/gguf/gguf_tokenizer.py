@@ -26,7 +26,7 @@ SPLITS = {"gpt-2": "", "llama-bpe": _WORDS % "{1,3}", "llama3": _WORDS % "{1,3}"
 def tokenizer_files(header: GgufHeader) -> dict[str, dict[str, Any]]:
     """File name -> content; empty where the file has no tokenizer."""
     kind = header.metadata.get("tokenizer.ggml.model")
-    if kind is None:
+    if kind is None or (kind == NO_VOCABULARY and WHOLE not in header.metadata):
         return {}
     tokens: Any = header.metadata.get("tokenizer.ggml.tokens")
     if not _all_of(tokens, str):
