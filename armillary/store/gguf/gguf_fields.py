@@ -61,7 +61,7 @@ def rope_divisors(config: ModelConfig) -> list[float] | None:
 
 
 def tokenizer_fields(folder: Path, vocab: int) -> dict[str, Any]:
-    """Without a tokenizer only that there is none, which llama.cpp has to be told. Ids without a token are filled up, as
+    """Without a tokenizer only that there is none, which llama.cpp must be told. Ids without a token are filled up, as
     llama.cpp wants one for each row of the embedding. A way of splitting text that llama.cpp has no name for goes into
     the file as its tokenizer.json: we read that; llama.cpp loads the file without a vocabulary."""
     if not (folder / "tokenizer.json").is_file():
