@@ -43,7 +43,7 @@ def finish(options: Options, text: str, chart: str, label: str) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "table.md").write_text(text + "\n")
     plot = options.out / "plot.svg"
-    plot.write_text(standalone_svg(chart))
+    plot.write_text(standalone_svg(chart, legend=True))
     print(f"\n{text}\n\ntable: {options.out / 'table.md'} · plot: {plot}")
     if options.page is not None:
         put_into(options, options.page, text, plot, label)

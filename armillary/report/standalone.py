@@ -5,10 +5,13 @@ A page's charts take their colours and classes from its style sheet; a file has 
 
 import re
 from functools import cache
+from html import unescape
 from importlib.resources import files
 
 _SVG = re.compile(r"<svg(?: class='(on-\w+)')? (.*?)</svg>", re.DOTALL)
 _VARIABLE = re.compile(r"--(\w+): (#[0-9a-fA-F]+);")
+_LEGEND = re.compile(r"<span><i style='background:(#[0-9a-fA-F]+)'></i>(.*?)</span>")
+_LEGEND_HEIGHT, _LEGEND_LEFT = 24, 76
 CHART_LETTERS, DIAGRAM_LETTERS = 14, 11
 """pixels; a chart for wide screens becomes 17 cm wide, and its letters 7 point; those of diagrams have to fit boxes"""
 FONTS = "Liberation Sans, Arial, DejaVu Sans, Noto Sans CJK SC, sans-serif"
@@ -21,12 +24,14 @@ def colours() -> dict[str, str]:
     return dict(_VARIABLE.findall(page.partition("@media")[0]))
 
 
-def standalone_svg(html: str) -> str:
-    """The first drawing for wide screens in `html`, as a file; empty where there is none."""
+def standalone_svg(html: str, *, legend: bool = False) -> str:
+    """The first drawing for wide screens in `html`, as a file, with its legend below where wanted; empty where there is
+    no drawing."""
+    html = re.sub(r"var\(--(\w+)\)", lambda match: colours()[match.group(1)], html)
     drawings = [match for match in _SVG.finditer(html) if match.group(1) in (None, "on-wide")]
     if not drawings:
         return ""
-    body = re.sub(r"var\(--(\w+)\)", lambda match: colours()[match.group(1)], drawings[0].group(2))
+    body = drawings[0].group(2)
     size = CHART_LETTERS if drawings[0].group(1) else DIAGRAM_LETTERS
     style = (
         f"<style>text{{fill:{colours()['dim']};font-family:{FONTS};font-size:{size}px}}"
@@ -36,4 +41,18 @@ def standalone_svg(html: str) -> str:
     )
     head, _, inside = body.partition(">")
     width, height = re.search(r"viewBox='0 0 ([\d.]+) ([\d.]+)'", head).groups()  # type: ignore[union-attr]
+    if legend and (entries := _LEGEND.findall(html)):
+        inside += _legend(entries, float(height))
+        taller = f"{float(height) + _LEGEND_HEIGHT:g}"
+        head, height = head.replace(f"0 0 {width} {height}", f"0 0 {width} {taller}"), taller
     return f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' {head}>{style}{inside}</svg>"
+
+
+def _legend(entries: list[tuple[str, str]], top: float) -> str:
+    """(colour, name) of each series, one after the other."""
+    drawn, left = "", _LEGEND_LEFT
+    for colour, name in entries:
+        drawn += f"<rect x='{left}' y='{top + 4:g}' width='11' height='11' rx='2' fill='{colour}'/>"
+        drawn += f"<text x='{left + 17}' y='{top + 14:g}'>{name}</text>"
+        left += 17 + round(len(unescape(name)) * 0.55 * CHART_LETTERS) + 24
+    return drawn

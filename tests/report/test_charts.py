@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from xml.etree import ElementTree
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.report.bars import bars_file, series_bars, shares
 from armillary.report.charts import Frame, Point, drawing, lines, scatter, thinned
+from armillary.report.standalone import standalone_svg
 from tests.profiling.report.test_profile_page import Tags
 
 VALUE = st.none() | st.floats(0, 1e9)
@@ -69,3 +71,12 @@ def test_shares_and_files_escape_their_texts() -> None:
     assert "width:25.000%" in chart and "&lt;a&gt; <b>25.0%</b>" in chart and Tags(chart).open == []
     assert shares([]) == ""
     assert bars_file([], label="l", caption="<c>").count("&lt;c&gt;") == 1
+
+
+def test_a_chart_as_a_file_has_its_legend_below() -> None:
+    chart = lines([("a < b", [(1.0, 0.5), (2.0, 0.2)]), ("two", [(1.0, 0.4), (2.0, 0.1)])], label="Shares", x_name="n")
+    plain, keyed = standalone_svg(chart), standalone_svg(chart, legend=True)
+    assert "<rect" not in plain and ">a &lt; b</text>" in keyed and ">two</text>" in keyed
+    heights = [int(re.search(r" height='(\d+)'", each).group(1)) for each in (plain, keyed)]  # type: ignore[union-attr]
+    assert heights[1] > heights[0] and f"0 0 960 {heights[1]}" in keyed
+    assert "var(" not in keyed and ElementTree.fromstring(keyed).tag.endswith("svg")
