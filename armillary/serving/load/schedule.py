@@ -51,7 +51,7 @@ def send_times(
     if count is not None:
         seconds = 2 * area / (begin + end)
     areas = _areas(traffic, area, Random(f"arrivals {seed}"))
-    return [min(seconds, _time_of(position, begin, end, seconds)) for position in areas]
+    return sorted(min(seconds, _time_of(position, begin, end, seconds)) for position in areas)  # rounding may swap two
 
 
 def _areas(traffic: Traffic, area: float, rng: Random) -> list[float]:
