@@ -22,7 +22,7 @@ NO_KEY = "the API key is missing, wrong or expired; send a valid one as Authoriz
 
 @dataclass(slots=True)
 class Reservation:
-    """What a request has reserved; `max_tokens` is set where the request named none."""
+    """What a request has reserved; `max_tokens` is what each of its choices may have."""
 
     request: str
     charges: list[Charge] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Admission:
         limits, bucket, charges = key.limits_of(body.model), f"{key.id}:{body.model}", reservation.charges
         if limits.requests is not None:
             charges.append(Charge(f"{bucket}:requests", 1, limits.requests, limits.window_s))
-        if (limits.tokens is not None or key.budget.is_set) and not free:
+        if (limits.tokens is not None or key.budget.is_set) and body.uses_model and not free:
             _bound(reservation, body, models)
             if limits.tokens is not None:
                 _check_size(reservation.tokens, limits.tokens)
@@ -113,11 +113,11 @@ class Admission:
 
 def _bound(reservation: Reservation, body: RequestBody, models: Sequence[ModelSettings]) -> None:
     """The most tokens and dollars of a request."""
-    model, completion = models[0], body.max_tokens if body.generates else 0
-    if completion is None:
-        reservation.max_tokens = model.default_max_tokens
-        completion = model.default_max_tokens * body.choices
-    prompt = body.most_prompt_tokens(model.bytes_per_token)
+    model, completion = models[0], 0
+    if body.generates:
+        reservation.max_tokens = model.default_max_tokens if body.max_tokens is None else body.max_tokens
+        completion = reservation.max_tokens * body.choices
+    prompt = body.most_prompt_tokens(model.bytes_per_token, model.template_tokens)
     reservation.tokens = prompt + completion
     reservation.usd = max(each.usd(prompt, completion) for each in models)
 

@@ -14,22 +14,25 @@ from armillary.serving.http.problem import bad_request
 
 _SEPARATOR = b"\x1e"
 _MAX_TOKENS = {
-    "/v1/chat/completions": "max_tokens",
-    "/v1/completions": "max_tokens",
-    "/v1/messages": "max_tokens",
-    "/v1/responses": "max_output_tokens",
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/messages": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
 }
-"""paths whose responses have tokens, and their field for the most"""
-_TEMPLATE_TOKENS, _MESSAGE_TOKENS = 64, 16
-"""most tokens that chat templates add: a default system prompt, and marks around each message"""
+"""paths whose responses have tokens, and the fields that bound them there; the others mean nothing to a server"""
+_BOUNDS = {name for names in _MAX_TOKENS.values() for name in names}
+_CHOICES = ("n", "best_of")
+_MOST = 2**31
+_MESSAGE_TOKENS = 16
+"""most tokens that chat templates add around each message"""
 _RANKED, _JUDGE_BYTES = ("/v1/rerank", "/v1/score"), 512
 """paths that compare texts, and the bytes around each pair where a model judges it"""
 _NO_PROMPT = ("model", "user", "cache_salt", "stop", "stream_options")
 """fields that never become part of a prompt; all others may, as tools, schemas and documents do"""
 _TEXTS = (str, list, dict)
 _STREAM_OPTIONS = ("/v1/chat/completions", "/v1/completions")
-_NOT_SALTED = ("/tokenize", "/detokenize")
-"""paths whose requests leave nothing in a prefix cache"""
+_WITHOUT_MODEL = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+"""paths that only need a tokenizer: they cost no tokens, and leave nothing in a prefix cache"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class RequestBody:
         """Whether the response has tokens of its own, unlike an embedding."""
         return self.path in _MAX_TOKENS
 
+    @property
+    def uses_model(self) -> bool:
+        """Whether the model itself runs, so that tokens count."""
+        return self.path not in _WITHOUT_MODEL
+
     @cached_property
     def prompt(self) -> bytes:
         """The text of the prompt, to compare beginnings and to bound its tokens."""
@@ -55,14 +63,15 @@ class RequestBody:
         ]
         return _SEPARATOR.join(part for part in parts if part)
 
-    def most_prompt_tokens(self, bytes_per_token: float) -> int:
-        """An upper bound of the prompt's tokens: bytes of its text, and what a chat template adds."""
+    def most_prompt_tokens(self, bytes_per_token: float, template_tokens: int) -> int:
+        """An upper bound of the prompt's tokens: bytes of its text, and what a chat template adds: a default system
+        prompt of `template_tokens`, and marks around each message."""
         messages = self.table.get("messages")
         count = len(messages) if isinstance(messages, list) else 0
         texts = (each for name, each in self.table.items() if name not in _NO_PROMPT and isinstance(each, _TEXTS))
         size = sum(len(_text(each)) for each in texts)
         size += self._repeated_bytes()
-        return int(size / bytes_per_token) + _TEMPLATE_TOKENS * self._texts + _MESSAGE_TOKENS * count
+        return int(size / bytes_per_token) + template_tokens * self._texts + _MESSAGE_TOKENS * count
 
     @property
     def _texts(self) -> int:
@@ -79,17 +88,22 @@ class RequestBody:
 
     @property
     def max_tokens(self) -> int | None:
-        """Most tokens of all choices together; None where the request does not say."""
-        for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-            value = self.table.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value * self.choices
-        return None
+        """Most tokens of a choice; None where the request does not say so in a field of its path."""
+        given = [self.table.get(name) for name in _MAX_TOKENS.get(self.path, ())]
+        return max((value for value in given if value is not None and value >= 0), default=None)
 
     @property
     def choices(self) -> int:
-        counts = [self.table.get(name) for name in ("n", "best_of")]
-        return max([1, *(count for count in counts if isinstance(count, int) and 0 < count <= 1024)])
+        """Texts that are generated: `n` or `best_of` for each prompt."""
+        counts = [self.table.get(name) or 1 for name in _CHOICES]
+        return max(1, *counts) * self._prompts
+
+    @property
+    def _prompts(self) -> int:
+        """Of a completion, which may have a list of them; a list of numbers is one."""
+        prompt = self.table.get("prompt")
+        is_list = isinstance(prompt, list) and any(isinstance(each, str | list) for each in prompt)
+        return len(prompt) if is_list and prompt is not None else 1
 
     @property
     def reports_usage(self) -> bool:
@@ -113,26 +127,40 @@ def decode(data: bytes, path: str) -> RequestBody:
     model = table.get("model")
     if not isinstance(model, str) or not model:
         raise bad_request('the body names no model; add "model", as GET /v1/models lists them', "model")
+    for name in (*_BOUNDS, *_CHOICES):
+        if table.get(name) is not None and not _is_count(table[name]):  # a server might take "9" for 9
+            raise bad_request(f"{name} is no whole number, or too large; correct it", name)
     return RequestBody(table, model, table.get("stream") is True, path)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and abs(value) <= _MOST
 
 
 def forwarded(
     body: RequestBody, *, model: str, max_tokens: int | None, usage: bool, key: ApiKey | None = None
 ) -> bytes:
-    """The body for a replica: with its own name of the model, a max_tokens where one was reserved, a request for token
-    counts at the end of a stream, and the salt and priority of its `key`. It is written anew even where nothing
+    """The body for a replica: with its own name of the model, the max_tokens (of a choice) that was reserved and no other
+    bound, a request for token counts at the end of a stream, and the salt and priority of its `key`. It is written anew even where nothing
     changes, so that the replica reads the same values that were checked here, also of a key that is there twice."""
-    changes: dict[str, Any] = {}
+    table, changes = body.table, dict[str, Any]()
     if model != body.model:
         changes["model"] = model
     if max_tokens is not None:
-        changes[_MAX_TOKENS[body.path]] = max_tokens
+        table = _bounded(body, max_tokens)
     if usage and body.path in _STREAM_OPTIONS and not body.reports_usage:
         options = body.table.get("stream_options")
         changes["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    if key is not None and body.path not in _NOT_SALTED:
+    if key is not None and body.uses_model:
         changes |= _of_key(key, body.table)
-    return bytes(msgspec.json.encode({**body.table, **changes}))
+    return bytes(msgspec.json.encode({**table, **changes}))
+
+
+def _bounded(body: RequestBody, max_tokens: int) -> dict[str, Any]:
+    """The fields with one bound of the tokens, under the name that the request uses."""
+    names = _MAX_TOKENS[body.path]
+    name = next((each for each in names if body.table.get(each) is not None), names[0])
+    return {key: value for key, value in body.table.items() if key not in _BOUNDS} | {name: max_tokens}
 
 
 def _of_key(key: ApiKey, table: dict[str, Any]) -> dict[str, Any]:

@@ -36,12 +36,14 @@ PATHS = (
     "/v1/embeddings",
     "/v1/responses",
     "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/rerank",
     "/v1/score",
     "/tokenize",
     "/detokenize",
 )
 """what is forwarded to replicas; nothing else ever is"""
+_MODEL = "/v1/models/"
 _BODY_TIMEOUT_S = 30.0
 _BODIES = 512_000_000
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -125,6 +127,8 @@ class Gateway:
         handler = self._routes.get((connection.method, connection.path))
         if handler is not None:
             return handler
+        if connection.method == "GET" and connection.path.startswith(_MODEL):
+            return self._one_model
         if self._admin is not None and connection.path.startswith(ADMIN):
             return self._answer_admin
         allowed = [method for method, path in self._routes if path == connection.path]
@@ -289,8 +293,13 @@ class Gateway:
     async def _list_models(self, arrival: Arrival) -> None:
         key = self._admission.key_of(arrival.connection.headers)
         names = [name for name in self._models.names if key is None or key.allows(name)]
-        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "armillary"} for name in names]
-        await arrival.connection.json(200, {"object": "list", "data": cards})
+        await arrival.connection.json(200, {"object": "list", "data": [_card(name) for name in names]})
+
+    async def _one_model(self, arrival: Arrival) -> None:
+        key, name = self._admission.key_of(arrival.connection.headers), arrival.connection.path.removeprefix(_MODEL)
+        self._admission.check_model(key, name)
+        self._models.find(name)
+        await arrival.connection.json(200, _card(name))
 
     async def _health(self, arrival: Arrival) -> None:
         await arrival.connection.json(200, {"status": "ok"})
@@ -312,6 +321,10 @@ class Gateway:
     async def _metrics_page(self, arrival: Arrival) -> None:
         self._admission.key_of(arrival.connection.headers, "metrics")
         await arrival.connection.respond(200, self.metrics.page(self._models, self._cache), _TEXT)
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "armillary"}
 
 
 async def _unless_client_leaves(connection: AsgiConnection, work: Coroutine[Any, Any, None]) -> None:

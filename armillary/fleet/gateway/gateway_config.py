@@ -70,6 +70,8 @@ class ModelSettings:
     it, else completion; none: only failed requests count"""
     bytes_per_token: float = 1.0
     """bytes of prompt text that count as a token when tokens are reserved; 1 is never too few, English has 3 to 4"""
+    template_tokens: int = 64
+    """tokens that its chat template adds to a prompt at most, such as a default system prompt"""
     stream_usage: bool = True
     """ask replicas for token counts at the end of streams, also where the client did not; it does not see them"""
     cache_s: float = 0.0
@@ -97,8 +99,11 @@ class ModelSettings:
             raise BadRecipe(f"cache_s of {self.name} is negative; leave it out to keep no responses")
         if not 0 <= self.canary_fraction <= 1:
             raise BadRecipe(f"canary_fraction = {self.canary_fraction} of {self.name} is no share; try 0.05")
-        if self.bytes_per_token < 1 or self.default_max_tokens < 1:
-            raise BadRecipe(f"bytes_per_token and default_max_tokens of {self.name} are at least 1; correct them")
+        if self.bytes_per_token < 1 or self.default_max_tokens < 1 or self.template_tokens < 0:
+            raise BadRecipe(
+                f"bytes_per_token and default_max_tokens of {self.name} are at least 1, template_tokens at least 0; "
+                "correct them"
+            )
 
     def usd(self, prompt_tokens: int, completion_tokens: int) -> float:
         return (prompt_tokens * self.input_usd_per_million + completion_tokens * self.output_usd_per_million) / 1e6

@@ -17,6 +17,7 @@ _OWN = {
     502: "no replica could answer",
     503: "no replica is free, or limits cannot be counted; see Retry-After",
 }
+_GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready")
 _NAME = {"type": "string", "minLength": 1}
 _COUNT = {"type": ["integer", "null"], "minimum": 1}
 _LIMITS = {
@@ -56,9 +57,10 @@ _REPLICA = object_schema({"url": {"type": "string"}})
 def document(forwarded: Collection[str], *, admin: bool) -> dict[str, Any]:
     """`forwarded`: the paths that go to replicas; `admin`: there is an admin API."""
     table = server.document()
-    paths: dict[str, Any] = {path: table["paths"][path] for path in (*forwarded, "/v1/models", "/health", "/ready")}
+    paths: dict[str, Any] = {path: table["paths"][path] for path in (*forwarded, *_GETS)}
     for path in forwarded:
         paths[path]["post"]["responses"] |= responses(_OWN, _ERROR)
+    paths["/v1/models/{model}"]["get"]["responses"] |= responses({403: _OWN[403]}, _ERROR)
     components = table["components"]
     if admin:
         paths |= _admin_paths()

@@ -17,7 +17,7 @@ import msgspec
 
 from armillary.fleet.gateway.body import RequestBody
 
-_WITHOUT_SAMPLING = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/tokenize", "/detokenize")
+_WITHOUT_SAMPLING = ("/v1/embeddings", "/v1/rerank", "/v1/score")
 _OVERHEAD = 500
 """bytes of an entry beside its content"""
 _LARGEST = 1_000_000
@@ -101,7 +101,7 @@ class ResponseCache:
 
 
 def _is_deterministic(body: RequestBody) -> bool:
-    if body.path in _WITHOUT_SAMPLING:
+    if body.path in _WITHOUT_SAMPLING or not body.uses_model:
         return True
     temperature = body.table.get("temperature")
     return isinstance(temperature, int | float) and temperature == 0 and body.choices == 1

@@ -15,6 +15,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")
 _EVENTS = b"text/event-stream"
+_NAMED_EVENTS = ("/v1/messages", "/v1/responses")
+"""APIs whose events and errors have a type, without which their clients pass over them"""
 _ONCE = (b"authorization", b"x-api-key", b"host", b"content-type", b"content-length", b"transfer-encoding")
 _DRAIN = 16
 """a body over the limit is read and dropped up to this many times the limit: a client that still writes reads no
@@ -88,7 +90,6 @@ class AsgiConnection:
         self.status = 0
         self.extra_headers: Headers = []  # of every complete response
         self._is_stream = False
-        self.error_event = b""  # line before an error that ends a stream
         self._receive = receive
         self._send = send
 
@@ -146,14 +147,19 @@ class AsgiConnection:
         whole one by more text, so there the server closes the connection."""
         if not self.status:
             close = [(b"connection", b"close")] if problem.code is None and problem.status in (408, 413) else []
-            return await self.json(problem.status, problem.body, [*problem.headers, *close])
+            return await self.json(problem.status, self._error(problem), [*problem.headers, *close])
         if not self._is_stream:
             return None
-        await self.event(self.error_event + b"data: " + encode(self._error(problem)) + b"\n\n")
+        name = b"event: error\n" if self._names_events else b""
+        await self.event(name + b"data: " + encode(self._error(problem)) + b"\n\n")
         return await self.end_events()
 
     def _error(self, problem: Problem) -> dict[str, Any]:
-        return {"type": "error", **problem.body} if self.error_event else problem.body
+        return {"type": "error", **problem.body} if self._names_events else problem.body
+
+    @property
+    def _names_events(self) -> bool:
+        return self.path.startswith(_NAMED_EVENTS)
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of a response whose body follows in parts."""

@@ -24,7 +24,12 @@ from armillary.serving.openai.chat import chat, chat_prompt
 from armillary.serving.openai.completions import complete
 from armillary.serving.openai.embeddings import embed
 from armillary.serving.openai.generation_request import refuse_priority
-from armillary.serving.openai.messages_request import MessagesRequest, chat_of_messages
+from armillary.serving.openai.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    chat_of_messages,
+    tokenize_of_messages,
+)
 from armillary.serving.openai.messages_response import MessageWriter
 from armillary.serving.openai.openapi import document
 from armillary.serving.openai.pooled_generation import PooledWriter
@@ -50,6 +55,7 @@ T = TypeVar(
     ChatRequest,
     CompletionRequest,
     MessagesRequest,
+    CountTokensRequest,
     ResponsesRequest,
     EmbeddingRequest,
     RerankRequest,
@@ -133,6 +139,7 @@ class Api:
             "/v1/chat/completions": partial(self._generate, ChatRequest, chat, "chat.completion"),
             "/v1/completions": partial(self._generate, CompletionRequest, complete, "text_completion"),
             "/v1/messages": partial(self._translated, MessagesRequest, chat_of_messages, MessageWriter),
+            "/v1/messages/count_tokens": self._count_tokens,
             "/v1/responses": partial(self._translated, ResponsesRequest, chat_of_responses, ResponsesWriter),
             "/v1/embeddings": partial(self._generate, EmbeddingRequest, embed, "embedding", writer=PooledWriter),
             "/v1/rerank": partial(self._generate, RerankRequest, rerank, "rerank", writer=PooledWriter),
@@ -281,6 +288,12 @@ class Api:
             tokenization = served.tokenization
             result["token_strs"] = await tokenization.work(partial(tokenization.token_texts, ids), tokenize_only=True)
         await connection.json(200, result)
+
+    async def _count_tokens(self, connection: AsgiConnection) -> None:
+        """As Anthropic's API: the tokens of a prompt."""
+        body = tokenize_of_messages(await self._body(connection, CountTokensRequest))
+        ids = await chat_prompt(self.served, body, body.messages or [], body.tools, tokenize_only=True)
+        await connection.json(200, {"input_tokens": len(ids)})
 
     async def _detokenize(self, connection: AsgiConnection) -> None:
         body, tokenization = await self._body(connection, DetokenizeRequest), self.served.tokenization

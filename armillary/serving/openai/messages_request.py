@@ -1,4 +1,4 @@
-"""Body of Anthropic's POST /v1/messages, and the chat request that it stands for."""
+"""Bodies of Anthropic's POST /v1/messages and its count_tokens, and the chat requests that they stand for."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -16,6 +16,7 @@ from armillary.serving.openai.schemas import (
     OneOrMore,
     Probability,
     StopString,
+    TokenizeRequest,
     Tool,
     ToolCall,
     ToolChoice,
@@ -52,17 +53,28 @@ class AnthropicToolChoice(Struct, kw_only=True):
     """true: one call at most"""
 
 
-class MessagesRequest(Struct, kw_only=True):
-    """Body of /v1/messages."""
+class CountTokensRequest(Struct, kw_only=True):
+    """Body of /v1/messages/count_tokens: what becomes the prompt of a message."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=16_384)]
     """the conversation so far"""
-    max_tokens: OneOrMore
-    """limit of generated tokens"""
     model: Annotated[str, Meta(max_length=1024)] | None = None
     """one of /v1/models; left out: the served model"""
     system: Blocks | None = None
     """system prompt"""
+    tools: Annotated[list[AnthropicTool], Meta(max_length=512)] | None = None
+    """tools that the model may use"""
+    tool_choice: AnthropicToolChoice | None = None
+    """auto, any (some call), tool (this call) or none"""
+    thinking: dict[str, Any] | None = None
+    """ignored: whether a model thinks is a matter of its chat template"""
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of /v1/messages."""
+
+    max_tokens: OneOrMore
+    """limit of generated tokens"""
     stream: bool | None = None
     """send the output as events while it is generated"""
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
@@ -73,12 +85,6 @@ class MessagesRequest(Struct, kw_only=True):
     """sample from the likeliest tokens whose probabilities sum to this"""
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     """sample from the k likeliest tokens"""
-    tools: Annotated[list[AnthropicTool], Meta(max_length=512)] | None = None
-    """tools that the model may use"""
-    tool_choice: AnthropicToolChoice | None = None
-    """auto, any (some call), tool (this call) or none"""
-    thinking: dict[str, Any] | None = None
-    """ignored: whether a model thinks is a matter of its chat template"""
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     """ours: only requests with the same salt share cached prefixes"""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
@@ -87,12 +93,10 @@ class MessagesRequest(Struct, kw_only=True):
 
 def chat_of_messages(body: MessagesRequest) -> ChatRequest:
     """The chat request that a request for a message stands for."""
-    system = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
-    messages = [each for place, message in enumerate(body.messages) for each in _messages(message, place)]
     choice = body.tool_choice
     return ChatRequest(
         model=body.model,
-        messages=[*system, *messages],
+        messages=_chat_messages(body),
         max_tokens=body.max_tokens,
         stream=body.stream,
         stop=body.stop_sequences,
@@ -101,10 +105,25 @@ def chat_of_messages(body: MessagesRequest) -> ChatRequest:
         top_k=body.top_k or None,
         cache_salt=body.cache_salt,
         priority=body.priority,
-        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
+        tools=_chat_tools(body),
         tool_choice=_choice(choice) if choice is not None else None,
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
     )
+
+
+def tokenize_of_messages(body: CountTokensRequest) -> TokenizeRequest:
+    """The conversation whose tokens are the prompt of a message."""
+    hidden = body.tool_choice is not None and body.tool_choice.type == "none"
+    return TokenizeRequest(messages=_chat_messages(body), tools=None if hidden else _chat_tools(body))
+
+
+def _chat_messages(body: CountTokensRequest) -> list[Message]:
+    system = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
+    return [*system, *(each for place, message in enumerate(body.messages) for each in _messages(message, place))]
+
+
+def _chat_tools(body: CountTokensRequest) -> list[Tool] | None:
+    return [_tool(tool) for tool in body.tools] if body.tools else None
 
 
 def _tool(tool: AnthropicTool) -> Tool:

@@ -61,7 +61,6 @@ class MessageWriter(ResponseWriter):
         async for deltas in self._generation.deltas():
             data = b""
             if first:
-                connection.error_event = b"event: error\n"
                 await connection.begin_events()
                 data, first = _event("message_start", message=self._message([], None)), False
             for delta in deltas:

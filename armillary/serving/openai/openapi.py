@@ -13,6 +13,7 @@ _BODIES = {
     "/v1/chat/completions": schemas.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,
     "/v1/messages": messages_request.MessagesRequest,
+    "/v1/messages/count_tokens": messages_request.CountTokensRequest,
     "/v1/responses": responses_request.ResponsesRequest,
     "/v1/embeddings": pooling_request.EmbeddingRequest,
     "/v1/rerank": pooling_request.RerankRequest,
@@ -48,7 +49,7 @@ _USAGE = {
 
 
 _SCORED = {"data": {"type": "array"}, "model": {"type": "string"}, "usage": _USAGE}
-_COMPLETE = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+_COMPLETE = ("/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v1/score")
 """paths whose responses are never streamed"""
 
 
@@ -63,6 +64,10 @@ def document() -> dict[str, Any]:
         "/v1/messages": (
             "Complete a conversation, as Anthropic's API",
             object_schema({"type": {"const": "message"}, "content": {"type": "array"}, "usage": {"type": "object"}}),
+        ),
+        "/v1/messages/count_tokens": (
+            "Tokens of a conversation, as Anthropic's API",
+            object_schema({"input_tokens": {"type": "integer"}}),
         ),
         "/v1/responses": (
             "Respond to an input, as OpenAI's newer API",

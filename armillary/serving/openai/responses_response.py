@@ -76,7 +76,6 @@ class ResponsesWriter(ResponseWriter):
         async for deltas in self._generation.deltas():
             data = b""
             if first:
-                connection.error_event = b"event: error\n"
                 await connection.begin_events()
                 begun = self._response([], None)
                 kinds = ("response.created", "response.in_progress")

@@ -257,6 +257,17 @@ def test_a_ranking_may_repeat_its_query() -> None:
     """A model that judges reads the query with every document: the bound covers both ways."""
     query, documents = "q" * 300, ["d" * 50] * 20
     body = decode(json.dumps({"model": "m", "query": query, "documents": documents}).encode(), "/v1/rerank")
-    assert body.most_prompt_tokens(1.0) >= 20 * (300 + 50 + 400)
+    assert body.most_prompt_tokens(1.0, 64) >= 20 * (300 + 50 + 400)
     texts = decode(json.dumps({"model": "m", "input": ["x" * 10] * 5}).encode(), "/v1/embeddings")
-    assert 5 * (10 + 64) <= texts.most_prompt_tokens(1.0) < 600
+    assert 5 * (10 + 64) <= texts.most_prompt_tokens(1.0, 64) < 600
+
+
+@scenario
+async def test_one_model(tmp_path: Path) -> None:
+    _, secret = KeyFile(tmp_path / "keys.json").add("one", models=["bot"])
+    bearer = {"authorization": f"Bearer {secret}"}
+    other = {"name": "org/other", "replicas": [{"url": "http://127.0.0.1:1"}]}
+    async with gateway_of(tmp_path, FakeReplica(), more_models=[other]) as client:
+        assert (await client.get("/v1/models/bot", **bearer)).json["id"] == "bot"
+        assert (await client.get("/v1/models/org/other", **bearer)).status == 403
+        assert (await client.get("/v1/models/bot")).status == 401

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from armillary.fleet.gateway.body import decode
-from armillary.fleet.gateway.keys import KeyFile
+from armillary.fleet.gateway.admission import Admission
+from armillary.fleet.gateway.body import decode, forwarded
+from armillary.fleet.gateway.gateway_config import ModelSettings, ReplicaSettings
+from armillary.fleet.gateway.keys import ApiKey, KeyFile, KeyRing, Limits
 from armillary.fleet.gateway.limits import Charge, LocalLimiter
 from armillary.fleet.gateway.redis_limits import LimiterUnavailable, RedisLimiter
+from armillary.serving.http.problem import Problem
 from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario
 
 ASK = {"model": "bot", "prompt": "hello", "max_tokens": 10}
@@ -129,4 +132,43 @@ def test_whatever_may_become_prompt_text_counts() -> None:
     hidden = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
     for more in (hidden, {"query": "x" * 5000}, {"response_format": {"schema": "x" * 5000}}):
         body = decode(json.dumps({"model": "m", **more}).encode(), "/v1/chat/completions")
-        assert body.most_prompt_tokens(1.0) > 5000
+        assert body.most_prompt_tokens(1.0, 64) > 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "tokens"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 3, "max_completion_tokens": 70}, 70),
+        ("/v1/completions", {"max_tokens": 70, "max_completion_tokens": 3}, 70),
+        ("/v1/completions", {"max_tokens": 7, "n": 5, "prompt": ["a", "b"]}, 70),
+        ("/v1/completions", {"max_tokens": 7, "best_of": 2000, "prompt": [1, 2, 3]}, 14_000),
+        ("/v1/completions", {"max_completion_tokens": 3, "prompt": [[1], [2]]}, 100),
+        ("/v1/messages", {"max_tokens": 70, "max_output_tokens": 3}, 70),
+        ("/v1/responses", {"max_output_tokens": 70, "max_tokens": 3}, 70),
+        ("/v1/responses", {"max_tokens": 3}, 50),
+        ("/v1/completions", {"max_tokens": 0, "echo": True}, 0),
+        ("/tokenize", {"max_tokens": 9}, 0),
+    ],
+)
+def test_no_field_makes_a_replica_generate_more_than_was_reserved(
+    path: str, fields: dict[str, object], tokens: int
+) -> None:
+    """A bound counts only where the path has it, times choices and prompts, and is the only one that is forwarded."""
+    key = ApiKey(id="k", name="k", secrets=(), created=0.0, limits=Limits(tokens=100_000))
+    model = ModelSettings(name="m", replicas=(ReplicaSettings(url="http://x"),), default_max_tokens=50)
+    body = decode(json.dumps({"model": "m"} | fields).encode(), path)
+    admission = Admission(KeyRing(KeyFile(Path("/nowhere/keys.json"))), LocalLimiter())
+    reserved = asyncio.run(admission.reserve(key, body, [model]))
+    prompt = body.most_prompt_tokens(1.0, 64) if path != "/tokenize" else 0
+    assert reserved.tokens == prompt + tokens
+    sent = json.loads(forwarded(body, model="m", max_tokens=reserved.max_tokens, usage=False))
+    bounds = [value for name, value in sent.items() if name.startswith("max_")]
+    assert path == "/tokenize" or bounds == [reserved.max_tokens]
+
+
+@pytest.mark.parametrize("value", ["70", 70.0, True, [70], 10**30])
+@pytest.mark.parametrize("name", ["n", "best_of", "max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_a_bound_is_a_whole_number(name: str, value: object) -> None:
+    """Servers that convert texts and fractions would otherwise read another one than the gateway."""
+    with pytest.raises(Problem, match=f"{name} is no whole number"):
+        decode(json.dumps({"model": "m", name: value}).encode(), "/v1/chat/completions")

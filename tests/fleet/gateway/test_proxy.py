@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,10 @@ async def test_after_the_first_token_an_error_ends_the_stream(tmp_path: Path) ->
         assert (answer.status, len(dying.bodies), len(spare.bodies)) == (200, 1, 0), "not retried"
         assert answer.text.startswith(CHUNK * 2) and "the replica failed in the middle of its answer" in answer.text
         assert "[DONE]" not in answer.text
+        for path in ("/v1/messages", "/v1/responses"):  # whose clients pass over events without a name
+            answer = await client.post(STREAM, path)
+            last = answer.text.rstrip("\n").rpartition("\n\n")[2].split("\n")
+            assert last[0] == "event: error" and json.loads(last[1].removeprefix("data: "))["type"] == "error"
 
 
 @scenario

@@ -94,6 +94,16 @@ def test_a_conversation_with_results_of_tools(folder: Path) -> None:
         assert status == 400 and "messages[0].content" in answer["error"]["message"]
 
 
+def test_tokens_are_counted_as_a_message_counts_them(folder: Path) -> None:
+    asked = ASK | TOOLS | {"system": "be brief"}
+    used = post(says(folder, "x"), "/v1/messages", asked)["usage"]
+    prompt = {name: value for name, value in asked.items() if name != "max_tokens"}
+    counted = post(says(folder, "x"), "/v1/messages/count_tokens", prompt)
+    assert counted == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
+    without = post(says(folder, "x"), "/v1/messages/count_tokens", prompt | {"tool_choice": {"type": "none"}})
+    assert without["input_tokens"] < counted["input_tokens"]
+
+
 # --- OpenAI's responses
 
 RESPOND: dict[str, Any] = {"input": "x", "instructions": "be brief"}
