@@ -140,10 +140,10 @@ def _is_count(value: Any) -> bool:
 def forwarded(
     body: RequestBody, *, model: str, max_tokens: int | None, usage: bool, key: ApiKey | None = None
 ) -> bytes:
-    """The body for a replica: with its own name of the model, the `max_tokens` that were reserved for each choice and no
-    other bound, a request for token counts at the end of a stream, and the salt and priority of its `key`. It is
-    written anew even where nothing changes, so that the replica reads the same values that were checked here, also of a
-    key that is there twice."""
+    """The body for a replica: with its own name of the model, the `max_tokens` that were reserved for each choice and
+    no other bound, a request for token counts at the end of a stream, and the salt and priority of its `key`. It is
+    written anew even where nothing changes, so that the replica reads the same values that were checked here, also of
+    a key that is there twice."""
     table, changes = body.table, dict[str, Any]()
     if model != body.model:
         changes["model"] = model

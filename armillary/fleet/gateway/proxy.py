@@ -64,8 +64,8 @@ class ProxiedRequest:
         arrived: float,
         record: bool = False,
     ) -> None:
-        """`max_tokens` were reserved for each choice; `headers` are sent with the response; `arrived` is when the request
-        came in, by the monotonic clock; `record`: the response is collected, to be kept."""
+        """`max_tokens` were reserved for each choice; `headers` are sent with the response; `arrived` is when the
+        request came in, by the monotonic clock; `record`: the response is collected, to be kept."""
         self._connection, self._body, self._models, self._settings = connection, body, models, settings
         self._id, self._max_tokens, self._key, self._headers = request_id, max_tokens, key, headers
         self._arrived, self._record = arrived, record
