@@ -1,8 +1,9 @@
 """A matrix-vector product over 4-bit codes in Triton: codes go straight into registers, a few rows per program.
 
 A program's first codes and scales are loaded before it waits for the previous kernel, which never writes weights.
-Codes become fp32 numbers without a conversion: a nibble is put into the mantissa of 1.0, which gives 1 + code / 128 or
-1 + code / 2048 by its place; the inputs are multiplied by 128 or 2048, and their sums subtracted once per 32.
+Two integer codes become fp32 numbers by one instruction and a shift: as the last bits of two bf16 numbers, 128 + code
+each. The upper one is used as it lies, with the lower as the end of its mantissa, which adds 0.2617 and at most 2⁻¹² of
+a code. What was added is subtracted once per group, times the sum of the inputs.
 """
 
 import triton
@@ -12,7 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.core.row_loads_triton import load_rows
 from armillary.kernels.quantized.packed_values_triton import (
     finish_rows,
-    fp4_number,
     load_groups,
     moved,
     places,
@@ -22,16 +22,23 @@ from armillary.kernels.quantized.packed_values_triton import (
 # N rows, W words of eight codes, G scales per row
 
 
+_LOW = tl.constexpr(128.0)
+_HIGH = tl.constexpr(128.0 + (0x4300 + 7.5) / 65536)
+"""what is added to the codes of a pair, on average"""
+
+
 @triton.jit
-def _nibble(w, magic, PLACE: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr):
-    """The nibble at PLACE as fp32: 1 + code / 128 for an even J, 1 + code / 2048 for an odd one; fp4 as it is."""
+def _numbers(w, magic, upper, J: tl.constexpr, KIND: tl.constexpr):
+    """The nibbles J and J + 4 as fp32: integers with what is added to them, fp4 divided by 2¹⁴. `upper` is 2¹⁶: units for multiplication are
+    idle while those for shifts are not."""
     if KIND == "int4":
-        if J % 2 == 0:
-            return ((moved(w, 16 - 4 * PLACE) & 0xF0000) | magic).to(tl.float32, bitcast=True)
-        else:
-            return ((moved(w, 12 - 4 * PLACE) & 0xF000) | magic).to(tl.float32, bitcast=True)
+        both = (moved(w, -4 * J) & 0x000F000F) | magic
+        return (both * upper).to(tl.float32, bitcast=True), both.to(tl.float32, bitcast=True)
     else:
-        return fp4_number(w, PLACE)
+        bits = moved(w, 12 - 4 * J)
+        both = (bits & -2147450880) | ((bits >> 3) & 0x0E000E00)  # sign, exponent and mantissa where fp16 has them
+        low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
+        return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -70,6 +77,7 @@ def _step4(
     WORDS,
     G,
     magic,
+    upper,
     HAS_NORM: tl.constexpr,
     IS_BF16: tl.constexpr,
     KIND: tl.constexpr,
@@ -94,15 +102,17 @@ def _step4(
             squares += first * first + second * second
             norm_first, norm_second = _pair(norm_ptr, at, WORDS, j, IS_BF16, EVEN)
             first, second = first * norm_first, second * norm_second
-        factor = (128.0 if j % 2 == 0 else 2048.0) if KIND == "int4" else 1.0
-        sums_of_words += _nibble(w, magic, j, j, KIND) * (first * factor)[None, :]
-        sums_of_words += _nibble(w, magic, j + 4, j, KIND) * (second * factor)[None, :]
+        low, high = _numbers(w, magic, upper, j, KIND)
+        sums_of_words += low * first[None, :]
+        sums_of_words += high * second[None, :]
         if KIND == "int4":
-            total = (first + second)[None, :]
-            inputs += total * (factor if ZEROS else factor + 8.0)
-            plain += total
+            if ZEROS:
+                inputs += (first * _LOW + second * _HIGH)[None, :]
+                plain += (first + second)[None, :]
+            else:
+                inputs += (first * (_LOW + 8.0) + second * (_HIGH + 8.0))[None, :]
         if many:
-            sums = _chunks(sums_of_words - inputs, ROWS, DEPTH // 8)
+            sums = _chunks(sums_of_words, ROWS, DEPTH // 8) - _chunks(inputs, 1, DEPTH // 8)
             column = chunk // 16 * 128 + 32 * j + chunk % 16 * 2
             if ZEROS:
                 zeros = load_groups(zero_ptr, row, column, 8 * WORDS, G, GROUP, EVEN)
@@ -113,7 +123,7 @@ def _step4(
             inputs = tl.zeros([1, DEPTH // 8], tl.float32)
             plain = tl.zeros([1, DEPTH // 8], tl.float32)
     if not many:
-        sums = _chunks(sums_of_words - inputs, ROWS, DEPTH // 8)
+        sums = _chunks(sums_of_words, ROWS, DEPTH // 8) - _chunks(inputs, 1, DEPTH // 8)
         if ZEROS:
             sums -= zero.to(tl.float32) * _chunks(plain, 1, DEPTH // 8)
         acc += sums if BY_ROW else sums * scale_number(scale, KIND)
@@ -134,6 +144,7 @@ def gemv4_kernel(
     WORDS,
     G,
     magic,
+    upper,
     eps,
     EARLY: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -200,6 +211,7 @@ def gemv4_kernel(
                 WORDS,
                 G,
                 magic,
+                upper,
                 HAS_NORM,
                 bf16,
                 KIND,
@@ -226,6 +238,7 @@ def gemv4_kernel(
         WORDS,
         G,
         magic,
+        upper,
         HAS_NORM,
         bf16,
         KIND,
@@ -237,7 +250,7 @@ def gemv4_kernel(
         DEPTH,
     )
     finish_rows(
-        tl.sum(acc, 1),
+        tl.sum(acc, 1) * (1.0 if KIND == "int4" else 16384.0),
         tl.sum(squares),
         residual,
         scale_ptr,

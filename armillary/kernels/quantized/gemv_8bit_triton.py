@@ -58,6 +58,7 @@ def gemv8_kernel(
     K,
     G,
     magic,
+    upper,
     eps,
     EARLY: tl.constexpr,
     HAS_NORM: tl.constexpr,

@@ -12,8 +12,8 @@ from armillary.kernels.quantized.gemv_8bit_triton import gemv8_kernel
 
 # N rows, K columns
 
-_ONE = 0x3F800000
-"""1.0 in fp32; handed to kernels in a register, so that mask and magic number are one instruction"""
+_MAGIC = 0x43004300
+"""twice 128 in bf16; handed to kernels in a register, so that mask and magic number are one instruction"""
 
 
 class PackedGemvTiles(NamedTuple):
@@ -63,7 +63,8 @@ def run_gemv(
             N,
             K // 8 if four_bits else K,
             scale.shape[1],
-            _ONE,
+            _MAGIC,
+            1 << 16,
             eps,
             EARLY=early,
             HAS_NORM=norm is not None,

@@ -6,6 +6,11 @@ The library's kernels, through torch's semi-structured tensors: cuSPARSELt where
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.sparse import to_sparse_semi_structured
+
+from armillary.kernels.core.launch import power_of_two
+
+_TOKENS = 16  # their number is a multiple of this
 
 
 def prune(weight_NK: Tensor) -> Tensor:
@@ -16,11 +21,31 @@ def prune(weight_NK: Tensor) -> Tensor:
 
 
 class SparseLinear:
-    """x @ weightᵀ + bias of a 2:4 weight on a GPU that multiplies such weights (compute capability 8.0 and more)."""
+    """x @ weightᵀ + bias of a 2:4 weight on a GPU that multiplies such weights (compute capability 8.0 and more). Which
+    of the library's kernels is fastest depends on the number of tokens: each power of two is tried once."""
 
     def __init__(self, weight_NK: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = torch.sparse.to_sparse_semi_structured(weight_NK.contiguous())
+        self.by_library = torch.backends.cusparselt.is_available()
+        weight = weight_NK.contiguous()
+        self.weight = torch._cslt_compress(weight) if self.by_library else to_sparse_semi_structured(weight)
         self.bias = bias
+        self.kernels: dict[int, int] = {}  # tokens, rounded up to a power of two -> the library's kernel
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if not self.by_library:
+            return F.linear(x, self.weight, self.bias)
+        flat = x.reshape(-1, x.shape[-1])
+        padded = F.pad(flat, (0, 0, 0, -len(flat) % _TOKENS))
+        kernel = self.fastest(padded)
+        y = torch._cslt_sparse_mm(self.weight, padded.t(), bias=self.bias, transpose_result=True, alg_id=kernel)
+        return y[: len(flat)].view(*x.shape[:-1], y.shape[1])
+
+    def fastest(self, x: Tensor) -> int:
+        """The library's kernel for as many tokens; its default while a graph is captured, because trying launches."""
+        size = power_of_two(len(x))
+        if size not in self.kernels:
+            if torch.cuda.is_current_stream_capturing():
+                return 0
+            found = torch._cslt_sparse_mm_search(self.weight, x.t(), bias=self.bias, transpose_result=True)
+            self.kernels[size] = int(found)
+        return self.kernels[size]

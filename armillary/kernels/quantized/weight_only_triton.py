@@ -106,7 +106,7 @@ def gemv_tiles(outputs: int, inputs: int, kind: str) -> PackedGemvTiles:
     few = outputs < 16 * _PROGRAMS  # rows: then more programs share them
     if kind in ("int8", "fp8"):
         depth = min(padded, _LONGEST)
-        return PackedGemvTiles(rows=2 if few else 4, depth=depth, warps=max(1, depth // 1024))
+        return PackedGemvTiles(rows=2 if few else 4, depth=depth, warps=max(1, depth // 1024), norm_inside=False)
     depth, rows = min(padded, _WHOLE), 8 if kind == "int4" and not few else 4
     return PackedGemvTiles(rows=rows, depth=depth, warps=max(1, depth // 1024), norm_inside=False)
 
