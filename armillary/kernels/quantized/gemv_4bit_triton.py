@@ -29,8 +29,8 @@ _HIGH = tl.constexpr(128.0 + (0x4300 + 7.5) / 65536)
 
 @triton.jit
 def _numbers(w, magic, upper, J: tl.constexpr, KIND: tl.constexpr):
-    """The nibbles J and J + 4 as fp32: integers with what is added to them, fp4 divided by 2¹⁴. `upper` is 2¹⁶: units for
-    multiplication are idle while those for shifts are not."""
+    """The nibbles J and J + 4 as fp32: integers with what is added to them, fp4 divided by 2¹⁴. `upper` is 2¹⁶: units
+    for multiplication are idle while those for shifts are not."""
     if KIND == "int4":
         both = (moved(w, -4 * J) & 0x000F000F) | magic
         return (both * upper).to(tl.float32, bitcast=True), both.to(tl.float32, bitcast=True)
