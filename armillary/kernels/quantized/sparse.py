@@ -46,6 +46,6 @@ class SparseLinear:
         if size not in self.kernels:
             if torch.cuda.is_current_stream_capturing():
                 return 0
-            found = torch._cslt_sparse_mm_search(self.weight, x.t(), bias=self.bias, transpose_result=True)
-            self.kernels[size] = int(found)
+            fastest = torch._cslt_sparse_mm_search(self.weight, x.t(), bias=self.bias, transpose_result=True)
+            self.kernels[size] = int(fastest)
         return self.kernels[size]
