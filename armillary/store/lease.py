@@ -164,6 +164,14 @@ def renew(folder: Path, owner: str) -> None:
 # --- holding it
 
 
+def taken_over(run: str, lease: Lease | None) -> LeaseLost:
+    """What the process that lost a run says."""
+    by = f" by {lease.text}" if lease is not None else ""
+    return LeaseLost(
+        f"run {run} was taken over{by}; this process has stopped and wrote nothing since: follow the run there"
+    )
+
+
 class HeldLease:
     """A lease that a thread of this process renews: `with HeldLease(folder, owner) as held: …`."""
 
@@ -190,11 +198,7 @@ class HeldLease:
         lease = read_lease(self.folder)
         self.lost = self.lost or (lease is not None and lease.owner != self.owner)
         if self.lost:
-            by = f" by {lease.text}" if lease is not None else ""
-            raise LeaseLost(
-                f"run {self.folder.name} was taken over{by}; this process has stopped and wrote nothing "
-                "since: follow the run there"
-            )
+            raise taken_over(self.folder.name, lease)
 
     def _beat(self) -> None:
         lease = read_lease(self.folder)

@@ -27,7 +27,17 @@ from armillary.store import nan_safe_json
 from armillary.store.atomic import Taken, staged_folder, write_json, write_text
 from armillary.store.gauges import last_record
 from armillary.store.home import Home
-from armillary.store.lease import HeldLease, Lease, LeaseLost, is_live, keeps_beating, read_lease, take, write_lease
+from armillary.store.lease import (
+    HeldLease,
+    Lease,
+    LeaseLost,
+    is_live,
+    keeps_beating,
+    read_lease,
+    take,
+    taken_over,
+    write_lease,
+)
 from armillary.store.lock import wait_unlocked
 from armillary.store.run_state import RunState
 from armillary.store.writer_process import Process
@@ -108,7 +118,7 @@ class Run:
         another process has taken the lease over."""
         lease = read_lease(self.folder) if self.owner else None
         if lease is not None and lease.owner != self.owner:
-            raise LeaseLost(f"run {self.name} was taken over by {lease.text}; follow it there")
+            raise taken_over(self.name, lease)
         state = replace(self._read_state(), **({"updated": time.time()} | changes))
         write_json(self.folder / "state.json", to_plain(state))
         return state
