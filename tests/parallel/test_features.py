@@ -52,6 +52,7 @@ def test_features_on_cut_heads_and_tokens(ranks: Ranks) -> None:
     check(ranks.run(2, many, given)[0], given)
 
 
+@pytest.mark.slow
 def test_features_whose_parts_may_be_smaller_than_ranks(ranks: Ranks) -> None:
     given = cases(("grouped-query", "fewer words than ranks"), Layout(tp=4, precision="fp32"))
     check(ranks.run(4, many, given)[0], given)

@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_ranks_train_bit_for_bit_as_without(ranks: Ranks) -> None:
     moved = [
         Case(

@@ -23,7 +23,7 @@ def check(found: list[Outcome], cases: list[Case]) -> None:
 RECOMPUTES = {2: ("full", 1), 4: ("selective", 1), 8: ("full", 2)}
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_a_strategy_gives_what_one_process_gives(ranks: Ranks, world: int) -> None:
     """Each strategy on the smallest number of ranks it has a use for; test_matrix has all on all, for 20 steps."""
     kind, every = RECOMPUTES[world]

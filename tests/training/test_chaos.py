@@ -63,6 +63,7 @@ def arena(made: Recipe, home: Home, start: Callable[..., object], *, size: int) 
     return Chaos(recipe=path, home=home, start=start, ranks=size)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_two_ranks_killed_twice(recipe: Make, home: Home, ranks: Ranks, fork_server: ForkServer) -> None:
     made = recipe(*SETTINGS, "layout.dp=2", "train.steps=40")
     whole = uninterrupted(made, home, ranks, size=2)

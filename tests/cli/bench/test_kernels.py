@@ -21,6 +21,7 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(needs.NEEDS, "compile", lambda device: "no compiler")
 
 
+@pytest.mark.slow
 def test_a_table_and_a_page(cli: Cli, tmp_path: Path) -> None:
     ran = cli(*WORDS, "--plot", str(tmp_path / "bars.html"))
     assert ran.code == 0 and "activate" in ran.out and "ceilings of this run: copy" in ran.out

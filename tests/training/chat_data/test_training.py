@@ -89,6 +89,7 @@ def test_a_model_learns_to_answer(tmp_path: Path, home: Home, recipe: Callable[.
     assert Tokenizer.load(done.export).chat([{"role": "user", "content": "x"}]).endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_ranks_with_different_numbers_of_targets_train_as_one(
     tmp_path: Path, home: Home, recipe: Callable[..., Recipe], ranks: Ranks
 ) -> None:

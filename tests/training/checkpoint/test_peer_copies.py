@@ -158,6 +158,7 @@ def restore(folder: str, root: str) -> bool:
     return step == 2 and all(torch.equal(found[name], value) for name, value in tensors(rank).items())
 
 
+@pytest.mark.slow
 def test_a_lost_machine_comes_back_from_its_peer(tmp_path: Path, ranks: Ranks) -> None:
     run = create_run(Home.at(tmp_path), {})
     files = ranks.run(4, keep_copies, str(run.folder), str(tmp_path))

@@ -131,7 +131,7 @@ def decided(recipe: Recipe, home: Home, folder: Path) -> ModelTable:
 @pytest.mark.parametrize(
     "chain",
     [
-        SHORT,
+        pytest.param(SHORT, marks=pytest.mark.slow),
         pytest.param(CHAIN, marks=pytest.mark.slow),
         pytest.param([*LONGER, *CHAIN], marks=pytest.mark.slow),
     ],
