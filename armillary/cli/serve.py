@@ -1,5 +1,6 @@
 """`armillary serve`: a model behind an OpenAI-compatible HTTP server."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +28,8 @@ _AROUND_ROUTES = tuple(
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Devices that shard the model.")
+@click.option("--speculate", type=click.Choice(["none", "ngram"]), help="ngram: draft tokens by prompt lookup.")
+@click.option("--draft", help="A small model with the same tokenizer that drafts tokens.")
 @click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--metrics", type=click.Choice(["armillary", "vllm"]), help="vllm: vLLM's names beside ours on /metrics.")
@@ -48,6 +51,8 @@ def serve(
     host: str,
     port: int,
     tp: int,
+    speculate: str | None,
+    draft: str | None,
     trust: bool,
     device: str | None,
     metrics: str | None,
@@ -74,10 +79,13 @@ def serve(
         )
     if trust:
         raise BadInput("--trust is for model files; a model folder holds no code, leave it out")
-    asked = _asked(recipe, overrides, metrics)
+    asked = _asked(recipe, overrides, {"metrics": metrics, "speculate": speculate, "draft": draft})
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
     source = find_model(out, home, model, need_weights=True, trusted_keys=asked.serve.trusted_keys)
+    if asked.serve.draft:
+        drafts = find_model(out, home, asked.serve.draft, need_weights=True, trusted_keys=asked.serve.trusted_keys)
+        asked = replace(asked, serve=replace(asked.serve, draft=str(drafts.folder)))
     from armillary.cli.serve_run_folder import recorded, resolve_dtype, resolve_threads
     from armillary.profiling.dtypes.choice import with_dtype
     from armillary.serving.http.server import listen_options
@@ -119,9 +127,9 @@ def serve(
         run(source, config, listen, ranks=tp, follow=follow, say=say)
 
 
-def _asked(recipe: Path | None, overrides: tuple[str, ...], metrics: str | None) -> Recipe:
-    """The recipe, then flags, then --set of [serve]."""
-    flags = [f"serve.metrics={metrics}"] if metrics else []
+def _asked(recipe: Path | None, overrides: tuple[str, ...], keys: Mapping[str, str | None]) -> Recipe:
+    """The recipe, then flags (key of [serve] -> value), then --set of [serve]."""
+    flags = [f"serve.{key}={value}" for key, value in keys.items() if value]
     for text in overrides:
         if not text.startswith("serve."):
             raise BadInput(f"--set {text} is not of [serve]; it reads that table alone, like serve.max_running=64")

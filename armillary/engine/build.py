@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from armillary.engine.build_speculation import make_draft, speculate, step_rows
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.engine import Engine, Record
@@ -65,11 +66,13 @@ def make_engine(
     warm: bool = True,
     owns_model: bool = False,
     eos_ids: Items[int] = (),
+    draft: Transformer | None = None,
 ) -> tuple[Engine, KVPlan]:
     """`seed` generates the seeds of requests without one; `phase` gets the seconds of each part of the start. With a
     `group` the model is sharded over its ranks; the first rank's engine leads, the others follow. Without `warm`, for
     few requests, a CUDA graph is captured when its shape first comes instead of at the start. An engine that
-    `owns_model` frees weights that it keeps in another form. `eos_ids` count where there is no tokenizer."""
+    `owns_model` frees weights that it keeps in another form. `eos_ids` count where there is no tokenizer. `draft` is
+    the model of serve.draft."""
     on_phase, device_type = phase or (lambda name, seconds: None), next(model.parameters()).device.type
     begin = time.monotonic()
     fit_threads()
@@ -83,15 +86,22 @@ def make_engine(
         _fit_cpu(executor, serve, let_go=owns_model)
     if run_fp8 is not None:
         to_fp8(executor.forward, run_fp8, let_go=owns_model)
-    plan = kv_plan(executor, serve, settings.max_model_len, group, warm=warm)
+    draft_model = make_draft(executor, serve, draft, group, serve.block_tokens)
+    other_bytes = 0 if draft_model is None else draft_model.block_bytes
+    plan = kv_plan(executor, serve, settings.max_model_len, group, warm=warm, other_bytes=other_bytes)
     cache = plan.make(prefix=serve.prefix_cache)
     settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache), late_masks=group is None)
     executor.rows.allocate(cache.pool.num_blocks)
+    if draft_model is not None:
+        draft_model.allocate(cache.pool.num_blocks)
     scheduler = Scheduler(settings, cache)
     on_phase("kernels and KV cache", time.monotonic() - begin)
     begin = time.monotonic()
     if warm and (graphs := executor.warm()):
         on_phase(f"{graphs} CUDA graphs", time.monotonic() - begin)
+    if draft_model is not None and warm:
+        draft_model.executor.warm()
+    speculate(scheduler, executor, serve, draft_model, group)
     leader = executor if group is None else Leader(executor)
     loop = Loop(scheduler, leader, overlap=serve.decides_ahead(device_type))
     if record is not None and warm and group is None:
@@ -138,6 +148,7 @@ def make_executor(
         graphs=serve.graphs,
         kv_dtype=kv_dtype,
         kv_heads=None if group is None else local_kv_heads(model.config, group.size),
+        max_rows=step_rows(serve),
     )
     if group is not None:
         shard(executor, model.config, group)
@@ -199,19 +210,27 @@ def _kv_range(block: nn.Module) -> Tensor | None:
 
 
 def kv_plan(
-    executor: FastExecutor, serve: Serve, max_model_len: int, group: Group | None = None, *, warm: bool = True
+    executor: FastExecutor,
+    serve: Serve,
+    max_model_len: int,
+    group: Group | None = None,
+    *,
+    warm: bool = True,
+    other_bytes: int = 0,
 ) -> KVPlan:
     """A cache of serve.kv_bytes, or of what serve.memory_fraction leaves (on the rank with the least), but no more than
-    a full batch can use."""
+    a full batch can use. A draft model has `other_bytes` of its own per block, which are part of both."""
     model = executor.forward.model
+    own = _plan(model, serve, None, group).block_bytes
+    share = own / (own + other_bytes)
     if serve.kv_bytes is not None:
-        return _plan(model, serve, serve.kv_bytes, group)
+        return _plan(model, serve, int(serve.kv_bytes * share), group)
     unlimited = _plan(model, serve, 1 << 62, group)
     useful = (unlimited.blocks_of(max_model_len) * serve.max_running + 1) * unlimited.block_bytes
     left = kv_budget(executor, serve.memory_fraction, graphs=warm)
     if group is not None:
         left = int(all_reduce(torch.tensor([left], device=executor.device), group, "min"))
-    return _plan(model, serve, min(useful, left), group)
+    return _plan(model, serve, min(useful, int(left * share)), group)
 
 
 def _plan(model: Transformer, serve: Serve, num_bytes: int | None, group: Group | None) -> KVPlan:

@@ -30,6 +30,7 @@ from armillary.kernels.core.dtype import parse_dtype
 from armillary.model.device import pick_device
 from armillary.model.generation_config import sampling_defaults
 from armillary.model.text.tokenizer import Tokenizer, eos_ids_of
+from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.collectives import Group, all_reduce
 from armillary.parallel.mesh import machines_of
@@ -57,6 +58,15 @@ def dtype_to_load(
     if group is not None:
         index = int(all_reduce(torch.tensor(index, device=device), group, "max"))
     return DTYPES[index]
+
+
+def _load_draft(serve: Serve, home: Home, dtype: str, device: torch.device) -> Transformer | None:
+    """The model of serve.draft."""
+    if not serve.draft:
+        return None
+    source = resolve_model(serve.draft, home, need_weights=True)
+    assert source.folder is not None
+    return load_model(source.folder, dtype=dtype, device=device, packed=True)
 
 
 class LLM:
@@ -109,6 +119,7 @@ class LLM:
             phase=phase,
             group=group,
             owns_model=True,
+            draft=_load_draft(serve, home or Home.default(), dtype, where),
             eos_ids=() if has_text else eos_ids_of(source.folder),
             peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
         )

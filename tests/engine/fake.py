@@ -80,6 +80,8 @@ class FakeExecutor:
         contents = [self.blocks[copy.source].copy() for copy in decision.copies]
         for copy, content in zip(decision.copies, contents, strict=True):
             self.blocks[copy.target] = content
+        for draft in decision.drafts:
+            self.row_tokens[draft.row][draft.start :] = draft.tokens
         decodes = list(zip(decision.decodes, decision.rows, decision.positions, strict=True))
         for _, row, at in decodes:
             self._write(row, at, 1)
@@ -88,8 +90,8 @@ class FakeExecutor:
         ends = decodes + [(c.sequence, c.row, c.start + c.size - 1) for c in decision.chunks if c.samples]
         assert [seq for seq, _, _ in ends] == decision.sampling
         drawn = [self._draw(seq, row, position) for seq, row, position in ends]
-        for (_, row, _), token in zip(ends, drawn, strict=True):
-            self.row_tokens[row].append(token)
+        for (_, row, at), token in zip(ends, drawn, strict=True):
+            self.row_tokens[row][at + 1 : at + 2] = [token]
         return drawn
 
     def tokens(self, drawn: list[int]) -> list[int]:

@@ -3,7 +3,8 @@
 Stop strings are searched for as the text grows: a possible beginning of one is held back.
 """
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import repeat
@@ -82,7 +83,7 @@ class OutputDelta:
     text: str
     """new text, without end tokens and stop strings"""
     gap_s: float | None = None
-    """time since the sequence's last token (ITL); none for its first"""
+    """time since the sequence's last token (ITL); none for its first, and for others of the same step"""
     finish: FinishReason | None = None
     """in its last delta: why it ended"""
     error: str = ""
@@ -104,7 +105,7 @@ class _Stream:
     def gap(self, now: float) -> float | None:
         """Time since the token before."""
         before, self.last_at = self.last_at, now
-        if before is None:
+        if before is None or before == now:  # of several tokens of a step, the first has waited
             return None
         gap_s = now - before
         if gap_s > self.largest_s:
@@ -128,12 +129,27 @@ class OutputProcessor:
 
     def take(self, decision: Decision, outcome: Outcome, now: float) -> list[OutputDelta]:
         """Deltas of a step: one per token, and one per sequence that ended without a token."""
-        deltas = list(map(self._delta, outcome.sequences, outcome.tokens, repeat(now)))
+        if outcome.several:
+            deltas = list(self._several(outcome, now))
+        else:
+            deltas = list(map(self._delta, outcome.sequences, outcome.tokens, repeat(now)))
         ended = [*decision.ended, *outcome.finished]
         if ended:
             with_token = set(outcome.sequences)
             ended = [seq for seq in ended if seq not in with_token]
         return deltas + self.end(ended)
+
+    def _several(self, outcome: Outcome, now: float) -> Iterator[OutputDelta]:
+        """Deltas where sequences got several tokens: the last of each says why it ended. After a stop string there are
+        none."""
+        left = Counter(outcome.sequences)
+        for seq, token in zip(outcome.sequences, outcome.tokens, strict=True):
+            left[seq] -= 1
+            if left[seq] >= 0:
+                delta = self._delta(seq, token, now, is_last=not left[seq])
+                if delta.finish is not None:
+                    left[seq] = 0
+                yield delta
 
     def end(self, ended: Iterable[Sequence]) -> list[OutputDelta]:
         """Last deltas of sequences that ended without a token: aborted, expired, failed."""
@@ -142,26 +158,29 @@ class OutputProcessor:
             for seq in ended
         ]
 
-    def _delta(self, seq: Sequence, token: int, now: float) -> OutputDelta:
+    def _delta(self, seq: Sequence, token: int, now: float, is_last: bool = True) -> OutputDelta:
         stream = self._streams.get(seq)
         if stream is None:
             stream = self._streams[seq] = _Stream(seq, self._detokenizer())
         stream.num_out += 1
-        gap_s, ends = stream.gap(now), seq.finish == "stop" and token in seq.stops
+        gap_s, ends = stream.gap(now), is_last and seq.finish == "stop" and token in seq.stops
         text = "" if ends else stream.push(token)
         if stream.stop.stopped:  # the sequence ends here, whatever is in flight
             if seq.finish is None:
                 self._scheduler.finish(seq, "stop", now, num_output=stream.num_tokens)
-            seq.finish = "stop"
-        if seq.finish is not None:
+            elif not is_last:
+                del seq.tokens[seq.num_prompt + stream.num_tokens :]
+            seq.finish, is_last = "stop", True
+        finish = seq.finish if is_last else None
+        if finish is not None:
             text += self._rest(seq)
         return OutputDelta(
             sequence=seq,
             tokens=(token,),
             text=text,
             gap_s=gap_s,
-            finish=seq.finish,
-            error=seq.error,
+            finish=finish,
+            error=seq.error if is_last else "",
             logprobs=tuple(seq.logprobs[stream.num_out - 1 : stream.num_out]),
         )
 

@@ -23,4 +23,8 @@ class Totals:
     misses: Counter[str] = field(default_factory=Counter)  # requests by the reason why no more of the prompt was found
     tokens_in: int = 0
     tokens_out: int = 0
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0  # of those, the ones that became output
+    speculated_s: float = 0.0  # time of steps without prefill, where drafts are possible
+    plain_s: float = 0.0  # estimate of what their tokens would have taken without drafts
     discarded: int = 0  # tokens sampled for sequences that had ended by then: the price of scheduling a step ahead

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from armillary.engine.cache.prefix_cache import Miss
     from armillary.engine.request.constraint import Constraint
     from armillary.engine.request.request import Request
+    from armillary.engine.speculative.draft import DraftState
 
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
@@ -52,6 +53,7 @@ class Sequence:
         "chain",
         "computed",
         "constraint",
+        "draft",
         "error",
         "finish",
         "finished_at",
@@ -102,6 +104,7 @@ class Sequence:
         self.stops = stops
         self.watched: Container[int] = stops | {BROKEN}  # tokens that `find_endings` checks
         self.constraint: Constraint | None = None
+        self.draft: DraftState | None = None  # its draft tokens so far, where there are any
         self.forks: list[Sequence] = []  # sequences that wait until this one has computed the shared prompt
         self.leader: Sequence | None = None  # the sequence whose prompt this one shares
 
@@ -170,6 +173,8 @@ class Sequence:
         self.tables, self.windows = [[] for _ in range(num_groups)], [0] * num_groups
         self.computed = self.num_visible = self.num_allocated = self.num_writable = self.num_hashed = 0
         self.num_blocks, self.matching = 0, False
+        if self.draft is not None:
+            self.draft.computed = 0
 
     def needs_block(self, ahead: int) -> bool:
         """Whether it decodes and reaches the end of its blocks within `ahead` tokens."""

@@ -55,7 +55,10 @@ class Encoder:
         admitted = [self._admitted(seq) for seq in decision.admitted]
         num_decodes, decodes_only = len(decision.decodes), not decision.chunks
         shape = Shape(
-            *self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only), self.groups, decodes_only
+            *self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only),
+            self.groups,
+            decodes_only,
+            decodes_only and bool(decision.drafts),
         )
         copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T if decision.copies else _NOTHING
         quick = decodes_only and not self._long_rope
@@ -66,6 +69,7 @@ class Encoder:
             table_updates=table_updates,
             admitted=admitted,
             copies=copies,
+            drafts=_drafts(decision) if decision.drafts else None,
             draws=bool(decision.sampling),
         )
         if not quick:
@@ -180,6 +184,16 @@ class Encoder:
             for i, chunk in enumerate(decision.chunks)
             if chunk.samples and chunk.row in special
         ]
+
+
+def _drafts(decision: Decision) -> Ints:
+    """Rows, positions and tokens of the draft tokens; the draft model has yet to propose those of -1."""
+    columns = [
+        (draft.row, draft.start + i, draft.tokens[i] if draft.tokens else -1)
+        for draft in decision.drafts
+        for i in range(draft.count)
+    ]
+    return np.array(columns, dtype=np.int32).T
 
 
 def _decoding(shape: Shape, rows: list[int], null: int) -> Ints:

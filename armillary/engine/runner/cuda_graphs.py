@@ -52,12 +52,14 @@ class GraphSteps(Steps):
         *,
         max_running: int,
         max_tokens: int,
+        drafts: bool,
         device: torch.device,
         null: Callable[[Shape], Any],
     ) -> None:
         super().__init__(compute, send)
         self.rows = row_sizes(max_running)
         self.tokens = token_sizes(max(max_tokens, max_running))
+        self._drafts = drafts  # steps with draft tokens are captured as well
         self._null, self._device = null, device
         self._static: Tensor | None = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
@@ -101,7 +103,8 @@ class GraphSteps(Steps):
 
     def _shapes(self, groups: int) -> list[Shape]:
         shapes = [Shape(tokens, self.rows[-1], groups, False) for tokens in reversed(self.tokens)]
-        return shapes + [Shape(rows, rows, groups, True) for rows in reversed(self.rows)]
+        kinds = (False, True) if self._drafts else (False,)
+        return shapes + [Shape(rows, rows, groups, True, drafts) for drafts in kinds for rows in reversed(self.rows)]
 
     def trial(self, groups: int) -> int:
         """Bytes that graphs will take: the pool of the largest, twice, since the tensors of other shapes leave gaps in

@@ -3,11 +3,13 @@
 A token that one step samples is written here and read by the next: the host only sends rows and positions.
 """
 
+from copy import copy
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.engine.runner.step_input import Admitted, Step
+from armillary.engine.runner.step_input import Admitted, Ints, Step
 from armillary.kernels.paged.paged_attention import by_heads
 from armillary.spec.model import ModelConfig
 
@@ -64,8 +66,27 @@ class DeviceRows:
             places, values = self.send(step.table_updates).unbind()
             self.tables_GRP.view(-1)[places.long()] = values
         if step.copies.size:
-            sources, targets = self.send(step.copies).long().unbind()
-            self.blocks[:, targets] = self.blocks[:, sources]
+            self.copy_blocks(step.copies)
+        if step.drafts is not None and (step.drafts[2] >= 0).all():
+            rows, positions, tokens = self.send(step.drafts).unbind()
+            self.tokens_RT[rows.long(), positions.long()] = tokens
+
+    def copy_blocks(self, copies: Ints) -> None:
+        sources, targets = self.send(copies).long().unbind()
+        self.blocks[:, targets] = self.blocks[:, sources]
+
+    def drafted(self, step: Step) -> Tensor:
+        """The draft tokens of a step, before the step writes what it samples in their places."""
+        rows, positions, _ = self.send(step.drafts).long().unbind()  # type: ignore[arg-type]
+        return self.tokens_RT[rows, positions]
+
+    def with_blocks(self, blocks: tuple[int, ...], dtype: torch.dtype) -> "DeviceRows":
+        """The same rows and the first block table, with KV blocks for another model."""
+        other = copy(self)
+        other.tables_GRP = self.tables_GRP[:1]
+        other._shape, other._dtype = blocks, dtype
+        other.allocate(blocks[1])
+        return other
 
     def _admit(self, admitted: list[Admitted]) -> None:
         rows = self._sent(torch.tensor([new.row for new in admitted]))

@@ -5,15 +5,15 @@ CPU the same code runs without graphs and without padding. `PlainExecutor` is th
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from armillary.engine.cache.kv_cache import KVCache
-from armillary.engine.request.sequence import Logprob, Sequence
 from armillary.engine.runner.batch_encoder import Encoder
 from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, is_out_of_memory
 from armillary.engine.runner.device_state import DeviceRows, block_shape
@@ -23,9 +23,11 @@ from armillary.engine.runner.forward import Forward, gathered, inputs_of
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
 from armillary.engine.runner.sampler import DeviceSampler, Masks
 from armillary.engine.runner.step_input import Ints, Shape, Step
+from armillary.engine.runner.step_results import sampled_sequence, set_drafts, store_logprobs, store_prompt_logprobs
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.settings import rope_switch
 from armillary.engine.scheduler.step_loop import StepTooLarge
+from armillary.engine.speculative.draft import Draft
 from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.transformer import Transformer
 
@@ -47,6 +49,8 @@ class Launched:
     prompts: list[Tensor] = field(default_factory=list)
     pooled: Tensor | None = None
     """vectors of pooled tokens, one after the other"""
+    drafts: Tensor | None = None
+    """draft tokens"""
     expert_counts_LE: Tensor | None = None
     """counters of the experts after this step, now and then"""
     done: torch.cuda.Event | None = None
@@ -57,6 +61,16 @@ class Launched:
     def unsampled(self) -> bool:
         """Whether `draw` is still to be called."""
         return self.logits_BV is not None
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens (`draft_model.DraftModel`)."""
+
+    def take(self, step: Step) -> None:
+        """Follow the changes that a step makes to KV blocks."""
+
+    def propose(self, drafts: Items[Draft]) -> None:
+        """Write draft tokens into their rows."""
 
 
 class FastExecutor:
@@ -75,10 +89,16 @@ class FastExecutor:
         graphs: bool | None = None,
         kv_dtype: torch.dtype | None = None,
         kv_heads: int | None = None,
+        max_rows: int | None = None,
+        rows: DeviceRows | None = None,
     ) -> None:
+        """`max_rows`: most rows of a step where draft tokens are among them; none: there are none. `rows` of another
+        executor, where this one runs its draft model."""
         weight, config = next(model.parameters()), model.config
         self.device, self.vocab = weight.device, config.vocab
         self.max_running, self.max_tokens = max_running, max_tokens
+        self.max_rows = max_running if max_rows is None else max_rows
+        self.draft_model: Proposer | None = None
         kernels = kernels or pick_kernels(config, dtype=weight.dtype, device=self.device, batch=max_running)
         packed = packed_modules(model)
         self.kernels = kernels.for_packed() if packed else kernels
@@ -87,7 +107,7 @@ class FastExecutor:
                 linear.use_kernels(weight.dtype)
         pages, slots = -(-max_model_len // cache.block_tokens), max(len(group.layers) for group in cache.groups)
         blocks = (slots, cache.pool.num_blocks, *block_shape(config, cache.block_tokens, kv_heads))
-        self.rows = DeviceRows(
+        self.rows = rows or DeviceRows(
             max_running=max_running,
             max_model_len=max_model_len,
             pages=pages,
@@ -100,7 +120,7 @@ class FastExecutor:
             self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)
         self.sampler = DeviceSampler(self.rows, self.kernels)
         self.expert_counters = ExpertCounters(self.forward.expert_counts_LE)
-        self.steps = self._steps(graphs, max_running, max_tokens)
+        self.steps = self._steps(graphs, max_tokens, drafts=max_rows is not None)
         self.encoder = Encoder(
             max_running=max_running,
             max_model_len=max_model_len,
@@ -111,16 +131,17 @@ class FastExecutor:
             long_rope=rope_switch(config) is not None,
         )
 
-    def _steps(self, graphs: bool | None, max_running: int, max_tokens: int) -> Steps:
+    def _steps(self, graphs: bool | None, max_tokens: int, *, drafts: bool) -> Steps:
         if self.device.type != "cuda" or graphs is False or not self.kernels.capturable:
             return Steps(self._compute, self.rows.send)
         return GraphSteps(
             self._compute,
             self.rows.send,
-            max_running=max_running,
+            max_running=self.max_rows,
             max_tokens=max_tokens,
+            drafts=drafts,
             device=self.device,
-            null=lambda shape: null_step(shape, max_running),
+            null=lambda shape: null_step(shape, self.max_running),
         )
 
     def warm(self) -> int:
@@ -130,7 +151,7 @@ class FastExecutor:
 
     def run_largest(self) -> None:
         """Run the largest step, on padding, to allocate the memory that steps take."""
-        shape = Shape(*self.encoder.fit(self.max_tokens, self.max_running, False), self.encoder.groups, False)
+        shape = Shape(*self.encoder.fit(self.max_tokens, self.max_rows, False), self.encoder.groups, False)
         with torch.inference_mode():
             self._compute(shape, True, self.rows.send(null_step(shape, self.max_running)))
 
@@ -168,6 +189,12 @@ class FastExecutor:
         """Run an encoded step; `masks` where another rank has computed them."""
         self.rows.take(step)
         launched = Launched(decision=decision, step=step)
+        if self.draft_model is not None:
+            self.draft_model.take(step)
+        if step.drafts is not None:
+            if self.draft_model is not None:
+                self.draft_model.propose(decision.drafts)
+            launched.drafts = self.rows.drafted(step)
         if step.prompts or step.pooled:
             inputs = inputs_of(step.shape, self.rows.send(step.ints))
             hidden_TH = self.forward.hidden(inputs)
@@ -217,16 +244,11 @@ class FastExecutor:
         """Constraint masks of a step; none for sequences that ended meanwhile."""
         masks = {}
         for at in (extra.at for extra in step.extras if extra.masked):
-            seq = self._sequence(decision, at)
+            seq = sampled_sequence(decision, at)
             assert seq.constraint is not None
             if seq.finish is None:
                 masks[at] = seq.constraint.allowed()
         return masks
-
-    @staticmethod
-    def _sequence(decision: Decision, at: int) -> Sequence:
-        first = len(decision.decodes)
-        return decision.decodes[at] if at < first else decision.chunks[at - first].sequence
 
     def _sent(self, launched: Launched) -> Launched:
         """Start to copy tokens and log-probabilities to the host. A step without tokens is waited for as well, so that
@@ -235,7 +257,7 @@ class FastExecutor:
         if self.device.type == "cuda":
             launched.tokens_B, launched.logprobs = _to_host(launched.tokens_B), _to_host(launched.logprobs)
             launched.prompts = [host for logprobs in launched.prompts if (host := _to_host(logprobs)) is not None]
-            launched.pooled = _to_host(launched.pooled)
+            launched.pooled, launched.drafts = _to_host(launched.pooled), _to_host(launched.drafts)
             launched.expert_counts_LE = _to_host(launched.expert_counts_LE)
             launched.done = torch.cuda.Event()
             launched.done.record()
@@ -246,13 +268,16 @@ class FastExecutor:
         if launched.done is not None:
             launched.done.synchronize()
         self.expert_counters.arrived(launched.expert_counts_LE)
-        _store_prompt_logprobs(launched)
+        store_prompt_logprobs(launched.decision, launched.step, launched.prompts)
         if launched.pooled is not None:
             store_pooled(launched.decision, launched.pooled.tolist())
         if launched.tokens_B is None:
             return []
         tokens, decision = launched.tokens_B.tolist(), launched.decision
-        _store_logprobs(launched, tokens)
+        if launched.drafts is not None:
+            set_drafts(decision, launched.drafts.tolist())
+        if launched.logprobs is not None:
+            store_logprobs(decision, launched.step, launched.logprobs, tokens)
         first = len(decision.decodes)
         return tokens[:first] + [tokens[first + i] for i, chunk in enumerate(decision.chunks) if chunk.samples]
 
@@ -273,36 +298,3 @@ def _to_host(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _store_logprobs(launched: Launched, tokens: list[int]) -> None:
-    if launched.logprobs is None:
-        return
-    wanted = [extra for extra in launched.step.extras if extra.num_top is not None]
-    for extra, row in zip(wanted, launched.logprobs.tolist(), strict=True):
-        logprob = _logprob(tokens[extra.at], row, extra.num_top or 0)
-        FastExecutor._sequence(launched.decision, extra.at).logprobs.append(logprob)
-
-
-def _store_prompt_logprobs(launched: Launched) -> None:
-    """Store log-probabilities of prompt tokens, each position once, however often it is computed."""
-    chunks = [
-        c
-        for c in launched.decision.chunks
-        if c.sequence.request.params.prompt_logprobs is not None
-        and min(c.start + c.size, c.sequence.num_prompt - 1) > c.start
-    ]
-    for chunk, wanted, logprobs in zip(chunks, launched.step.prompts, launched.prompts, strict=True):
-        stored, skipped = chunk.sequence.prompt_logprobs, len(chunk.sequence.prompt_logprobs) - chunk.start
-        if 0 <= skipped < wanted.size:
-            stored += [
-                _logprob(token, row, wanted.num_top)
-                for token, row in zip(wanted.targets[skipped:], logprobs[skipped:].tolist(), strict=True)
-            ]
-
-
-def _logprob(token: int, row: list[float], num_top: int) -> Logprob:
-    """From a row of `DeviceSampler.logprobs`."""
-    most = (len(row) - 1) // 2
-    ids = map(int, row[1 + most : 1 + most + num_top])
-    return Logprob(token, row[0], tuple(zip(ids, row[1 : 1 + min(most, num_top)], strict=True)))

@@ -74,6 +74,7 @@ class LayerInputs(NamedTuple):
     sin_TR: Tensor | None
     q_scale_T: Tensor | None  # factor of queries
     load: ExpertLoad | None  # where the layer's choices of experts are counted
+    drafts: bool  # rows may read keys that other rows of the step write
 
 
 class Forward:
@@ -136,7 +137,7 @@ class Forward:
             cos, sin = cos_sin[layer.sliding] if layer.rotates else (None, None)
             factor = q_scale_T if layer.scales_queries else None
             load = None if layer.mixture is None else ExpertLoad(next(counts), _num_live(inputs, selected))
-            context = LayerInputs(batches[layer.group], slots_GT[layer.group], cos, sin, factor, load)
+            context = LayerInputs(batches[layer.group], slots_GT[layer.group], cos, sin, factor, load, shape.drafts)
             if small:
                 x = self._small(layer, x, context, selected)
             else:
@@ -215,13 +216,13 @@ class Forward:
 
     def _attention(self, layer: Layer, qkv: Tensor, context: LayerInputs) -> Tensor:
         blocks = self.rows.blocks[layer.slot]
-        batch, slots_T, cos, sin, q_scale_T, _ = context
+        batch, slots_T, cos, sin, q_scale_T, _, drafts = context
         if layer.latent is not None:
             assert isinstance(batch, LatentBatch) and cos is not None and sin is not None
             return attend_latents(layer.latent, qkv, blocks, batch, slots_T, (cos, sin), self.kernels)
         assert isinstance(batch, PagedBatch)
         heads = layer.heads if q_scale_T is None else replace(layer.heads, q_scale_T=q_scale_T)
-        if self.kernels.tokens is not None and can_attend(qkv, blocks, cos, heads, batch, layer.options):
+        if self.kernels.tokens is not None and not drafts and can_attend(qkv, blocks, cos, heads, batch, layer.options):
             return self.kernels.tokens(qkv, blocks, slots_T, cos, sin, heads, batch, layer.options)  # type: ignore[no-any-return]
         q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, heads)
         return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]

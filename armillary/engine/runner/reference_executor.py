@@ -85,6 +85,9 @@ class PlainExecutor:
         for row, group, first, blocks in decision.table_updates:
             changed = torch.tensor(blocks, dtype=torch.int32, device=self.device)
             self.tables_GRP[group, row, first : first + len(blocks)] = changed
+        for draft in decision.drafts:
+            upto = draft.start + draft.count
+            self.tokens_RT[draft.row, draft.start : upto] = torch.tensor(draft.tokens, device=self.device)
         if decision.copies:
             sources, targets = zip(*decision.copies, strict=True)
             self.blocks[:, list(targets)] = self.blocks[:, list(sources)]

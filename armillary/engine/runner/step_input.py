@@ -23,6 +23,7 @@ class Shape:
     rows: int
     groups: int
     decodes: bool  # one token per sequence
+    drafts: bool = False  # a sequence may have several such rows: its draft tokens
 
     @property
     def max_query(self) -> int:
@@ -114,6 +115,7 @@ class Step:
     ints: Ints
     table_updates: Ints  # [2, n]: indices into the flat block tables, and their new entries
     copies: Ints  # [2, n]: source and target blocks
+    drafts: Ints | None = None  # [3, n]: rows, positions and draft tokens, -1 where the draft model proposes them
     admitted: list[Admitted] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)  # empty: the fast sampler suffices
     prompts: list[PromptLogprobs] = field(default_factory=list)

@@ -1,7 +1,8 @@
 """One step: the scheduler's decision, the work in it, its outcome, and how to roll it back.
 
 An executor, in this order, resets the rows of `admitted`, applies `table_updates` to its block tables, performs
-`copies` (reads all before it writes any), computes `decodes` and `chunks`, and samples a token for every sequence of
+`copies` (reads all before it writes any), puts the tokens of `drafts` into their rows (its draft model proposes those
+that have none), computes `decodes` and `chunks`, and samples a token for every sequence of
 `sampling`. Decisions are executed in the order they are made; the inputs of a row are its tokens at the given
 positions, sampled ones included.
 """
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from armillary.engine.cache.kv_cache import Copy, TableUpdate
 from armillary.engine.request.sequence import BROKEN, FinishReason, Sequence
+from armillary.engine.speculative.draft import Draft
 
 
 class StepWork(NamedTuple):
@@ -59,6 +61,7 @@ class Decision:
         "copies",
         "decided_at",
         "decodes",
+        "drafts",
         "ended",
         "has_constraints",
         "has_finished",
@@ -78,6 +81,7 @@ class Decision:
         self.decided_at = 0.0
         self.decodes: list[Sequence] = []  # sequences that compute one token and sample the next
         self.positions: list[int] = []  # position of each decode's token
+        self.drafts: list[Draft] = []  # draft tokens: `decodes` has their rows, too, after all others
         self.rows: list[int] = []
         self.chunks: list[PrefillChunk] = []
         self.sampling: list[Sequence] = []  # sample a token: decodes, then chunks that end the prefill
@@ -96,6 +100,11 @@ class Decision:
     def empty(self) -> bool:
         """Nothing to compute: the executor is not called."""
         return not self.decodes and not self.chunks
+
+    @property
+    def num_decodes(self) -> int:
+        """Decodes without the rows of draft tokens."""
+        return self.drafts[0].at if self.drafts else len(self.decodes)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -123,7 +132,8 @@ class Decision:
 
     def text(self) -> str:
         """One line for logs."""
-        parts = [f"step {self.number}: {len(self.decodes)} decodes"]
+        parts = [f"step {self.number}: {self.num_decodes} decodes"]
+        parts += [f"{draft.sequence.id} drafts {draft.count}" for draft in self.drafts]
         parts += [f"{c.sequence.id} {c.start}…{c.start + c.size}{' →' if c.samples else ''}" for c in self.chunks]
         parts += [f"start {seq.id} ({seq.computed} cached)" for seq in self.admitted if seq.cached_tokens]
         parts += [f"preempt {seq.id}" for seq in self.preempted] + [f"expire {seq.id}" for seq in self.ended]
@@ -137,6 +147,18 @@ class Outcome(NamedTuple):
     sequences: list[Sequence]  # sequences that got a token
     tokens: list[int]
     finished: list[Sequence]
+    several: bool = False  # a sequence may have got several tokens, one after the other
+
+
+def joined(first: Outcome, second: Outcome) -> Outcome:
+    """Outcomes of steps, one after the other."""
+    if not first.sequences and not first.finished:
+        return second
+    if not second.sequences and not second.finished:
+        return first
+    return Outcome(
+        first.sequences + second.sequences, first.tokens + second.tokens, first.finished + second.finished, True
+    )
 
 
 class Ending(NamedTuple):
@@ -194,11 +216,12 @@ def take_back(decision: Decision) -> list[Sequence]:
     ]
     unfinished = [(seq, begin) for seq, begin in ends if seq.finish is None]
     prompts = {id(seq) for seq in (*decision.prefill_done, *(chunk.sequence for chunk in decision.chunks))}
-    for seq, begin in unfinished:
+    for seq, begin in reversed(unfinished):  # the rows of draft tokens come after the sequence's own
         seq.computed = begin
         if id(seq) in prompts:
             seq.is_prefilling, seq.num_allocated = True, 0
-    return [seq for seq, _ in unfinished]
+    decision.drafts = []
+    return list(dict.fromkeys(seq for seq, _ in unfinished))
 
 
 def limit_decodes(decision: Decision, first: int, count: int) -> None:

@@ -89,7 +89,7 @@ class PrefillController:
     def took(self, decision: Decision, begun: float, now: float) -> None:
         """A step that was decided at `begun` has ended."""
         seconds, self._last_s = now - max(begun, self._last_s), now
-        rows, tokens = len(decision.decodes), decision.num_prefill_tokens
+        rows, tokens = decision.num_decodes, decision.num_prefill_tokens
         if not rows or seconds <= 0.0 or any(seq.length > _LONG for seq in decision.admitted):
             return
         if not tokens:

@@ -103,11 +103,16 @@ class RequestTable:
         seq.blocks_at_start = self.cache.blocks_at(seq.prefill_target)
         self.waiting.push(seq)
 
-    def switch_rope(self, seq: Sequence) -> None:
-        """Recompute a sequence with the long-context RoPE frequencies, whose length it has reached."""
-        self.preempt(seq)
-        seq.long_rope, request = True, seq.request
-        seq.chain = self.cache.chain(seq.tokens, request.salt, request.adapter + LONG_ROPE)
+    def switch_rope(self, length: int) -> list[Sequence]:
+        """Recompute sequences that grow beyond the length at which the RoPE frequencies change, as transformers
+        does."""
+        running = self.running
+        grown = [x for x in running if x.computed == length and not x.is_prefilling and not x.long_rope]
+        for seq in grown:
+            self.preempt(seq)
+            seq.long_rope, request = True, seq.request
+            seq.chain = self.cache.chain(seq.tokens, request.salt, request.adapter + LONG_ROPE)
+        return grown
 
     def wake_forks(self, seq: Sequence) -> None:
         """Queue the forks of a sequence: its prompt is computed, or never will be."""

@@ -31,6 +31,7 @@ from armillary.engine.scheduler.prefill_budget import Budget, PrefillPlanner, St
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.scheduler.request_table import RequestTable
 from armillary.engine.scheduler.settings import Settings
+from armillary.engine.speculative.speculation import Speculation
 from armillary.errors import BadInput
 
 _RUNNING = State.RUNNING
@@ -53,6 +54,7 @@ class Scheduler:
         self.prefill = PrefillPlanner(settings, cache.block_tokens)
         self.totals = self.request_table.totals
         self.limit = StepLimit(settings.max_tokens_per_step)
+        self.speculation: Speculation | None = None  # draft tokens; None: every step gives a sequence one token
         self.under_way: deque[Decision] = deque()  # decided steps whose tokens are not back
         self._admitted: list[Sequence] = []
         self._fresh: list[Sequence] = []
@@ -104,6 +106,7 @@ class Scheduler:
     def schedule(self, now: float) -> Decision:
         """Decide the next step. At most one earlier decision may still be in flight."""
         assert len(self.under_way) <= 1, "update the step before last first"
+        assert not (self.under_way and self.under_way[0].drafts), "update a step with drafts first"
         self.totals.steps += 1
         decision = Decision(self.totals.steps)
         self._finish_last_step(decision, now)
@@ -114,6 +117,9 @@ class Scheduler:
         for seq in prompts:
             self._chunk(decision, seq, budget)
         self._admit(decision, budget, now)
+        if self.speculation is not None and not self.under_way:
+            left = self.limit.tokens - decision.num_tokens
+            self.speculation.draft(decision, len(self.request_table.running), left)
         self._close(decision)
         return decision
 
@@ -134,18 +140,7 @@ class Scheduler:
         self._end([(seq, Ending("deadline")) for seq in expired], now)
         decision.ended, self._ended = self._ended + expired, []
         if self.settings.rope_switch is not None:
-            self._switch_rope(decision, self.settings.rope_switch)
-
-    def _switch_rope(self, decision: Decision, switch: int) -> None:
-        """Recompute sequences that grow beyond the length at which the RoPE frequencies change, as transformers
-        does."""
-        for seq in [
-            seq
-            for seq in self.request_table.running
-            if seq.computed == switch and not seq.is_prefilling and not seq.long_rope
-        ]:
-            self.request_table.switch_rope(seq)
-            decision.preempted.append(seq)
+            decision.preempted += self.request_table.switch_rope(self.settings.rope_switch)
 
     def _decode(self, decision: Decision) -> list[Sequence]:
         """One token for every sequence that decodes; returns the sequences that are still prefilling."""
@@ -297,10 +292,12 @@ class Scheduler:
         if self.prefill.controller is not None:
             self.prefill.controller.took(decision, decision.decided_at, now)
         sequences, sampled = decision.sampling, list(tokens)
+        if decision.drafts and self.speculation is not None:
+            sequences, sampled = self.speculation.accept(decision, sampled)
         if decision.has_finished:
             sampled = [token for seq, token in zip(sequences, sampled, strict=True) if seq.finish is None]
             sequences = [seq for seq in sequences if seq.finish is None]
-            self.totals.discarded += len(tokens) - len(sampled)
+            self.totals.discarded += len(decision.sampling) - len(sampled)
         for seq, token in zip(sequences, sampled, strict=True):
             seq.tokens.append(token)
         over = self._endings(decision, sequences, sampled)
@@ -315,8 +312,10 @@ class Scheduler:
         if decision.has_pooling:
             sequences, sampled = without_pooled(sequences, sampled)
         self.totals.tokens_out += len(sampled)
+        if self.speculation is not None:
+            self.speculation.took(decision, sequences, now)
         self._check()
-        return Outcome(sequences, sampled, [seq for seq, _ in over])
+        return Outcome(sequences, sampled, [seq for seq, _ in over], bool(decision.drafts))
 
     def _endings(
         self, decision: Decision, sequences: list[Sequence], tokens: list[int]

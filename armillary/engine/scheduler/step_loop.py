@@ -10,7 +10,7 @@ from collections.abc import Sequence as Items
 from typing import Any, Protocol, cast
 
 from armillary.engine.request.sequence import Sequence
-from armillary.engine.scheduler.decision import Decision, Outcome
+from armillary.engine.scheduler.decision import Decision, Outcome, joined
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.step_time import StepTimes
 from armillary.errors import ArmillaryError
@@ -69,13 +69,19 @@ class Loop:
         self._launched: list[tuple[Decision, Any]] = []
 
     def step(self) -> tuple[Decision, Outcome]:
-        """Schedule and launch a step, then take the tokens of the one before (without overlap: of the same step)."""
+        """Schedule and launch a step, then take the tokens of the one before (without overlap: of the same step). A
+        step that may have draft tokens follows known tokens and is taken at once."""
         self.wait_s, self.taken = 0.0, []
+        speculation = self.scheduler.speculation
+        ahead = self.overlap and (speculation is None or not speculation.active)
+        outcome = Outcome([], [], [])
+        if self._launched and not ahead:
+            outcome = self._collect(0)
         decision = self._begin()
         while decision is None:
             decision = self._begin()
-        waits = self.overlap and not decision.empty and len(self._launched) == 1
-        outcome = Outcome([], [], []) if waits else self._collect()
+        if not ahead or decision.empty or len(self._launched) > 1:
+            outcome = joined(outcome, self._collect(1 if ahead and not decision.empty else 0))
         if self._launched and _is_unsampled(self._launched[-1][1]):
             self._draw(decision)
         return decision, outcome
@@ -110,9 +116,8 @@ class Loop:
         self._launched.clear()
         return self.scheduler.fail(self.clock(), error)
 
-    def _collect(self) -> Outcome:
-        """Take the tokens of launched steps; with overlap, one computing step stays in flight."""
-        num_in_flight = 1 if self.overlap and not self._launched[-1][0].empty else 0
+    def _collect(self, num_in_flight: int) -> Outcome:
+        """Take the tokens of launched steps but for the last `num_in_flight`."""
         collected = Outcome([], [], [])
         while len(self._launched) > num_in_flight:
             decision, launched = self._launched.pop(0)
@@ -122,8 +127,5 @@ class Loop:
             self.wait_s += now - begin
             self.taken.append(decision.number)
             self.times.took(decision, now - decision.decided_at)
-            outcome = self.scheduler.update(decision, tokens, now)
-            collected.sequences.extend(outcome.sequences)
-            collected.tokens.extend(outcome.tokens)
-            collected.finished.extend(outcome.finished)
+            collected = joined(collected, self.scheduler.update(decision, tokens, now))
         return collected

@@ -46,6 +46,19 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
         "errors_total": totals.errors,
         "tokens_in_total": totals.tokens_in,
         "tokens_out_total": totals.tokens_out,
+    } | _speculation_gauges(scheduler)
+
+
+def _speculation_gauges(scheduler: Scheduler) -> dict[str, float]:
+    """Draft tokens so far; none without speculation."""
+    totals = scheduler.totals
+    if scheduler.speculation is None:
+        return {}
+    return {
+        "drafted_total": totals.drafted,
+        "accepted_total": totals.accepted,
+        "acceptance_fraction": totals.accepted / totals.drafted if totals.drafted else 0.0,
+        "speculation_speedup": totals.plain_s / totals.speculated_s if totals.speculated_s else 1.0,
     }
 
 

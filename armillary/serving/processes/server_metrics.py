@@ -16,7 +16,13 @@ from armillary.spec.gauges import GAUGES, prometheus_name
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16_384.0, 65_536.0, 262_144.0)
 _FROM_ENGINE = ("running", "waiting", "kv_used_fraction", "kv_capacity_tokens", "prefix_hit_fraction")
-_OF_EXPERTS = ("expert_load_max_over_mean", "expert_tail_fraction")
+_OF_SOME_ENGINES = (
+    "expert_load_max_over_mean",
+    "expert_tail_fraction",
+    "acceptance_fraction",
+    "speculation_speedup",
+)
+"""of models with experts; of speculative decoding"""
 _ENGINE_TOTALS = (
     "preemptions_total",
     "recomputed_total",
@@ -26,6 +32,8 @@ _ENGINE_TOTALS = (
     "prefix_evicted_total",
     "tokens_in_total",
     "tokens_out_total",
+    "drafted_total",
+    "accepted_total",
     "expert_tokens_total",
 )
 
@@ -130,7 +138,7 @@ class Metrics:
         """None for a model without experts."""
         from prometheus_client.core import GaugeMetricFamily
 
-        for name in _OF_EXPERTS:
+        for name in _OF_SOME_ENGINES:
             if name in self.engine_state:
                 yield GaugeMetricFamily(prometheus_name(name), GAUGES[name].meaning, value=self.engine_state[name])
         name = "expert_tokens"

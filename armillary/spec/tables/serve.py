@@ -40,6 +40,13 @@ class Serve:
     """token budget of an engine step: decodes first, prefill chunks fill the rest"""
     max_running: int = 256
     """largest decode batch"""
+    speculate: Literal["none", "ngram", "draft"] = "none"
+    """speculative decoding: tokens drafted by prompt lookup (ngram) or by the model of serve.draft are verified
+    together; the output stays the same, token by token. draft is the default where serve.draft is given"""
+    draft: str = ""
+    """small model with the same tokenizer that drafts tokens: a folder, a run or a release"""
+    max_draft: int = 8
+    """most draft tokens of a request per step; how many are drafted follows acceptance and load, down to none"""
     batching: Literal["none", "static", "dynamic", "continuous"] = "continuous"
     """batching policy; all but continuous are for comparison"""
     prefix_cache: bool = True
@@ -128,7 +135,13 @@ class Serve:
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running", "prefill_tokens")
-        at_least(self, "serve", 1, *sizes, "threads", "max_answer", "max_body_bytes")
+        at_least(self, "serve", 1, *sizes, "threads", "max_answer", "max_body_bytes", "max_draft")
+        if self.draft and self.speculate == "none":
+            object.__setattr__(self, "speculate", "draft")
+        if self.speculate == "draft" and not self.draft:
+            raise BadRecipe("serve.speculate=draft needs a model that drafts; name it with --draft or serve.draft")
+        if self.speculate == "ngram" and self.draft:
+            raise BadRecipe("serve.draft is for serve.speculate=draft, and ngram needs no model; leave one out")
         at_least(
             self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every", "drain_s", "registry_poll_s"
         )

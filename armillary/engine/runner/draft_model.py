@@ -1,0 +1,118 @@
+"""A small model that proposes draft tokens, on the target's rows and block tables with KV blocks of its own.
+
+Position by position it decodes like any model, and its tokens go where the next pass, and then the target, read them.
+It samples with each request's own parameters, seed and position: the random number of a position is the same for both
+models, so they agree as often as their distributions allow. Tokens that it has not computed yet, like a prompt's, come
+in the first pass.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+
+import torch
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.layer_groups import Group
+from armillary.engine.runner.device_state import block_shape
+from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.step_input import Step
+from armillary.engine.scheduler.decision import Decision, PrefillChunk
+from armillary.engine.speculative.draft import Draft
+from armillary.errors import BadInput
+from armillary.model.transformer import Transformer
+
+
+class DraftModel:
+    """Runs the passes of a step's drafts."""
+
+    def __init__(self, target: FastExecutor, model: Transformer, *, block_tokens: int, graphs: bool | None) -> None:
+        _check(target, model)
+        config, weight = model.config, next(model.parameters())
+        cache = KVCache(2, block_tokens, groups=(Group(layers=tuple(range(config.num_layers))),), prefix=False)
+        blocks = (config.num_layers, 2, *block_shape(config, block_tokens))
+        self.executor = FastExecutor(
+            model,
+            cache,
+            max_running=target.max_running,
+            max_model_len=min(config.context, target.encoder.max_model_len),
+            max_tokens=target.max_tokens,
+            graphs=graphs,
+            rows=target.rows.with_blocks(blocks, weight.dtype),
+        )
+        self.max_len = self.executor.encoder.max_model_len
+        self.executor.encoder.tables_GRP = target.encoder.tables_GRP[:1]
+        block = self.executor.rows.blocks[:, :1]
+        self.block_bytes = block.numel() * block.element_size()
+
+    def allocate(self, num_blocks: int) -> None:
+        """As many KV blocks as the target has."""
+        self.executor.rows.allocate(num_blocks)
+
+    def take(self, step: Step) -> None:
+        """Copy the blocks that the target copies."""
+        if step.copies.size:
+            self.executor.rows.copy_blocks(step.copies)
+
+    def propose(self, drafts: Items[Draft]) -> None:
+        """Write draft tokens into their rows."""
+        for decision in passes(drafts, self.executor.max_tokens):
+            self.run(decision)
+
+    def run(self, decision: Decision) -> None:
+        """One pass."""
+        with torch.inference_mode():
+            step = self.executor.encoder.encode(decision)
+            self.executor.steps.run(step.shape, True, step.ints)
+
+
+def passes(drafts: Items[Draft], most: int) -> Iterator[Decision]:
+    """The decode and prefill steps that propose `drafts`, with at most so many tokens each."""
+    yield from _first_passes(drafts, most)
+    for depth in range(1, max(draft.count for draft in drafts)):
+        decision = Decision(0)
+        for draft in drafts:
+            if draft.count > depth:
+                _decode(decision, draft, draft.start + depth - 1)
+        yield decision
+
+
+def _first_passes(drafts: Items[Draft], most: int) -> Iterator[Decision]:
+    """Up to each sequence's last token, after which the first draft token is sampled."""
+    decision, left = Decision(0), most
+    for draft in drafts:
+        at = min(draft.computed, draft.start - 1)
+        while at < draft.start:
+            size = min(left, draft.start - at)
+            ends = at + size == draft.start
+            if size == 1 and ends:
+                _decode(decision, draft, at)
+            else:
+                decision.chunks.append(PrefillChunk(draft.sequence, draft.row, at, size, ends))
+            at, left = at + size, left - size
+            if not left:
+                yield _closed(decision)
+                decision, left = Decision(0), most
+    if not decision.empty:
+        yield _closed(decision)
+
+
+def _decode(decision: Decision, draft: Draft, position: int) -> None:
+    decision.decodes.append(draft.sequence)
+    decision.positions.append(position)
+    decision.rows.append(draft.row)
+
+
+def _closed(decision: Decision) -> Decision:
+    decision.sampling = decision.decodes + [chunk.sequence for chunk in decision.chunks if chunk.samples]
+    return decision
+
+
+def _check(target: FastExecutor, model: Transformer) -> None:
+    config, own = target.forward.model.config, model.config
+    if own.vocab != config.vocab:
+        raise BadInput(
+            f"the draft model {own.name} has {own.vocab:,} tokens and {config.name} {config.vocab:,}; take one with "
+            "the same tokenizer, or --speculate ngram"
+        )
+    if not any(layer.attention == "full" for layer in config.layers):
+        raise BadInput(f"{config.name} keeps no whole context that a draft model could share; take --speculate ngram")

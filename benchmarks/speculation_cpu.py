@@ -1,0 +1,169 @@
+"""Speculative decoding on a CPU: speed alone and under load, and whether the tokens stay the same.
+
+    python benchmarks/speculation_models.py FOLDER     # once: trains target and draft
+    python benchmarks/speculation_cpu.py FOLDER [--only alone,load,equal] [--json]
+
+alone   one request at a time, 128 tokens each: with a draft model on functions to write, with prompt lookup on
+        "repeat this function with one name changed"; speed is that of decoding, after the first token
+load    64 requests at once
+equal   500 greedy prompts, drafts of random lengths
+
+Engines with and without drafts take turns, so that both see the same machine; of each the median counts.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from speculation_models import WORDS, function, question
+
+from armillary.engine.engine import Engine
+from armillary.engine.llm import LLM
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.speculative.draft_length import Candidate, LengthController
+from armillary.spec.tables.serve import Serve
+
+_LENGTHS = random.Random(1)
+
+
+class AnyLength(LengthController):
+    """Drafts of random lengths, whether they pay or not."""
+
+    def lengths(self, decodes: int, candidates: list[Candidate], room: int) -> list[int]:
+        drawn = []
+        for each in candidates:
+            drawn.append(_LENGTHS.randint(0, min(each.most, room)))
+            room -= drawn[-1]
+        return drawn
+
+
+def opened(folder: Path, drafts: str, max_running: int) -> LLM:
+    extra: dict[str, Any] = {"plain": {}, "ngram": {"speculate": "ngram"}, "draft": {"draft": str(folder / "draft")}}
+    serve = Serve(max_running=max_running, max_model_len=512, prefix_cache=False, dtype="fp32", **extra[drafts])
+    return LLM(folder / "target", serve, device="cpu")
+
+
+def texts_to_write(count: int) -> list[str]:
+    """Functions of which only the first line is given, so that nothing can be copied."""
+    rng = random.Random(7)
+    return [
+        f"# rename {rng.choice(WORDS)} to {rng.choice(WORDS)}\n{function(rng)[0].splitlines()[0]}\n"
+        for _ in range(count)
+    ]
+
+
+def texts_to_repeat(count: int) -> list[str]:
+    rng = random.Random(8)
+    return [question(rng)[0] for _ in range(count)]
+
+
+def decode_s(engine: Engine, request: Request) -> tuple[float, int]:
+    """(seconds after the first token, tokens after it)"""
+    engine.scheduler.submit(request, engine.loop.clock())
+    first: float | None = None
+    tokens = 0
+    while engine.busy:
+        deltas = engine.step()
+        if deltas and first is None:
+            first, tokens = time.perf_counter(), -len(deltas)
+        tokens += len(deltas)
+    assert first is not None
+    return time.perf_counter() - first, tokens
+
+
+def alone(folder: Path, drafts: str, texts: list[str], temperature: float) -> dict[str, Any]:
+    rates: dict[str, list[float]] = {}
+    models = {name: opened(folder, name, 1) for name in ("plain", drafts)}
+    for number, text in enumerate(texts):
+        for name, llm in models.items():
+            assert llm.tokenizer is not None
+            params = SamplingParams(max_tokens=128, temperature=temperature, seed=number, ignore_eos=True)
+            request = Request(id=f"{number}", prompt=llm.tokenizer.encode(text), params=params)
+            seconds, tokens = decode_s(llm.engine, request)
+            rates.setdefault(name, []).append(tokens / seconds)
+    state = models[drafts].engine.state()
+    return {
+        "case": f"alone, {drafts}, temperature {temperature:g}",
+        "plain_tokens_per_s": median(rates["plain"]),
+        "tokens_per_s": median(rates[drafts]),
+        "speedup": median(with_ / without for with_, without in zip(rates[drafts], rates["plain"], strict=True)),
+        "acceptance": state["acceptance_fraction"],
+        "speedup_gauge": state["speculation_speedup"],
+    }
+
+
+def load(folder: Path, drafts: str, repeats: int = 3) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {}
+    texts = texts_to_write(64)
+    models = {name: opened(folder, name, 64) for name in ("plain", drafts)}
+    for number in range(repeats + 1):
+        for name, llm in models.items():
+            begin = time.perf_counter()
+            params = [SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True) for _ in texts]
+            llm.generate(texts, params)
+            if number:  # the first is a warm-up
+                seconds.setdefault(name, []).append(time.perf_counter() - begin)
+    ratios = [without / with_ for with_, without in zip(seconds[drafts], seconds["plain"], strict=True)]
+    return {
+        "case": f"64 at once, {drafts}",
+        "plain_tokens_per_s": 64 * 48 / median(seconds["plain"]),
+        "tokens_per_s": 64 * 48 / median(seconds[drafts]),
+        "speedup": median(ratios),
+        "drafted": models[drafts].engine.scheduler.totals.drafted,
+    }
+
+
+def equal(folder: Path, drafts: str, count: int = 500) -> dict[str, Any]:
+    rng = random.Random(9)
+    texts = [question(rng)[0] for _ in range(count)]
+    outputs = {}
+    for name in ("plain", drafts):
+        llm = opened(folder, name, 8)
+        if llm.engine.scheduler.speculation is not None:
+            known = llm.engine.scheduler.speculation.controller
+            llm.engine.scheduler.speculation.controller = AnyLength(known.verify, known.propose, known.most)
+        made = llm.generate(texts, SamplingParams(max_tokens=24, temperature=0.0))
+        outputs[name] = [each.tokens for each in made]
+        totals = llm.engine.scheduler.totals
+    same = sum(one == other for one, other in zip(outputs["plain"], outputs[drafts], strict=True))
+    return {
+        "case": f"equal, {drafts}",
+        "prompts": count,
+        "equal": same,
+        "drafted": totals.drafted,
+        "accepted": totals.accepted,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="alone,load,equal")
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    wanted = given.only.split(",")
+    runs = []
+    if "alone" in wanted:
+        runs += [lambda t=t: alone(given.folder, "draft", texts_to_write(given.texts), t) for t in (0.0, 1.0)]
+        runs += [lambda: alone(given.folder, "ngram", texts_to_repeat(given.texts), 0.0)]
+    if "load" in wanted:
+        runs += [lambda name=name: load(given.folder, name) for name in ("draft", "ngram")]
+    if "equal" in wanted:
+        runs += [lambda name=name: equal(given.folder, name) for name in ("draft", "ngram")]
+    for run in runs:
+        row = run()
+        if given.json:
+            print(json.dumps(row), flush=True)
+        else:
+            shown = [f"{key} {value:.3g}" if isinstance(value, float) else f"{value}" for key, value in row.items()]
+            print(", ".join(shown), flush=True)
+
+
+if __name__ == "__main__":
+    main()
