@@ -61,7 +61,7 @@ def speculate(
     if group is None:
         verify = StepCosts(_timed(sizes, lambda rows: executor.tokens(executor.launch(_verify(rows, cache)))))
     else:
-        verify = StepCosts(_UNMEASURED)
+        verify = StepCosts(_UNMEASURED, is_relative=True)
     propose = None if draft is None else StepCosts(_timed(sizes, lambda rows: _run(draft, rows, cache)))
     max_len = min(settings.max_model_len, settings.rope_switch or settings.max_model_len)
     scheduler.speculation = Speculation(

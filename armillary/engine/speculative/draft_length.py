@@ -26,7 +26,8 @@ class Candidate(NamedTuple):
 
     acceptance: float
     most: int
-    missing: float = 0.0  # tokens that the draft model has to catch up with, spread over those still to come
+    missing: int = 0  # tokens that the draft model has to catch up with
+    left: int = 1  # most tokens still to come, which share the time of those
 
 
 class LengthController:
@@ -69,7 +70,7 @@ class LengthController:
             tokens += gain
             lengths[i] += 1
             if lengths[i] == 1:
-                missing += candidates[i].missing
+                missing += candidates[i].missing / max(1, candidates[i].left)
             if lengths[i] > len(depths):
                 depths.append(0)
             depths[lengths[i] - 1] += 1
@@ -81,16 +82,17 @@ class LengthController:
         return best
 
     def trial(self, decodes: int, candidates: list[Candidate], num_free_rows: int) -> list[int]:
-        """One draft token for the likeliest candidate, now and then, where none pays by what is known."""
+        """One draft token for the candidate with the least to catch up with, now and then, where none pays by what is
+        known."""
         none = [0] * len(candidates)
         if self.propose is None or not candidates or num_free_rows <= 0:
             return none
-        likeliest = max(range(len(candidates)), key=lambda i: candidates[i].acceptance - candidates[i].missing)
-        cost = self._trial_cost(decodes, candidates[likeliest].missing)
+        cheapest = max(range(len(candidates)), key=lambda i: (-candidates[i].missing, candidates[i].acceptance))
+        cost = self._trial_cost(decodes, candidates[cheapest].missing)
         if self._trials_s + cost > _TRIAL * self._elapsed_s:
             return none
         self._trials_s += cost
-        none[likeliest] = 1
+        none[cheapest] = 1
         return none
 
     def expected_s(self, decodes: int, lengths: list[int]) -> float:

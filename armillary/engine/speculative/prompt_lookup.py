@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+_MOST = 32_768  # tokens of a prompt, its last, that are looked at
 SIZES = (4, 2)  # tokens that must agree; the longer match is preferred
 
 
@@ -30,8 +31,9 @@ class PromptLookup:
 
     def _learn(self, tokens: Items[int]) -> None:
         upto = len(tokens)
+        begin = max(self._upto, upto - _MOST)
         for size, ends in zip(SIZES, self._ends, strict=True):
-            for end in range(max(size, self._upto), upto):
+            for end in range(max(size, begin), upto):
                 ends[tuple(tokens[end - size : end])] = end
         self._upto = max(self._upto, upto)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _FIRST_MEAN = 0.7  # acceptance before the first draft: high enough that drafts are tried
 _LEARN = 0.02  # weight of one step in the mean acceptance
 _LOOKED_UP = 64  # most sequences of a step whose last tokens are looked up
+_ASIDE = 16  # while drafts do not pay, two in so many steps look whether they would: one proposes, the next compares
 _SPARE = 2  # free blocks per running sequence that drafts leave for tokens
 _CAUGHT_UP = 4  # tokens of a draft model's first pass beyond which its time says nothing about other steps
 
@@ -70,12 +71,14 @@ class Speculation:
         if seq.constraint is not None or seq.long_rope or seq.computed != known:
             return 0
         most = min(self.controller.most, seq.limit - known - 1, self._max_len - known - 1)
-        return most if self._has_model else min(most, len(state.proposal))
+        if self._has_model:
+            return most
+        return min(most, len(state.proposal)) if state.proposed_at == known else 0
 
     def _candidate(self, seq: Sequence, most: int) -> Candidate:
         state = _state(seq)
         missing = max(0, len(seq.tokens) - state.computed - 2) if self._has_model else 0
-        return Candidate(state.acceptance(self._mean), most, missing / max(1, seq.limit - len(seq.tokens)))
+        return Candidate(state.acceptance(self._mean), most, missing, seq.limit - len(seq.tokens))
 
     def _fitting(self, seq: Sequence, length: int, spare: int) -> int:
         """Draft tokens that blocks are there for; nothing is preempted for them."""
@@ -95,7 +98,6 @@ class Speculation:
         decision.drafts.append(draft)
         decision.decodes += [seq] * count
         decision.positions += range(start, start + count)
-        self.totals.drafted += count
 
     # --- after it
 
@@ -121,6 +123,7 @@ class Speculation:
             decision.last.append(seq)
         state.computed = min(draft.start + accepted, draft.start + draft.count - 1)
         self._learn(state, accepted, min(accepted + 1, draft.count))
+        self.totals.drafted += draft.count
         self.totals.accepted += accepted
         return got
 
@@ -135,9 +138,10 @@ class Speculation:
             self.totals.plain_s += plain_s if lengths else seconds
             if not caught_up:
                 self.controller.took(decodes, lengths, seconds)
-        if not self._has_model:
-            self._look_up(decision, sequences)
-        self._decide(decision)
+        if self.active or self.totals.steps % _ASIDE < 2:
+            if not self._has_model:
+                self._look_up(decision, sequences)
+            self._decide(decision)
 
     def _look_up(self, decision: Decision, sequences: list[Sequence]) -> None:
         """Look the last tokens of sequences up; where an earlier proposal was not used, it is compared with what came,

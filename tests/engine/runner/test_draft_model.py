@@ -71,7 +71,7 @@ def propose_nearly(engine: Engine, right: list[Completion]) -> None:
         for seq in dict.fromkeys(sequences):
             following = tokens[seq.request.id, seq.index][seq.num_output :][:6]
             proposal = [token if rng.random() < 0.8 else rng.randrange(50) for token in following]
-            seq.draft = DraftState(proposal=proposal)
+            seq.draft = DraftState(proposal=proposal, proposed_at=len(seq.tokens))
 
     speculation._look_up = look_up  # type: ignore[method-assign, union-attr]
 

@@ -57,6 +57,12 @@ def test_trials_take_a_hundredth_of_the_time() -> None:
     assert 0.004 < tried * 0.5 / 2000 < 0.0105
 
 
+def test_proportions_are_enough_until_the_first_step() -> None:
+    costs = StepCosts({1: 1.0, 8: 1.1}, is_relative=True)
+    costs.learn(1, 0.01)
+    assert costs.seconds(1) == pytest.approx(0.01) and costs.seconds(8) == pytest.approx(0.011)
+
+
 def test_costs_follow_what_steps_take() -> None:
     costs = StepCosts({1: 1.0, 4: 1.2, 8: 1.6})
     assert costs.seconds(6) == pytest.approx(1.4) and costs.seconds(16) == pytest.approx(2.4)

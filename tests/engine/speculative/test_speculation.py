@@ -48,6 +48,7 @@ class Oracle(Speculation):
         for seq in dict.fromkeys(sequences):
             right = expected(seq.request, seq.index, self.groups)[seq.num_output :][:6]
             seq.draft = seq.draft or DraftState()
+            seq.draft.proposed_at = len(seq.tokens)
             seq.draft.proposal = [t if self.rng.random() < 0.8 else self.rng.randrange(VOCAB) for t in right]
         self.active = self.rng.random() < 0.8
 
