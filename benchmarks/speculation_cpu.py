@@ -15,6 +15,8 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -148,14 +150,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     wanted = given.only.split(",")
-    runs = []
+    runs: list[Callable[[], dict[str, Any]]] = []
     if "alone" in wanted:
-        runs += [lambda t=t: alone(given.folder, "draft", texts_to_write(given.texts), t) for t in (0.0, 1.0)]
-        runs += [lambda: alone(given.folder, "ngram", texts_to_repeat(given.texts), 0.0)]
+        runs += [partial(alone, given.folder, "draft", texts_to_write(given.texts), heat) for heat in (0.0, 1.0)]
+        runs += [partial(alone, given.folder, "ngram", texts_to_repeat(given.texts), 0.0)]
     if "load" in wanted:
-        runs += [lambda name=name: load(given.folder, name) for name in ("draft", "ngram")]
+        runs += [partial(load, given.folder, name) for name in ("draft", "ngram")]
     if "equal" in wanted:
-        runs += [lambda name=name: equal(given.folder, name) for name in ("draft", "ngram")]
+        runs += [partial(equal, given.folder, name) for name in ("draft", "ngram")]
     for run in runs:
         row = run()
         if given.json:
