@@ -35,7 +35,8 @@ class GatewayGroup(VerbGroup):
 gateway = GatewayGroup(
     "gateway",
     help="Keys, limits and routing in front of any OpenAI-compatible servers.\n\n"
-    "`armillary gateway --upstream NAME=http://127.0.0.1:8001` runs one; `armillary gateway keys` manages its keys.",
+    "`armillary gateway --upstream NAME=http://127.0.0.1:8001` runs one, and `armillary gateway run --help` has its "
+    "options; `armillary gateway keys` manages its keys.",
 )
 keys = VerbGroup("keys", help="API keys: add, list, rotate and revoke; a running gateway notices within a second.")
 gateway.add_command(keys)

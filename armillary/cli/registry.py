@@ -70,8 +70,16 @@ def push(
     out.say(
         f"{release.text} (sha256:{release.digest[:16]}, {bytes_text(release.manifest.bytes)}) is in {store.store.url}"
     )
-    out.say(f"next: armillary serve registry:{_address(url, f'{name}@{alias}' if alias else release.text)}")
+    out.say(f"next: {_next_step(url, release, alias, sorted(store.aliases(name)))}")
     out.result(_facts(release), quiet=release.text)
+
+
+def _next_step(url: str, release: Release, alias: str | None, aliases: Sequence[str]) -> str:
+    """Serve it; or, where servers follow an alias of its name, promote it."""
+    if alias or not aliases:
+        return f"armillary serve registry:{_address(url, f'{release.name}@{alias}' if alias else release.text)}"
+    where = f" --registry {url}" if url else ""
+    return f"armillary registry promote {release.text} {aliases[0]}{where}, and servers of {aliases[0]} switch over"
 
 
 @registry.verb
@@ -117,6 +125,7 @@ def show(out: Output, home: Home, release: str, url: str, keys: str) -> None:
     facts, moves = _facts(this), store.history(this.name)
     hidden = ("files", "name", "version", "format", "evals", "signature")
     rows = [(key, _shown(value)) for key, value in facts.items() if key not in hidden and value]
+    rows = [(key, _when(this.manifest.created) if key == "created" else value) for key, value in rows]
     rows += [(f"eval {key}", value) for key, value in this.manifest.evals.items()]
     rows.append(("signed by", this.manifest.signature.key if this.manifest.signature else None))
     out.fields(this.text, rows)

@@ -24,6 +24,8 @@ _ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)\s*(?:,|$)""")
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """`cls(**values)` with every key known and every value of the annotated type."""
     hints: dict[str, Any] = _hints(cls)  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        raise BadInput(f"{where} is no table of keys and values; correct it")
     for key in values:
         if key not in hints:
             raise unknown_key(key, hints, where)

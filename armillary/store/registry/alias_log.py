@@ -9,6 +9,7 @@ table and creates the next file exclusively; where another was faster it reads a
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from armillary.store import nan_safe_json
 from armillary.store.registry.object_store import ObjectStore
 
 _GIVE_UP_S = 60.0
+NUMBERED = re.compile(r"[0-9]{8}\.json")
 _MOST_EARLIER = 100
 """versions that an alias can be rolled back through"""
 MoveKind = Literal["promote", "rollback"]
@@ -100,7 +102,7 @@ class AliasLog:
 
     def _numbers(self) -> list[int]:
         names = self._store.names(self._folder)
-        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+        return sorted(int(name[:-5]) for name in names if NUMBERED.fullmatch(name))
 
     def _last(self) -> Move | None:
         numbers = self._numbers()
@@ -109,9 +111,11 @@ class AliasLog:
     def _read(self, number: int) -> Move:
         path = self._path(number)
         try:
-            data = self._store.read(path)
-            return build(Move, nan_safe_json.loads(data or b""), path)
-        except (ValueError, BadInput) as error:
+            move = build(Move, nan_safe_json.loads(self._store.read(path) or b""), path)
+            if move.number != number:
+                raise BadInput(f"it says that it is move {move.number}")
+            return move
+        except (ValueError, BadInput, RecursionError) as error:
             raise BadData(f"{self._store.url}/{path} is damaged ({error}); restore it or delete it") from None
 
     def _path(self, number: int) -> str:

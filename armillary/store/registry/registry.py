@@ -26,7 +26,7 @@ from armillary.store.atomic import Taken, remove_folder, staged_folder
 from armillary.store.manifest import FileEntry, sha256
 from armillary.store.progress import Progress, silent
 from armillary.store.registry import alias_log, model_facts
-from armillary.store.registry.alias_log import AliasLog, Move
+from armillary.store.registry.alias_log import NUMBERED, AliasLog, Move
 from armillary.store.registry.byte_count import ByteCount
 from armillary.store.registry.object_store import LocalStore, ObjectStore
 from armillary.store.registry.reference import check_alias, check_name, is_name, parse_reference
@@ -135,7 +135,7 @@ class Registry:
         if not is_name(name):
             return []
         names = self.store.names(f"{name}/{_VERSIONS}")
-        return sorted(int(each[:-5]) for each in names if each.endswith(".json") and each[:-5].isdigit())
+        return sorted(int(each[:-5]) for each in names if NUMBERED.fullmatch(each))
 
     def names(self) -> list[str]:
         """Names with at least one version."""

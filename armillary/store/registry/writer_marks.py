@@ -24,6 +24,8 @@ _ABANDONED_S = 86_400.0
 """age after which the mark of a writer that was killed counts no more"""
 COLLECT_S = 1800.0
 """time limit of a collection"""
+_CLOCKS_S = 300.0
+"""by which the clocks of two machines may differ"""
 _POLL_S = 0.5
 
 
@@ -62,18 +64,32 @@ def announced(store: ObjectStore) -> tuple[set[str], set[str]]:
         if not name.startswith("write-"):
             continue
         mark = _read(store, f"{_FOLDER}/{name}")
-        if float(mark.get("time", 0)) < time.time() - _ABANDONED_S:
+        if _number(mark, "time") < time.time() - _ABANDONED_S:
             store.remove(f"{_FOLDER}/{name}")
-        blobs |= set(mark.get("blobs", ()))
-        versions |= set(mark.get("versions", ()))
+        blobs |= _texts(mark, "blobs")
+        versions |= _texts(mark, "versions")
     return blobs, versions
 
 
 def _is_collecting(store: ObjectStore) -> bool:
-    return float(_read(store, _COLLECT).get("until", 0)) > time.time()
+    """A mark that claims more time than a collection may take is none: it would make all writers wait for ever."""
+    return 0 < _number(_read(store, _COLLECT), "until") - time.time() < COLLECT_S + _CLOCKS_S
 
 
 def _read(store: ObjectStore, path: str) -> dict[str, Any]:
-    data = store.read(path)
-    table = json.loads(data) if data else {}
+    """A mark; one that is damaged says nothing."""
+    try:
+        table = json.loads(store.read(path) or b"{}")
+    except (ValueError, RecursionError):
+        return {}
     return table if isinstance(table, dict) else {}
+
+
+def _number(mark: dict[str, Any], name: str) -> float:
+    value = mark.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e12 else 0.0
+
+
+def _texts(mark: dict[str, Any], name: str) -> set[str]:
+    values = mark.get(name)
+    return {value for value in values if isinstance(value, str)} if isinstance(values, list) else set()

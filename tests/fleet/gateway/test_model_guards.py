@@ -42,9 +42,16 @@ async def test_prompts_are_masked_or_refused(tmp_path: Path) -> None:
         assert (await client.post(ASK | {"prompt": [1, 2, 3]})).status == 400, "token ids cannot be checked"
         assert (await client.post(ASK | {"input": "x"}, "/v1/responses")).status == 400
         assert len(replica.bodies) == 1
+        used = {"type": "tool_use", "id": "1", "name": "find", "input": {"name": "bob@x.org", "all": ["bob@x.org"]}}
+        tool = {"name": "find", "description": "asks bob@x.org", "input_schema": {"required": ["name"]}}
+        asked = {"model": "bot", "messages": [{"role": "assistant", "content": [used]}], "tools": [tool]}
+        assert (await client.post(asked, "/v1/embeddings")).status == 200
+        sent = replica.bodies[1]
+        assert sent["messages"][0]["content"][0]["input"] == {"name": "[EMAIL]", "all": ["[EMAIL]"]}
+        assert sent["tools"] == [tool | {"description": "asks [EMAIL]"}]
         page = (await client.get("/metrics")).text
         assert 'verdicts_total{model="bot",guard="deny",stage="input",verdict="block"} 1' in page
-        assert 'verdicts_total{model="bot",guard="personal",stage="input",verdict="mask"} 1' in page
+        assert 'verdicts_total{model="bot",guard="personal",stage="input",verdict="mask"} 4' in page
 
 
 @scenario
