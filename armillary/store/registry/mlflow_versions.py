@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from armillary.errors import BadInput, BadModel, NotFound, missing, one_line
+from armillary.errors import BadInput, BadModel, MissingPart, NotFound, missing, one_line
 from armillary.store.registry.release import Release
 
 PREFIX = "mlflow:"
@@ -123,7 +123,8 @@ def _client() -> Any:
         from mlflow.tracking import MlflowClient
     except ModuleNotFoundError:
         raise missing("mlflow", "a model of an MLflow registry", "tracking") from None
-    return MlflowClient()
+    with _plain_errors("its address"):
+        return MlflowClient()
 
 
 @contextmanager
@@ -136,3 +137,5 @@ def _plain_errors(what: str) -> Iterator[None]:
     except MlflowException as error:
         kind = NotFound if error.error_code == "RESOURCE_DOES_NOT_EXIST" else BadInput
         raise kind(f"MLflow says of {what}: {one_line(error, 300)}; check MLFLOW_TRACKING_URI and the name") from None
+    except ImportError as error:  # mlflow-skinny without the package of this kind of store
+        raise MissingPart(f"MLflow lacks a package for this address: {one_line(error, 200)}; install mlflow") from None
