@@ -87,7 +87,7 @@ def test_a_dead_replica_is_not_kept_for_its_prefix() -> None:
 
 def simulate(policy: str, seed: int = 0) -> tuple[float, float]:
     """(hit rate of KV blocks, busiest replica's share over the mean) of shared-prefix traffic over four replicas, each
-    with a cache that holds 40 % of the prefixes; 16 requests in flight."""
+    with a cache that holds a quarter of the prefixes; 16 requests in flight."""
     rng, made = random.Random(seed), router(4, policy)
     documents = [rng.randbytes(16 * BLOCK) for _ in range(40)]
     caches = {replica.name: OrderedDict[int, None]() for replica in made.replicas}
