@@ -28,8 +28,6 @@ _AROUND_ROUTES = tuple(
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Devices that shard the model.")
-@click.option("--speculate", type=click.Choice(["none", "ngram"]), help="ngram: draft tokens by prompt lookup.")
-@click.option("--draft", help="A small model with the same tokenizer that drafts tokens.")
 @click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--metrics", type=click.Choice(["armillary", "vllm"]), help="vllm: vLLM's names beside ours on /metrics.")
@@ -51,8 +49,6 @@ def serve(
     host: str,
     port: int,
     tp: int,
-    speculate: str | None,
-    draft: str | None,
     trust: bool,
     device: str | None,
     metrics: str | None,
@@ -66,7 +62,7 @@ def serve(
 
     SIGTERM lets requests in flight finish. The rest is keys of [serve], like limits and API keys: --set
     serve.max_model_len=4096, --set serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=…
-    (for clients), --set serve.dtype=bf16, --set serve.tools=hermes, --set serve.otlp=http://….
+    (for clients), --set serve.dtype=bf16, --set serve.speculate=ngram, --set serve.otlp=http://….
 
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
     batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
@@ -79,7 +75,7 @@ def serve(
         )
     if trust:
         raise BadInput("--trust is for model files; a model folder holds no code, leave it out")
-    asked = _asked(recipe, overrides, {"metrics": metrics, "speculate": speculate, "draft": draft})
+    asked = _asked(recipe, overrides, {"metrics": metrics})
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
     source = find_model(out, home, model, need_weights=True, trusted_keys=asked.serve.trusted_keys)

@@ -41,9 +41,9 @@ def make_draft(
     if serve.speculate != "draft":
         return None
     if group is not None:
-        raise BadInput("a draft model does not run on several devices yet; take --speculate ngram, or --tp 1")
+        raise BadInput("a draft model does not run on several devices yet; take serve.speculate=ngram, or --tp 1")
     if not isinstance(draft, Transformer):
-        raise BadInput("serve.speculate=draft needs a model that drafts; name it with --draft or serve.draft")
+        raise BadInput("serve.speculate=draft needs a model that drafts; name it with serve.draft")
     draft_model = DraftModel(executor, draft, block_tokens=block_tokens, graphs=serve.graphs)
     executor.draft_model = draft_model
     return draft_model

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["gpt2", "--set", "serve.timeout_s=0"], "timeout_s"),
         (["gpt2", "--recipe", "none.toml"], "no recipe 'none.toml'"),
         (["gpt2", "--set", "serve.speculate=draft"], "needs a model that drafts"),
-        (["gpt2", "--speculate", "ngram", "--draft", "small"], "leave one out"),
+        (["gpt2", "--set", "serve.speculate=ngram", "--set", "serve.draft=small"], "leave one out"),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -112,7 +112,9 @@ def _check(target: FastExecutor, model: Transformer) -> None:
     if own.vocab != config.vocab:
         raise BadInput(
             f"the draft model {own.name} has {own.vocab:,} tokens and {config.name} {config.vocab:,}; take one with "
-            "the same tokenizer, or --speculate ngram"
+            "the same tokenizer, or serve.speculate=ngram"
         )
     if not any(layer.attention == "full" for layer in config.layers):
-        raise BadInput(f"{config.name} keeps no whole context that a draft model could share; take --speculate ngram")
+        raise BadInput(
+            f"{config.name} keeps no whole context that a draft model could share; take serve.speculate=ngram"
+        )

@@ -139,7 +139,7 @@ class Serve:
         if self.draft and self.speculate == "none":
             object.__setattr__(self, "speculate", "draft")
         if self.speculate == "draft" and not self.draft:
-            raise BadRecipe("serve.speculate=draft needs a model that drafts; name it with --draft or serve.draft")
+            raise BadRecipe("serve.speculate=draft needs a model that drafts; name it with serve.draft")
         if self.speculate == "ngram" and self.draft:
             raise BadRecipe("serve.draft is for serve.speculate=draft, and ngram needs no model; leave one out")
         at_least(
