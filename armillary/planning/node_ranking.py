@@ -8,7 +8,7 @@ from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import device_hour, training_cost
 from armillary.planning.serving.deployment_options import DeploymentOption, Request, best
 from armillary.planning.training.layout_prediction import Prediction
-from armillary.planning.training.search import Counted, search
+from armillary.planning.training.search import Counted, fastest
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster, Node
@@ -74,7 +74,7 @@ def _ranked(case: TrainCase, node: Node, devices: int, steps: int, cost: Cost, c
     about = Ranked(node=node, frameworks=catalogue.chips()[node.chip].frameworks)
     try:
         cluster = _cluster(node, devices)
-        best = search(replace(case, cluster=cluster, measured=None), shown=1, counted=counted).best
+        best = fastest(replace(case, cluster=cluster, measured=None), counted)
     except ArmillaryError as error:
         return replace(about, reason=str(error))
     seconds = float(best.time.total[0])

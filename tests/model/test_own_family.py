@@ -129,5 +129,7 @@ def test_packages_are_asked_for_what_is_not_known(monkeypatch: pytest.MonkeyPatc
             return made
 
     monkeypatch.setattr(user_family, "_entry_points_loaded", False)
-    monkeypatch.setattr(user_family, "entry_points", lambda group: [Point()] if group == "armillary.families" else [])
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: [Point()] if group == "armillary.families" else []
+    )
     assert find_family("packaged") is made and find_family("other") is None

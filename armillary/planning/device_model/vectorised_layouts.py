@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from typing import Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -73,10 +73,17 @@ class Layouts:
         """dp ranks that shard one copy of what `zero` shards; 1 where nothing is sharded."""
         return np.where(self.zero > 0, self.shard, 1)
 
-    @property
+    @cached_property
     def expert_tp(self) -> Ints:
         """Shards per expert: tp, or 1 where ep spans the tp ranks too."""
         return np.where((self.dp * self.cp) % self.ep == 0, self.tp, 1)
+
+    @cached_property
+    def state_shards(self) -> tuple[Ints, Ints]:
+        """Ranks that shard the states of dense parameters, and of routed ones."""
+        dense = np.where(self.zero > 0, self.shard * self.cp, 1)
+        replicas = np.maximum(self.dp * self.cp * self.tp // (self.ep * self.expert_tp), 1)
+        return dense, np.minimum(replicas, dense)
 
     @property
     def stream_tp(self) -> Ints:

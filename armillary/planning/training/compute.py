@@ -6,6 +6,7 @@ it: GEMMs by size and dtype, attention by head dim and length, the rest by the b
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,9 +16,10 @@ from armillary.planning.training.fp8_fp4 import SIZES, casts, precision_of
 from armillary.planning.training.op_sharding import local_gemm, sharding_of, share
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.arithmetic.eager_ops import eager_bytes
+from armillary.spec.arithmetic.ops import Op
 from armillary.spec.arithmetic.sublayers import Batch, OpWithBackward, attention_shape
 from armillary.spec.arithmetic.workload import embedding_operations, head_operations, layer_operations, make_batch
-from armillary.spec.model import LayerKind
+from armillary.spec.model import LayerKind, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,11 @@ class Work:
         return self.gemm_backward + self.attention_backward + self.memory_backward
 
 
+_WORK = tuple(field.name for field in fields(Work))
+
+
 def no_work(count: int) -> Work:
-    return Work(**{field.name: np.zeros(count) for field in fields(Work)})
+    return Work(**dict.fromkeys(_WORK, np.zeros(count)))  # one array: sums make new ones
 
 
 UNFUSED_EXPERTS = 1.8
@@ -59,8 +64,25 @@ activation functions are not fused kernels"""
 
 def layer_work(case: TrainCase, kind: LayerKind, layouts: Layouts) -> Work:
     """One layer of `kind`, for every layout."""
-    work = _by_batch(case, layouts, lambda batch: layer_operations(case.model, kind, batch), kind)
+    work = _by_batch(case, layouts, lambda batch: _layer_operations(case.model, kind, *batch), kind)
     return work if case.lora is None else plus(work, adapter_work(case, layouts))
+
+
+@lru_cache(maxsize=1024)
+def _layer_operations(
+    model: ModelConfig, kind: LayerKind, size: int, sequence: int, dtype: str, flash: bool
+) -> Sequence[OpWithBackward]:
+    """Kept, since every node of a ranking asks for the same."""
+    return layer_operations(model, kind, _batch(size, sequence, dtype, flash))
+
+
+@lru_cache(maxsize=1024)
+def _head_operations(model: ModelConfig, size: int, sequence: int, dtype: str, flash: bool) -> Sequence[OpWithBackward]:
+    return head_operations(model, _batch(size, sequence, dtype, flash), loss=True)
+
+
+def _batch(size: int, sequence: int, dtype: str, flash: bool) -> Batch:
+    return make_batch([sequence] * size, dtype=dtype, flash=flash)
 
 
 def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
@@ -87,8 +109,8 @@ def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
 def ends_work(case: TrainCase, layouts: Layouts) -> tuple[Work, Work]:
     """(embedding, output projection with the loss); torch compiles only the layers between them."""
     case = replace(case, compiled=False) if case.compiled else case
-    first = _by_batch(case, layouts, lambda batch: embedding_operations(case.model, batch), None)
-    last = _by_batch(case, layouts, lambda batch: head_operations(case.model, batch, loss=True), None)
+    first = _by_batch(case, layouts, lambda batch: embedding_operations(case.model, _batch(*batch)), None)
+    last = _by_batch(case, layouts, lambda batch: _head_operations(case.model, *batch), None)
     if case.software.eager_layers and case.loss_chunk:
         last = _with_recompute(last, case.tokens(layouts) > case.loss_chunk)
     return first, scaled(last, 1.0 + case.extra_heads)
@@ -106,21 +128,54 @@ def _with_recompute(head: Work, chunked: Bools) -> Work:
 
 def _by_batch(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -> Work:  # type: ignore[no-untyped-def]
     """Pieces are built once per micro-batch size and activation width, and sharded for all layouts that share them."""
-    total = no_work(len(layouts))
-    keys = layouts.micro_batch * 2 + WIDE[layouts.precision]
-    for key in keys[distinct(keys)[0]]:
-        index = np.nonzero(keys == key)[0]
-        dtype = "fp32" if key % 2 else "bf16"
-        batch = make_batch([case.sequence] * int(key // 2), dtype=dtype, flash=case.flash)
-        part = _pieces_work(case, make(batch), layouts.take(index), batch, kind)
+    eager = case.software.eager_layers and not case.compiled
+    wide = WIDE[layouts.precision].astype(np.int64)
+    keys = layouts.micro_batch * 2 + wide if eager else wide  # eager operators are counted one batch at a time
+    first, group = distinct(keys)
+    if len(first) == 1:
+        return _group_work(case, layouts, make, kind)
+    total = Work(**{field.name: np.empty(len(layouts)) for field in fields(Work)})
+    for i in range(len(first)):
+        index = np.nonzero(group == i)[0]
+        part = _group_work(case, layouts.take(index), make, kind)
         for field in fields(Work):
             getattr(total, field.name)[index] = getattr(part, field.name)
     return total
 
 
-def _pieces_work(
-    case: TrainCase, pieces: Sequence[OpWithBackward], layouts: Layouts, batch: Batch, kind: LayerKind | None
-) -> Work:
+def _group_work(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -> Work:  # type: ignore[no-untyped-def]
+    """Layouts of one activation width: the pieces of each micro-batch size, side by side."""
+    first, index = distinct(layouts.micro_batch)
+    dtype = "fp32" if WIDE[layouts.precision[0]] else "bf16"
+    made = [make((int(size), case.sequence, dtype, case.flash)) for size in layouts.micro_batch[first]]
+    pieces = made[0] if len(made) == 1 else [_side_by_side(same, index) for same in zip(*made, strict=True)]
+    return _pieces_work(case, pieces, layouts, kind)
+
+
+def _side_by_side(pieces: Sequence[OpWithBackward], index: Ints) -> OpWithBackward:
+    """One operation at several batch sizes as one whose FLOPs, bytes and sizes are arrays: piece `index[i]` at i."""
+    backward = zip(*(piece.backward for piece in pieces), strict=True)
+    return OpWithBackward(
+        forward=_as_one([piece.forward for piece in pieces], index),
+        backward=tuple(_as_one(ops, index) for ops in backward),
+    )
+
+
+def _as_one(ops: Sequence[Op], index: Ints) -> Op:
+    def column(values: Sequence[float]) -> Array:
+        return np.array(values, dtype=float)[index]
+
+    assert len({(op.name, op.kind, op.dtype, len(op.shape)) for op in ops}) == 1, "one operation at several sizes"
+    return replace(
+        ops[0],
+        flops=column([op.flops for op in ops]),  # type: ignore[arg-type]
+        bytes_read=column([op.bytes_read for op in ops]),  # type: ignore[arg-type]
+        bytes_written=column([op.bytes_written for op in ops]),  # type: ignore[arg-type]
+        shape=tuple(column(sizes) for sizes in zip(*(op.shape for op in ops), strict=True)),  # type: ignore[arg-type]
+    )
+
+
+def _pieces_work(case: TrainCase, pieces: Sequence[OpWithBackward], layouts: Layouts, kind: LayerKind | None) -> Work:
     parts = [no_work(len(layouts))]
     eager = case.software.eager_layers and not case.compiled
     for piece in pieces:
@@ -128,7 +183,7 @@ def _pieces_work(
             parts.append(_matmul(case, piece, layouts))
         elif piece.forward.kind == "attention":
             assert kind is not None
-            parts.append(_attention(case, piece, layouts, batch, kind))
+            parts.append(_attention(case, piece, layouts, kind))
         elif not eager:
             parts.append(_memory_bound(case, piece, layouts))
         if eager:
@@ -184,14 +239,14 @@ def gemm_s(
 # --- attention and memory-bound operations
 
 
-def _attention(case: TrainCase, piece: OpWithBackward, layouts: Layouts, batch: Batch, kind: LayerKind) -> Work:
+def _attention(case: TrainCase, piece: OpWithBackward, layouts: Layouts, kind: LayerKind) -> Work:
     """Flash: FLOPs over the rate attention reaches. Unfused: two GEMMs with the scores written and read between."""
     local, software, curves = share("heads", layouts), case.software, case.curves
     shape = attention_shape(case.model, kind)
     dim = (shape.qk_dim + shape.v_dim) / 2
     zero = np.zeros(len(layouts))
     back = piece.backward[0]
-    if batch.flash:
+    if case.flash:
         keys = _keys(case, kind) / layouts.cp  # a step of the ring attends to the keys of one rank
         rates = [
             curves.attention_flops(keys, dim, backward=is_back, precision=layouts.precision)

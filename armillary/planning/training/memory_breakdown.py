@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.device_model.vectorised_layouts import Array, Bools, Ints, Layouts, map_arrays
+from armillary.planning.device_model.vectorised_layouts import Array, Bools, Ints, Layouts, map_arrays, take_rows
 from armillary.planning.training.activations import GPIPE, micro_batches_in_flight
 from armillary.planning.training.offload import host_bytes, host_capacity, optimizer_offloaded, resident_master_share
 from armillary.planning.training.optimizer_states import sharded_bytes, state_bytes, weight_bytes
@@ -72,14 +72,19 @@ def memory(case: TrainCase, layouts: Layouts) -> Memory:
     stages = split(case, layouts)
     params = device_parameters(case, layouts, stages)
     in_flight = micro_batches_in_flight(layouts, case.micro_batches(layouts))
-    first = _stage(case, layouts, replace(params, layers=stages.first), in_flight, loss=False)
     final = np.where(stages.is_exact, stages.least_last, stages.fullest)
-    last = _stage(case, layouts, replace(params, layers=final), np.ones(len(layouts)), loss=True)
-    most = _larger(first, last, (last.total > first.total) | (layouts.pp == 1))
-    if (inner := stages.fullest > np.maximum(stages.first, final)).any():
+    most = _stage(case, layouts, replace(params, layers=final), np.ones(len(layouts)), loss=True)
+    at = np.nonzero(layouts.pp > 1)[0]
+    if len(at):
+        early = take_rows(replace(params, layers=stages.first), at)
+        first = _stage(case, layouts.take(at), early, in_flight[at], loss=False)
+        most = _with_larger(most, at, first, ~(most.total[at] > first.total))
+    at = np.nonzero(stages.fullest > np.maximum(stages.first, final))[0]
+    if len(at):
         later = np.where(layouts.schedule == GPIPE, in_flight, np.maximum(in_flight - stages.fullest_at, 1.0))
-        middle = _stage(case, layouts, replace(params, ends=params.ends * 0), later, loss=False)
-        most = _larger(most, middle, inner & (middle.total > most.total))
+        inner = take_rows(replace(params, ends=params.ends * 0), at)
+        middle = _stage(case, layouts.take(at), inner, later[at], loss=False)
+        most = _with_larger(most, at, middle, middle.total > most.total[at])
     return most
 
 
@@ -90,8 +95,15 @@ def fits(case: TrainCase, layouts: Layouts, usage: Memory, limit: float | None =
     return (usage.total <= most) & (usage.host <= host_capacity(case, layouts))
 
 
-def _larger(first: Memory, second: Memory, is_second: Bools) -> Memory:
-    return map_arrays(lambda a, b: np.where(is_second, b, a), first, second)
+def _with_larger(most: Memory, at: Ints, part: Memory, is_larger: Bools) -> Memory:
+    """`most`, with the rows of `part`, which stand at `at`, where they are larger."""
+
+    def put(whole: Array, some: Array) -> Array:
+        whole = whole.copy()
+        whole[at[is_larger]] = some[is_larger]
+        return whole
+
+    return map_arrays(put, most, part)
 
 
 def by_stage(case: TrainCase, layouts: Layouts) -> list[Memory]:

@@ -69,7 +69,7 @@ class Gemm:
 
 def local_gemm(op: Op, layouts: Layouts, experts: int = 0) -> Gemm:
     """The forward GEMM of `op` after sharding; `experts` is the number of groups of a grouped GEMM."""
-    _, m, n, k = (np.full(len(layouts), float(size)) for size in op.shape)
+    _, m, n, k = (np.full(len(layouts), size, dtype=float) for size in op.shape)
     sharding = sharding_of(op.name)
     if sharding == "experts":
         local, shards = np.maximum(experts / layouts.ep, 1.0), layouts.expert_tp

@@ -62,13 +62,6 @@ def casts_by_operator(case: TrainCase, layouts: Layouts) -> Bools:
     return narrow & case.software.eager_layers & (case.lora is None) & (not case.pure)
 
 
-def shard_counts(layouts: Layouts) -> tuple[Array, Array]:
-    """Ranks that shard the states of dense parameters, and of routed ones."""
-    dense = np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1)
-    replicas = np.maximum(layouts.dp * layouts.cp * layouts.tp // (layouts.ep * layouts.expert_tp), 1)
-    return dense, np.minimum(replicas, dense)
-
-
 def trained_parameters(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> tuple[Array, Array]:
     """(dense, routed) parameters of the device with gradients."""
     if case.lora is None:
@@ -79,13 +72,13 @@ def trained_parameters(case: TrainCase, layouts: Layouts, params: DeviceParamete
 def updated_parameters(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
     """Parameters whose optimizer states are on the device, which it updates."""
     dense, routed = trained_parameters(case, layouts, params)
-    dense_shared, routed_shared = shard_counts(layouts)
+    dense_shared, routed_shared = layouts.state_shards
     return dense / dense_shared + routed / routed_shared
 
 
 def sharded_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, each: Array, stage: int) -> Array:
     """Bytes of a state with `each` bytes per trained parameter, sharded from ZeRO `stage` on."""
-    dense_shared, routed_shared = shard_counts(layouts)
+    dense_shared, routed_shared = layouts.state_shards
     dense, routed = trained_parameters(case, layouts, params)
     shared = layouts.zero >= stage
     return each * (dense / np.where(shared, dense_shared, 1) + routed / np.where(shared, routed_shared, 1))
@@ -93,7 +86,7 @@ def sharded_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, e
 
 def weight_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, states: StateBytes) -> Array:
     """Weights in the dtype of the GEMMs that are always there; fully_shard stores only its shards, if they are fp32."""
-    dense_shared, routed_shared = shard_counts(layouts)
+    dense_shared, routed_shared = layouts.state_shards
     third = (layouts.zero == 3) | fsdp_frozen(case, layouts)
     matrix = matrix_bytes(case, layouts, states)
     dense = params.layer * params.layers * matrix + params.ends * states.weight

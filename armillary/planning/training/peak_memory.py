@@ -25,7 +25,6 @@ from armillary.planning.training.optimizer_states import (
     fsdp_frozen,
     fsdp_full,
     matrix_bytes,
-    shard_counts,
     sharded_bytes,
     trained_parameters,
 )
@@ -188,7 +187,7 @@ class Stage:
         """In the first layer's backward pass; fully_shard's root runs after it, so the root's gradients are those of
         earlier micro-batches, if any."""
         params, states, layouts = self.params, self.states, self.layouts
-        shared = np.where((layouts.zero > 1) | (self.micro_batches <= 1), shard_counts(layouts)[0], 1.0)
+        shared = np.where((layouts.zero > 1) | (self.micro_batches <= 1), layouts.state_shards[0], 1.0)
         root = params.ends * states.gradient / shared
         earlier = self.micro_batches >= np.where(layouts.zero == 3, 2, 3)
         return self._gradients - np.where(fsdp_full(self.case, layouts) & ~earlier, root, 0.0)
@@ -197,7 +196,7 @@ class Stage:
         """The output projection's: the first to be computed."""
         if self.case.lora is not None or not self.makes_logits:
             return np.zeros(len(self.layouts))
-        return self._table * self.states.gradient / np.where(self.layouts.zero >= 2, shard_counts(self.layouts)[0], 1)
+        return self._table * self.states.gradient / np.where(self.layouts.zero >= 2, self.layouts.state_shards[0], 1)
 
     @property
     def _table(self) -> Array:
@@ -246,7 +245,7 @@ class Stage:
         """ZeRO 3: two all-gathered layers and one layer's full gradient (frozen layers have none); ZeRO 1 and 2: a
         bucket being reduced."""
         case, layouts, params, states = self.case, self.layouts, self.params, self.states
-        dense_shared, routed_shared = shard_counts(layouts)
+        dense_shared, routed_shared = layouts.state_shards
         # beside the device's own shard
         layer = params.layer * (1 - 1 / dense_shared) + params.experts * (1 - 1 / routed_shared)
         weight = matrix_bytes(case, layouts, states)
@@ -266,7 +265,7 @@ class Stage:
         waits = self._accumulates & (self.layouts.zero == 1)  # reduced only after the last micro-batch
         concatenated = weight if self.case.software.eager_layers else 0.0  # before it is widened: two operators on CPUs
         copies = weight + np.where(weight < 4.0, concatenated, 0.0) + 4.0
-        leaving = np.where(waits, 0.0, layer * (copies + 4.0 / shard_counts(self.layouts)[0]))
+        leaving = np.where(waits, 0.0, layer * (copies + 4.0 / self.layouts.state_shards[0]))
         inside = np.where(third, root + layer * weight + next_, full) + np.where(waits, 0.5 * layer * weight, 0.0)
         first = np.where(third, root + next_, np.where(self._accumulates, full, full - layer * weight))
         left = np.where(third | ~self._accumulates, root, full)
@@ -291,7 +290,7 @@ class Stage:
             return table * np.maximum(3 * weight, weight + copied)
         apart = np.where(self.layouts.zero == 3, self.params.ends - table, 0.0)  # all-gathered again for its gradient
         inner = self.params.ends - apart
-        summed = copied * (1 + 1 / shard_counts(self.layouts)[0])
+        summed = copied * (1 + 1 / self.layouts.state_shards[0])
         return np.where(apart > 0, apart * (2 * weight + summed) + inner * weight, inner * (weight + copied))
 
 

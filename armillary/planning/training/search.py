@@ -6,13 +6,22 @@ in both time and memory; dollars follow time, since all devices are paid for eit
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from armillary.errors import BadLayout
-from armillary.planning.device_model.vectorised_layouts import OFFLOADS, Array, Ints, Layouts, concatenate, take_rows
+from armillary.planning.device_model.vectorised_layouts import (
+    OFFLOADS,
+    RECOMPUTES,
+    Array,
+    Ints,
+    Layouts,
+    concatenate,
+    distinct,
+    take_rows,
+)
 from armillary.planning.training.layout_prediction import Prediction, predict
 from armillary.planning.training.memory_breakdown import CONTEXT_BYTES, FRAGMENTATION, Memory, fits, memory
 from armillary.planning.training.search_space import constrained, hybrid, runnable, space, tried_dtypes
@@ -31,8 +40,9 @@ WORDS = {
 }
 
 
-Counted = dict[tuple[Any, ...], tuple[Layouts, Memory]]
-"""(devices, those of a fast domain, dtypes) -> the layouts and their memory, which no other figure of a chip changes"""
+Counted = dict[tuple[Any, ...], tuple[Layouts, Memory, Ints]]
+"""(devices, those of a fast domain, dtypes) -> the layouts, their memory, which no other figure of a chip changes, and
+which of them differ only in what they recompute"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +65,12 @@ def search(
     memory_bytes: float | None = None,
     shown: int = SHOWN,
     fixed: Mapping[str, Any] | None = None,
-    counted: Counted | None = None,
 ) -> SearchResult:
     """The fastest valid layouts within `memory_bytes` (None: the device's). Layout fields in `fixed` keep their value,
-    the others are searched. `counted` keeps memory for further searches of the same job on other accelerators."""
+    the others are searched."""
     began = time.perf_counter()
-    layouts, usage = _counted(case, precisions, dict(fixed or {}), counted if not fixed else None)
-    limit = min(memory_bytes or float("inf"), case.cluster.chip.memory_bytes or float("inf"))
-    fitting = np.nonzero(fits(case, layouts, usage, limit))[0]
-    if not len(fitting):
-        raise _nothing_fits(case, layouts, usage.total, limit)
+    layouts, usage = _counted(case, precisions, dict(fixed or {}))
+    fitting = _fitting(case, layouts, usage, memory_bytes)
     priced = predict(case, layouts.take(fitting), take_rows(usage, fitting))
     best = priced.take(_distinct(priced, shown))
     front = priced.take(_front(priced.time.total, priced.memory.total))
@@ -73,21 +79,54 @@ def search(
     )
 
 
-def _counted(
-    case: TrainCase, precisions: Sequence[str] | None, fixed: dict[str, Any], counted: Counted | None
-) -> tuple[Layouts, Memory]:
+def fastest(case: TrainCase, counted: Counted | None = None) -> Prediction:
+    """The first of `search`, for less: of layouts that differ only in what they recompute, those that recompute more
+    than memory asks for are not priced, since recomputing never shortens a step (it adds as much to the time as to the
+    windows that hide communication). `counted` keeps memory for further questions about the job on other chips."""
+    cluster = case.cluster
+    key = (cluster.num_devices, cluster.fast_domain, tuple(tried_dtypes(case)))
+    known = counted.get(key) if counted is not None and cluster.chip.kind != "cpu" else None
+    if known is None:
+        layouts, usage = _counted(case, None, {})
+        known = layouts, usage, _alike(layouts, but="recompute")
+        if counted is not None:
+            counted[key] = known
+    layouts, usage, alike = known
+    fitting = _fitting(case, layouts, usage)
+    least = np.full(alike.max() + 1, len(RECOMPUTES))
+    np.minimum.at(least, alike[fitting], layouts.recompute[fitting])
+    fitting = fitting[layouts.recompute[fitting] == least[alike[fitting]]]
+    priced = predict(case, layouts.take(fitting), take_rows(usage, fitting))
+    return priced.take(_distinct(priced, 1))
+
+
+def _alike(layouts: Layouts, *, but: str) -> Ints:
+    """A number for every layout, the same for layouts that differ in field `but` alone."""
+    code: Ints = np.zeros(len(layouts), dtype=np.int64)
+    for name in (field.name for field in fields(Layouts) if field.name != but):
+        column = getattr(layouts, name).astype(np.int64)
+        if (column == column[0]).all():
+            continue
+        values, index = distinct(column)
+        code = distinct(code * len(values) + index)[1]
+    return code
+
+
+def _fitting(case: TrainCase, layouts: Layouts, usage: Memory, memory_bytes: float | None = None) -> Ints:
+    """Positions of the layouts that fit into a device; at least one."""
+    limit = min(memory_bytes or float("inf"), case.cluster.chip.memory_bytes or float("inf"))
+    fitting: Ints = np.nonzero(fits(case, layouts, usage, limit))[0]
+    if not len(fitting):
+        raise _nothing_fits(case, layouts, usage.total, limit)
+    return fitting
+
+
+def _counted(case: TrainCase, precisions: Sequence[str] | None, fixed: dict[str, Any]) -> tuple[Layouts, Memory]:
     """Every valid layout with its memory."""
-    cluster, dtypes = case.cluster, tuple(precisions or tried_dtypes(case))
-    key = (cluster.num_devices, cluster.fast_domain, dtypes)
-    if counted is not None and key in counted and cluster.chip.kind != "cpu":
-        return counted[key]
     layouts = space(case, [fixed["precision"]] if "precision" in fixed else precisions)
     more = hybrid(case, layouts) if "shard" not in fixed else layouts.take(np.array([], dtype=np.int64))
     layouts = runnable(case, constrained(concatenate(layouts, more) if len(more) else layouts, fixed), fixed)
-    usage = memory(case, layouts)
-    if counted is not None and cluster.chip.kind != "cpu":
-        counted[key] = layouts, usage
-    return layouts, usage
+    return layouts, memory(case, layouts)
 
 
 def _nothing_fits(case: TrainCase, layouts: Layouts, bytes_: Array, limit: float) -> BadLayout:

@@ -5,21 +5,22 @@ second; the result is stored with the ceilings), a chip of the catalogue is take
 torch a CPU is judged by its feature flags alone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import log
+from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
-from armillary.machine.device_name import device_name
-from armillary.machine.features import has_native
-from armillary.machine.gpus import Gpu, gpus
-from armillary.machine.machine import chip_of
 from armillary.spec.hardware import Chip, Cluster
 from armillary.spec.model import ModelConfig
 from armillary.spec.precision import EMULATED, SIXTEEN_BIT, WIDE, DtypeRate, DtypeRates
 from armillary.store.home import Home
-from armillary.store.peaks import Peaks, Point, load_peaks, save_peaks
+
+if TYPE_CHECKING:  # a plan for a chip of the catalogue needs neither the machine nor the store's locks and sockets
+    from armillary.store.peaks import Peaks, Point
 
 DTYPES: tuple[str, ...] = (WIDE, *SIXTEEN_BIT)
 PROBE = "probe"
@@ -51,6 +52,8 @@ def cluster_rates(home: Home, cluster: Cluster, shape: RunShape, *, device: str 
         return catalogue_rates(cluster.chip)
     if cluster.chip.kind == "cpu" or device == "cpu":
         return cpu_rates(home, shape)
+    from armillary.machine.gpus import gpus
+
     name = next((gpu.name for gpu in gpus()), "")
     return gpu_rates(home, cluster.chip, name, shape, device or "cuda")
 
@@ -59,12 +62,18 @@ def device_rates(home: Home, device: str, shape: RunShape) -> DtypeRates:
     """Rates of a device of this machine, as torch names it: cpu, cuda, cuda:1."""
     if device.startswith("cpu"):
         return cpu_rates(home, shape)
+    from armillary.machine.device_name import device_name
+    from armillary.machine.gpus import Gpu
+    from armillary.machine.machine import chip_of
+
     name = device_name(device)
     return gpu_rates(home, chip_of(Gpu(name=name, vendor="")), name, shape, device)
 
 
 def cpu_rates(home: Home, shape: RunShape) -> DtypeRates:
     """Rates of this machine's CPU: measured, else probed, else by its feature flags."""
+    from armillary.machine.device_name import device_name
+
     return _measured(home, device_name("cpu"), shape) or _probed(home, "cpu", shape) or flag_rates()
 
 
@@ -75,6 +84,8 @@ def gpu_rates(home: Home, chip: Chip, name: str, shape: RunShape, device: str) -
 
 
 def _measured(home: Home, name: str, shape: RunShape) -> DtypeRates | None:
+    from armillary.store.peaks import load_peaks
+
     known = load_peaks(home, name) if name else None
     return measured_rates(known, shape) if known is not None else None
 
@@ -84,6 +95,7 @@ def _probed(home: Home, device: str, shape: RunShape) -> DtypeRates | None:
     if find_spec("torch") is None:
         return None
     from armillary.profiling.dtypes.probe import probe
+    from armillary.store.peaks import save_peaks
 
     try:
         probed = probe(device, shape)
@@ -161,6 +173,8 @@ def catalogue_rates(chip: Chip) -> DtypeRates:
 
 def flag_rates() -> DtypeRates:
     """By the CPU's feature flags: a dtype without units is emulated, one with units twice as fast as fp32."""
+    from armillary.machine.features import has_native
+
     by_dtype = {
         dtype: DtypeRate(gemm=2.0 if native else 0.1, emulated=not native)
         for dtype in DTYPES[1:]

@@ -5,6 +5,7 @@ recompute (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). HFU counts wha
 """
 
 from collections import Counter
+from functools import lru_cache
 
 from armillary.spec.arithmetic.attention_ops import attention, attention_backward, simplicial_attention
 from armillary.spec.arithmetic.ops import Op
@@ -29,6 +30,7 @@ def attention_flops_per_token(config: ModelConfig, sequence: int) -> float:
     return _over_layers(config, sequence, backward=False)
 
 
+@lru_cache(maxsize=256)
 def _over_layers(config: ModelConfig, sequence: int, *, backward: bool) -> float:
     counts = Counter(config.layers).items()
     return sum(count * _attention(config, kind, sequence, backward=backward).flops for kind, count in counts) / sequence

@@ -5,6 +5,7 @@ Counts follow the tensors of the module in `armillary.model`, so they equal `sum
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from armillary.spec.model import LayerKind, ModelConfig
 
@@ -53,6 +54,7 @@ class Parameters:
     """the N of 6·N FLOPs: weights of the GEMMs of one token, output projection included, tied or not"""
 
 
+@lru_cache(maxsize=64)
 def parameters(config: ModelConfig) -> Parameters:
     """Every parameter of the model, once."""
     layers = [(_layer(config, kind), count) for kind, count in Counter(config.layers).items()]

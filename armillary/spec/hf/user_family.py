@@ -6,7 +6,6 @@ A file has one or more `Family` among its names; a package names such an object 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +75,8 @@ def _load_entry_points() -> None:
     global _entry_points_loaded
     if _entry_points_loaded:
         return
+    from importlib.metadata import entry_points  # it brings the email package, and few models need it
+
     _entry_points_loaded = True
     for point in entry_points(group=ENTRY_POINTS):
         try:

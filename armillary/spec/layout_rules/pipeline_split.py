@@ -61,8 +61,7 @@ def places(config: ModelConfig, sequence: int) -> tuple[Place, ...]:
 
 def split(config: ModelConfig, num_stages: int, interleave: int = 1, *, sequence: int) -> tuple[Span, ...]:
     """The chunks of a model, in order."""
-    num_chunks = num_stages * interleave
-    ends = [(0, *_cuts(places(config, sequence), num_stages, interleave))[i : i + 2] for i in range(num_chunks)]
+    ends = pairwise((0, *_cuts(places(config, sequence), num_stages, interleave)))
     return tuple(
         Span(
             index=i,
@@ -119,10 +118,10 @@ class _Row:
 
     def reach(self, start: int) -> int:
         """The latest end of a chunk that begins at `start`."""
-        return min(
-            bisect_right(self.flops, self.flops[start] + self.longest) - 1,
-            bisect_right(self.weights, self.weights[start] + self.heaviest) - 1,
-        )
+        end = bisect_right(self.flops, self.flops[start] + self.longest) - 1
+        if self.heaviest == inf:
+            return end
+        return min(end, bisect_right(self.weights, self.weights[start] + self.heaviest) - 1)
 
     def fits(self, num_chunks: int) -> bool:
         """Whether the longest possible chunks suffice: fewer of them can always be split further."""

@@ -131,5 +131,5 @@ def test_chips_of_the_catalogue_by_their_peaks() -> None:
 
 def test_without_torch_the_flags_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     for native, taken in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(module, "has_native", lambda dtype, native=native: native)
+        monkeypatch.setattr("armillary.machine.features.has_native", lambda dtype, native=native: native)
         assert training_dtype(flag_rates()).dtype == taken
