@@ -168,10 +168,10 @@ def _as_one(ops: Sequence[Op], index: Ints) -> Op:
     assert len({(op.name, op.kind, op.dtype, len(op.shape)) for op in ops}) == 1, "one operation at several sizes"
     return replace(
         ops[0],
-        flops=column([op.flops for op in ops]),  # type: ignore[arg-type]
-        bytes_read=column([op.bytes_read for op in ops]),  # type: ignore[arg-type]
-        bytes_written=column([op.bytes_written for op in ops]),  # type: ignore[arg-type]
-        shape=tuple(column(sizes) for sizes in zip(*(op.shape for op in ops), strict=True)),  # type: ignore[arg-type]
+        flops=column([op.flops for op in ops]),
+        bytes_read=column([op.bytes_read for op in ops]),
+        bytes_written=column([op.bytes_written for op in ops]),
+        shape=tuple(column(sizes) for sizes in zip(*(op.shape for op in ops), strict=True)),
     )
 
 

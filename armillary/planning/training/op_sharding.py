@@ -69,7 +69,8 @@ class Gemm:
 
 def local_gemm(op: Op, layouts: Layouts, experts: int = 0) -> Gemm:
     """The forward GEMM of `op` after sharding; `experts` is the number of groups of a grouped GEMM."""
-    _, m, n, k = (np.full(len(layouts), size, dtype=float) for size in op.shape)
+    sizes: list[Array] = [np.full(len(layouts), size, dtype=float) for size in op.shape]
+    _, m, n, k = sizes
     sharding = sharding_of(op.name)
     if sharding == "experts":
         local, shards = np.maximum(experts / layouts.ep, 1.0), layouts.expert_tp
