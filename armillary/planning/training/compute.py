@@ -147,8 +147,8 @@ def _group_work(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None)
     """Layouts of one activation width: the pieces of each micro-batch size, side by side."""
     first, index = distinct(layouts.micro_batch)
     dtype = "fp32" if WIDE[layouts.precision[0]] else "bf16"
-    made = [make((int(size), case.sequence, dtype, case.flash)) for size in layouts.micro_batch[first]]
-    pieces = made[0] if len(made) == 1 else [_side_by_side(same, index) for same in zip(*made, strict=True)]
+    by_size = [make((int(size), case.sequence, dtype, case.flash)) for size in layouts.micro_batch[first]]
+    pieces = by_size[0] if len(by_size) == 1 else [_side_by_side(same, index) for same in zip(*by_size, strict=True)]
     return _pieces_work(case, pieces, layouts, kind)
 
 

@@ -98,10 +98,10 @@ def fits(case: TrainCase, layouts: Layouts, usage: Memory, limit: float | None =
 def _with_larger(most: Memory, at: Ints, part: Memory, is_larger: Bools) -> Memory:
     """`most`, with the rows of `part`, which stand at `at`, where they are larger."""
 
-    def put(whole: Array, some: Array) -> Array:
-        whole = whole.copy()
-        whole[at[is_larger]] = some[is_larger]
-        return whole
+    def put(values: Array, some: Array) -> Array:
+        values = values.copy()
+        values[at[is_larger]] = some[is_larger]
+        return values
 
     return map_arrays(put, most, part)
 
