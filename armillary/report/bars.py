@@ -96,8 +96,9 @@ def _bar_frame(groups: Sequence[BarGroup], width: int, top: int = 4) -> Frame:
 
 def _bars(groups: Sequence[BarGroup], frame: Frame, full: float, limit: float | None) -> str:
     parts, y = list[str](), float(frame.top)
-    if limit is not None:
-        parts.append(mark(frame, frame.left + limit / full * frame.across))
+    line = None if limit is None else frame.left + limit / full * frame.across
+    if line is not None:
+        parts.append(mark(frame, line))
     for group in groups:
         bold = " class='bold'" if group.bold else ""
         if frame.left:
@@ -108,18 +109,22 @@ def _bars(groups: Sequence[BarGroup], frame: Frame, full: float, limit: float | 
             place = f"x='0' y='{y - 5:.1f}'"
         parts.append(f"<text {place}{bold}>{escape(group.name)}</text>")
         for bar in group.bars:
-            parts.append(_bar(bar, frame.left, y, max(1.0, min(1.0, bar.value / full) * frame.across)))
+            parts.append(_bar(bar, frame.left, y, max(1.0, min(1.0, bar.value / full) * frame.across), line))
             y += BAR_HEIGHT + BAR_GAP
         y += GROUP_GAP
     return "".join(parts)
 
 
-def _bar(bar: Bar, x: float, y: float, width: float) -> str:
+def _bar(bar: Bar, x: float, y: float, width: float, line: float | None) -> str:
+    """The text stands at the bar's end, behind the line of a limit that would cross it."""
+    at = x + width + 8
+    if line is not None and at - 8 <= line <= at + LETTER_WIDTH * len(bar.text):
+        at = line + 6
     opacity = f" opacity='{bar.opacity}'" if bar.opacity < 1 else ""
     return (
         f"<rect x='{x}' y='{y:.1f}' width='{width:.1f}' height='{BAR_HEIGHT}' rx='3' fill='{bar.colour}'{opacity}>"
         f"<title>{escape(bar.hover or bar.text)}</title></rect>"
-        f"<text x='{x + width + 8:.1f}' y='{y + BAR_HEIGHT - 3:.1f}'>{escape(bar.text)}</text>"
+        f"<text x='{at:.1f}' y='{y + BAR_HEIGHT - 3:.1f}'>{escape(bar.text)}</text>"
     )
 
 

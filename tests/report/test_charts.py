@@ -35,6 +35,14 @@ def test_a_bar_is_as_long_as_its_value_says() -> None:
     assert second == 2 * first and "before" in made and "var(--two)" in made
 
 
+def test_a_text_stands_behind_the_line_of_a_limit() -> None:
+    groups = [BarGroup(name=name, bars=[Bar(value=value, text="9 GB")]) for name, value in (("a", 0.2), ("b", 0.97))]
+    made = bars(groups, label="memory", full=1.0, limit=1.0).partition("</svg>")[0]
+    line = float(re.findall(r"class='mark' x1='([\d.]+)'", made)[0])
+    near, far = (float(x) for x in re.findall(r"<text x='([\d.]+)' y='[\d.]+'>9 GB", made))
+    assert near < line / 2 and line < far < line + 10
+
+
 def test_a_drawing_is_made_for_both_widths() -> None:
     frames = (Frame(width=900, height=100, left=50), Frame(width=400, height=80, left=40))
     made = drawing(lambda frame: f"<text>{frame.across}</text>", "a <plot>", frames)

@@ -70,7 +70,8 @@ def constrained(layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
             layouts = layouts.take(np.nonzero(getattr(layouts, name) == code)[0])
     if not len(layouts):
         text = ", ".join(f"layout.{name}={value}" for name, value in fixed.items())
-        raise BadLayout(f"no valid layout has {text}; leave one of them to the search")
+        left = "it" if len(fixed) == 1 else "one of them"
+        raise BadLayout(f"no valid layout has {text}; leave {left} to the search")
     return layouts
 
 

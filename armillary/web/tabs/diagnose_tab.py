@@ -42,10 +42,10 @@ class DiagnoseTab:
         return View(html=_verdict(run, diagnosis) + self._levers(run, diagnosis) + _record(home))
 
     def _levers(self, run: Run, diagnosis: Diagnosis) -> str:
-        heads = "".join(f"<th>{head}</th>" for head in ("#", "lever", "predicted", "risk", "change", "recipe"))
+        heads = "".join(f"<th>{head}</th>" for head in ("lever", "predicted", "risk", "change", "recipe"))
         rows = []
         for number, lever in enumerate(diagnosis.levers, 1):
-            cells = (str(number), lever.title, lever.gain_text, lever.risk, lever.sets or lever.action)
+            cells = (f"{number}. {lever.title}", lever.gain_text, lever.risk, lever.sets or lever.action)
             recipe = self._recipe(run, number) if lever.change else "–"
             rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + f"<td>{recipe}</td></tr>")
         return (

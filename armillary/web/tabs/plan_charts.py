@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from math import ceil
 
@@ -26,9 +26,19 @@ FEWEST_SIZES = 2
 
 def memory_chart(plan: TrainingPlan) -> str:
     prediction = plan.prediction
-    sizes = {name: size for name, size in prediction.memory.parts().items() if size > 0}
-    groups = [BarGroup(name=name, bars=[Bar(value=size, text=bytes_text(size))]) for name, size in sizes.items()]
-    total, limit = float(prediction.memory.total[0]), prediction.memory_limit
+    return _memory(prediction.memory.parts(), float(prediction.memory.total[0]), prediction.memory_limit)
+
+
+def serving_memory_chart(plan: ServingPlan) -> str:
+    memory = plan.capacity.memory
+    parts = {"weights": memory.weights_bytes, "KV cache": memory.kv_bytes, "working memory": memory.working_bytes}
+    return _memory(parts, sum(parts.values()), memory.device_bytes)
+
+
+def _memory(sizes: Mapping[str, float], total: float, limit: float) -> str:
+    groups = [
+        BarGroup(name=name, bars=[Bar(value=size, text=bytes_text(size))]) for name, size in sizes.items() if size > 0
+    ]
     groups.append(BarGroup(name="together", bars=[Bar(value=total, text=bytes_text(total))], bold=True))
     label = f"{bytes_text(total)} of {bytes_text(limit)}; the dashed line is what the device has"
     return f"<p>{escape(label)}</p>" + bars(groups, label=f"Memory: {label}", full=max(total, limit), limit=limit)

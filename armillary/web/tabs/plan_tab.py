@@ -30,6 +30,7 @@ from armillary.web.form import Field, Query, View, value_of
 from armillary.web.tabs.plan_charts import (
     memory_chart,
     serving_costs,
+    serving_memory_chart,
     serving_roofline,
     step_chart,
     training_costs,
@@ -46,6 +47,9 @@ TRAINING = (
     Field(name="train.steps", label="Steps", group="Training", default="10000"),
     Field(name="layout.tp", label="Tensor parallel", group="Layout (empty: searched)"),
     Field(name="layout.pp", label="Pipeline stages", group="Layout (empty: searched)"),
+    Field(name="layout.cp", label="Context parallel", group="Layout (empty: searched)"),
+    Field(name="layout.ep", label="Expert parallel", group="Layout (empty: searched)"),
+    Field(name="layout.micro_batch", label="Micro-batch", group="Layout (empty: searched)"),
     Field(name="layout.zero", label="ZeRO stage", group="Layout (empty: searched)"),
     Field(name="layout.recompute", label="Recompute", group="Layout (empty: searched)", hint="none, selective, full"),
     Field(name="layout.precision", label="Precision", group="Layout (empty: searched)", hint="auto, bf16, fp8"),
@@ -225,6 +229,7 @@ def serving_view(asked: Asked, home: Home, query: Query) -> str:
     return "".join(
         [
             section(f"Serving {asked.model.name} on {asked.cluster.text()}", table(("", ""), rows, wide=True)),
+            section("Memory per device", serving_memory_chart(planned)),
             section("Roofline", serving_roofline(planned)),
             section("Ways to serve", table(CHOICE_COLUMNS, ways)),
             serving_costs(planned),
