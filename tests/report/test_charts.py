@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.report.bars import bars_file, series_bars, shares
+from armillary.report.bars import Bar, BarGroup, bars, bars_file, series_bars, shares
 from armillary.report.charts import Frame, Point, drawing, lines, scatter, thinned
 from armillary.report.standalone import standalone_svg
 from tests.profiling.report.test_profile_page import Tags
