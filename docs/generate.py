@@ -1,13 +1,16 @@
-"""Writes recipes.md, gauges.md and imported_keys.md from dataclasses and tables, and quotes code in architecture.md.
+"""Writes recipes.md, gauges.md and imported_keys.md from dataclasses and tables, cli.md, catalogue.md and api.md from the
+code (reference_pages.py), and quotes code in architecture.md.
 
-Run it after changing a field, a gauge or a quoted function (`make docs`); tests hold the committed pages to it.
+Run it after changing a field, a gauge, a command or a quoted function (`make docs`); tests hold the committed pages to it.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Mapping, Sequence
@@ -95,7 +98,15 @@ def pages() -> dict[str, str]:
         "gauges.md": gauges_page(),
         "architecture.md": architecture_page(),
         "imported_keys.md": imported_page(),
+        **_reference_pages(),
     }
+
+
+def _reference_pages() -> dict[str, str]:
+    """Pages of reference_pages.py, which is beside this file and in no package."""
+    if str(HERE) not in sys.path:
+        sys.path.append(str(HERE))
+    return dict(importlib.import_module("reference_pages").pages())
 
 
 def imported_page() -> str:

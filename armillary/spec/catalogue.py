@@ -118,6 +118,7 @@ _PEAKS = {f"{dtype}_{'ops' if dtype.startswith('int') else 'flops'}": dtype for 
 
 @cache
 def chips() -> dict[str, Chip]:
+    """Every chip of the catalogue by name, in the file's order."""
     return {name: _chip_row(name) for name in _hardware()["chip"]}
 
 
