@@ -68,7 +68,9 @@ def cli_page() -> str:
         for verb in (verb for verb in VERBS.values() if verb.ring == ring):
             found = command().get_command(top, verb.name)
             assert found is not None
-            parts += [_command(context, "###" if depth == 0 else "####") for context, depth in _walk(found, verb.name, top)]
+            parts += [
+                _command(context, "###" if depth == 0 else "####") for context, depth in _walk(found, verb.name, top)
+            ]
     return "\n".join(parts)
 
 
@@ -154,7 +156,9 @@ def _chips() -> str:
         memory = bytes_text(chip.memory_bytes) if chip.memory_bytes else "–"
         speed = bandwidth_text(chip.memory_bytes_per_s) if chip.memory_bytes_per_s else "–"
         price = f"{dollars_text(chip.list_price_usd)}" if chip.list_price_usd else "–"
-        rows.append((f"`{chip.name}`", chip.title, memory, speed, *(flops(chip, d) for d in ("fp32", "bf16", "fp8")), price))
+        rows.append(
+            (f"`{chip.name}`", chip.title, memory, speed, *(flops(chip, d) for d in ("fp32", "bf16", "fp8")), price)
+        )
     return _table(("name", "title", "memory", "bandwidth", "fp32", "bf16", "fp8", "list price"), rows)
 
 
@@ -166,7 +170,9 @@ def api_page() -> str:
     for name, target in sorted(armillary._API.items(), key=lambda item: item[0].lower()):
         module, attribute = target.split(":")
         node = _definition(module, attribute)
-        parts.append(f"## {name}\n\n```python\n{_signature(node, name)}\n```\n\n{_words(node)}\n\nDefined in `{module}`.\n")
+        parts.append(
+            f"## {name}\n\n```python\n{_signature(node, name)}\n```\n\n{_words(node)}\n\nDefined in `{module}`.\n"
+        )
     return "\n".join(parts)
 
 
@@ -184,7 +190,11 @@ def _definition(module: str, attribute: str) -> Any:
 def _signature(node: Any, name: str) -> str:
     if isinstance(node, ast.ClassDef):
         starts = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-        fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and not ast.unparse(each.target).startswith("_")]
+        fields = [
+            each
+            for each in node.body
+            if isinstance(each, ast.AnnAssign) and not ast.unparse(each.target).startswith("_")
+        ]
         lines = [f"class {name}:"]
         lines += [f"    {ast.unparse(each)}" for each in fields if "ClassVar" not in ast.unparse(each.annotation)]
         lines += [f"    {_head(each)}" for each in starts]

@@ -1,0 +1,145 @@
+"""A folder in which the commands of the docs can be run as they stand: runs, models, texts and files by the names that
+the pages use, all tiny."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+from tests.docs_commands import ROOT
+from tests.fork_server import Command, shared
+from tests.services.small_training import RECIPE, write_text
+
+SCRIPT = """import torch
+layer = torch.nn.Linear(8, 8)
+for _ in range(6):
+    layer(torch.ones(2, 8)).sum().backward()
+"""
+NET = """import torch
+
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x.flatten(1).sum(1, keepdim=True)
+"""
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,8,4\n2023-11-16 18:15:46.9805900,9,3\n"
+FILES = {
+    "TEXT": "",
+    "book.txt": "",
+    "mine.txt": "",
+    "your_script.py": SCRIPT,
+    "train.py": SCRIPT,
+    "mypackage/__init__.py": "",
+    "mypackage/module.py": SCRIPT.replace("for _", "def function():\n  for _").replace("    layer(", "      layer("),
+    "net.py": NET,
+    "conv.csv": TRACE,
+    "ds_config.json": '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
+    "job.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 2048\nlocal_batch_size = 1\nsteps = 10\n',
+    "pretrain.sh": "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --vocab-size 512\n",
+    "results.json": '{"mmlu": 0.5}',
+}
+MODELS = (
+    "MODEL",
+    "SMALL_MODEL",
+    "HF_FOLDER",
+    "model",
+    "my-model",
+    "models/tiny",
+    "Qwen2.5-0.5B-Instruct",
+)
+"""names of folders that are the export of the first run"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """The folder, and the addresses of two servers of its model."""
+
+    folder: Path
+    urls: Sequence[str]
+
+    def run(self, words: Sequence[str], *, timeout_s: float = 180.0) -> tuple[int, str]:
+        """(exit code, what was printed)."""
+        command = start(words, self.folder)
+        code = command.wait(timeout_s)
+        return code, command.out
+
+    def serves(self, words: Sequence[str], ready: str, *, timeout_s: float = 120.0) -> tuple[int, str]:
+        """The same of a command that serves until it is told to end."""
+        command, end = start(words, self.folder), time.monotonic() + timeout_s
+        while ready not in command.out and command.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        was_ready = ready in command.out
+        command.terminate()
+        code = command.wait(60)
+        return (0 if was_ready else code or 1), command.out
+
+
+def start(words: Sequence[str], folder: Path) -> Command:
+    log = folder / "logs" / f"{time.monotonic_ns()}"
+    log.parent.mkdir(exist_ok=True)
+    return shared().start([*words], log, cwd=folder, err_to_out=True, env={"PYTHONPATH": str(folder)})
+
+
+@contextmanager
+def workspace(folder: Path) -> Iterator[Workspace]:
+    _write_files(folder)
+    here = Workspace(folder=folder, urls=())
+    for name, more in (("quiet-otter", ""), ("bold-heron", "layout.micro_batch=2")):
+        _done(here.run(["train", "mine.toml", "--run", name, *(["--set", more] if more else [])]))
+    export = next(iter(folder.glob("runs/*-quiet-otter/export/200")))
+    for name in MODELS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copytree(export, folder / name)
+    for name in ("better", "BETTER"):
+        shutil.copytree(next(iter(folder.glob("runs/*-bold-heron/export/200"))), folder / name)
+    _done(here.run(["quantize", "model", "model-int8", "--to", "int8", "--kv", "fp8", "--text", "mine.txt"]))
+    _done(here.run(["quantize", "model", "Qwen2.5-0.5B-int4", "--to", "int4", "--text", "mine.txt"]))
+    _done(here.run(["quantize", "model", "model-Q4_K_M.gguf", "--to", "gguf", "--text", "mine.txt"]))
+    _done(here.run(["convert", "net.py:Net", "net.pt2", "--to", "pt2", "--input", "4"]))
+    _done(here.run(["profile", "your_script.py"]))
+    shutil.copy(ROOT / "tests/profiling/data/alexnet_start.json.gz", folder / "trace.json.gz")
+    shutil.copy(ROOT / "tests/diagnosis/data/hf_trainer_eval_often.log", folder / "train.log")
+    servers = [start(["serve", name, "--port", "0", "--device", "cpu"], folder) for name in ("quiet-otter", "model")]
+    try:
+        urls = [_address(server) for server in servers]
+        with urlopen(f"{urls[0]}/metrics") as page:
+            (folder / "page.txt").write_bytes(page.read())
+        yield Workspace(folder=folder, urls=urls)
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait(30)
+
+
+def _write_files(folder: Path) -> None:
+    write_text(folder / "text")
+    words = "\n".join(path.read_text() for path in sorted((folder / "text").iterdir())[:8])
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text or words)
+    recipe = RECIPE.format(text=folder / "text", steps=200, more="").replace("dp = 2", "dp = 1")
+    recipe = recipe.replace("save_every = 0", "save_every = 100\nkeep = 10").replace(
+        "profile_every = 0", "profile_every = 50"
+    )
+    for name in ("mine.toml", "tour.toml", "RECIPE", "recipe.toml", "better.toml"):
+        (folder / name).write_text(recipe)
+    for name in ("recipes", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def _done(ended: tuple[int, str]) -> None:
+    assert ended[0] == 0, ended[1]
+
+
+def _address(server: Command) -> str:
+    end = time.monotonic() + 120
+    while "ready on http" not in server.out:
+        assert server.poll() is None and time.monotonic() < end, server.out
+        time.sleep(0.05)
+    return server.out.partition("ready on ")[2].split()[0]
