@@ -1,7 +1,8 @@
-"""Writes recipes.md, gauges.md and imported_keys.md from dataclasses and tables, cli.md, catalogue.md and api.md from the
-code (reference_pages.py), and quotes code in architecture.md.
+"""Writes recipes.md, gauges.md and imported_keys.md from dataclasses and tables, cli.md, catalogue.md and api.md from
+the code (reference_pages.py), and quotes code in architecture.md.
 
-Run it after changing a field, a gauge, a command or a quoted function (`make docs`); tests hold the committed pages to it.
+Run it after changing a field, a gauge, a command or a quoted function (`make docs`); tests hold the committed pages
+to it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ FILES = {
     "net.py": NET,
     "conv.csv": TRACE,
     "ds_config.json": '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
-    "job.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 2048\nlocal_batch_size = 1\nsteps = 10\n',
+    "job.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\n'
+    "seq_len = 2048\nlocal_batch_size = 1\nsteps = 10\n",
     "pretrain.sh": "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --vocab-size 512\n",
     "results.json": '{"mmlu": 0.5}',

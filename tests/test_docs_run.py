@@ -32,7 +32,14 @@ LEFT_OUT = {
     r"^demo|layout\.tp=3$|lama-3-8b$": "shown by tests/cli/demo and by tests/test_readme.py, which expects the error",
 }
 """commands that are not run -> why, and what shows them instead"""
-SMALL = "train.steps=2 train.sequence=64 train.batch_tokens=512 layout.dp=1 data.vocab=512 data.source=text".split()
+SMALL = (
+    "train.steps=2",
+    "train.sequence=64",
+    "train.batch_tokens=512",
+    "layout.dp=1",
+    "data.vocab=512",
+    "data.source=text",
+)
 NAMES = {
     "fleet-crane": "quiet-otter",
     "amber-hare": "bold-heron",
