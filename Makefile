@@ -70,8 +70,8 @@ docs: $(READY) ## regenerate the reference pages; EXERCISES=all (or names) also 
 	@test -z '$(EXERCISES)' || $(BIN)/python docs/run_exercises.py $(EXERCISES)
 
 site: $(READY) docs ## the documentation as a site in build/site, by mkdocs-material
-	@$(BIN)/python -m pip install --quiet 'mkdocs-material>=9.5'
-	@$(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/python -m pip install --quiet 'mkdocs-material>=9.5,<10'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo 'open build/site/index.html, or: $(BIN)/mkdocs serve'
 
 setup: $(READY) ## only set up .venv
