@@ -171,7 +171,7 @@ def api_page() -> str:
         module, attribute = target.split(":")
         node = _definition(module, attribute)
         parts.append(
-            f"## {name}\n\n```python\n{_signature(node, name)}\n```\n\n{_words(node)}\n\nDefined in `{module}`.\n"
+            f"## {name}\n\n```text\n{_signature(node, name)}\n```\n\n{_words(node)}\n\nDefined in `{module}`.\n"
         )
     return "\n".join(parts)
 
