@@ -1,5 +1,5 @@
 """Every command in README and docs can be typed: its verb, sub-verbs, options and their values exist. That they run is
-shown by test_docs_run.py."""
+shown by test_commands_run.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from armillary.cli.main import command
 from armillary.errors import NotFound
-from tests.docs_commands import ROOT, commands, pages_with_commands, words_of
+from tests.docs.commands import ROOT, commands, pages_with_commands, words_of
 
 
 def parse(words: list[str]) -> None:

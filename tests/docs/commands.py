@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").glob("*.md"))]
 SHELL = ("", "bash", "sh", "console", "text")
 """languages of code blocks that hold commands"""

@@ -12,7 +12,7 @@ import pytest
 from armillary.spec.gauges import GAUGES
 from armillary.spec.recipe import TABLES, recipe_from_dict
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted([*(DOCS / "loops").glob("*.md"), *(DOCS / "howto").glob("*.md")])
 LOOPS = sorted((DOCS / "loops").glob("*.md"))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
 
-from tests.docs_commands import ROOT
+from tests.docs.commands import ROOT
 from tests.fork_server import Command, shared
 from tests.services.small_training import RECIPE, write_text
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_commands import commands, pages_with_commands, words_of
-from tests.docs_workspace import Workspace, workspace
+from tests.docs.commands import commands, pages_with_commands, words_of
+from tests.docs.workspace import Workspace, workspace
 
 LEFT_OUT = {
     r"^launch .*(slurm|kubernetes|ray)|^launch (logs|cancel) ": "needs a scheduler: tests/services, tests/cluster",
