@@ -16,6 +16,7 @@ from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.tables.fleet import Autoscale, Fleet
 from armillary.spec.tables.hardware import HardwareTable
 from armillary.spec.tables.launch_target import Launch
 from armillary.spec.tables.model import ModelTable, apply_model_overrides, model_table, table_to_plain
@@ -42,6 +43,8 @@ class Recipe:
     objective: Free[Objective] = field(default_factory=Objective)
     predict: Free[Predict] = field(default_factory=Predict)
     load: Free[Load] = field(default_factory=Load)
+    fleet: Free[Fleet] = field(default_factory=Fleet)
+    autoscale: Free[Autoscale] = field(default_factory=Autoscale)
     cost: Free[Cost] = field(default_factory=Cost)
     launch: Free[Launch] = field(default_factory=Launch)
     report: Free[ReportTable] = field(default_factory=ReportTable)
@@ -64,7 +67,12 @@ TABLES: Mapping[str, type[Any]] = get_type_hints(Recipe)
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file and apply `a.b=c` overrides over it."""
-    return recipe_from_dict(_parse(_read(Path(path)), str(path)), overrides)
+    return recipe_from_dict(read_tables(Path(path)), overrides)
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """The tables of a recipe file, unchecked: a service's has [gateway] beside a recipe's own."""
+    return _parse(_read(path), str(path))
 
 
 def recipe_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:

@@ -112,6 +112,13 @@ class PrefillController:
             same_size = self._sizes.setdefault((_size(rows), rows + tokens), deque(maxlen=_LAST))
             same_size.append((seconds, attention_pairs, self._steps))
 
+    def took_decodes(self, rows: int, seconds: list[float], now: float) -> None:
+        """Several steps of `rows` decodes alone, the last of which has ended at `now`."""
+        self._last_s = now
+        seen = self._seen.setdefault(_size(rows), deque(maxlen=_SEEN))
+        seen.extend(seconds[-_SEEN:])
+        self._alone_s[_size(rows)] = median(seen)
+
     def _learn(self, parts: list[float], seconds: float) -> None:
         """One more equation γ + α·n + β·pairs = seconds."""
         assert self._fit is not None

@@ -101,6 +101,20 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.request_table.requests)
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether the next step does more than its decodes ask for: something was just started or ended, drafts or
+        blocks are pending, or steps are limited."""
+        return bool(
+            self._fresh
+            or self._ended
+            or self._admitted
+            or self.cache.freeing
+            or self.limit.tight
+            or self.speculation is not None
+            or self.settings.rope_switch is not None
+        )
+
     # --- deciding a step
 
     def schedule(self, now: float) -> Decision:

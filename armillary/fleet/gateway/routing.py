@@ -68,6 +68,15 @@ class Router:
         self._canary_fraction, self._canary_share = canary_fraction, 0.0
         self._random, self._picks = random.Random(seed), 0
 
+    def add(self, replica: Replica) -> None:
+        """A replica that has just become ready."""
+        self.replicas = (*self.replicas, replica)
+
+    def remove(self, replica: Replica) -> None:
+        """A replica that is no more; what it had cached is forgotten."""
+        self.replicas = tuple(each for each in self.replicas if each is not replica)
+        self.index.forget(replica.name)
+
     def pick(self, prompt: bytes, now: float, exclude: Collection[Replica] = ()) -> Replica | None:
         """The replica for a prompt; None where none is left."""
         usable = [each for each in self.replicas if each not in exclude and self._is_usable(each, now)]

@@ -102,6 +102,8 @@ class Prompts:
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._known = {arrival.number: arrival for arrival in arrivals}
         self._made: dict[int, list[int]] = {}
+        self._last_use = {arrival.prefix_source: arrival.number for arrival in arrivals}
+        """request whose prefix is repeated -> the last one that repeats it"""
 
     def of(self, arrival: Arrival) -> list[int]:
         """The prompt of a request."""
@@ -109,7 +111,10 @@ class Prompts:
         if prompt is None:
             shared = min(arrival.shared_prefix, arrival.tokens_in) if arrival.prefix_source != arrival.number else 0
             prompt = [*self._text(arrival.prefix_source, shared), *[arrival.number] * (arrival.tokens_in - shared)]
-            self._made[arrival.number] = prompt
+            if arrival.number in self._last_use:  # a long trace's prompts do not fit memory together
+                self._made[arrival.number] = prompt
+            if self._last_use.get(arrival.prefix_source) == arrival.number:
+                self._made.pop(arrival.prefix_source, None)
         return prompt
 
     def _text(self, number: int, tokens: int) -> list[int]:

@@ -1,0 +1,74 @@
+"""Steady decoding: runs of steps in which every running sequence only gets its next token, advanced all at once.
+
+A simulation on a virtual clock spends most of its steps so. `steady_steps` says how many of them follow for certain,
+and `skip_steps` puts the scheduler into the state that so many calls of `schedule` and `update` would leave: the slow
+reference is the loop itself (tests/planning/simulation/test_simulated_replica.py compares them).
+"""
+
+from __future__ import annotations
+
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.scheduler import Scheduler
+
+_SPARE_BLOCKS = 4
+"""free blocks per running sequence that are left, so that no preemption is near"""
+_HASHED_AT_ONCE = 4
+"""full blocks of a sequence from which on they are registered in the prefix cache"""
+
+
+def steady_steps(scheduler: Scheduler, most: int) -> int:
+    """How many of the next `most` steps only decode all running sequences, none of which reaches its limit in them; 0
+    where something else may happen."""
+    table = scheduler.request_table
+    running = table.running
+    if not running or len(table.waiting) or scheduler.unsettled or len(running) > scheduler.limit.tokens:
+        return 0
+    if scheduler.under_way and not _is_plain(scheduler.under_way[0], len(running)):
+        return 0
+    left = min(seq.limit - 2 - seq.computed for seq in running)
+    steps = min(most, left)
+    if steps < 2 or any(seq.is_prefilling or seq.request.timeout_s is not None for seq in running):
+        return 0
+    return steps if _has_blocks(scheduler, running, steps) else 0
+
+
+def _is_plain(decision: Decision, running: int) -> bool:
+    return (
+        len(decision.decodes) == running
+        and not decision.chunks
+        and not decision.drafts
+        and not decision.last
+        and not decision.has_finished
+    )
+
+
+def _has_blocks(scheduler: Scheduler, running: list[Sequence], steps: int) -> bool:
+    """Whether the blocks of so many steps are free, with some to spare."""
+    cache = scheduler.cache
+    size, groups = cache.block_tokens, len(cache.groups)
+    needed = sum(max(0, -(-(seq.computed + steps + 1 - seq.num_writable) // size)) for seq in running)
+    return cache.pool.num_free > (needed + _SPARE_BLOCKS * len(running)) * groups
+
+
+def skip_steps(scheduler: Scheduler, steps: int, seconds: list[float], now: float) -> None:
+    """Advance all running sequences by `steps` tokens, which are their requests' numbers; `seconds` are the durations
+    of the last of those steps, and `now` is when they ended."""
+    cache, running = scheduler.cache, scheduler.request_table.running
+    for seq in running:
+        upto = seq.computed + steps
+        if upto >= seq.num_writable:
+            grown = cache.grow(seq, upto + 1)
+            assert grown, "steady_steps has counted the blocks"
+        seq.computed = upto
+        seq.tokens.extend([seq.number] * steps)
+        if upto // cache.block_tokens - seq.num_hashed >= _HASHED_AT_ONCE:
+            cache.register_blocks(seq)
+    for decision in scheduler.under_way:
+        decision.positions = [position + steps for position in decision.positions]
+        decision.number += steps
+        decision.decided_at = now
+    scheduler.totals.steps += steps
+    scheduler.totals.tokens_out += steps * len(running)
+    if scheduler.prefill.controller is not None:
+        scheduler.prefill.controller.took_decodes(len(running), seconds, now)

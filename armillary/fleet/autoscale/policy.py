@@ -1,0 +1,186 @@
+"""How many replicas a service needs: target tracking over a stable and a panic window. Time is an argument.
+
+Every signal says how many replicas it needs, and the largest counts:
+
+rate        requests per second at the time when a replica started now is ready / (capacity · target)
+in flight   requests at replicas / (those of a replica at its capacity · target)
+waiting     ready · waiting per replica / its limit, at most twice the fleet
+KV, GPU     ready · usage / its limit
+latency     ready · latency / objective, where an objective is missed, at most 1.5 × the fleet
+
+The rate is extrapolated along its trend by the time that a start takes. Up: at once. Down: to the largest number that a
+decision of the last cooldown needed, and not within a cooldown of a start. Windows as in Knative's autoscaler (stable
+and panic), stabilisation as in Kubernetes' HPA.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from math import ceil, floor
+from typing import Any
+
+from armillary.fleet.autoscale.capacity import Capacity, Limits
+from armillary.fleet.autoscale.signals import SignalHistory, Signals
+from armillary.spec.tables.fleet import Autoscale
+
+_DEFAULT_START_S = 60.0
+_STARTS = 8
+"""measured starts whose mean counts"""
+_MOST_AHEAD = 1.25
+"""rate that is expected over the present one, at most: a step looks like a slope to a window"""
+_TOLERANCE = 0.05
+"""demand this little above a whole number of replicas starts none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """How many replicas there should be, and why."""
+
+    now: float
+    replicas: int
+    """that there should be"""
+    before: int
+    reason: str
+    panic: bool = False
+    needs: dict[str, float] = field(default_factory=dict)
+    """replicas that each signal needs"""
+
+    @property
+    def change(self) -> int:
+        return self.replicas - self.before
+
+    def plain(self) -> dict[str, Any]:
+        return {**asdict(self), "needs": {name: round(value, 3) for name, value in self.needs.items()}}
+
+
+class Autoscaler:
+    """Decides; it starts and stops nothing itself."""
+
+    def __init__(self, settings: Autoscale, limits: Limits, *, start_s: float | None = None) -> None:
+        """`start_s`: how long a start takes; none: as measured."""
+        assert settings.max_replicas is not None, "an autoscaler has a limit"
+        self.settings, self.capacity = settings, Capacity(limits)
+        self._given_start_s = start_s
+        self._starts: deque[float] = deque(maxlen=_STARTS)
+        self._history = SignalHistory(max(settings.stable_window_s, settings.panic_window_s))
+        self._needed: deque[tuple[float, int]] = deque()  # by the decisions of the last cooldown
+        self._panic_until = float("-inf")
+        self._changed_at = self._raised_at = self._lowered_at = float("-inf")
+        self._first_at: float | None = None
+        self._busy_at: float | None = None
+
+    @property
+    def start_s(self) -> float:
+        """Time that a start takes."""
+        if self._given_start_s is not None:
+            return self._given_start_s
+        return sum(self._starts) / len(self._starts) if self._starts else _DEFAULT_START_S
+
+    def started(self, seconds: float) -> None:
+        """A replica was ready after so long."""
+        self._starts.append(seconds)
+
+    def decide(self, signals: Signals) -> Decision:
+        """One decision."""
+        now, settings = signals.now, self.settings
+        self._first_at = now if self._first_at is None else self._first_at
+        if signals.in_flight or signals.arrived_per_s or signals.waiting or self._busy_at is None:
+            self._busy_at = now
+        self._history.add(signals)
+        self.capacity.learn(signals, settled=now - self._changed_at > settings.stable_window_s)
+        stable, short = self._needs(signals, settings.stable_window_s), self._needs(signals, settings.panic_window_s)
+        if max(short.values()) >= settings.panic * max(1, signals.replicas):
+            self._panic_until = now + settings.stable_window_s
+        panic = now < self._panic_until
+        needs = short if panic and max(short.values()) > max(stable.values()) else stable
+        wanted, why = self._bounded(signals, needs)
+        return self._settled(signals, wanted, why, needs, panic)
+
+    # --- demand
+
+    def _needs(self, signals: Signals, window_s: float) -> dict[str, float]:
+        settings, capacity, mean = self.settings, self.capacity, self._history.mean
+        ready = max(1, signals.ready)
+        slope = self._history.slope("arrived_per_s", max(window_s, settings.stable_window_s))
+        rate = mean("arrived_per_s", window_s)
+        ahead = max(0.0, slope) * (self.start_s + window_s / 2)  # the mean is as old as half its window
+        most = _MOST_AHEAD * mean("arrived_per_s", settings.panic_window_s)
+        needs = {
+            "rate": max(rate, min(rate + ahead, most)) / (capacity.requests_per_s * settings.target),
+            "in flight": mean("in_flight", window_s) / (capacity.in_flight * settings.target),
+            "waiting": min(2.0 * ready, mean("waiting", window_s) / settings.max_waiting),
+            "KV": ready * mean("kv_used", window_s) / settings.max_kv_used,
+        }
+        if settings.max_gpu_used is not None and signals.gpu_used is not None:
+            needs["GPU"] = ready * mean("gpu_used", window_s) / settings.max_gpu_used
+        ratio = capacity.latency_ratio(signals)
+        if ratio > 1.0 and not signals.starting:
+            needs["latency"] = ready * min(1.5, ratio)
+        return needs
+
+    # --- bounds
+
+    def _bounded(self, signals: Signals, needs: dict[str, float]) -> tuple[int, str]:
+        """The replicas for these needs within every limit, and why so many."""
+        settings, before = self.settings, signals.replicas
+        name = max(needs, key=lambda each: needs[each])
+        wanted, why = ceil(needs[name] - _TOLERANCE), f"{name} needs {needs[name]:.1f}"
+        fastest = max(before + 1, floor(before * settings.max_rate_up))
+        if wanted > fastest:
+            wanted, why = fastest, f"{why}, at most {settings.max_rate_up:g} × at once"
+        least = self._least(signals)
+        if wanted < least:
+            wanted, why = least, f"at least {least}" if needs[name] <= least else why
+        assert settings.max_replicas is not None
+        if wanted > settings.max_replicas:
+            wanted, why = settings.max_replicas, f"{why}, at most {settings.max_replicas} replicas"
+        affordable = self._affordable()
+        if wanted > affordable:
+            wanted, why = affordable, f"{why}, at most ${settings.max_usd_per_hour:g} per hour"
+        return wanted, why
+
+    def _least(self, signals: Signals) -> int:
+        """min_replicas; for a service that may have none, one until it was idle for long enough."""
+        if self.settings.min_replicas or self._busy_at is None:
+            return self.settings.min_replicas
+        asked = bool(signals.waiting or signals.in_flight or signals.arrived_per_s)
+        idle_for = signals.now - self._busy_at
+        return 1 if asked or (signals.replicas and idle_for < self.settings.idle_s) else 0
+
+    def _affordable(self) -> int:
+        price, most = self.capacity.limits.usd_per_hour, self.settings.max_usd_per_hour
+        return 1 << 30 if most is None or not price else floor(most / price + 1e-9)
+
+    # --- stability
+
+    def _settled(self, signals: Signals, wanted: int, why: str, needs: dict[str, float], panic: bool) -> Decision:
+        """Up at once, down only to what the last cooldown needed."""
+        now, before, settings = signals.now, signals.replicas, self.settings
+        self._needed.append((now, wanted))
+        while self._needed[0][0] <= now - settings.cooldown_s:
+            self._needed.popleft()
+        if wanted > before and not panic and now - self._lowered_at < settings.cooldown_s and before:
+            wanted, why = before, f"{why}, but replicas were stopped {now - self._lowered_at:.0f} s ago"
+        elif wanted < before:
+            wanted, why = self._lowered(signals, wanted, why, panic)
+        if wanted == before:
+            return Decision(now=now, replicas=before, before=before, reason=why, panic=panic, needs=needs)
+        self._changed_at = now
+        if wanted > before:
+            self._raised_at = now
+        else:
+            self._lowered_at = now
+        return Decision(now=now, replicas=wanted, before=before, reason=why, panic=panic, needs=needs)
+
+    def _lowered(self, signals: Signals, wanted: int, why: str, panic: bool) -> tuple[int, str]:
+        now, before, cooldown_s = signals.now, signals.replicas, self.settings.cooldown_s
+        if before > self._affordable() or before > (self.settings.max_replicas or before):
+            return wanted, why
+        if panic:
+            return before, f"{why}, but nothing is stopped in panic mode"
+        since = now - max(self._raised_at, self._first_at or 0.0)
+        if since < cooldown_s:
+            return before, f"{why}, but the last start was {since:.0f} s ago"
+        needed = min(before, max(count for _, count in self._needed))
+        return needed, why if needed == wanted else f"{why}, {needed} within the last {cooldown_s:g} s"

@@ -1,0 +1,171 @@
+"""A recipe's service as it is simulated: engine settings, KV cache, step times, requests, fleet and price."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from armillary.engine.cache.kv_capacity import plan_kv
+from armillary.engine.scheduler.settings import settings_for
+from armillary.errors import ArmillaryError, BadInput
+from armillary.fleet.autoscale.capacity import Limits
+from armillary.fleet.autoscale.policy import Autoscaler
+from armillary.planning.cost.cost import device_hour
+from armillary.planning.serving.deployment_options import server_of
+from armillary.planning.serving.serving_memory import kv_capacity_tokens, serving_memory
+from armillary.planning.serving.serving_plan import serving_request
+from armillary.planning.simulation.replayed_requests import Arrival, drawn
+from armillary.planning.simulation.request_slo import met
+from armillary.planning.simulation.simulate import System
+from armillary.planning.simulation.simulated_fleet import FleetRun, SimulatedFleet
+from armillary.planning.simulation.step_cost import StepCost, planned_step_cost
+from armillary.planning.simulation.trace_arrivals import arrivals_of
+from armillary.spec.tables.fleet import Autoscale, Fleet
+from armillary.spec.tables.serve import Objective, Serve, Traffic
+from armillary.stats import percentile
+
+if TYPE_CHECKING:
+    from armillary.spec.hardware import Cluster
+    from armillary.spec.model import ModelConfig
+    from armillary.spec.recipe import Recipe
+    from armillary.store.home import Home
+
+_PROBE_REQUESTS, _PROBE_S = 400, 60.0
+"""of each simulation that looks for a replica's capacity: at least so many requests, and so long"""
+_PROBES = 9
+_MET = 0.99
+"""share of requests that meet every objective at the capacity"""
+_UNLIMITED_TTFT = 4.0
+"""without objectives, a replica is full where the TTFT p99 is so many times that of a request alone"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetCase:
+    """Everything that a simulation needs."""
+
+    system: System
+    cost: StepCost
+    arrivals: Sequence[Arrival]
+    fleet: Fleet
+    autoscale: Autoscale
+    objective: Objective
+    traffic: Traffic
+    usd_per_replica_hour: float | None = None
+    """none: no price is known"""
+
+    def run(self, *, limits: Limits | None = None, seed: int = 0) -> FleetRun:
+        """Simulate it; `limits` of a replica are found by simulation where they are needed and not given."""
+        autoscaler = None
+        if self.autoscale.is_on:
+            limits = limits or replica_limits(self)
+            autoscaler = Autoscaler(self.autoscale, limits, start_s=self.fleet.start_s)
+        fleet = self.fleet
+        return SimulatedFleet(self.arrivals, self.system, self.cost, fleet, autoscaler=autoscaler, seed=seed).run()
+
+
+def fleet_case(
+    recipe: Recipe,
+    config: ModelConfig,
+    cluster: Cluster,
+    home: Home,
+    *,
+    cost: StepCost | None = None,
+    kv_tokens: float | None = None,
+    arrivals: Sequence[Arrival] | None = None,
+) -> FleetCase:
+    """The recipe's service; measured step times, KV cache and requests take the place of planned ones."""
+    serve, arrivals = recipe.serve, arrivals_of(recipe.traffic, recipe.load) if arrivals is None else arrivals
+    devices = recipe.layout.tp * recipe.layout.pp * recipe.layout.ep
+    if cost is None or kv_tokens is None:
+        server = server_of(serving_request(recipe, config, cluster, home), recipe.layout)
+        serve = server.serve
+        kv_tokens = kv_tokens or kv_capacity_tokens(server.replica, serving_memory(server.replica, serve))
+        devices = server.replica.split.num_devices
+        prompt = max(1, round(sum(each.tokens_in for each in arrivals) / len(arrivals)))
+        out = sum(each.tokens_out for each in arrivals) / len(arrivals)
+        cost = cost or planned_step_cost(server.replica, context=max(1, prompt + round(out / 2)), prompt=prompt)
+    if kv_tokens < serve.block_tokens:
+        raise BadInput(f"no KV cache is left beside the weights of {config.name}; raise layout.tp or serve.kv_bytes")
+    return FleetCase(
+        system=_system(config, serve, kv_tokens, cluster.chip.kind),
+        cost=cost,
+        arrivals=arrivals,
+        fleet=recipe.fleet,
+        autoscale=recipe.autoscale,
+        objective=recipe.objective,
+        traffic=recipe.traffic,
+        usd_per_replica_hour=_price(recipe, cluster, devices),
+    )
+
+
+def _system(config: ModelConfig, serve: Serve, kv_tokens: float, chip: str) -> System:
+    sizes = plan_kv(config, serve, 1 << 62, dtype="bf16")
+    return System(
+        settings=settings_for(config, serve),
+        block_tokens=sizes.block_tokens,
+        groups=sizes.groups,
+        num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
+        prefix=serve.prefix_cache,
+        overlap=serve.decides_ahead(chip),
+        streamed=True,
+    )
+
+
+def _price(recipe: Recipe, cluster: Cluster, devices: int) -> float | None:
+    if recipe.hardware.is_here and recipe.cost.usd_per_device_hour is None:
+        return None
+    try:
+        return device_hour(recipe.cost, cluster).usd_per_useful_hour * devices
+    except ArmillaryError:
+        return None
+
+
+def replica_limits(case: FleetCase, *, seed: int = 1) -> Limits:
+    """The highest Poisson rate at which 99 % of the requests meet the objectives at one replica, by bisection with the
+    lengths of the case's own requests."""
+    objective = case.objective
+    if objective == Objective():
+        objective = Objective(ttft_p99_s=_UNLIMITED_TTFT * _alone_s(case))
+    low, high, best = 0.0, 0.0, 1.0
+    rate = len(case.arrivals) / max(1e-9, case.arrivals[-1].at_s) if case.arrivals[1:] else 1.0
+    for _ in range(_PROBES):
+        run = _probe(case, rate, seed)
+        good = sum(met(served, run, objective) for served in run.served) >= _MET * len(run.served)
+        if good:
+            low, best = rate, max(1.0, sum(each.end_s - each.arrived_s for each in run.served) / run.end_s)
+        else:
+            high = rate
+        rate = rate * 2 if not high else high / 4 if not low else (low + high) / 2
+    if not low:
+        raise BadInput("even a nearly idle replica misses the objectives; relax them, or raise layout.tp")
+    return Limits(
+        requests_per_s=low,
+        in_flight=best,
+        ttft_s=objective.ttft_p99_s,
+        itl_s=objective.itl_p99_s,
+        usd_per_hour=case.usd_per_replica_hour or 0.0,
+    )
+
+
+def _probe(case: FleetCase, rate: float, seed: int) -> FleetRun:
+    """One replica at a steady rate, with lengths drawn from the case's requests."""
+    count = max(_PROBE_REQUESTS, round(rate * _PROBE_S))
+    times = drawn(replace(case.traffic, requests_per_s=rate, seed=seed, shared_prefix=0, arrival="poisson"), count)
+    rng = Random(f"probe {seed}")
+    lengths = rng.choices(case.arrivals, k=count)
+    arrivals = [
+        replace(each, tokens_in=like.tokens_in, tokens_out=like.tokens_out, limit=like.limit)
+        for each, like in zip(times, lengths, strict=True)
+    ]
+    fleet = replace(case.fleet, replicas=1, failures_per_hour=0.0)
+    return SimulatedFleet(arrivals, case.system, case.cost, fleet, seed=seed).run()
+
+
+def _alone_s(case: FleetCase) -> float:
+    """Median TTFT of requests that are alone."""
+    sample = [replace(each, number=i + 1, at_s=0.0) for i, each in enumerate(case.arrivals[:31])]
+    fleet = replace(case.fleet, replicas=1, failures_per_hour=0.0)
+    runs = [SimulatedFleet([each], case.system, case.cost, fleet).run() for each in sample]
+    return percentile([each.first_s - each.arrived_s for run in runs for each in run.served], 50)

@@ -1,0 +1,94 @@
+"""An executor on a virtual clock: a step takes as long as a `StepCost` says, and gives each sequence its next token."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from random import Random
+
+import numpy as np
+
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.decision import Decision, StepWork
+from armillary.planning.simulation.step_cost import StepCost
+
+STOP = 0
+"""the end token; other tokens are request numbers"""
+
+
+class Launched:
+    """A step that was launched, and when it will be done."""
+
+    __slots__ = ("decision", "done_at")
+
+    def __init__(self, decision: Decision, done_at: float) -> None:
+        self.decision, self.done_at = decision, done_at
+
+
+class SimulatedDevice:
+    """The device of one replica, `slowdown` times as slow as its step costs."""
+
+    def __init__(self, cost: StepCost, *, seed: int = 0, overlap: bool = True) -> None:
+        self.now = 0.0
+        self.slowdown = 1.0
+        self.lengths: dict[str, int] = {}
+        """request id -> output tokens, where they are fewer than the request's limit"""
+        self.collected: Decision | None = None  # the step whose tokens were taken last
+        self._cost, self._overlap = cost, overlap
+        self._rng = Random(seed)
+        self._free_at = 0.0
+        self._last: Launched | None = None  # the step in flight
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether `durations` knows how its clock moves: a host that is busy all along decides no step ahead."""
+        return self._cost.waits or not self._overlap
+
+    def clock(self) -> float:
+        return self.now
+
+    def launch(self, decision: Decision) -> Launched:
+        work = decision.work
+        taken = self._cost.seconds(work) * self.slowdown
+        ratios = self._cost.noise.ratios_near(work.prefill_tokens > 0, taken)
+        taken *= self._rng.choice(ratios) if ratios else 1.0
+        self._free_at = max(self.now, self._free_at) + taken
+        if not self._cost.waits:
+            self.now = self._free_at
+        self._last = Launched(decision, self._free_at)
+        return self._last
+
+    def tokens(self, launched: Launched) -> list[int]:
+        self.now, self.collected = max(self.now, launched.done_at), launched.decision
+        sampling = launched.decision.sampling
+        if not self.lengths:
+            return [seq.number for seq in sampling]
+        return [STOP if self._ends(seq) else seq.number for seq in sampling]
+
+    def _ends(self, seq: Sequence) -> bool:
+        length = self.lengths.get(seq.request.id)
+        return length is not None and seq.num_output + 1 >= length
+
+    # --- many steps at once
+
+    def ends(self, running: list[Sequence], steps: int) -> list[float]:
+        """When each of the next `steps` steps of decodes alone has given its tokens."""
+        context = float(sum(seq.computed for seq in running) + len(running))
+        first = StepWork(decode_tokens=len(running), context_tokens=context)
+        begin_s = self._cost.seconds(first)
+        more_s = self._cost.seconds(first._replace(context_tokens=context + len(running))) - begin_s
+        taken = (begin_s + more_s * np.arange(steps)) * self.slowdown
+        ratios = self._cost.noise.ratios_near(False, begin_s * self.slowdown)
+        if ratios:
+            taken = taken * np.array(self._rng.choices(ratios, k=steps))
+        if self._overlap:  # the tokens of a step come while the next runs
+            assert self._last is not None, "a step is in flight"
+            return list(accumulate(taken.tolist(), initial=self._last.done_at))
+        return list(accumulate(taken.tolist(), initial=self.now))[1:]
+
+    def skip_to(self, ends: list[float], steps: int) -> None:
+        """So many of those steps are over."""
+        self.now = ends[steps - 1]
+        self._free_at = ends[steps] if self._overlap else self.now
+        if self._overlap:
+            assert self._last is not None, "a step is in flight"
+            self._last.done_at = self._free_at

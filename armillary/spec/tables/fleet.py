@@ -1,0 +1,80 @@
+"""Several servers as one service: the recipe's tables [fleet] and [autoscale]."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from armillary.errors import BadRecipe
+from armillary.spec.tables.checks import above_zero, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """The replicas of a service."""
+
+    replicas: int = 1
+    """replicas at the start; without [autoscale] this many all along"""
+    policy: Literal["prefix", "least-load", "power-of-two", "round-robin"] = "prefix"
+    """routing: prefix: the replica that has seen the longest part of the prompt, unless it is busier than others"""
+    start_s: float | None = None
+    """time from starting a replica until it is ready; none: the mean of those measured so far, at first 60 s"""
+    failures_per_hour: float = 0.0
+    """simulation: failures of each replica per hour; a failed one is replaced after fleet.detect_s and start_s"""
+    detect_s: float = 5.0
+    """simulation: time until a failed replica gets no more requests"""
+    max_wait_s: float = 120.0
+    """time for which a request waits for a replica where there is none (scaled to zero, all failed)"""
+
+    def __post_init__(self) -> None:
+        at_least(self, "fleet", 0, "replicas", "start_s", "failures_per_hour", "detect_s")
+        above_zero(self, "fleet", "max_wait_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoscale:
+    """Policy of the autoscaler; it is off unless max_replicas is given."""
+
+    max_replicas: int | None = None
+    """most replicas; none: the fleet keeps its size"""
+    min_replicas: int = 1
+    """least replicas; 0: none after autoscale.idle_s without requests, and the next request waits for a start"""
+    target: float = 0.8
+    """share of a replica's capacity at which it is meant to run"""
+    interval_s: float = 5.0
+    """time between two decisions"""
+    stable_window_s: float = 60.0
+    """signals are averaged over this time"""
+    panic_window_s: float = 10.0
+    """where demand over this time is at least autoscale.panic times what is running, it counts instead, and nothing is
+    scaled down for a stable window"""
+    panic: float = 1.5
+    """demand over running replicas that starts panic mode"""
+    cooldown_s: float = 120.0
+    """replicas are stopped only where no decision of this time needed them, and none after one was started"""
+    max_rate_up: float = 2.0
+    """most replicas after a decision, as a multiple of those before (at least one more)"""
+    max_kv_used: float = 0.9
+    """KV cache usage at which a replica is full"""
+    max_waiting: float = 2.0
+    """requests per replica that wait for their first step at which it is full"""
+    max_gpu_used: float | None = None
+    """GPU utilisation at which a replica is full; none: it does not count, as decoding keeps a GPU busy at any load"""
+    idle_s: float = 600.0
+    """time without requests after which min_replicas=0 stops the last replica"""
+    max_usd_per_hour: float | None = None
+    """most that running replicas may cost together; none: no limit"""
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_replicas is not None
+
+    def __post_init__(self) -> None:
+        at_least(self, "autoscale", 0, "min_replicas", "cooldown_s")
+        at_least(self, "autoscale", 1, "max_replicas", "panic", "max_rate_up")
+        above_zero(self, "autoscale", "interval_s", "stable_window_s", "panic_window_s", "max_waiting", "idle_s")
+        above_zero(self, "autoscale", "target", "max_kv_used", "max_gpu_used", most=1)
+        above_zero(self, "autoscale", "max_usd_per_hour")
+        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
+            raise BadRecipe(
+                f"autoscale.min_replicas={self.min_replicas} is above max_replicas={self.max_replicas}; "
+                f"try --set autoscale.max_replicas={self.min_replicas}"
+            )

@@ -1,0 +1,69 @@
+"""`armillary simulate`: a recipe, a sweep, a page, a trace; a service's file with [gateway] is taken too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from armillary.cli.simulate import simulate
+
+RECIPE = """
+[model]
+name = "qwen3-0.6b"
+[hardware]
+on = "h200"
+[traffic]
+requests_per_s = 6
+tokens_in = 200
+tokens_out = 20
+duration_s = 4
+[objective]
+ttft_p99_s = 1.0
+[gateway]
+retries = 1
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "service.toml"
+    file.write_text(RECIPE)
+    return file
+
+
+def run(tmp_path: Path, *args: str) -> dict[str, object]:
+    result = CliRunner().invoke(simulate, [*args, "--json", "--home", str(tmp_path / "home")])
+    assert result.exit_code == 0, result.output
+    answer: dict[str, object] = json.loads(result.stdout[result.stdout.index("{") :])
+    return answer
+
+
+def test_a_recipe(tmp_path: Path, recipe: Path) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    answer = run(tmp_path, str(recipe), "--replicas", "2", "--page", str(page), "--trace", str(trace))
+    gauges = answer["gauges"]
+    assert isinstance(gauges, dict) and gauges["slo_met_fraction"] == 1.0 and 0 < gauges["ttft_p50_s"] < 0.2
+    assert gauges["replicas"] == pytest.approx(2.0) and gauges["usd"] > 0
+    assert "Latency" in page.read_text()
+    events = json.loads(trace.read_text())["traceEvents"]
+    begins = [event for event in events if event["ph"] == "b"]
+    assert len(begins) == 3 * answer["requests"] and {event["pid"] for event in begins} == {1, 2}  # type: ignore[operator]
+
+
+def test_a_sweep_is_the_same_as_its_parts(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("armillary.planning.simulation.sweep.usable_cores", lambda: 1)
+    result = CliRunner().invoke(simulate, [str(recipe), "--sweep", "serve.max_running=1,64", "--json"])
+    assert result.exit_code == 0, result.output
+    few, many = json.loads(result.stdout[result.stdout.index("[") :])
+    assert few["set"] == ["serve.max_running=1"] and few["gauges"]["ttft_p99_s"] > many["gauges"]["ttft_p99_s"]
+    alone = run(tmp_path, str(recipe), "--set", "serve.max_running=64")
+    assert alone["gauges"] == many["gauges"]
+
+
+def test_what_cannot_be_simulated_is_said_in_a_line(recipe: Path) -> None:
+    for args, words in ((["--sweep", "serve.max_running=4"], "two values"), ([], "give a recipe")):
+        result = CliRunner().invoke(simulate, [*([str(recipe)] if args else []), *args])
+        assert result.exit_code != 0 and words in str(result.exception)
