@@ -171,17 +171,17 @@ def _sweep(
     from armillary.planning.simulation.sweep import settings_of, swept
 
     settings = settings_of(sweeps)
-    one = partial(simulate_setting, home, recipe, run, overrides)
+    run_setting = partial(simulate_setting, home, recipe, run, overrides)
     rows: list[list[str | None]] = []
     answers: list[dict[str, Any]] = []
     with out.progress("simulating", total=len(settings), unit="setting") as bar:
         if ray is not None:
             from armillary.cluster.ray.ordered_map import RayMap
 
-            found = zip(settings, RayMap("" if ray == "auto" else ray)(one, settings), strict=True)
+            answered = zip(settings, RayMap("" if ray == "auto" else ray)(run_setting, settings), strict=True)
         else:
-            found = swept(one, settings)  # type: ignore[assignment]
-        for setting, answer in found:
+            answered = swept(run_setting, settings)  # type: ignore[assignment]
+        for setting, answer in answered:
             bar.update()
             gauges = answer["gauges"]
             answers.append({"set": list(setting), **answer})

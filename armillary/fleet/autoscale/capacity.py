@@ -48,13 +48,13 @@ class Capacity:
 
     def latency_ratio(self, signals: Signals) -> float:
         """The worst measured latency over its objective; 0 where none is known."""
-        pairs = ((signals.ttft_p99_s, self.limits.ttft_s), (signals.itl_p99_s, self.limits.itl_s))
-        return max((value / limit for value, limit in pairs if value is not None and limit), default=0.0)
+        limits = ((signals.ttft_p99_s, self.limits.ttft_s), (signals.itl_p99_s, self.limits.itl_s))
+        return max((value / limit for value, limit in limits if value is not None and limit), default=0.0)
 
-    def learn(self, signals: Signals, *, settled: bool) -> None:
-        """Correct by one look at a fleet that has not just changed its size (`settled`)."""
+    def learn(self, signals: Signals, *, stable: bool) -> None:
+        """Correct by one look at a fleet that has not just changed its size (`stable`)."""
         ratio = self.latency_ratio(signals)
-        if not settled or not signals.ready or not ratio:
+        if not stable or not signals.ready or not ratio:
             return
         rate = signals.arrived_per_s / signals.ready
         if ratio > 1.0 and rate < self.requests_per_s:

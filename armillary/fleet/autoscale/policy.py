@@ -88,7 +88,7 @@ class Autoscaler:
         if signals.in_flight or signals.arrived_per_s or signals.waiting or self._busy_at is None:
             self._busy_at = now
         self._history.add(signals)
-        self.capacity.learn(signals, settled=now - self._changed_at > settings.stable_window_s)
+        self.capacity.learn(signals, stable=now - self._changed_at > settings.stable_window_s)
         stable, short = self._needs(signals, settings.stable_window_s), self._needs(signals, settings.panic_window_s)
         if max(short.values()) >= settings.panic * max(1, signals.replicas):
             self._panic_until = now + settings.stable_window_s

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ PATHS = (
 """what is forwarded to replicas; nothing else ever is"""
 _MODEL = "/v1/models/"
 _BODY_TIMEOUT_S = 30.0
+_PARK_POLL_S = 0.05
 _BODIES = 512_000_000
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
@@ -81,6 +83,7 @@ class Gateway:
         self._audit, self.metrics = audit, metrics
         self._admin, self._shared_cache = admin, shared_cache
         self.draining = False
+        self.parked: Counter[str] = Counter()  # model -> requests that wait for a first replica
         self._bodies = BodyLimits(limit=settings.max_body_bytes, total=_BODIES, timeout_s=_BODY_TIMEOUT_S)
         self._cache = ResponseCache(settings.cache_bytes)
         self._cors = Cors(settings.cors_origins)
@@ -115,6 +118,10 @@ class Gateway:
             await self._problem(arrival, Problem(500, "internal error; see the gateway's log", code="bug"))
         if arrival.body is not None or arrival.connection.method == "POST":
             self._record(arrival)
+
+    def add_page(self, path: str, handler: Callable[[Arrival], Awaitable[None]]) -> None:
+        """Answer GET `path`, too."""
+        self._routes["GET", path] = handler
 
     async def close(self) -> None:
         """Close the connections that are not to replicas."""
@@ -201,6 +208,8 @@ class Gateway:
 
     async def _in_turn(self, arrival: Arrival, model: ModelSettings, request: ProxiedRequest) -> None:
         """Forward a request, once the model has a slot for this client."""
+        if model.managed and not self._models.find(model.name)[1].has_ready:
+            await _unless_client_leaves(arrival.connection, self._park(model))
         queue, key = self._models.queue(model.name), arrival.key
         if queue is None:
             return await request.run()
@@ -211,6 +220,19 @@ class Gateway:
             await request.run()
         finally:
             queue.release(share)
+
+    async def _park(self, model: ModelSettings) -> None:
+        """Wait until the model has a replica; Problem 503 where none comes in time."""
+        router, deadline = self._models.find(model.name)[1], time.monotonic() + model.max_park_s
+        self.parked[model.name] += 1
+        try:
+            while not router.has_ready:
+                if time.monotonic() > deadline or self.draining:
+                    text = f"no replica of '{model.name}' was ready within {model.max_park_s:g} s; try again later"
+                    raise Problem(503, text, code="no_replica", retry_after_s=5)
+                await asyncio.sleep(_PARK_POLL_S)
+        finally:
+            self.parked[model.name] -= 1
 
     async def _kept(self, key: bytes) -> CachedResponse | None:
         return await self._shared_cache.get(key) if self._shared_cache is not None else self._cache.get(key)

@@ -59,6 +59,11 @@ class ModelSettings:
 
     name: str
     replicas: tuple[ReplicaSettings, ...]
+    managed: bool = False
+    """its replicas are started and stopped by an autoscaler (armillary up), and a request waits for one where there is
+    none"""
+    max_park_s: float = 120.0
+    """managed: time for which a request waits for the first replica"""
     policy: Policy = "prefix"
     """prefix: the replica that has seen the longest part of the prompt, unless it is busier than others"""
     canary_fraction: float = 0.05
@@ -89,7 +94,7 @@ class ModelSettings:
     """price of a million completion tokens"""
 
     def __post_init__(self) -> None:
-        if not self.replicas:
+        if not self.replicas and not self.managed:
             raise BadRecipe(f'model {self.name} has no replicas; add replicas = [{{ url = "http://…" }}]')
         if self.input_usd_per_million < 0 or self.output_usd_per_million < 0:
             raise BadRecipe(f"a price of {self.name} is negative; correct it")

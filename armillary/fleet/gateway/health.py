@@ -23,6 +23,8 @@ _NOT_SERVED = tuple(f"it answered {status}" for status in (400, 404, 405, 422, 4
 """answers of a server that works, but not on this path or not now"""
 _COMPLETION_EVERY = 2
 """of health checks, where a check costs the replica a token"""
+_NOTICED_S = 0.25
+"""time until a replica that was added is checked"""
 _SILENT = "it did not answer within"
 
 
@@ -34,7 +36,20 @@ class HealthChecker:
         self._has_ready: dict[Replica, bool] = {}
 
     async def run(self) -> None:
-        await asyncio.gather(*(self._watch(model, replica) for model, replica in self._checked()))
+        """Replicas may come and go."""
+        watched: dict[Replica, asyncio.Task[None]] = {}
+        try:
+            while True:
+                present = {replica: model for model, replica in self._checked()}
+                for replica in watched.keys() - present.keys():
+                    watched.pop(replica).cancel()
+                    self._has_ready.pop(replica, None)
+                for replica in present.keys() - watched.keys():
+                    watched[replica] = asyncio.create_task(self._watch(present[replica], replica))
+                await asyncio.sleep(_NOTICED_S)
+        finally:
+            for task in watched.values():
+                task.cancel()
 
     async def first_round(self) -> None:
         """Check all replicas once, before the first request: one that fails gets none until a check passes."""

@@ -39,6 +39,7 @@ class Models:
     """Name -> settings and router."""
 
     def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
         self._models = {model.name: (model, _router(model, config)) for model in config.models}
         self._guards = {model.name: ModelGuards(model.guards) for model in config.models if model.guards}
         self._queues = {model.name: _queue(model, config) for model in config.models if model.max_in_flight}
@@ -74,6 +75,17 @@ class Models:
 
     def queues(self) -> Mapping[str, FairQueue]:
         return self._queues
+
+    def add_replica(self, model: str, name: str, settings: ReplicaSettings) -> Replica:
+        """A replica that has just become ready: it gets requests from now on."""
+        replica = Replica(name=name, canary=settings.canary, link=_link(settings, self._config))
+        self.find(model)[1].add(replica)
+        return replica
+
+    def remove_replica(self, model: str, replica: Replica) -> None:
+        """A replica that is no more; its connections are closed."""
+        self.find(model)[1].remove(replica)
+        replica.link.pool.close()
 
     def replicas(self) -> list[tuple[ModelSettings, Replica]]:
         return [(model, replica) for model, router in self._models.values() for replica in router.replicas]

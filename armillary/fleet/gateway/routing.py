@@ -87,6 +87,11 @@ class Router:
         self._assign(replica, prompt)
         return replica
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether any replica gets requests."""
+        return any(not each.drained and each.breaker.retry_at is None for each in self.replicas)
+
     def _is_usable(self, replica: Replica, now: float) -> bool:
         return not replica.drained and replica.breaker.admits(now)
 

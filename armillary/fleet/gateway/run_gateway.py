@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import socket
 import time
+import traceback
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from armillary.errors import BadInput
 from armillary.fleet.gateway.admin import AdminApi
@@ -23,7 +28,7 @@ from armillary.fleet.gateway.limits import Limiter, LocalLimiter
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.redis_limits import RedisLimiter
-from armillary.fleet.gateway.upstream import sweep
+from armillary.fleet.gateway.upstream import ReplicaPool, sweep
 from armillary.serving.http.json_log import JsonLog
 from armillary.serving.http.server import (
     ListenOptions,
@@ -43,10 +48,21 @@ _GC_OBJECTS = 10_000
 """new objects between collections; the default of 700 means one every few requests"""
 
 
+Companion = Callable[[Gateway, Models, str], Coroutine[Any, Any, None]]
+"""what runs beside a gateway until it is cancelled: it gets the gateway's address, too"""
+
+
 def run_gateway(
-    config: GatewayConfig, listen: ListenOptions, *, keys: KeyStore, folder: Path, say: Say = print
+    config: GatewayConfig,
+    listen: ListenOptions,
+    *,
+    keys: KeyStore,
+    folder: Path,
+    say: Say = print,
+    companion: Companion | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; the audit log is in `folder`, where its settings name no other."""
+    """Serve until SIGTERM or SIGINT; the audit log is in `folder`, where its settings name no other. `companion` runs in
+    the same event loop, like an autoscaler that adds and removes replicas."""
     if not config.models:
         raise BadInput("the gateway has no model; give --config FILE with [[models]], or --upstream NAME=URL")
     say = ignore_broken_pipe(say)
@@ -58,7 +74,7 @@ def run_gateway(
     if not ring.required:
         say("no API key is needed; armillary gateway keys add NAME makes the first, and from then on one is")
     try:
-        run_event_loop(_serve(config, sock, keys, ring, audit, path, say, tls))
+        run_event_loop(_serve(config, sock, keys, ring, audit, path, say, tls, companion))
     finally:
         audit.close()
 
@@ -102,6 +118,7 @@ async def _serve(
     audit_path: Path,
     say: Say,
     tls: Tls | None,
+    companion: Companion | None,
 ) -> None:
     limiter: LocalLimiter | RedisLimiter
     if config.gateway.redis:
@@ -109,10 +126,14 @@ async def _serve(
     else:
         limiter = LocalLimiter(totals=spent_before(audit_path, ring.all(), time.time()))
     gateway, models = make_gateway(config, keys, ring, limiter, audit)
-    pools = [replica.link.pool for _, replica in models.replicas()]
+    def pools() -> list[ReplicaPool]:
+        return [replica.link.pool for _, replica in models.replicas()]
+
     checker = HealthChecker(models, config.gateway, say)
     await checker.first_round()
     tasks = [asyncio.create_task(each) for each in (sweep(pools), checker.run(), audit.run(say), ring.watch())]
+    if companion is not None:
+        tasks.append(asyncio.create_task(_run_companion(companion(gateway, models, address_of(sock, tls)), say)))
     server = http_server(gateway, graceful_s=_DRAIN_S, tls=tls, proxy_headers=False)
     gc.freeze()  # what is there now stays: no collection has to look at it again
     gc.set_threshold(_GC_OBJECTS)
@@ -129,8 +150,18 @@ async def _serve(
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        for pool in pools:
+        for pool in pools():
             pool.close()
         await gateway.close()
         if isinstance(limiter, RedisLimiter):
             await limiter.close()
+
+
+async def _run_companion(work: Coroutine[Any, Any, None], say: Say) -> None:
+    """What fails beside the gateway ends it, with the signal that its operator would send."""
+    try:
+        await work
+    except Exception as error:
+        traceback.print_exc()
+        say(f"the service ends: {error}")
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -10,6 +10,7 @@ import asyncio
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -249,9 +250,9 @@ class ReplicaPool:
             connection.abort()
 
 
-async def sweep(pools: list[ReplicaPool]) -> None:
-    """Check deadlines until cancelled."""
+async def sweep(pools: Callable[[], Iterable[ReplicaPool]]) -> None:
+    """Check deadlines of the present replicas until cancelled."""
     while True:
         await asyncio.sleep(_SWEEP_S)
-        for pool in pools:
+        for pool in pools():
             pool.check_deadlines()

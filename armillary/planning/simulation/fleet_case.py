@@ -156,8 +156,8 @@ def _probe(case: FleetCase, rate: float, seed: int) -> FleetRun:
     rng = Random(f"probe {seed}")
     lengths = rng.choices(case.arrivals, k=count)
     arrivals = [
-        replace(each, tokens_in=like.tokens_in, tokens_out=like.tokens_out, limit=like.limit)
-        for each, like in zip(times, lengths, strict=True)
+        replace(each, tokens_in=drawn_from.tokens_in, tokens_out=drawn_from.tokens_out, limit=drawn_from.limit)
+        for each, drawn_from in zip(times, lengths, strict=True)
     ]
     fleet = replace(case.fleet, replicas=1, failures_per_hour=0.0)
     return SimulatedFleet(arrivals, case.system, case.cost, fleet, seed=seed).run()

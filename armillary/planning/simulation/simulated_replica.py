@@ -14,7 +14,7 @@ from typing import NamedTuple
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
-from armillary.engine.scheduler.steady import skip_steps, steady_steps
+from armillary.engine.scheduler.decode_stretch import skip_steps, steady_steps
 from armillary.engine.scheduler.step_loop import Loop
 from armillary.errors import BadInput
 from armillary.planning.simulation.replayed_requests import Arrival

@@ -65,19 +65,19 @@ def page(outcome: FleetOutcome, title: str, *, notes: tuple[str, ...] = ()) -> s
 
 
 def _over_time(outcome: FleetOutcome) -> str:
-    looks = outcome.run.timeline
+    samples = outcome.run.timeline
     series = {
         "replicas": (
-            ("ready", [(look.now, look.ready) for look in looks]),
-            ("ready and starting", [(look.now, look.ready + look.starting) for look in looks]),
+            ("ready", [(look.now, look.ready) for look in samples]),
+            ("ready and starting", [(look.now, look.ready + look.starting) for look in samples]),
         ),
         "requests": (
-            ("in flight", [(look.now, look.in_flight) for look in looks]),
-            ("waiting", [(look.now, look.waiting) for look in looks]),
+            ("in flight", [(look.now, look.in_flight) for look in samples]),
+            ("waiting", [(look.now, look.waiting) for look in samples]),
         ),
     }
     plots = [lines(each, label=f"{name} over time", x_name="seconds") for name, each in series.items()]
-    used = [(look.now, look.kv_used) for look in looks]
+    used = [(look.now, look.kv_used) for look in samples]
     plots.append(
         lines([("KV cache used", used)], label="KV cache", x_name="seconds", y_text=share_text, y_ticks=SHARE_TICKS)
     )

@@ -20,10 +20,10 @@ def settings_of(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     axes = []
     for text in sweeps:
         key, _, values = text.partition("=")
-        found = [value.strip() for value in values.split(",") if value.strip()]
-        if "." not in key or len(found) < 2:
+        values_given = [value.strip() for value in values.split(",") if value.strip()]
+        if "." not in key or len(values_given) < 2:
             raise BadInput(f"--sweep {text} needs a key and two values or more; write it like serve.max_running=4,8,16")
-        axes.append([f"{key.strip()}={value}" for value in found])
+        axes.append([f"{key.strip()}={value}" for value in values_given])
     combinations = list(product(*axes))
     if len(combinations) > MOST:
         raise BadInput(f"{len(combinations):,} settings are too many, at most {MOST:,} are tried; leave some out")

@@ -240,7 +240,7 @@ async def gateway_of(
     app, models = make_gateway(config, keys, KeyRing(keys), limiter or LocalLimiter(), log)
     checker = HealthChecker(models, config.gateway, said.append)
     pools = [replica.link.pool for _, replica in models.replicas()]
-    tasks = [asyncio.create_task(sweep(pools)), *([asyncio.create_task(checker.run())] if health else [])]
+    tasks = [asyncio.create_task(sweep(lambda: pools)), *([asyncio.create_task(checker.run())] if health else [])]
     try:
         yield Client(app, models, folder / "audit.jsonl", said, log, checker)
     finally:
