@@ -18,13 +18,13 @@ from armillary.spec.model import ModelConfig
 
 
 class MtpLayer(nn.Module):
-    """One multi-token-prediction layer; its block is of the kind of the model's last one."""
+    """One multi-token-prediction layer; its block is of the kind of the model's last one, with attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding_norm, self.hidden_norm, self.norm = (hidden_norm(config) for _ in range(3))
         self.join = nn.Linear(2 * config.hidden, config.hidden, bias=False)
-        self.block = Block(config, config.layers[-1])
+        self.block = Block(config, config.mtp_kind)
 
     def forward(
         self, hidden_BTH: Tensor, embedded_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int

@@ -21,6 +21,7 @@ from armillary.model.fused import dispatch as fused_block
 from armillary.model.fused.passes import FusedOptions
 from armillary.model.layers.attention import Attention
 from armillary.model.layers.attention_forms import Attend
+from armillary.model.layers.gated_delta_net import GatedDeltaNet, fill_fresh
 from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm, hidden_norm
@@ -42,7 +43,7 @@ class Block(nn.Module):
         super().__init__()
         self.parallel, self.residual_scale = config.parallel != "none", config.residual_scale
         before, after = config.norm_at in ("before", "both"), config.norm_at in ("after", "both")
-        self.attention = Attention(config, kind) if config.mla is None else LatentAttention(config)
+        self.attention = _mixer(config, kind)
         self.mlp = _mlp(config, kind)
         self.attention_norm = hidden_norm(config) if before else None
         self.attention_post_norm = hidden_norm(config) if after else None
@@ -155,6 +156,9 @@ class Transformer(nn.Module):
             if name.endswith(("bias", "bias_E2F", "bias_EH", "sinks_N")):
                 parameter.zero_()
                 continue
+            if name.endswith(("conv_CW", "rate_V", "rate_bias_V")):
+                fill_fresh(part_of(parameter), seed=seed, name=name)
+                continue
             if name == "output.weight" and self.config.tied:
                 name = "embedding.weight"  # a last stage without the embedding holds a copy
             width = into_residual if name.endswith(("out.weight", "down.weight", "down_EHF")) else std
@@ -187,6 +191,13 @@ def build(
 def _rounded(value: float, dtype: torch.dtype) -> float:
     """`value` rounded to the dtype: Gemma was trained with a rounded scale."""
     return torch.tensor(value, dtype=dtype, device="cpu").item()
+
+
+def _mixer(config: ModelConfig, kind: LayerKind) -> Attention | LatentAttention | GatedDeltaNet:
+    """What mixes the tokens of a sequence."""
+    if kind.attention == "gated_delta":
+        return GatedDeltaNet(config)
+    return Attention(config, kind) if config.mla is None else LatentAttention(config)
 
 
 def _mlp(config: ModelConfig, kind: LayerKind) -> nn.Module:

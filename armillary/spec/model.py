@@ -11,14 +11,15 @@ from typing import Literal
 
 from armillary.errors import BadModel
 
-Attention = Literal["full", "sliding", "chunked", "simplicial"]
+Attention = Literal["full", "sliding", "chunked", "simplicial", "gated_delta"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Parts of one layer; chunked attention stays within its chunk, and rope=False is NoPE."""
+    """Parts of one layer; chunked attention stays within its chunk, gated_delta keeps a recurrent state instead of keys
+    and values, and rope=False is NoPE."""
 
     attention: Attention = "full"
     mlp: Literal["dense", "moe"] = "dense"
@@ -118,6 +119,27 @@ class MLA:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Gated delta-net layers (arXiv 2412.06464): one matrix [key_dim, value_dim] per value head instead of a KV cache."""
+
+    key_heads: int
+    """heads of queries and keys"""
+    value_heads: int
+    """heads of values, gates and states: a multiple of key_heads"""
+    key_dim: int
+    """size of a query and of a key"""
+    value_dim: int
+    """size of a value"""
+    conv: int = 4
+    """tokens that the causal convolution of queries, keys and values sees, its own included"""
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values together: what is convolved."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class Simplicial:
     """2-simplicial attention: each query attends to pairs (i, j) inside two windows."""
 
@@ -203,6 +225,8 @@ class ModelConfig:
     """c: layers without rotary positions multiply queries by 1 + c·ln(1 + ⌊(position + 1) / temperature_floor⌋)"""
     temperature_floor: int = 8192
     """positions per step of that factor (Llama 4)"""
+    attention_gate: bool = False
+    """sigmoid gates, projected like queries, on the heads' outputs (Qwen3-Next)"""
     sinks: bool = False
     """one learned sink logit per head (GPT-OSS)"""
     qkv_bias: bool = False
@@ -219,6 +243,8 @@ class ModelConfig:
     """experts of the moe layers"""
     mla: MLA | None = None
     """latent attention; overrides kv_heads and head_dim"""
+    gated_delta: GatedDelta | None = None
+    """heads of the gated_delta layers"""
     simplicial: Simplicial | None = None
     """windows of the simplicial layers"""
 
@@ -245,6 +271,8 @@ class ModelConfig:
             raise BadModel(f"{name}: sliding or chunked layers need a window; set window")
         if "simplicial" in kinds and self.simplicial is None:
             raise BadModel(f"{name}: simplicial layers need [model.simplicial] window_1 and window_2")
+        if "gated_delta" in kinds:
+            _check_gated_delta(self)
         if self.num_moe_layers and self.moe is None:
             raise BadModel(f"{name}: moe layers need [model.moe]")
         if self.temperature_floor < 1:
@@ -259,8 +287,18 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a recurrent state in place of keys and values."""
+        return sum(kind.attention == "gated_delta" for kind in self.layers)
+
+    @property
     def num_moe_layers(self) -> int:
         return sum(kind.mlp == "moe" for kind in self.layers)
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """Kind of the layers for multi-token prediction: that of the last layer with attention."""
+        return next((kind for kind in reversed(self.layers) if kind.attention != "gated_delta"), self.layers[-1])
 
     @property
     def scale(self) -> float:
@@ -307,6 +345,18 @@ def _repeat(layers: tuple[LayerKind, ...]) -> tuple[int, int]:
 _DEEPEST = 10_000
 _LARGEST = 2**40
 """above every size of a model; beyond it, arithmetic elsewhere overflows"""
+
+
+def _check_gated_delta(config: ModelConfig) -> None:
+    delta = config.gated_delta
+    if delta is None:
+        raise BadModel(f"{config.name}: gated_delta layers need [model.gated_delta] with heads and dims")
+    sizes = (delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.conv)
+    if min(sizes) < 1 or delta.value_heads % delta.key_heads:
+        raise BadModel(
+            f"{config.name}: {delta.key_heads} key heads of gated_delta layers do not divide {delta.value_heads} value "
+            "heads; set gated_delta.key_heads to a divisor, and every size to at least 1"
+        )
 
 
 def _check_rope(config: ModelConfig) -> None:

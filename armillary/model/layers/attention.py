@@ -1,7 +1,7 @@
 """The attention layer: fused QKV, optional QK norm and rotary positions, then the `attend` function, then the output.
 
 Rows of the fused weight are grouped per KV head as [q…, k, v], so a contiguous shard of the output dim holds whole
-heads.
+heads; where the model gates its heads' outputs, the gates' rows follow: [q…, k, v, gate…].
 """
 
 from collections.abc import Callable
@@ -34,7 +34,8 @@ class Attention(nn.Module):
         self.scales_queries = config.positions == "rope" and not kind.rope and config.query_temperature != 0.0
         self.interleaved = config.rope.interleaved
         self.scale, self.softcap, self.clip = config.scale, config.attention_softcap, config.qkv_clip
-        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.has_gate = config.attention_gate
+        rows = (config.heads * (1 + config.attention_gate) + 2 * config.kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.hidden, rows, bias=config.qkv_bias)
         self.out = nn.Linear(config.heads * config.head_dim, config.hidden, bias=config.out_bias)
         self.q_norm, self.k_norm = _qk_norms(config, kind)
@@ -53,12 +54,18 @@ class Attention(nn.Module):
         return self
 
     def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
-        q, k, v = self._heads(self.qkv(x_BTH), None if cos_sin is None else cos_sin[self.sliding])
+        qkv, gate = self.without_gate(self.qkv(x_BTH))
+        q, k, v = self._heads(qkv, None if cos_sin is None else cos_sin[self.sliding])
         if self.scales_queries:
             assert cos_sin is not None
             q = (q * cos_sin[None][0]).to(q.dtype)
         mixed_BTND = attend(layer, q, k, v, self.options())
-        return self.out(mixed_BTND.flatten(2))
+        mixed = mixed_BTND.flatten(2)
+        return self.out(mixed if gate is None else mixed * torch.sigmoid(gate))
+
+    def without_gate(self, fused: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(queries, keys and values [..., R], gates of the heads' outputs [..., N·D])."""
+        return split_gate(fused, self.group, self.head_dim) if self.has_gate else (fused, None)
 
     def _heads(self, qkv: Tensor, cos_sin: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised and rotated queries and keys, and values; rotated by one kernel where one was chosen."""
@@ -106,6 +113,12 @@ class Attention(nn.Module):
             sinks_N=self.sinks_N,
             slopes_N=self.slopes_N,
         )
+
+
+def split_gate(fused: Tensor, group: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Rows of [q…, k, v, gate…] per KV head, apart: ([q…, k, v] per KV head, the gates)."""
+    grouped = fused.unflatten(-1, (-1, 2 * group + 2, head_dim))
+    return grouped[..., : group + 2, :].flatten(-3), grouped[..., group + 2 :, :].flatten(-3)
 
 
 def _qk_norms(config: ModelConfig, kind: LayerKind) -> tuple[Norm | None, Norm | None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.attention.attention import AttentionOptions, in_chunks
 from armillary.kernels.core.dtype import widen
+from armillary.kernels.delta.gated_delta import DeltaHeads, gated_delta
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
@@ -31,6 +32,41 @@ class OverLatents:
 
     def __call__(self, layer: int, q_BTNL: Tensor, k_BT1L: Tensor, v_BT1C: Tensor, options: AttentionOptions) -> Tensor:
         return self._attend(layer, q_BTNL, k_BT1L, v_BT1C, options)
+
+
+Recur = Callable[[int, Tensor, Tensor, Tensor, Tensor, DeltaHeads], Tensor]
+"""recur(layer, qkv_BTC, decay_BTV, beta_BTV, conv_CW, heads) -> out_BTVE"""
+
+
+class WithState:
+    """An `Attend` that keeps the states of gated delta-net layers beside its cache, and continues from them."""
+
+    def __init__(self, attend: Attend, recur: Recur) -> None:
+        self._attend, self.recur = attend, recur
+
+    def __call__(self, layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
+        return self._attend(layer, q_BTND, k_BTKD, v_BTKD, options)
+
+
+def recurrence(attend: Attend) -> Recur:
+    """What gated delta-net layers do under an `Attend`: continue from its states, else begin with every row, or with
+    every document of it."""
+    if isinstance(attend, WithState):
+        return attend.recur
+    documents_BT: Tensor | None = getattr(attend, "documents_BT", None)
+
+    def recur(
+        layer: int, qkv_BTC: Tensor, decay_BTV: Tensor, beta_BTV: Tensor, conv_CW: Tensor, heads: DeltaHeads
+    ) -> Tensor:
+        return gated_delta(qkv_BTC, decay_BTV, beta_BTV, conv_CW, heads, documents_BT=documents_BT)[0]
+
+    return recur
+
+
+def _over(attend: Attend, documents_BT: Tensor | None) -> Attend:
+    """The same function, which says the documents of its rows to layers that keep a state."""
+    attend.documents_BT = documents_BT  # type: ignore[attr-defined]
+    return attend
 
 
 def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
@@ -67,7 +103,7 @@ def packed(documents_BT: Tensor) -> Attend:
             return _sdpa(q_BTND, k_BTKD, v_BTKD, options.scale, mask=mask_BTS[:, None])
         return masked(q_BTND, k_BTKD, v_BTKD, _without_chunk(options), index_1T, index_1T, same(options.chunk))
 
-    return attend
+    return _over(attend, documents_BT)
 
 
 def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], documents_BT: Tensor | None) -> Attend:
@@ -87,7 +123,7 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
             return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, options)
         return run(q_BTND, k_BTKD, v_BTKD, _without_chunk(options, numbers_BT))
 
-    return attend
+    return _over(attend, documents_BT)
 
 
 def _without_chunk(options: AttentionOptions, documents_BT: Tensor | None = None) -> AttentionOptions:

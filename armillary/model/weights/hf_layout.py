@@ -5,12 +5,13 @@ list of rules of a config is the complete mapping.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from armillary.errors import BadModel
+from armillary.model.weights.gated_rows import conv_pair, gated_qkv_pair, inputs_pair
 from armillary.spec.hf.tensor_names import TensorNames
 from armillary.spec.hf.user_family import find_family
 from armillary.spec.model import LayerKind, ModelConfig, MoE
@@ -61,6 +62,17 @@ _DEEPSEEK = TensorNames(
     selection_bias="mlp.gate.e_score_correction_bias",
 )
 
+_QWEN3_NEXT = TensorNames(
+    norms=_PRE,
+    router="mlp.gate",
+    experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
+    shared=tuple(f"mlp.shared_expert.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
+    shared_gate="mlp.shared_expert_gate",
+    gated_delta="linear_attn",
+    mtp="mtp.",
+)
+_QWEN3_5 = replace(_QWEN3_NEXT, delta_inputs=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+
 FAMILIES: dict[str, TensorNames] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -80,6 +92,11 @@ FAMILIES: dict[str, TensorNames] = {
         router="mlp.gate",
         experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
     ),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
     "glm4_moe": _DEEPSEEK,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -131,22 +148,52 @@ def _block_rules(
 ) -> Iterator[Rule]:
     for norm, name in names.norms.items():
         yield _same(f"{prefix}{norm}.weight", f"{hf_prefix}{name}.weight")
-    yield from (_latent_rules if config.mla else _attention_rules)(config, names, prefix, hf_prefix)
+    if layer.attention == "gated_delta":
+        yield from _gated_delta_rules(config, names, prefix, hf_prefix)
+    else:
+        yield from (_latent_rules if config.mla else _attention_rules)(config, names, prefix, hf_prefix)
     yield from (_moe_rules if layer.mlp == "moe" else _mlp_rules)(config, names, prefix, hf_prefix)
 
 
 def mtp_rules(config: ModelConfig, depth: int) -> list[Rule]:
     """The tensors of the layer after the last that predicts `depth` + 1 tokens further (`multi_token.MtpLayer`); copies
     of the embedding and the head, which some folders have there too, are those of the model."""
+    names = tensor_names(config)
     prefix = f"model.layers.{config.num_layers + depth}."
     own = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"}
-    rules_of_block = _block_rules(config, tensor_names(config), config.layers[-1], "block.", prefix)
+    block = prefix
+    if names.mtp:
+        prefix, block = names.mtp, f"{names.mtp}layers.{depth}."
+        own = {
+            "embedding_norm": "pre_fc_norm_embedding",
+            "hidden_norm": "pre_fc_norm_hidden",
+            "join": "fc",
+            "norm": "norm",
+        }
+    rules_of_block = _block_rules(config, names, config.mtp_kind, "block.", block)
     return [*(_same(f"{name}.weight", f"{prefix}{hf_name}.weight") for name, hf_name in own.items()), *rules_of_block]
+
+
+def num_mtp_layers(config: ModelConfig, has: Callable[[str], bool]) -> int:
+    """How many a folder holds; `has` says whether a tensor is in it."""
+    if prefix := _mtp_prefix(config):
+        return int(is_joined(f"{prefix}fc", has))  # one join, so one layer
+    count = 0
+    while is_mtp_layer(config.num_layers + count, has):
+        count += 1
+    return count
+
+
+def _mtp_prefix(config: ModelConfig) -> str:
+    names = FAMILIES.get(config.family)
+    return "" if names is None else names.mtp
 
 
 def is_of_mtp_layer(name: str, config: ModelConfig, has: Callable[[str], bool]) -> bool:
     """Whether a Hugging Face tensor is of a multi-token-prediction layer, after the model's own; `has` says whether a
     tensor is in the folder."""
+    if (own := _mtp_prefix(config)) and name.startswith(own):
+        return True
     parts = name.split(".", 3)
     if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
         return False
@@ -155,7 +202,11 @@ def is_of_mtp_layer(name: str, config: ModelConfig, has: Callable[[str], bool]) 
 
 def is_mtp_layer(number: int, has: Callable[[str], bool]) -> bool:
     """Whether a folder's layer of this number is one: it has the join, plain or packed."""
-    return any(has(f"model.layers.{number}.eh_proj.{name}") for name in ("weight", "weight_packed", "qweight"))
+    return is_joined(f"model.layers.{number}.eh_proj", has)
+
+
+def is_joined(linear: str, has: Callable[[str], bool]) -> bool:
+    return any(has(f"{linear}.{name}") for name in ("weight", "weight_packed", "qweight"))
 
 
 def _attention_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
@@ -186,6 +237,20 @@ def _latent_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefi
         yield _same(f"{prefix}attention.{name}.weight", f"{hf_prefix}self_attn.{hf_name}.weight")
 
 
+def _gated_delta_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+    delta = config.gated_delta
+    assert delta is not None
+    theirs = f"{hf_prefix}{names.gated_delta}."
+    sources = tuple(f"{theirs}{name}.weight" for name in names.delta_inputs)
+    join, split = inputs_pair(delta, apart=len(sources) > 2)
+    yield Rule(name=f"{prefix}attention.qkv.weight", hf_names=sources, join=join, split=split)
+    join, split = conv_pair(delta)
+    yield Rule(name=f"{prefix}attention.conv_CW", hf_names=(f"{theirs}conv1d.weight",), join=join, split=split)
+    same = {"log_rate_V": "A_log", "rate_bias_V": "dt_bias", "norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
+    for name, hf_name in same.items():
+        yield _same(f"{prefix}attention.{name}", theirs + hf_name)
+
+
 def _mlp_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     for part in ["weight", "bias"] if config.mlp_bias else ["weight"]:
         sources = tuple(f"{hf_prefix}{name}.{part}" for name in names.gate_up)
@@ -207,6 +272,8 @@ def _moe_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: 
         join, split = _gate_up_pair(stacked=False)
         yield Rule(name=f"{prefix}mlp.shared.up.weight", hf_names=(gate, up), join=join, split=split)
         yield _same(f"{prefix}mlp.shared.down.weight", down)
+    if moe.shared_gate:
+        yield _same(f"{prefix}mlp.shared_gate.weight", f"{hf_prefix}{names.shared_gate}.weight")
     if names.stacked[0]:
         yield from _stacked_rules(moe, names, f"{prefix}mlp.experts.", hf_prefix)
         return
@@ -243,6 +310,8 @@ def _same(name: str, hf_name: str) -> Rule:
 def _qkv_pair(config: ModelConfig, *, stacked: bool) -> tuple[Join, Split]:
     kv_heads, dim, group = config.kv_heads, config.head_dim, config.heads // config.kv_heads
     sizes = [config.heads * dim, kv_heads * dim, kv_heads * dim]
+    if config.attention_gate:
+        return gated_qkv_pair(kv_heads, dim, group)
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         q, k, v = parts[0].split(sizes) if stacked else parts

@@ -9,21 +9,13 @@ from armillary.kernels.core.dtype import parse_dtype
 from armillary.model.moe.experts import Router
 from armillary.model.multi_token import MtpLayer
 from armillary.model.quantized.quantization_config import ReadModule, packed_reader
-from armillary.model.weights.hf_layout import Rule, is_mtp_layer, mtp_rules
+from armillary.model.weights.hf_layout import Rule, mtp_rules, num_mtp_layers
 from armillary.model.weights.hf_weights import as_stored
 from armillary.model.weights.packed_weights import PackedFolder
 from armillary.model.weights.safetensors_folder import TensorFolder
 from armillary.spec.hf.config import from_hf
 from armillary.spec.model import ModelConfig
 from armillary.store.hf_folder import read_config
-
-
-def num_mtp_layers(config: ModelConfig, stored: TensorFolder) -> int:
-    """How many a folder holds."""
-    count = 0
-    while is_mtp_layer(config.num_layers + count, stored.__contains__):
-        count += 1
-    return count
 
 
 @torch.no_grad()
@@ -36,7 +28,7 @@ def load_mtp_layers(
     config = from_hf(raw, name=folder.name)
     with TensorFolder(folder) as stored:
         wanted = parse_dtype(dtype) if dtype is not None else stored.dtype()
-        layers = range(num_mtp_layers(config, stored))
+        layers = range(num_mtp_layers(config, stored.__contains__))
         return [_load(config, stored, packed_reader(raw), depth, wanted, torch.device(device)) for depth in layers]
 
 

@@ -29,6 +29,11 @@ READERS: dict[str, Callable[[Raw], Fields]] = {
     "qwen3": dense.qwen3,
     "qwen2_moe": moe.qwen2_moe,
     "qwen3_moe": moe.qwen3_moe,
+    "qwen3_next": moe.qwen3_next,
+    "qwen3_5_text": moe.qwen3_next,
+    "qwen3_5": moe.qwen3_next,
+    "qwen3_5_moe_text": moe.qwen3_next,
+    "qwen3_5_moe": moe.qwen3_next,
     "phi": dense.phi,
     "phi3": dense.phi3,
     "gemma": dense.gemma,
@@ -64,7 +69,13 @@ _ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_SAME_AS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "kimi_k2": "deepseek_v3"}
+_SAME_AS = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "kimi_k2": "deepseek_v3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 
 
 def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
@@ -83,7 +94,6 @@ def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
 
 
 RECURRENT = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "gated delta-net"),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "Mamba"),
     **dict.fromkeys(("rwkv", "recurrent_gemma"), "recurrent"),
 }

@@ -10,6 +10,13 @@ from armillary.spec.model import refuse_too_deep
 
 Raw = Mapping[str, Any]
 Fields = dict[str, Any]
+LAYER_TYPES = {
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "gated_delta",
+}
+"""as `layer_types` names them -> as we do"""
 
 
 def kinds(
@@ -17,13 +24,12 @@ def kinds(
 ) -> list[Fields]:
     """One table per layer, from `layer_types` where the file has it, else from the given rules."""
     types = raw.get("layer_types")
-    names = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
     count = raw.get("num_hidden_layers") or raw.get("n_layer") or raw.get("n_layers") or 0
     refuse_too_deep(count)
     no_rope = raw.get("no_rope_layers") or [1] * count
     layers = []
     for i in range(count):
-        attention = names.get(types[i], types[i]) if types else ("sliding" if sliding and sliding(i) else "full")
+        attention = LAYER_TYPES.get(types[i], types[i]) if types else ("sliding" if sliding and sliding(i) else "full")
         layers.append({"attention": attention, "mlp": "moe" if moe and moe(i) else "dense", "rope": bool(no_rope[i])})
     return layers
 

@@ -55,6 +55,33 @@ def qwen3_moe(raw: Raw) -> Fields:
     )
 
 
+def qwen3_next(raw: Raw) -> Fields:
+    """Gated delta-net layers with a gated full-attention layer after every few; experts unless the family has none."""
+    period = raw.get("full_attention_interval") or 4
+    types = raw.get("layer_types") or [
+        "full_attention" if (i + 1) % period == 0 else "linear_attention" for i in range(raw["num_hidden_layers"])
+    ]
+    has_experts = bool(raw.get("num_experts"))
+    fields: Fields = {
+        "norm_plus_one": True,
+        "qk_norm": "head",
+        "attention_gate": True,
+        "rope": read_rope(raw, fraction=0.25),
+        "layers": kinds(dict(raw) | {"layer_types": types}, moe=sparse_layers(raw) if has_experts else None),
+        "gated_delta": {
+            "key_heads": raw["linear_num_key_heads"],
+            "value_heads": raw["linear_num_value_heads"],
+            "key_dim": raw["linear_key_head_dim"],
+            "value_dim": raw["linear_value_head_dim"],
+            "conv": raw["linear_conv_kernel_dim"],
+        },
+    }
+    if has_experts:
+        shared = {"shared_ffn": raw["shared_expert_intermediate_size"], "shared_gate": True}
+        fields["moe"] = qwen_moe_table(raw) | shared
+    return llama(raw) | fields
+
+
 def qwen2_moe(raw: Raw) -> Fields:
     moe = qwen_moe_table(raw) | {"shared_ffn": raw["shared_expert_intermediate_size"], "shared_gate": True}
     sliding = upper_sliding(raw)

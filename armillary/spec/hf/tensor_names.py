@@ -29,5 +29,14 @@ class TensorNames:
     """gate and up columns alternate in a stacked gate_up; else gates come first"""
     shared: tuple[str, str, str] = ("", "", "")
     """gate, up and down of the shared expert"""
+    shared_gate: str = ""
+    """of the shared expert's sigmoid gate"""
+    gated_delta: str = ""
+    """of gated delta-net layers"""
+    delta_inputs: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
+    """in them: queries, keys, values and gates of each key head, then β and decays; or in_proj_qkv, in_proj_z,
+    in_proj_b and in_proj_a, each of all heads"""
+    mtp: str = ""
+    """prefix of the layer for multi-token prediction, where it is not numbered after the last: 'mtp.'"""
     selection_bias: str = ""
     """of the router, in full"""

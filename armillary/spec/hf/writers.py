@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from armillary.errors import BadModel
+from armillary.spec.hf.layers import LAYER_TYPES
 from armillary.spec.hf.moe import SWIGLU_CLAMPED
 from armillary.spec.hf.rope import brief_longrope
 from armillary.spec.model import ModelConfig, MoE
@@ -49,6 +50,44 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
         "router_aux_loss_coef": moe.aux_loss,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, kind in enumerate(config.layers) if kind.mlp == "dense"],
+    }
+
+
+def _write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
+    return _write_qwen3_5_moe(config) | {
+        "norm_topk_prob": _experts(config).normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, kind in enumerate(config.layers) if kind.mlp == "dense"],
+    }
+
+
+def _write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
+    moe = _experts(config)
+    return _write_qwen3_5(config) | {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn,
+        "shared_expert_intermediate_size": moe.shared_ffn,
+        "router_aux_loss_coef": moe.aux_loss,
+    }
+
+
+def _write_qwen3_5(config: ModelConfig) -> dict[str, Any]:
+    delta = config.gated_delta
+    if delta is None:
+        raise BadModel(
+            f"{config.name}: a '{config.family}' config.json is of a model with gated delta-net layers and this has "
+            "none; try --set model.family=qwen3_moe, or give it [model.gated_delta]"
+        )
+    theirs = {ours: name for name, ours in LAYER_TYPES.items()}
+    return _write_bias(config) | {
+        "partial_rotary_factor": config.rope.fraction,
+        "layer_types": [theirs.get(kind.attention, kind.attention) for kind in config.layers],
+        "linear_conv_kernel_dim": delta.conv,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
     }
 
 
@@ -187,6 +226,9 @@ WRITERS: dict[str, tuple[str, Writer]] = {
     "qwen2": ("Qwen2ForCausalLM", _write_qwen),
     "qwen3": ("Qwen3ForCausalLM", lambda config: _write_qwen(config) | _write_bias(config)),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _write_qwen3_moe),
+    "qwen3_next": ("Qwen3NextForCausalLM", _write_qwen3_next),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", _write_qwen3_5),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", _write_qwen3_5_moe),
     "glm4_moe": ("Glm4MoeForCausalLM", _write_glm4_moe),
     "gpt_oss": ("GptOssForCausalLM", _write_gpt_oss),
     "llama4_text": ("Llama4ForCausalLM", _write_llama4),
