@@ -44,6 +44,7 @@ from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.parallel.collectives import Group, all_reduce
+from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
 from armillary.store.peaks import Peaks
 from armillary.units import bytes_text
@@ -79,6 +80,7 @@ def make_engine(
     if serve.threads is not None and device_type == "cpu":
         torch.set_num_threads(max(1, serve.threads // (group.size if group is not None else 1)))
     refuse_packed(model, serve, group)
+    refuse_drafts(model.config, serve)
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, settings, serve, seed, group)
@@ -127,6 +129,15 @@ def refuse_packed(model: Transformer, serve: Serve, group: Group | None) -> None
         raise BadInput(f"{model.config.name} is already quantized; leave serve.weights=auto")
 
 
+def refuse_drafts(config: ModelConfig, serve: Serve) -> None:
+    """BadInput for draft tokens of a model whose states cannot go back over those that are rejected."""
+    if serve.speculate != "none" and config.num_recurrent_layers:
+        raise BadInput(
+            f"{config.name} has recurrent states, which cannot be rolled back over rejected draft tokens; leave "
+            "serve.speculate=none"
+        )
+
+
 def make_executor(
     model: Transformer, settings: Settings, serve: Serve, seed: int | None, group: Group | None = None
 ) -> FastExecutor:
@@ -148,6 +159,7 @@ def make_executor(
         graphs=serve.graphs,
         kv_dtype=kv_dtype,
         kv_heads=None if group is None else local_kv_heads(model.config, group.size),
+        ranks=1 if group is None else group.size,
         max_rows=step_rows(serve),
     )
     if group is not None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.errors import BadLayout
 from armillary.kernels.core.dtype import widen
 from armillary.model.layers.attention import Attention
+from armillary.model.layers.gated_delta_net import GatedDeltaNet
 from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
@@ -77,6 +78,10 @@ def _shard_block(block: Block, mesh: DeviceMesh, sharding: _TensorSharding) -> N
     attention, mlp = block.attention, block.mlp
     if isinstance(attention, LatentAttention):
         _shard_latent(attention, mesh, sharding)
+    elif isinstance(attention, GatedDeltaNet):
+        _shard_rows(attention.qkv, mesh, sharding)
+        localise(attention, mesh, dict.fromkeys(("conv_CW", "log_rate_V", "rate_bias_V"), ROWS))
+        localise(attention.norm, mesh, {"weight": SHARED})
     else:
         _shard_rows(attention.qkv, mesh, sharding)
         _shard_heads(attention, mesh, sharding.group)

@@ -36,7 +36,13 @@ def projections(config: ModelConfig) -> Iterator[Projection]:
         yield Projection("attention.kv_up", config.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank, True)
         yield Projection("attention.out", config.hidden, config.heads * mla.v_dim, False)
     else:
-        yield Projection("attention.qkv", heads + 2 * config.kv_heads * config.head_dim, config.hidden, True)
+        if (delta := config.gated_delta) is not None and config.num_recurrent_layers:
+            values = delta.value_heads * delta.value_dim
+            rows = delta.channels + values + 2 * delta.value_heads
+            yield Projection("attention.qkv", rows, config.hidden, True)
+            yield Projection("attention.out", config.hidden, values, False)
+        heads_and_gates = heads * (1 + config.attention_gate)
+        yield Projection("attention.qkv", heads_and_gates + 2 * config.kv_heads * config.head_dim, config.hidden, True)
         yield Projection("attention.out", config.hidden, heads, False)
     if config.num_moe_layers < config.num_layers:
         yield Projection("mlp.up", config.ffn * (2 if config.gated else 1), config.hidden, True)
@@ -60,7 +66,7 @@ def stays_in_bf16(config: ModelConfig, layout: Layout, job: TrainJob | None = No
 def fp8_rule(config: ModelConfig, layout: Layout, job: TrainJob | None = None) -> str:
     """The rule for this model, in one line."""
     reasons = stays_in_bf16(config, layout, job)
-    narrow = [p.name for p in projections(config) if p.name not in reasons]
+    narrow = [name for name in dict.fromkeys(p.name for p in projections(config)) if name not in reasons]
     wide = [f"{name} ({why})" for name, why in reasons.items()]
     wide += ["routers and experts"] if config.num_moe_layers else []
     wide += ["projections to latents"] if config.mla is not None else []

@@ -114,6 +114,8 @@ def _layer(config: ModelConfig, kind: LayerKind, names: set[str]) -> dict[str, T
 def _attention(config: ModelConfig, kind: LayerKind, names: set[str]) -> dict[str, Target]:
     if names.isdisjoint({"q", "k", "v", "out", *LATENT["qkv"]}):
         return {}
+    if kind.attention == "gated_delta" or config.attention_gate:
+        raise BadRecipe(f"the gated layers of {config.name} take no adapters yet; try --set train.lora_rank=0")
     if config.mla is not None and kind.attention != "simplicial":
         return _latent_attention(config, config.mla, names)
     if kind.attention == "simplicial":

@@ -120,7 +120,7 @@ class MLA:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta:
-    """Gated delta-net layers (arXiv 2412.06464): one matrix [key_dim, value_dim] per value head instead of a KV cache."""
+    """Gated delta-net layers (arXiv 2412.06464): a matrix [key_dim, value_dim] per value head instead of a KV cache."""
 
     key_heads: int
     """heads of queries and keys"""

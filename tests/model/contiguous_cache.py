@@ -5,7 +5,8 @@ from torch import Tensor
 
 from armillary.errors import BadInput
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.model.layers.attention_forms import Attend, OverLatents, masked
+from armillary.kernels.delta.gated_delta import DeltaHeads, DeltaState, gated_delta
+from armillary.model.layers.attention_forms import Attend, OverLatents, Recur, WithState, masked
 from armillary.spec.model import ModelConfig
 
 # B batch, T queries, S keys, K KV heads, D head dim
@@ -25,6 +26,9 @@ class ContiguousCache:
         shape = (*outer, config.kv_heads, config.head_dim) if mla is None else (*outer, 1, mla.kv_rank + mla.rope_dim)
         self.length, self.rank = length, None if mla is None else mla.kv_rank
         self.keys_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
+        self.states: dict[int, DeltaState] = {}
+        """of gated delta-net layers: all rows continue them together"""
+        self.has_states = config.num_recurrent_layers > 0
         self.values_LBSKD = torch.zeros(shape if mla is None else (), dtype=dtype, device=device)
 
     def at(self, positions_BT: Tensor, upto: int) -> Attend:
@@ -47,4 +51,16 @@ class ContiguousCache:
             seen = keys[:, :upto].to(q_BTNL.dtype)
             return masked(q_BTNL, seen, seen[..., : self.rank], options, positions_BT, index_1S, None)
 
+        if self.has_states:
+            return WithState(attend, self._recur(begins=bool((positions_BT[:, 0] == 0).all())))
         return attend if self.rank is None else OverLatents(latent)
+
+    def _recur(self, *, begins: bool) -> Recur:
+        def recur(
+            layer: int, qkv_BTC: Tensor, decay_BTV: Tensor, beta_BTV: Tensor, conv_CW: Tensor, heads: DeltaHeads
+        ) -> Tensor:
+            state = None if begins else self.states[layer]
+            out, self.states[layer] = gated_delta(qkv_BTC, decay_BTV, beta_BTV, conv_CW, heads, state=state)
+            return out
+
+        return recur

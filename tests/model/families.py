@@ -15,6 +15,9 @@ FAMILIES = (
     "qwen3",
     "mixtral",
     "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "glm4_moe",
     "gpt_oss",
     "llama4_text",
@@ -32,6 +35,9 @@ _CLASSES = {
     "qwen3": "Qwen3",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
     "llama4_text": "Llama4Text",
@@ -160,6 +166,47 @@ def _qwen3_moe(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gated_delta(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """Both kinds of layers in any order, the last one with attention or not."""
+    key_heads, values = pick.choice([(1, 3), (2, 1), (2, 2), (4, 1)])
+    layers = max(2, fields["num_hidden_layers"])
+    kinds = [
+        "linear_attention",
+        "full_attention",
+        *(pick.choice(["linear_attention", "linear_attention", "full_attention"]) for _ in range(layers - 2)),
+    ]
+    pick.shuffle(kinds)
+    fields["rope_parameters"] |= {"partial_rotary_factor": pick.choice([0.25, 0.5])}
+    return _bias(pick, fields) | {
+        "hidden_act": "silu",  # of the convolution, too
+        "head_dim": pick.choice([16, 24]),
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * values,
+        "linear_key_head_dim": pick.choice([12, 16]),
+        "linear_value_head_dim": pick.choice([8, 16, 20]),
+        "linear_conv_kernel_dim": pick.choice([2, 4]),
+    }
+
+
+def _qwen3_5_moe(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return _gated_delta(pick, fields) | {
+        "moe_intermediate_size": pick.choice([17, 32]),
+        "shared_expert_intermediate_size": pick.choice([20, 24]),
+        "num_experts": pick.choice([4, 6]),
+        "num_experts_per_tok": pick.choice([1, 2, 3]),
+    }
+
+
+def _qwen3_next(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return _qwen3_5_moe(pick, fields) | {
+        "mlp_only_layers": [0] if pick.random() < 0.4 else [],
+        "norm_topk_prob": pick.random() < 0.5,
+        "decoder_sparse_step": pick.choice([1, 2]),
+    }
+
+
 def _glm4_moe(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     groups = pick.choice([1, 2])
     fields["rope_parameters"] |= {"partial_rotary_factor": pick.choice([0.5, 1.0])}
@@ -257,6 +304,9 @@ _EXTRA: dict[str, Any] = {
     "qwen3": lambda p, f: _qwen(p, f) | _bias(p, f),
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _gated_delta,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,

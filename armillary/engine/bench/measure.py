@@ -15,6 +15,7 @@ from armillary.errors import BadInput
 from armillary.kernels.moe.moe import touched_experts
 from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.transformer import Transformer
+from armillary.spec.arithmetic.params import state_bytes
 from armillary.stats import percentile
 
 
@@ -155,9 +156,11 @@ def decode_terms(model: Transformer, context: float, *, batch: int = 1) -> dict[
             terms[_part(name)] += num_bytes * (chosen if ".experts." in name else 1.0)
     limited = [layer.attention in ("sliding", "chunked") and config.window for layer in config.layers]
     seen = sum(min(context, window) if window else context for window in limited)
+    seen -= context * config.num_recurrent_layers
     mla = config.mla
     cached = 2 * config.kv_heads * config.head_dim if mla is None else mla.kv_rank + mla.rope_dim
     terms["kv_cache"] = batch * seen * cached * size
+    terms["states"] = 2.0 * batch * state_bytes(config, size)  # read and written
     return {name: value for name, value in terms.items() if value}
 
 

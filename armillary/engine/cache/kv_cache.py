@@ -45,13 +45,17 @@ class KVCache:
         *,
         groups: Items[Group] = FULL_ATTENTION,
         prefix: bool = True,
+        has_states: bool = False,
         step_tokens: int = 2048,
         digest: Digest = digest,
     ) -> None:
+        """`has_states`: rows have recurrent states beside their blocks. These are of a sequence's last token only, so
+        that computed tokens are neither shared with others nor computed again."""
+        assert not (prefix and has_states), "blocks do not hold recurrent states"
         self.block_tokens = block_tokens
         self.groups = tuple(groups)
         self.step_tokens = step_tokens
-        self.prefix = prefix
+        self.prefix, self.has_states = prefix, has_states
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(self.pool, len(self.groups))
         self.table_updates: list[TableUpdate] = []
@@ -189,6 +193,8 @@ class KVCache:
     def fork(self, leader: Sequence, seq: Sequence) -> bool:
         """Share the leader's blocks of the prompt but for its last token, which every sequence computes for itself;
         False where the leader does not hold them."""
+        if self.has_states:
+            return False
         shared = seq.num_prompt - 1
         count = -(-shared // self.block_tokens)
         firsts = [group.first_needed(shared) // self.block_tokens for group in self.groups]

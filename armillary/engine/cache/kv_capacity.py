@@ -14,6 +14,7 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.layer_groups import Group, layer_groups
 from armillary.errors import BadInput
 from armillary.spec.arithmetic.ops import size_of
+from armillary.spec.arithmetic.params import state_bytes
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
 from armillary.units import bytes_text, parse_count
@@ -26,6 +27,7 @@ class KVPlan:
     config: ModelConfig
     budget_bytes: int
     dtype: str
+    model_dtype: str
     tp: int
     block_tokens: int
     step_tokens: int
@@ -70,7 +72,12 @@ class KVPlan:
     @property
     def padding_fraction(self) -> float:
         """Share of the blocks' bytes that no layer uses."""
-        return 1 - self.config.num_layers / (self.layers_per_group * len(self.groups))
+        return 1 - sum(len(group.layers) for group in self.groups) / (self.layers_per_group * len(self.groups))
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent states of one sequence, which are held beside the blocks for every row of the batch."""
+        return ceil(state_bytes(self.config, int(size_of(self.model_dtype))) / self.tp)
 
     def text(self, lengths: Items[int] = ()) -> str:
         """The capacity in words, with the sums behind it."""
@@ -85,11 +92,23 @@ class KVPlan:
             lines += [f"  table {i}: {group.text()}" for i, group in enumerate(self.groups)]
         if self.padding_fraction > 0:
             lines.append(f"  {self.padding_fraction:.1%} of it is padding, so that all tables share one pool")
+        if self.state_bytes:
+            lines.append(
+                f"  beside it {bytes_text(self.state_bytes)} of recurrent states per sequence, of "
+                f"{self.config.num_recurrent_layers} layers; without a prefix cache, since blocks do not hold them"
+            )
         return "\n".join(lines)
 
     def make(self, *, prefix: bool = True) -> KVCache:
+        """Recurrent states are not kept per block, so a model with such layers has no prefix cache."""
+        has_states = self.config.num_recurrent_layers > 0
         return KVCache(
-            self.num_blocks, self.block_tokens, groups=self.groups, prefix=prefix, step_tokens=self.step_tokens
+            self.num_blocks,
+            self.block_tokens,
+            groups=self.groups,
+            prefix=prefix and not has_states,
+            has_states=has_states,
+            step_tokens=self.step_tokens,
         )
 
 
@@ -100,6 +119,7 @@ def plan_kv(config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype
         config=config,
         budget_bytes=parse_count(budget_bytes),
         dtype=kv_dtype,
+        model_dtype=dtype,
         tp=tp,
         block_tokens=serve.block_tokens,
         step_tokens=serve.max_tokens_per_step,

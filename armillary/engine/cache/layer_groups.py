@@ -1,5 +1,8 @@
 """Layer groups: layers that share a block table, and the tokens that they still need.
 
+Layers with a recurrent state have no blocks and are in no group: their states are kept by row of the batch
+(`runner.recurrent_states`).
+
 All layers of a group see the same past: all tokens, a sliding window, or their own chunk. Groups have equally many
 layers (the last of a kind may be padded), so a block has the same size in every group and one pool serves them all.
 """
@@ -7,6 +10,7 @@ layers (the last of a kind may be padded), so a block has the same size in every
 from dataclasses import dataclass
 from typing import Literal
 
+from armillary.errors import BadModel
 from armillary.spec.model import LayerKind, ModelConfig
 
 _MOST_GROUPS = 8  # more tables cost more time per step than the padding that they save
@@ -48,7 +52,11 @@ def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
     """The groups of a model, full attention first."""
     kinds: dict[tuple[str, int], list[int]] = {}
     for index, layer in enumerate(config.layers):
+        if layer.attention == "gated_delta":
+            continue
         kinds.setdefault(_sight(config, layer), []).append(index)
+    if not kinds:
+        raise BadModel(f"{config.name} has no layer with attention, so no KV cache to schedule by; it can be trained")
     ordered = sorted(kinds.items(), key=lambda item: (item[0][0] != "all", item[1][0]))
     size = group_size([len(layers) for _, layers in ordered])
     return tuple(
@@ -56,6 +64,12 @@ def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
         for (sees, reach), layers in ordered
         for start in range(0, len(layers), size)
     )
+
+
+def state_places(config: ModelConfig) -> dict[int, tuple[int, int]]:
+    """Layer with a recurrent state -> (group, which it does not use, index among these layers)."""
+    recurrent = [index for index, layer in enumerate(config.layers) if layer.attention == "gated_delta"]
+    return {layer: (0, slot) for slot, layer in enumerate(recurrent)}
 
 
 def group_size(counts: list[int]) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from armillary.engine.runner.recurrent_states import RecurrentStates
 from armillary.engine.runner.step_input import Admitted, Ints, Step
 from armillary.kernels.paged.paged_attention import by_heads
 from armillary.spec.model import ModelConfig
@@ -40,8 +41,9 @@ class DeviceRows:
         blocks: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        states: RecurrentStates | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.states = device, states
         rows = max_running + 1
         self.tokens_RT = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.tables_GRP = torch.zeros(groups, rows, pages, dtype=torch.int32, device=device)

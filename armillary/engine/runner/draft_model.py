@@ -114,6 +114,8 @@ def _check(target: FastExecutor, model: Transformer) -> None:
             f"the draft model {own.name} has {own.vocab:,} tokens and {config.name} {config.vocab:,}; take one with "
             "the same tokenizer, or serve.speculate=ngram"
         )
+    if own.num_recurrent_layers:
+        raise BadInput(f"the draft model {own.name} has recurrent states, which do not draft yet; take another")
     if not any(layer.attention == "full" for layer in config.layers):
         raise BadInput(
             f"{config.name} keeps no whole context that a draft model could share; take serve.speculate=ngram"

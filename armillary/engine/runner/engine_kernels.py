@@ -12,6 +12,7 @@ from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.op import Case, Op
 from armillary.kernels.core.requirements import has_triton
+from armillary.kernels.delta.delta_rows import DELTA_ROWS, DeltaRowsCase, delta_rows
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
 from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinearCase
 from armillary.kernels.latent.latent_decode import LATENT_DECODE, LatentCase, latent_decode
@@ -43,6 +44,7 @@ class EngineKernels:
     latent_cache: Run = latent_to_cache
     latent_decode: Run = latent_decode
     latent_prefill: Run = latent_prefill
+    delta_rows: Run = delta_rows
     tokens: Run | None = None
     """`qkv_cache` and `attention` fused, for a few sequences with one new token each; none: one after the other"""
     look_up: Run | None = None
@@ -95,6 +97,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     fused = on_triton and config.mla is None and not attention["norms_apart"]
     moe, grouped_moe = _moe(config, SMALL_MOE, 2, on), _moe(config, GROUPED_MOE, _CHECKED, on)
     grouped = _grouped(config, batch, on) if grouped_moe is None else None
+    delta = _delta(config, batch, on)
     return EngineKernels(
         grouped=grouped,
         moe=moe,
@@ -105,8 +108,11 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
             ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation, gated=config.gated, **on)
         ),
         **attention,
+        delta_rows=delta_rows if delta is None else delta.run,
         **_decode_kernels(device, fused=fused),
-        capturable=on_triton and (config.moe is None or grouped is not None or grouped_moe is not None),
+        capturable=on_triton
+        and (delta is None or delta.version == "triton")
+        and (config.moe is None or grouped is not None or grouped_moe is not None),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config, moe and grouped_moe) else None,
@@ -143,6 +149,23 @@ def _latent_attention(config: ModelConfig, batch: int, on: dict[str, Any]) -> tu
     }
     on_triton = all(chosen[name].version.startswith("triton") for name in ("latent_cache", "latent_decode"))
     return {name: each.run for name, each in chosen.items()}, on_triton
+
+
+def _delta(config: ModelConfig, batch: int, on: dict[str, Any]) -> Any:
+    """Gated delta-net layers; None where the model has none."""
+    delta = config.gated_delta
+    if delta is None or not config.num_recurrent_layers:
+        return None
+    case = DeltaRowsCase(
+        sequences=batch,
+        key_heads=delta.key_heads,
+        values=delta.value_heads // delta.key_heads,
+        key_dim=delta.key_dim,
+        value_dim=delta.value_dim,
+        conv=delta.conv,
+        **on,
+    )
+    return choose(DELTA_ROWS, case, deterministic=True)
 
 
 def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:

@@ -21,6 +21,7 @@ from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
 from armillary.engine.runner.expert_counters import ExpertCounters
 from armillary.engine.runner.forward import Forward, gathered, inputs_of
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
+from armillary.engine.runner.recurrent_states import make_states
 from armillary.engine.runner.sampler import DeviceSampler, Masks
 from armillary.engine.runner.step_input import Ints, Shape, Step
 from armillary.engine.runner.step_results import sampled_sequence, set_drafts, store_logprobs, store_prompt_logprobs
@@ -91,6 +92,7 @@ class FastExecutor:
         kv_heads: int | None = None,
         max_rows: int | None = None,
         rows: DeviceRows | None = None,
+        ranks: int = 1,
     ) -> None:
         """`max_rows`: most rows of a step where draft tokens are among them; none: there are none. `rows` of another
         executor, where this one runs its draft model."""
@@ -115,6 +117,7 @@ class FastExecutor:
             blocks=blocks,
             dtype=kv_dtype or weight.dtype,
             device=self.device,
+            states=make_states(config, max_running=max_running, weight=weight, ranks=ranks),
         )
         with torch.inference_mode():
             self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)

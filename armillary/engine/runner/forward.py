@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from armillary.engine.cache.layer_groups import Group
+from armillary.engine.cache.layer_groups import Group, state_places
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.latent_layer import attend_latents
-from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer
+from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer, without_gates
 from armillary.engine.runner.linear_fn import Dense, LinearFn
 from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
 from armillary.engine.runner.step_input import Shape
+from armillary.kernels.delta.delta_rows import RowBatch
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.latent.latent_forms import LatentBatch, latent_batch, most_absorbed
 from armillary.kernels.moe.expert_load import ExpertLoad
@@ -73,6 +74,7 @@ class LayerInputs(NamedTuple):
     cos_TR: Tensor | None  # none: nothing is rotated
     sin_TR: Tensor | None
     q_scale_T: Tensor | None  # factor of queries
+    row_batch: RowBatch | None  # which rows' states a gated delta-net layer continues
     load: ExpertLoad | None  # where the layer's choices of experts are counted
     drafts: bool  # rows may read keys that other rows of the step write
 
@@ -90,12 +92,14 @@ class Forward:
         max_model_len: int,
     ) -> None:
         place = {layer: (g, slot) for g, group in enumerate(groups) for slot, layer in enumerate(group.layers)}
+        place |= state_places(model.config)
         assert sorted(place) == list(range(model.config.num_layers)), "the cache was planned for another model"
         self.model, self.rows, self.kernels = model, rows, kernels
         self.layers = [make_layer(block, *place[int(name)]) for name, block in model.blocks.items()]  # type: ignore[arg-type]
         for layer in self.layers:
             if layer.mixture is not None and kernels.grouped is not None:
                 layer.mixture.dispatch = SortedDispatch(kernels.grouped)
+        self.head_dim, self.query_group = model.config.head_dim, model.config.heads // model.config.kv_heads
         self.most_absorbed = None if model.config.mla is None else _most_absorbed(model.config.mla, kernels)
         """queries of a sequence up to which latent attention is absorbed; None: the model has none"""
         self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
@@ -128,6 +132,7 @@ class Forward:
         x = self.model.embed(tokens_T, inputs.long("positions_T"))
         batches = [self._batch(inputs, tables_BP, len(x)) for tables_BP in tables_GBP]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
+        row_batch = None if self.rows.states is None else _row_batch(inputs)
         small = self.kernels.small is not None and len(x) <= self.most_fused
         added: Tensor | None = None
         q_scale_T = None if self.q_factors is None else self.q_factors[inputs.long("positions_T")]
@@ -137,7 +142,9 @@ class Forward:
             cos, sin = cos_sin[layer.sliding] if layer.rotates else (None, None)
             factor = q_scale_T if layer.scales_queries else None
             load = None if layer.mixture is None else ExpertLoad(next(counts), _num_live(inputs, selected))
-            context = LayerInputs(batches[layer.group], slots_GT[layer.group], cos, sin, factor, load, shape.drafts)
+            context = LayerInputs(
+                batches[layer.group], slots_GT[layer.group], cos, sin, factor, row_batch, load, shape.drafts
+            )
             if small:
                 x = self._small(layer, x, context, selected)
             else:
@@ -215,11 +222,22 @@ class Forward:
         return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed, context.load)), layer.scale)
 
     def _attention(self, layer: Layer, qkv: Tensor, context: LayerInputs) -> Tensor:
+        batch, slots_T, cos, sin, _, row_batch, _, _ = context
+        if layer.delta is not None:
+            assert self.rows.states is not None and row_batch is not None
+            states = self.rows.states.of_layer(layer.slot)
+            return self.kernels.delta_rows(qkv, layer.delta, states, row_batch)  # type: ignore[no-any-return]
         blocks = self.rows.blocks[layer.slot]
-        batch, slots_T, cos, sin, q_scale_T, _, drafts = context
         if layer.latent is not None:
             assert isinstance(batch, LatentBatch) and cos is not None and sin is not None
             return attend_latents(layer.latent, qkv, blocks, batch, slots_T, (cos, sin), self.kernels)
+        assert isinstance(batch, PagedBatch)
+        qkv, gates = without_gates(layer, qkv, self.head_dim, self.query_group)
+        mixed = self._attend(layer, qkv, blocks, context)
+        return mixed if gates is None else mixed * torch.sigmoid(gates)
+
+    def _attend(self, layer: Layer, qkv: Tensor, blocks: Tensor, context: LayerInputs) -> Tensor:
+        batch, slots_T, cos, sin, q_scale_T, _, _, drafts = context
         assert isinstance(batch, PagedBatch)
         heads = layer.heads if q_scale_T is None else replace(layer.heads, q_scale_T=q_scale_T)
         if self.kernels.tokens is not None and not drafts and can_attend(qkv, blocks, cos, heads, batch, layer.options):
@@ -279,6 +297,12 @@ class Forward:
             x = x if added is None else x + added
             return self._after(norm, x), x
         return self.kernels.add_norm(added, x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
+
+
+def _row_batch(inputs: Inputs) -> RowBatch:
+    """The sequences of a step, as layers with recurrent states take them."""
+    starts, lengths_B = inputs.narrow("starts"), inputs.narrow("lengths_B")
+    return RowBatch(inputs.narrow("rows_B"), starts, lengths_B, inputs.shape.max_query)
 
 
 def _most_absorbed(mla: MLA, kernels: EngineKernels) -> int:

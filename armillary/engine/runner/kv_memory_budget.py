@@ -57,7 +57,8 @@ def _of_host(executor: FastExecutor) -> tuple[float, float]:
     own = resident_bytes()
     weight = next(executor.forward.model.parameters())
     step = step_bytes(executor.forward.model.config, executor.max_tokens, executor.max_running, weight.itemsize)
-    return min(limit_bytes(), available + own), own + step
+    states = executor.rows.states
+    return min(limit_bytes(), available + own), own + step + (0 if states is None else states.nbytes)
 
 
 def step_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> float:

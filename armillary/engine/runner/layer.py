@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from armillary.engine.runner.latent_layer import LatentLayer, first_linear, latent_linears, make_latent_layer
 from armillary.engine.runner.linear_fn import LinearFn, linear_fn
 from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.delta.delta_rows import DeltaWeights
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
-from armillary.model.layers.attention import Attention
+from armillary.model.layers.attention import Attention, split_gate
+from armillary.model.layers.gated_delta_net import GatedDeltaNet
 from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
@@ -57,6 +59,8 @@ class Layer:
     heads: QkvOptions
     options: AttentionOptions
     latent: LatentLayer | None = None
+    delta: DeltaWeights | None = None  # of a gated delta-net layer; `slot` is its index among these
+    gates: bool = False  # the rows of `qkv` end with gates of the heads' outputs
 
 
 def make_layer(block: Block, group: int, slot: int) -> Layer:
@@ -80,8 +84,22 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
         parallel=block.parallel,
         scale=block.residual_scale,
         heads=_head_options(attention) if isinstance(attention, Attention) else QkvOptions(),
+        delta=_delta_weights(attention) if isinstance(attention, GatedDeltaNet) else None,
+        gates=isinstance(attention, Attention) and attention.has_gate,
         options=attention.options(),
         latent=make_latent_layer(attention) if isinstance(attention, LatentAttention) else None,
+    )
+
+
+def _delta_weights(attention: GatedDeltaNet) -> DeltaWeights:
+    assert attention.norm.weight is not None
+    return DeltaWeights(
+        conv_CW=attention.conv_CW.detach(),
+        log_rate_V=attention.log_rate_V.detach(),
+        rate_bias_V=attention.rate_bias_V.detach(),
+        norm_E=attention.norm.weight.detach(),
+        eps=attention.norm.eps,
+        heads=attention.heads,
     )
 
 
@@ -98,6 +116,14 @@ def _head_options(attention: Attention) -> QkvOptions:
         plus_one=norm.plus_one,
         interleaved=attention.interleaved,
     )
+
+
+def without_gates(layer: Layer, qkv: Tensor, head_dim: int, group: int) -> tuple[Tensor, Tensor | None]:
+    """(queries, keys and values [T, R], gates of the heads' outputs)."""
+    if not layer.gates:
+        return qkv, None
+    qkv, gates = split_gate(qkv, group, head_dim)
+    return qkv.contiguous(), gates
 
 
 # T tokens, M numbers of this rank's heads

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.layer_groups import state_places
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.runner.device_state import block_shape
+from armillary.engine.runner.recurrent_states import RecurrentStates, make_states
 from armillary.engine.scheduler.decision import Decision
 from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.delta.gated_delta import DeltaHeads, DeltaState, gated_delta
 from armillary.kernels.latent.latent_decode import latent_decode
 from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
 from armillary.kernels.sampling.sampling import Draws, Penalties, sample_rows
-from armillary.model.layers.attention_forms import Attend, OverLatents
+from armillary.model.layers.attention_forms import Attend, OverLatents, Recur, WithState
 from armillary.model.transformer import Transformer
 
 # T packed tokens, S sequences of the step, G groups of layers, P blocks of the longest sequence
@@ -41,6 +44,10 @@ class PlainExecutor:
         self._place = {
             layer: (g, slot) for g, group in enumerate(cache.groups) for slot, layer in enumerate(group.layers)
         }
+        self._states, self._place = (
+            make_states(config, max_running=max_running, weight=weight),
+            (self._place | state_places(config)),
+        )
         assert sorted(self._place) == list(range(config.num_layers)), "the cache was planned for another model"
         slots = max(len(group.layers) for group in cache.groups)
         shape = (slots, cache.pool.num_blocks, *block_shape(config, self.size))
@@ -125,7 +132,36 @@ class PlainExecutor:
                 blocks[:, index].transpose(1, 2)[pages_GT[group], places_T] = x_1TKD[0].to(blocks.dtype)
             return paged_attention(q_1TND[0], blocks, batches[group], options)[None]
 
+        if self._states is not None:
+            return WithState(attend, self._recur(self._states, spans))
         return attend if self.model.config.mla is None else OverLatents(latent)
+
+    def _recur(self, states: RecurrentStates, spans: list[tuple[int, int, int]]) -> Recur:
+        """Sequence by sequence, token by token."""
+
+        def recur(
+            layer: int, qkv_1TC: Tensor, decay_1TV: Tensor, beta_1TV: Tensor, conv_CW: Tensor, heads: DeltaHeads
+        ) -> Tensor:
+            of_rows, outs, at = states.of_layer(self._place[layer][1]), [], 0
+            for row, start, size in spans:
+                state = DeltaState(of_rows.inputs_RSC[row : row + 1], of_rows.matrices_RVDE[row : row + 1])
+                for token in range(at, at + size):
+                    span = slice(token, token + 1)
+                    begins = start == 0 and token == at
+                    out, state = gated_delta(
+                        qkv_1TC[:, span],
+                        decay_1TV[:, span],
+                        beta_1TV[:, span],
+                        conv_CW,
+                        heads,
+                        state=None if begins else state,
+                    )
+                    outs.append(out)
+                of_rows.inputs_RSC[row], of_rows.matrices_RVDE[row] = state.inputs_BSC[0], state.matrix_BVDE[0]
+                at += size
+            return torch.cat(outs, dim=1)
+
+        return recur
 
 
 # S sequences, V vocabulary, W words of 32 tokens

@@ -278,6 +278,9 @@ class Scheduler:
         assert self.under_way and decision is self.under_way[-1], "only the last decision can be taken back"
         self.under_way.pop()
         unfinished, tokens = take_back(decision), decision.num_tokens
+        if self.cache.has_states:  # some layers may have been computed, and their states have gone on
+            for seq in unfinished:
+                self.request_table.preempt(seq)
         self._fresh.clear()
         self._admitted[:0] = decision.admitted
         self.cache.table_updates[:0], self.cache.copies[:0] = decision.table_updates, decision.copies

@@ -228,6 +228,7 @@ OPS: dict[str, str] = {
     "latent_decode": "latent.latent_decode:LATENT_DECODE",
     "latent_prefill": "latent.latent_prefill:LATENT_PREFILL",
     "latent_to_cache": "latent.latent_to_cache:LATENT_TO_CACHE",
+    "delta_rows": "delta.delta_rows:DELTA_ROWS",
     "sample": "sampling.sampling:SAMPLE",
     "logprobs": "sampling.logprobs:LOGPROBS",
 }

@@ -1,8 +1,8 @@
 """The gated delta rule (Yang et al., Gated Delta Networks, arXiv 2412.06464) behind a short causal convolution.
 
 Every value head keeps a matrix S [D, E]. A token decays it, corrects what it holds under its key, and reads it:
-S ← e^decay · S;  S ← S + k ⊗ β (v − Sᵀk);  out = Sᵀq. Queries and keys are normalised to length 1, queries divided by √D;
-queries, keys and values come out of a depthwise convolution over the last few tokens, and SiLU. `recurrent` is this
+S ← e^decay · S;  S ← S + k ⊗ β (v − Sᵀk);  out = Sᵀq. Queries and keys are normalised to length 1, queries divided by
+√D; queries, keys and values come out of a depthwise convolution over the last few tokens, and SiLU. `recurrent` is this
 definition, token by token; `chunked` computes the tokens of a chunk together and is what training and prefill use.
 """
 
@@ -186,8 +186,9 @@ def _decays(decay_BTV: Tensor, begins_BT: Tensor | None, chunk: int) -> tuple[Te
     if begins_BT is not None:
         number = _in_chunks(begins_BT[..., None, None].to(sums.dtype), chunk).cumsum(3)
         apart = apart | (number != number.transpose(-1, -2))
-        carried, total = (x.masked_fill(number_ != 0, -torch.inf) for x, number_ in
-                          ((carried, number), (total, number[..., -1:, :])))
+        carried, total = (
+            x.masked_fill(number_ != 0, -torch.inf) for x, number_ in ((carried, number), (total, number[..., -1:, :]))
+        )
         kept = kept.masked_fill(number != number[..., -1:, :], -torch.inf)
     within = (sums - sums.transpose(-1, -2)).masked_fill(apart, -torch.inf)
     return within.exp(), carried.exp(), kept.exp(), total.exp()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.dtype import widen
+from armillary.kernels.delta.delta_rows import split_inputs
 from armillary.kernels.delta.gated_delta import DeltaHeads
 from armillary.model.layers.attention_forms import Attend, recurrence
 from armillary.model.layers.norm import Norm
@@ -42,19 +43,10 @@ class GatedDeltaNet(nn.Module):
         self.out = nn.Linear(delta.value_heads * delta.value_dim, config.hidden, bias=False)
 
     def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
-        qkv_BTC, z_BTVE, decay_BTV, beta_BTV = self.inputs(self.qkv(x_BTH))
+        fused = self.qkv(x_BTH)
+        qkv_BTC, z_BTVE, decay_BTV, beta_BTV = split_inputs(fused, self.heads, self.log_rate_V, self.rate_bias_V)
         mixed_BTVE = recurrence(attend)(layer, qkv_BTC, decay_BTV, beta_BTV, self.conv_CW, self.heads)
         return self.out(self.gated(mixed_BTVE, z_BTVE).flatten(-2))
-
-    def inputs(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(queries, keys and values, output gates, decays as logarithms, β) of the fused projection."""
-        heads = self.heads
-        grouped = fused.unflatten(-1, (-1, heads.channels + heads.values * (heads.value_dim + 2)))
-        sizes = [heads.channels, heads.values * heads.value_dim, heads.values, heads.values]
-        qkv, z, b, a = (part.flatten(-2) for part in grouped.split(sizes, dim=-1))
-        rates_V = -widen(self.log_rate_V).exp()
-        decay = rates_V * F.softplus(widen(a) + widen(self.rate_bias_V))
-        return qkv, z.unflatten(-1, (-1, heads.value_dim)), decay, widen(b).sigmoid()
 
     def gated(self, mixed: Tensor, z: Tensor) -> Tensor:
         """norm(mixed) · SiLU(z)."""

@@ -1,5 +1,5 @@
-"""Rows of gated projections, between Hugging Face's order and ours: of gated delta-net layers, and of attention with output
-gates.
+"""Rows of gated projections, between Hugging Face's order and ours: of gated delta-net layers, and of attention with
+output gates.
 
 Ours are grouped per key head or KV head, so that a contiguous shard has whole heads.
 """

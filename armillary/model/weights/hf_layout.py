@@ -246,7 +246,12 @@ def _gated_delta_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_
     yield Rule(name=f"{prefix}attention.qkv.weight", hf_names=sources, join=join, split=split)
     join, split = conv_pair(delta)
     yield Rule(name=f"{prefix}attention.conv_CW", hf_names=(f"{theirs}conv1d.weight",), join=join, split=split)
-    same = {"log_rate_V": "A_log", "rate_bias_V": "dt_bias", "norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
+    same = {
+        "log_rate_V": "A_log",
+        "rate_bias_V": "dt_bias",
+        "norm.weight": "norm.weight",
+        "out.weight": "out_proj.weight",
+    }
     for name, hf_name in same.items():
         yield _same(f"{prefix}attention.{name}", theirs + hf_name)
 

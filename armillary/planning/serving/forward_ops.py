@@ -17,7 +17,7 @@ from armillary.spec.arithmetic.workload import embedding_operations, head_operat
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.division import tp_holds, tp_says
-from armillary.spec.model import LayerKind, ModelConfig
+from armillary.spec.model import GatedDelta, LayerKind, ModelConfig
 
 EXPERT_GEMMS = ("moe.gate_up", "moe.down")
 
@@ -113,7 +113,13 @@ def sharded(config: ModelConfig, tp: int) -> ModelConfig:
         ffn=ceil(config.ffn / tp),
         vocab=ceil(config.vocab / tp),
         moe=moe,
+        gated_delta=None if config.gated_delta is None else _sharded_delta(config.gated_delta, tp),
     )
+
+
+def _sharded_delta(delta: GatedDelta, tp: int) -> GatedDelta:
+    heads = ceil(delta.key_heads / tp)
+    return replace(delta, key_heads=heads, value_heads=heads * (delta.value_heads // delta.key_heads))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from math import ceil
 from armillary.errors import BadInput
 from armillary.planning.serving.replica import Replica
 from armillary.spec.arithmetic.ops import size_of
-from armillary.spec.arithmetic.params import kv_bytes, parameters
+from armillary.spec.arithmetic.params import kv_bytes, parameters, state_bytes
 from armillary.spec.tables.serve import MEMORY_FRACTION, Serve
 from armillary.units import bytes_text
 
@@ -77,11 +77,13 @@ def working_bytes(replica: Replica, serve: Serve) -> float:
 
 
 def step_bytes(replica: Replica, serve: Serve) -> float:
-    """Activations of the largest step and logits of every running request."""
+    """Activations of the largest step, logits and recurrent states of every running request."""
     local, tokens = replica.forward.local_config, serve.max_tokens_per_step
     widest = max(local.ffn, local.moe.ffn * local.moe.top_k if local.moe else 0)
     row = 4 * local.hidden + 3 * widest + (local.heads + 2 * local.kv_heads) * local.head_dim
-    return tokens * row * size_of(replica.forward.dtype) + serve.max_running * local.vocab * size_of("fp32")
+    states = state_bytes(local, int(size_of(replica.forward.dtype))) / replica.split.pp
+    logits = local.vocab * size_of("fp32")
+    return tokens * row * size_of(replica.forward.dtype) + serve.max_running * (logits + states)
 
 
 def _process_bytes(replica: Replica) -> float:
@@ -93,7 +95,8 @@ def _process_bytes(replica: Replica) -> float:
 
 
 def sequence_bytes(replica: Replica, tokens: int, block_tokens: int = 16) -> float:
-    """KV cache of one sequence of `tokens` on the device with the most of it."""
+    """KV cache of one sequence of `tokens` on the device with the most of it. Recurrent states are held for every
+    running sequence from the start (`step_bytes`)."""
     stored = ceil(tokens / block_tokens) * block_tokens
     return kv_bytes(replica.forward.local_config, stored, 1) * size_of(replica.dtypes.kv) / replica.split.pp
 

@@ -15,6 +15,7 @@ from armillary.planning.device_model.vectorised_layouts import FULL, SCHEDULES, 
 from armillary.planning.training.eager_activations import ActivationBytes, eager_activation_bytes
 from armillary.planning.training.fp8_fp4 import NARROW
 from armillary.planning.training.train_case import TrainCase
+from armillary.spec.arithmetic.delta_ops import CHUNK
 from armillary.spec.model import LayerKind, ModelConfig
 
 EAGER = 1.1
@@ -58,7 +59,7 @@ def _fused_or_eager(case: TrainCase, layouts: Layouts) -> ActivationBytes:
     full, selective, gradients = zero, zero, zero
     for kind, count in Counter(model.layers).items():
         share = count / model.num_layers
-        attention, attention_less = _attention(case, layouts)
+        attention, attention_less = (_gated_delta if kind.attention == "gated_delta" else _attention)(case, layouts)
         mlp, mlp_less = _mlp(case, kind, layouts)
         total = attention + mlp + _norms(case, layouts)
         full = full + share * total
@@ -124,6 +125,20 @@ def _attention(case: TrainCase, layouts: Layouts) -> tuple[Array, Array]:
     normed = 2.0 * (model.heads + model.kv_heads) * model.head_dim / layouts.tp if model.qk_norm != "none" else 0.0
     less = inputs + normed if case.flash else scores
     return inputs + heads + latents + scores + normed, less * np.ones(len(layouts))
+
+
+def _gated_delta(case: TrainCase, layouts: Layouts) -> tuple[Array, Array]:
+    """The same of a gated delta-net layer: input and projection; then in fp32 the convolution's input and output, and
+    per value head what the chunked form saves (three factors per pair of a chunk, five of a key's size, four of a
+    value's)."""
+    delta = case.model.gated_delta
+    assert delta is not None
+    values = delta.value_heads * delta.value_dim
+    projected = 2.0 * (delta.channels + 2 * values + 2 * delta.value_heads)
+    per_head = 3 * CHUNK + 5 * delta.key_dim + 4 * delta.value_dim
+    wide = 4.0 * (2 * delta.channels + delta.value_heads * per_head)
+    inputs = 2.0 * case.model.hidden / layouts.stream_tp
+    return inputs + (projected + wide) / layouts.tp, inputs * np.ones(len(layouts))
 
 
 def _width(model: ModelConfig) -> int:

@@ -15,6 +15,7 @@ from armillary.planning.device_model.vectorised_layouts import Array, Bools, Int
 from armillary.planning.training.fp8_fp4 import SIZES, casts, precision_of
 from armillary.planning.training.op_sharding import local_gemm, sharding_of, share
 from armillary.planning.training.train_case import TrainCase
+from armillary.spec.arithmetic.delta_ops import CHUNK
 from armillary.spec.arithmetic.eager_ops import eager_bytes
 from armillary.spec.arithmetic.ops import Op
 from armillary.spec.arithmetic.sublayers import Batch, OpWithBackward, attention_shape
@@ -272,7 +273,10 @@ def _attention(case: TrainCase, piece: OpWithBackward, layouts: Layouts, kind: L
 
 
 def _keys(case: TrainCase, kind: LayerKind) -> float:
-    """Keys a query attends to, on which the efficiency of attention depends: the sequence, or the window."""
+    """Keys a query attends to, on which the efficiency of attention depends: the sequence, the window, or the chunk of
+    a gated delta-net layer (a guess: its rate has not been measured)."""
+    if kind.attention == "gated_delta":
+        return float(CHUNK)
     limited = kind.attention in ("sliding", "chunked") and case.model.window
     return float(min(case.sequence, case.model.window or 0) if limited else case.sequence)
 

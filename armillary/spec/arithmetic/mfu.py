@@ -8,6 +8,7 @@ from collections import Counter
 from functools import lru_cache
 
 from armillary.spec.arithmetic.attention_ops import attention, attention_backward, simplicial_attention
+from armillary.spec.arithmetic.delta_ops import delta_rule
 from armillary.spec.arithmetic.ops import Op
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.arithmetic.sublayers import attention_shape
@@ -37,6 +38,9 @@ def _over_layers(config: ModelConfig, sequence: int, *, backward: bool) -> float
 
 
 def _attention(config: ModelConfig, kind: LayerKind, sequence: int, *, backward: bool) -> Op:
+    if kind.attention == "gated_delta":
+        assert config.gated_delta is not None
+        return delta_rule("", config.gated_delta, tokens=sequence, sequences=1, dtype="bf16", backward=backward)
     shape, spans = attention_shape(config, kind), [(sequence, sequence)]
     if kind.attention != "simplicial":
         return (attention_backward if backward else attention)("", shape, spans, dtype="bf16", half=True)

@@ -111,13 +111,25 @@ def _moe_layer(config: ModelConfig, attention: int, norms: int, *, multiplied: i
 def _attention(config: ModelConfig, kind: LayerKind) -> tuple[int, int]:
     """(entries of the projections, entries of biases and sinks)."""
     sinks = config.heads * config.sinks
+    if kind.attention == "gated_delta":
+        return _gated_delta(config)
     if _is_latent(config, kind):
         matrices, biases = _latent_attention(config)
         return matrices, biases + sinks
     keys_and_values = 4 if kind.attention == "simplicial" else 2
-    rows = (config.heads + keys_and_values * config.kv_heads) * config.head_dim
+    rows = (config.heads * (1 + config.attention_gate) + keys_and_values * config.kv_heads) * config.head_dim
     matrices = (rows + config.heads * config.head_dim) * config.hidden
     return matrices, rows * config.qkv_bias + config.hidden * config.out_bias + sinks
+
+
+def _gated_delta(config: ModelConfig) -> tuple[int, int]:
+    """Gated delta-net (arXiv:2412.06464): one projection of the inputs, one back; a convolution, and two weights per
+    value head."""
+    delta = config.gated_delta
+    assert delta is not None
+    values = delta.value_heads * delta.value_dim
+    inputs = delta.channels + values + 2 * delta.value_heads
+    return (inputs + values) * config.hidden, delta.channels * delta.conv + 2 * delta.value_heads
 
 
 def _latent_attention(config: ModelConfig) -> tuple[int, int]:
@@ -138,7 +150,10 @@ def _layer_norms(config: ModelConfig, kind: LayerKind) -> int:
 
 
 def _inner_norms(config: ModelConfig, kind: LayerKind) -> int:
-    """Norms inside attention, weights only: of the latent ranks, or of queries and keys."""
+    """Norms inside attention, weights only: of the latent ranks, of queries and keys, or of a delta-net's outputs."""
+    if kind.attention == "gated_delta":
+        assert config.gated_delta is not None
+        return config.gated_delta.value_dim
     if _is_latent(config, kind):
         assert config.mla is not None
         return (config.mla.q_rank or 0) + config.mla.kv_rank
@@ -169,7 +184,18 @@ def kv_bytes(config: ModelConfig, context: int, dtype_bytes: int = 2) -> int:
     return sum(count * _cached_entries(config, attention, context) for attention, count in counts.items()) * dtype_bytes
 
 
+def state_bytes(config: ModelConfig, dtype_bytes: int = 2) -> int:
+    """Recurrent states of one sequence, whatever its length: matrices in fp32, and the last inputs of convolutions."""
+    delta = config.gated_delta
+    if delta is None:
+        return 0
+    matrices = delta.value_heads * delta.key_dim * delta.value_dim
+    return config.num_recurrent_layers * (4 * matrices + (delta.conv - 1) * delta.channels * dtype_bytes)
+
+
 def _cached_entries(config: ModelConfig, attention: str, context: int) -> int:
+    if attention == "gated_delta":
+        return 0
     key_and_value = 2 * config.kv_heads * config.head_dim
     if attention == "simplicial":
         assert config.simplicial is not None

@@ -14,6 +14,7 @@ from armillary.spec.arithmetic.attention_ops import (
     attention_backward,
     simplicial_attention,
 )
+from armillary.spec.arithmetic.delta_ops import causal_conv, delta_decode, delta_rule
 from armillary.spec.arithmetic.ops import Op
 from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE
 
@@ -83,8 +84,10 @@ def attention_operations(config: ModelConfig, kind: LayerKind, batch: Batch) -> 
     """Projections, norms and rotation of queries and keys, the attention itself, output projection."""
     if config.mla and kind.attention != "simplicial":
         return _latent_attention(config, config.mla, kind, batch)
+    if kind.attention == "gated_delta":
+        return _gated_delta(config, batch)
     keys = 2 if kind.attention == "simplicial" else 1
-    width = (config.heads + 2 * keys * config.kv_heads) * config.head_dim
+    width = (config.heads * (1 + config.attention_gate) + 2 * keys * config.kv_heads) * config.head_dim
     rotated = config.heads + keys * config.kv_heads
     has_norm = config.qk_norm != "none"
     return [
@@ -92,8 +95,48 @@ def attention_operations(config: ModelConfig, kind: LayerKind, batch: Batch) -> 
         *([norm_of(config, "qk_norm", batch.tokens * rotated, config.head_dim, batch)] if has_norm else []),
         *_rope(config, kind, batch, rotated),
         _core(config, kind, batch),
+        *([_gate("attention_gate", batch, config.heads * config.head_dim)] if config.attention_gate else []),
         linear("out", batch, config.hidden, config.heads * config.head_dim),
     ]
+
+
+def _gate(name: str, batch: Batch, columns: int) -> OpWithBackward:
+    """x · f(gate), backward to both."""
+    elements = batch.tokens * columns
+    forward = ops.elementwise(name, elements, dtype=batch.dtype, inputs=2, flops_each=2)
+    backward = ops.elementwise(f"{name}.d", elements, dtype=batch.dtype, inputs=3, outputs=2, flops_each=5)
+    return OpWithBackward(forward=forward, backward=(backward,))
+
+
+def _gated_delta(config: ModelConfig, batch: Batch) -> list[OpWithBackward]:
+    """Projection, convolution, the delta rule, norm and gate of its outputs, output projection."""
+    delta = config.gated_delta
+    assert delta is not None
+    values = delta.value_heads * delta.value_dim
+    sizes = {"tokens": batch.tokens, "channels": delta.channels, "width": delta.conv, "dtype": batch.dtype}
+    conv = OpWithBackward(
+        forward=causal_conv("conv", **sizes), backward=(causal_conv("conv.d", **sizes, backward=True),)
+    )
+    return [
+        linear("qkv", batch, delta.channels + values + 2 * delta.value_heads, config.hidden),
+        conv,
+        _delta_core(config, batch),
+        norm_of(config, "delta_norm", batch.tokens * delta.value_heads, delta.value_dim, batch),
+        _gate("delta_gate", batch, values),
+        linear("out", batch, config.hidden, values),
+    ]
+
+
+def _delta_core(config: ModelConfig, batch: Batch) -> OpWithBackward:
+    delta = config.gated_delta
+    assert delta is not None
+    copies = batch.tokens // max(1, sum(queries for queries, _ in batch.spans))  # of equal sequences
+    sizes = {"sequences": copies * len(batch.spans), "dtype": batch.dtype}
+    if batch.decoding:
+        return OpWithBackward(forward=delta_decode("gated_delta", delta, **sizes))
+    forward = delta_rule("gated_delta", delta, tokens=batch.tokens, **sizes)
+    backward = delta_rule("gated_delta.d", delta, tokens=batch.tokens, **sizes, backward=True)
+    return OpWithBackward(forward=forward, backward=(backward,))
 
 
 def _rope(config: ModelConfig, kind: LayerKind, batch: Batch, heads: int) -> list[OpWithBackward]:

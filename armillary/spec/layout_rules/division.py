@@ -20,6 +20,8 @@ def _sharded_by_tp(layout: Layout, case: Case) -> Iterator[tuple[int, str]]:
     if model.mla is None and not replicated:
         yield model.kv_heads, f"{model.kv_heads} KV heads"
     yield model.heads, f"{model.heads} heads"
+    if model.num_recurrent_layers and model.gated_delta is not None:
+        yield model.gated_delta.key_heads, f"the {model.gated_delta.key_heads} key heads of the gated delta-net layers"
     if "dense" in kinds:
         yield model.ffn, f"the ffn of {model.ffn}" + " in the dense layers" * ("moe" in kinds)
     if model.moe and "moe" in kinds and layout.expert_tp > 1:

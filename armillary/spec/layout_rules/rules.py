@@ -140,6 +140,18 @@ def _cp_says(layout: Layout, case: Case) -> str:
     )
 
 
+def _recurrent_cp_holds(layout: Layout, case: Case) -> bool:
+    """A recurrent state would have to pass from rank to rank, in the order of the sequence."""
+    return layout.cp == 1 or not case.model.num_recurrent_layers
+
+
+def _recurrent_cp_says(layout: Layout, case: Case) -> str:
+    return (
+        f"cp={layout.cp} shards sequences and the gated delta-net layers of {case.model.name} keep a state along "
+        "them; try --set layout.cp=1"
+    )
+
+
 def _ep_holds(layout: Layout, case: Case) -> bool:
     if layout.ep == 1:
         return True
@@ -282,6 +294,7 @@ _RULES: dict[str, _Rule] = {
     "pp": (_pp_holds, _pp_says),
     "schedule": (_schedule_holds, _schedule_says),
     "cp": (_cp_holds, _cp_says),
+    "recurrent_cp": (_recurrent_cp_holds, _recurrent_cp_says),
     "ep": (_ep_holds, _ep_says),
     "shard": (_shard_holds, _shard_says),
     "selective_offload": (_selective_offload_holds, _selective_offload_says),
