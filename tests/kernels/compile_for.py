@@ -217,7 +217,18 @@ def latent_to_cache() -> None:
     run(*LATENT_TO_CACHE.inputs(LatentCacheCase(tokens=2, device="cpu"), torch.Generator().manual_seed(0)))
 
 
+def delta_rows(tokens: int, dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels.delta.delta_rows import DELTA_ROWS, DeltaRowsCase
+    from armillary.kernels.delta.delta_rows_triton import delta_rows as run
+
+    case = DeltaRowsCase(sequences=2, tokens=tokens, dtype="bf16" if dtype is BF16 else "fp32", device="cpu")
+    run(*DELTA_ROWS.inputs(case, torch.Generator().manual_seed(0)))
+
+
 CASES: dict[str, Callable[[], None]] = {
+    "delta rows, decoding": lambda: delta_rows(1),
+    "delta rows, prompts": lambda: delta_rows(3),
+    "delta rows, fp32": lambda: delta_rows(1, FP32),
     **{f"many experts, {m} tokens": lambda m=m: grouped_moe(m, tma=True) for m in (16, 64, 160, 400)},
     **{f"many experts, pointers, {m} tokens": lambda m=m: grouped_moe(m, tma=False) for m in (16, 64, 160, 400)},
     "many experts, fp32": lambda: grouped_moe(64, FP32, tma=False),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, many, tiny
-from armillary.training.parity.matrix import BARS, alone
-from armillary.training.parity.strategies import GPT_OSS, LATENT, STRATEGIES, layout_of
+from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, many, qwen3_next, tiny
+from armillary.training.parity.matrix import BARS, alone, refuses_selective
+from armillary.training.parity.strategies import GPT_OSS, LATENT, QWEN3_NEXT, STRATEGIES, layout_of
 from tests.ranks import Ranks
 
 
@@ -37,7 +39,11 @@ def smallest(strategy: str) -> int:
     return next(world for world in (2, 4, 8) if layout_of(strategy, world) is not None)
 
 
-SOME = {latent: ("latent: tp", "latent: tp + sp", "latent: cp"), gpt_oss: ("gpt-oss: tp + sp", "gpt-oss: ep")}
+SOME = {
+    latent: ("latent: tp", "latent: tp + sp", "latent: cp"),
+    gpt_oss: ("gpt-oss: tp + sp", "gpt-oss: ep × FSDP2"),
+    qwen3_next: ("qwen3-next: tp", "qwen3-next: tp + sp", "qwen3-next: ep × FSDP2", "qwen3-next: pp (1F1B)"),
+}
 """of each model; the others are slow"""
 
 
@@ -47,7 +53,7 @@ SOME = {latent: ("latent: tp", "latent: tp + sp", "latent: cp"), gpt_oss: ("gpt-
         *((model, 2, names) for model, names in SOME.items()),
         *(
             pytest.param(model, world, tuple(names), marks=pytest.mark.slow)
-            for model, names in ((latent, LATENT), (gpt_oss, GPT_OSS))
+            for model, names in ((latent, LATENT), (gpt_oss, GPT_OSS), (qwen3_next, QWEN3_NEXT))
             for world in (2, 4, 8)
         ),
     ],
@@ -57,12 +63,15 @@ def test_other_models_train_as_in_one_process(
 ) -> None:
     """Each layout on the smallest number of ranks it has a use for; test_matrix has all on all, for 20 steps."""
     chosen = [name for name in names if world == smallest(name)]
-    layouts = [layout_of(name, world) for name in chosen]
-    cases = [
-        Case(layout=x, config=model(), dtype="fp64", accumulate=2 * x.pp, steps=2) for x in layouts if x is not None
-    ]
+    layouts = [selective(layout) for name in chosen if (layout := layout_of(name, world)) is not None]
+    cases = [Case(layout=x, config=model(), dtype="fp64", accumulate=2 * x.pp, steps=2) for x in layouts]
     assert len(cases) >= len(SOME[model])
     check(ranks.run(world, many, cases, timeout_s=600)[0], cases)
+
+
+def selective(layout: Layout) -> Layout:
+    """With selective recompute, where the layout takes it: it repeats what a mixture does under FSDP's hooks."""
+    return layout if refuses_selective(layout) else replace(layout, recompute="selective")
 
 
 @pytest.mark.slow  # by default features and stages are compared in fp64

@@ -100,7 +100,7 @@ def sum_copies(experts: Experts, out_PH: Tensor, copies: SortedCopies) -> Tensor
     """The weighted sum of each token's copies; those of no expert count as zero."""
     if not experts.moe.scale_input:
         out_PH = out_PH * copies.weights_P[:, None].to(out_PH.dtype)
-    if experts.down_bias_EH is not None:
+    if experts.moe.expert_bias:  # not its tensor: by now FSDP may have freed it, in one of two passes
         out_PH = out_PH.where(copies.experts_P[:, None] < experts.moe.num_experts, 0.0)
     return _SumCopies.apply(out_PH, copies.source_P, copies.inverse_Mk)  # type: ignore[no-any-return]
 

@@ -5,6 +5,7 @@ Residual adds are fused into the norms, biases and caps into the GEMM before the
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from armillary.spec.arithmetic import non_gemm_ops, ops
 from armillary.spec.arithmetic.attention_ops import (
@@ -113,7 +114,12 @@ def _gated_delta(config: ModelConfig, batch: Batch) -> list[OpWithBackward]:
     delta = config.gated_delta
     assert delta is not None
     values = delta.value_heads * delta.value_dim
-    sizes = {"tokens": batch.tokens, "channels": delta.channels, "width": delta.conv, "dtype": batch.dtype}
+    sizes: dict[str, Any] = {
+        "tokens": batch.tokens,
+        "channels": delta.channels,
+        "width": delta.conv,
+        "dtype": batch.dtype,
+    }
     conv = OpWithBackward(
         forward=causal_conv("conv", **sizes), backward=(causal_conv("conv.d", **sizes, backward=True),)
     )
@@ -131,7 +137,7 @@ def _delta_core(config: ModelConfig, batch: Batch) -> OpWithBackward:
     delta = config.gated_delta
     assert delta is not None
     copies = batch.tokens // max(1, sum(queries for queries, _ in batch.spans))  # of equal sequences
-    sizes = {"sequences": copies * len(batch.spans), "dtype": batch.dtype}
+    sizes: dict[str, Any] = {"sequences": copies * len(batch.spans), "dtype": batch.dtype}
     if batch.decoding:
         return OpWithBackward(forward=delta_decode("gated_delta", delta, **sizes))
     forward = delta_rule("gated_delta", delta, tokens=batch.tokens, **sizes)

@@ -29,7 +29,7 @@ from armillary.parallel.shard_weights import fill_random, materialise
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import axis_sizes
-from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE, Rope
+from armillary.spec.model import MLA, GatedDelta, LayerKind, ModelConfig, MoE, Rope
 from armillary.spec.tables.train import TrainJob
 from armillary.training.setup.kernel_selection import use_kernels
 from armillary.training.step.lora import add_lora
@@ -84,6 +84,22 @@ def gpt_oss(**changes: Any) -> ModelConfig:
         qkv_bias=True,
         out_bias=True,
         activation="swiglu_clamped",
+    )
+    return tiny(**(base | changes))
+
+
+def qwen3_next(**changes: Any) -> ModelConfig:
+    """Qwen3-Next-style: a gated delta-net layer and a gated attention layer, norms with 1 + w, experts in both with a
+    gated shared one."""
+    moe = MoE(num_experts=8, top_k=2, ffn=8, shared_ffn=16, shared_gate=True)
+    base: dict[str, Any] = dict(
+        moe=moe,
+        layers=(LayerKind(attention="gated_delta", mlp="moe"), LayerKind(mlp="moe")),
+        gated_delta=GatedDelta(key_heads=8, value_heads=16, key_dim=4, value_dim=4),
+        attention_gate=True,
+        norm_plus_one=True,
+        qk_norm="head",
+        rope=Rope(fraction=0.5),
     )
     return tiny(**(base | changes))
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, mixture, steps, tiny
-from armillary.training.parity.strategies import ALL, EXPERTS, GPT_OSS, LATENT, layout_of
+from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, mixture, qwen3_next, steps, tiny
+from armillary.training.parity.strategies import ALL, EXPERTS, GPT_OSS, LATENT, QWEN3_NEXT, layout_of
 
 STEPS = 20
 FORMATS = ("fp32", "fp64")
@@ -58,7 +58,7 @@ def cases_of(strategy: str, world: int, formats: Sequence[str] = FORMATS) -> lis
     def layout(recompute: str, interval: int) -> Layout | None:
         return layout_of(strategy, world, recompute=recompute, recompute_every=interval)
 
-    models = ((LATENT, latent), (GPT_OSS, gpt_oss), (EXPERTS, mixture))
+    models = ((LATENT, latent), (GPT_OSS, gpt_oss), (QWEN3_NEXT, qwen3_next), (EXPERTS, mixture))
     return _variants(layout, formats, next((model for group, model in models if strategy in group), tiny))
 
 
@@ -87,11 +87,11 @@ def _variants(
             chunk=20 * (accumulate - 1),
         )
         for (dtype, accumulate, recompute, _), layout in zip(variants, layouts, strict=True)
-        if layout is not None and not (recompute == "selective" and _refuses_selective(layout))
+        if layout is not None and not (recompute == "selective" and refuses_selective(layout))
     ]
 
 
-def _refuses_selective(layout: Layout) -> bool:
+def refuses_selective(layout: Layout) -> bool:
     """Selective recompute works neither with split backward passes nor with offloaded activations."""
     return (layout.pp > 1 and layout.schedule == "zero_bubble") or layout.offload in ("activations", "both")
 
@@ -187,7 +187,8 @@ def page(rows: Sequence[Row]) -> str:
         f"{datetime.date.today()}, torch {torch.__version__}. Largest relative difference from one process over "
         f"{STEPS} AdamW steps of a tiny model (vocabulary 37, which no number of ranks divides; with experts: 8, two a "
         "token and a shared one, balance loss, z-loss and selection bias; latent: the same DeepSeek-style, with latent "
-        "attention and experts in groups; gpt-oss: sinks, a sliding layer, biases, experts in every layer), learning "
+        "attention and experts in groups; gpt-oss: sinks, a sliding layer, biases, experts in every layer; qwen3-next: "
+        "a gated delta-net layer and one with gated attention), learning "
         "rate 3e-3, gradients clipped to a norm of 1, over the variants without and with accumulation, full, selective "
         "and every-second-layer recompute. Bars: "
         f"{bars}. {older}{len({row.strategy for row in rows})} of {len(ALL)} strategies are below.\n\n" + table(rows)

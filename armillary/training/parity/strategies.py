@@ -83,10 +83,18 @@ LATENT = _each_of("latent")
 """every one of these, of a DeepSeek-style model: latent attention, a dense layer, experts in groups"""
 GPT_OSS = _each_of("gpt-oss")
 """the same, of a GPT-OSS-style model: sinks, a sliding layer, biases, experts in every layer"""
-ALL = _DENSE | EXPERTS | LATENT | GPT_OSS
+QWEN3_NEXT = {name: fields for name, fields in _each_of("qwen3-next").items() if "cp" not in fields}
+"""the same but for context parallelism, of a Qwen3-Next-style model: a gated delta-net layer and one with attention"""
+ALL = _DENSE | EXPERTS | LATENT | GPT_OSS | QWEN3_NEXT
 
 
-WORDS = {"dense": [*_DENSE], "experts": [*EXPERTS], "latent": [*LATENT], "gpt-oss": [*GPT_OSS]}
+WORDS = {
+    "dense": [*_DENSE],
+    "experts": [*EXPERTS],
+    "latent": [*LATENT],
+    "gpt-oss": [*GPT_OSS],
+    "qwen3-next": [*QWEN3_NEXT],
+}
 """groups of strategies"""
 
 
