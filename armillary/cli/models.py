@@ -13,7 +13,7 @@ from armillary.errors import BadModel
 from armillary.model.supported_shapes import unbuildable
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.ops import size_of
-from armillary.spec.arithmetic.params import kv_bytes, kv_bytes_per_token, parameters
+from armillary.spec.arithmetic.params import kv_bytes, kv_bytes_per_token, parameters, state_bytes
 from armillary.spec.model import ModelConfig
 from armillary.spec.toml.fields import to_plain
 from armillary.store.hf_folder import gguf_file, stored_dtype, weight_files
@@ -142,6 +142,7 @@ def _fields(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, objec
             "KV cache in bf16",
             f"{bytes_text(token_bytes)} per token, {bytes_text(full_bytes)} at {config.context:,} tokens",
         ),
+        ("recurrent states", f"{bytes_text(state)} per sequence" if (state := state_bytes(config)) else ""),
         ("forward", f"{flops_text(2 * count.multiplied)} per token + attention"),
         ("the module", f"cannot build it: {reason}" if reason else "can build it"),
         ("hub", about.get("hub")),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadLayout
+from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.rules import check_layout, layout_problems
@@ -63,6 +64,18 @@ def test_what_zero_shares_out() -> None:
     assert Layout(dp=8).shard_size == 1
     assert Layout(dp=8, zero=1).shard_size == 8
     assert Layout(dp=8, zero=3, shard=4).shard_size == 4
+
+
+def hybrid() -> ModelConfig:
+    return catalogue.model("qwen3-next-80b-a3b").config
+
+
+def test_recurrent_layers_are_not_sharded_along_the_sequence() -> None:
+    check_layout(Layout(dp=2, tp=2, pp=2, ep=2, zero=3), hybrid())
+    with pytest.raises(BadLayout, match=r"cp=2 shards sequences and the gated delta-net layers .*layout.cp=1"):
+        check_layout(Layout(cp=2), hybrid(), sequence=4096)
+    with pytest.raises(BadLayout, match="tp=32 does not divide"):
+        check_layout(Layout(tp=32), hybrid(), for_training=False)
 
 
 def test_experts_are_cut_by_tp_unless_ep_takes_the_tp_ranks() -> None:

@@ -19,6 +19,9 @@ from armillary.spec.model import ModelConfig
 
 _SHARDED = {
     "attention.out.weight": 1,
+    "attention.conv_CW": 0,
+    "attention.log_rate_V": 0,
+    "attention.rate_bias_V": 0,
     "attention.q.weight": 0,
     "attention.kv_up.weight": 0,
     "mlp.up.weight": 0,
@@ -69,6 +72,9 @@ def is_sharded(model: Transformer) -> bool:
 
 def local_part(name: str, shape: Sequence[int], config: ModelConfig, group: Group) -> tuple[tuple[int, ...], Need]:
     """(shape, what it holds) of a rank's part of a weight."""
+    if ".attention.qkv." in name and config.layers[int(name.split(".")[1])].attention == "gated_delta":
+        offsets, sizes = shard_box(shape, [(0, group.size, group.rank)])
+        return sizes, box_need(shape, offsets, sizes)
     if ".attention.qkv." in name:
         need = Need(qkv_rows(config, group), Span(0, matrix_shape(shape)[1]))
         return (sum(span.size for span in need.rows), *shape[1:]), need
@@ -78,10 +84,11 @@ def local_part(name: str, shape: Sequence[int], config: ModelConfig, group: Grou
 
 
 def qkv_rows(config: ModelConfig, group: Group) -> tuple[Span, ...]:
-    """Full groups of [q…, k, v]; where ranks share a KV head, its queries are sharded and its key and value
-    replicated."""
+    """Full groups of [q…, k, v] with their gates, where there are some; where ranks share a KV head, its queries and
+    gates are sharded and its key and value replicated."""
     members, dim = config.heads // config.kv_heads, config.head_dim
-    height = (members + 2) * dim
+    gates = members * dim * config.attention_gate
+    height = (members + 2) * dim + gates
     if config.kv_heads >= group.size:
         local = config.kv_heads // group.size * height
         return (Span(group.rank * local, (group.rank + 1) * local),)
@@ -89,4 +96,8 @@ def qkv_rows(config: ModelConfig, group: Group) -> tuple[Span, ...]:
     queries = members // (group.size // config.kv_heads) * dim
     begin = head * height
     own = Span(begin + part * queries, begin + (part + 1) * queries)
-    return own, Span(begin + members * dim, begin + height)
+    key_and_value = Span(begin + members * dim, begin + height - gates)
+    if not gates:
+        return own, key_and_value
+    first = key_and_value.end + part * queries
+    return own, key_and_value, Span(first, first + queries)

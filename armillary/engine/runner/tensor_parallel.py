@@ -20,6 +20,7 @@ from armillary.engine.runner.linear_fn import Dense, LinearFn
 from armillary.engine.runner.sharded_weights import is_sharded, qkv_rows
 from armillary.engine.scheduler.decision import Decision
 from armillary.errors import BadLayout
+from armillary.kernels.delta.delta_rows import DeltaWeights
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.parallel.collectives import Group, all_gather, all_reduce
 from armillary.parallel.world import World
@@ -61,6 +62,7 @@ def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
             _shard_weights(layer, config, group)
         _shard_rest(layer, config, group)
     forward = executor.forward
+    forward.query_group = config.heads // group.size // local_kv_heads(config, group.size)
     forward.reduce = lambda x: all_reduce(x, group)
     if config.qk_norm == "all":
         forward.into_cache = full_qk_norm(
@@ -80,7 +82,9 @@ def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
 def _shard_weights(layer: Layer, config: ModelConfig, group: Group) -> None:
     size, rank = group.size, group.rank
     local = config.heads // size * (config.head_dim if config.mla is None else config.mla.v_dim)
-    if layer.latent is not None:
+    if layer.delta is not None:
+        local = _shard_delta(layer, layer.delta, group)
+    elif layer.latent is not None:
         _shard_latent(layer, layer.latent, group)
     else:
         layer.qkv = _shard_qkv(_plain(layer.qkv), config, group)
@@ -121,6 +125,19 @@ def _shard_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
     weight, bias = (None if x is None else torch.cat([x[a:b] for a, b in spans]) for x in (qkv.weight, qkv.bias))
     assert weight is not None
     return Dense(weight, bias)
+
+
+def _shard_delta(layer: Layer, delta: DeltaWeights, group: Group) -> int:
+    """Full key heads with their value heads; returns the inputs that the output projection has left."""
+
+    def own(rows: Tensor) -> Tensor:
+        return rows.chunk(group.size)[group.rank].contiguous()
+
+    layer.qkv = Dense(own(_plain(layer.qkv).weight))
+    layer.delta = delta._replace(
+        conv_CW=own(delta.conv_CW), log_rate_V=own(delta.log_rate_V), rate_bias_V=own(delta.rate_bias_V)
+    )
+    return len(layer.delta.log_rate_V) * delta.heads.value_dim
 
 
 def _shard_latent(layer: Layer, latent: LatentLayer, group: Group) -> None:

@@ -34,6 +34,15 @@ from tests.model.plain_generation import generate_tokens
 MODELS = SHAPES | {
     "hybrid": small(num_layers=5, attention_pattern=["sliding", "sliding", "full"], window=6),
     "multi-query": small(kv_heads=1),
+    "gated delta-net": small(
+        num_layers=3,
+        attention_pattern=["gated_delta", "full", "gated_delta"],
+        gated_delta={"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6},
+        attention_gate=True,
+        kv_heads=1,
+        norm_plus_one=True,
+        qk_norm="head",
+    ),
 }
 MADE: dict[str, Transformer] = {}
 

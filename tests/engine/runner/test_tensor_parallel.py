@@ -75,7 +75,12 @@ def served(weights: Transformer, wanted: list[Any], size: int, rank: int) -> lis
     plan = replace(plan, budget_bytes=plan.block_bytes * (30 * len(plan.groups) + 1))
     scheduler = Scheduler(settings_for(config, table), plan.make())
     executor = FastExecutor(
-        weights, scheduler.cache, max_running=4, max_model_len=config.context, kv_heads=local_kv_heads(config, size)
+        weights,
+        scheduler.cache,
+        max_running=4,
+        max_model_len=config.context,
+        kv_heads=local_kv_heads(config, size),
+        ranks=size,
     )
     if size == 1:
         return run(scheduler, executor, wanted)
@@ -98,7 +103,7 @@ def all_answers(size: int, names: list[str]) -> dict[str, list[list[int]]]:
     return {name: answers(name, size, dist.get_rank()) for name in names}
 
 
-FEW = ["multi-query", "norm over heads", "a dense layer before experts"]
+FEW = ["multi-query", "norm over heads", "a dense layer before experts", "gated delta-net"]
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["few", "all"])

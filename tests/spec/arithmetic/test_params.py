@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.spec import catalogue
-from armillary.spec.arithmetic.params import LayerParameters, kv_bytes, kv_bytes_per_token, layer_parameters, parameters
+from armillary.spec.arithmetic.params import (
+    LayerParameters,
+    kv_bytes,
+    kv_bytes_per_token,
+    layer_parameters,
+    parameters,
+    state_bytes,
+)
 from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE, Simplicial
 
 PARTS = ("embedding", "positions", "attention", "mlp", "router", "experts", "shared", "norms", "head")
@@ -209,12 +216,21 @@ def test_layer_parameters_name_what_they_count() -> None:
         ("falcon-7b", 8_192),  # one KV head of 64
         ("deepseek-v3", 70_272),  # (512 + 64) · 61 layers · 2 bytes
         ("gpt-oss-20b", 49_152),
+        ("qwen3-next-80b-a3b", 24_576),  # 12 of 48 layers
     ],
 )
 def test_kv_bytes_per_token_of_known_models(name: str, num_bytes: int) -> None:
     config = catalogue.model(name).config
     assert kv_bytes_per_token(config) == num_bytes
     assert kv_bytes_per_token(config, dtype_bytes=1) == num_bytes // 2
+
+
+def test_recurrent_states_do_not_grow() -> None:
+    config = catalogue.model("qwen3-next-80b-a3b").config
+    channels = (16 + 16 + 32) * 128
+    assert state_bytes(config) == 36 * (32 * 128 * 128 * 4 + 3 * channels * 2)
+    assert kv_bytes(config, 4_096) == 4_096 * 24_576
+    assert state_bytes(catalogue.model("llama-3-8b").config) == 0
 
 
 def test_a_sliding_cache_stops_growing_at_its_window() -> None:

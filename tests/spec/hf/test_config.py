@@ -12,9 +12,10 @@ from armillary.errors import BadInput, BadModel
 from armillary.spec import catalogue
 from armillary.spec.hf.config import READERS, from_hf, to_hf
 from armillary.spec.hf.writers import WRITERS
+from armillary.spec.model import GatedDelta
 from tests.model.families import FAMILIES, random_config, transformers
 
-_WITHOUT_A_CLASS = {"kimi_k2", "dbrx", "gemma3", "llama4"}
+_WITHOUT_A_CLASS = {"kimi_k2", "dbrx", "gemma3", "llama4", "qwen3_5", "qwen3_5_moe"}
 _DEFAULT_IS_EMPTY = {"deepseek_v2": {"num_experts_per_tok": 6}}
 # sizes that define a model, and what transformers derives from them once they are there
 _NOT_OPTIONAL = {
@@ -167,7 +168,19 @@ def test_llama_4_without_experts() -> None:
     assert [kind.mlp for kind in mixed.layers] == ["dense", "moe", "dense", "moe"]
 
 
-@pytest.mark.parametrize(("family", "layers"), [("qwen3_next", "gated delta-net"), ("jamba", "Mamba")])
-def test_families_with_recurrent_layers_are_refused_by_name(family: str, layers: str) -> None:
+def test_a_hybrid_with_gated_delta_net_layers() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 100}
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = from_hf({"model_type": "qwen3_next"} | sizes | experts, name="mine")
+    assert [kind.attention for kind in config.layers] == (["gated_delta"] * 3 + ["full"]) * 2
+    assert config.gated_delta == GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    assert config.moe is not None and config.moe.shared_gate and config.num_recurrent_layers == 6
+    assert config.attention_gate and config.norm_plus_one and config.rope.fraction == 0.25
+    dense = from_hf({"model_type": "qwen3_5", "text_config": sizes | {"intermediate_size": 96}}, name="mine")
+    assert dense.moe is None and dense.ffn == 96 and dense.num_recurrent_layers == 6
+
+
+@pytest.mark.parametrize(("family", "layers"), [("mamba2", "Mamba"), ("jamba", "Mamba")])
+def test_families_with_other_recurrent_layers_are_refused_by_name(family: str, layers: str) -> None:
     with pytest.raises(BadModel, match=f"a '{family}' model has {layers} layers.*take a family of docs/models.md"):
         from_hf({"model_type": family, "hidden_size": 64}, name="mine")
