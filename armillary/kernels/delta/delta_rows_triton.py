@@ -66,8 +66,8 @@ def _rows(
         C: tl.constexpr = HEADS // R * (2 * D + R * E)
         column, channel = group * (2 * D + 2 * R * E + 2 * R), group * (2 * D + R * E)
         begins = length <= count
-        held = matrices + (row * HEADS + head) * D * E + d[:, None] * E + e[None, :]
-        state = tl.load(held, mask=(d[:, None] >= 0) & ~begins, other=0.0)
+        place = matrices + (row * HEADS + head) * D * E + d[:, None] * E + e[None, :]
+        state = tl.load(place, mask=(d[:, None] >= 0) & ~begins, other=0.0)
         before = inputs + row * (W - 1) * C
         rate = -tl.exp(tl.load(log_rate + head).to(tl.float32))
         bias = tl.load(rate_bias + head).to(tl.float32)
@@ -91,7 +91,7 @@ def _rows(
             normed = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / E + eps) * weight
             gated = normed * z * tl.sigmoid(z)
             tl.store(out + ((start + t) * HEADS + head) * E + e, gated.to(out.dtype.element_ty))
-        tl.store(held, state)
+        tl.store(place, state)
 
 
 @triton.jit
@@ -120,8 +120,8 @@ def _replace_inputs(
         moved = there & (index < 0) & (length > count)
         old = tl.load(inputs + (row * (W - 1) + W - 1 + index) * C + channel, mask=moved, other=0.0)
         value = tl.where(index >= 0, new.to(tl.float32), old.to(tl.float32))
-        place = inputs + (row * (W - 1) + slot) * C + channel
-        tl.store(place, value.to(inputs.dtype.element_ty), mask=there & (count > 0))
+        to = inputs + (row * (W - 1) + slot) * C + channel
+        tl.store(to, value.to(inputs.dtype.element_ty), mask=there & (count > 0))
 
 
 def delta_rows(fused_TX: Tensor, weights: DeltaWeights, states: RowStates, batch: RowBatch) -> Tensor:

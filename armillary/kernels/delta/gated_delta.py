@@ -126,8 +126,8 @@ def recurrent(
         state = state * decay_BTV[:, t].exp()[..., None, None]
         if begins_BT is not None:
             state = state * ~begins_BT[:, t, None, None, None]
-        held = torch.einsum("bvde,bvd->bve", state, k)
-        state = state + k[..., None] * (beta * (v - held))[:, :, None]
+        stored = torch.einsum("bvde,bvd->bve", state, k)
+        state = state + k[..., None] * (beta * (v - stored))[:, :, None]
         outs.append(torch.einsum("bvde,bvd->bve", state, q_BTVD[:, t]))
     return torch.stack(outs, dim=1), state
 
@@ -155,18 +155,18 @@ def chunked(
     state = _beginning(k_BTKD.repeat_interleave(values, dim=2), v_BTVE, matrix_BVDE)
     q, k, v, beta = (_in_chunks(x, chunk) for x in (q_BTKD, k_BTKD, v_BTVE, beta_BTV[..., None]))
     q, k = q.repeat_interleave(values, dim=1), k.repeat_interleave(values, dim=1)
-    within, carried, kept, total = _decays(decay_BTV, begins_BT, chunk)
+    within, carried, left, total = _decays(decay_BTV, begins_BT, chunk)
     strictly = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril(-1)
     system = (beta * k @ k.transpose(-1, -2) * within).masked_fill(~strictly, 0)
     both = torch.cat((beta * v, beta * carried * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     own, of_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    scores, q_carried, k_kept = q @ k.transpose(-1, -2) * within, q * carried, k * kept
+    scores, q_carried, k_left = q @ k.transpose(-1, -2) * within, q * carried, k * left
     outs = []
     for n in range(v.shape[2]):
         u = own[:, :, n] - of_state[:, :, n] @ state
         outs.append(q_carried[:, :, n] @ state + scores[:, :, n] @ u)
-        state = total[:, :, n] * state + k_kept[:, :, n].transpose(-1, -2) @ u
+        state = total[:, :, n] * state + k_left[:, :, n].transpose(-1, -2) @ u
     return torch.cat(outs, dim=2)[:, :, :tokens].transpose(1, 2), state
 
 
@@ -182,13 +182,13 @@ def _decays(decay_BTV: Tensor, begins_BT: Tensor | None, chunk: int) -> tuple[Te
     sums = _in_chunks(decay_BTV[..., None], chunk).cumsum(3)
     last = sums[..., -1:, :]
     apart = torch.ones(chunk, chunk, dtype=torch.bool, device=sums.device).triu(1)
-    carried, kept, total = sums, last - sums, last
+    carried, left, total = sums, last - sums, last
     if begins_BT is not None:
         number = _in_chunks(begins_BT[..., None, None].to(sums.dtype), chunk).cumsum(3)
         apart = apart | (number != number.transpose(-1, -2))
         carried, total = (
             x.masked_fill(number_ != 0, -torch.inf) for x, number_ in ((carried, number), (total, number[..., -1:, :]))
         )
-        kept = kept.masked_fill(number != number[..., -1:, :], -torch.inf)
+        left = left.masked_fill(number != number[..., -1:, :], -torch.inf)
     within = (sums - sums.transpose(-1, -2)).masked_fill(apart, -torch.inf)
-    return within.exp(), carried.exp(), kept.exp(), total.exp()
+    return within.exp(), carried.exp(), left.exp(), total.exp()

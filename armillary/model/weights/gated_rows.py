@@ -47,10 +47,10 @@ def inputs_pair(delta: GatedDelta, *, apart: bool) -> Pair:
 
     def split(fused: Tensor) -> list[Tensor]:
         pieces = fused.unflatten(0, (heads, -1)).split(sizes, dim=1)
-        together = [[pieces[kind] for kind in kinds] for kinds in stored]
+        joined = [[pieces[kind] for kind in kinds] for kinds in stored]
         if apart:
-            return [torch.cat([piece.flatten(0, 1) for piece in group]) for group in together]
-        return [torch.cat(group, dim=1).flatten(0, 1) for group in together]
+            return [torch.cat([piece.flatten(0, 1) for piece in group]) for group in joined]
+        return [torch.cat(group, dim=1).flatten(0, 1) for group in joined]
 
     return join, split
 
