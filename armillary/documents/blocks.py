@@ -53,10 +53,11 @@ class Table(Cleaned):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart(Cleaned):
-    """Values of one or more series by category; `limit` is a line across (name, value)."""
+    """Values of one or more series by category; `limit` is a line across (name, value). A span has two series: where
+    each bar begins, and how long it is."""
 
     caption: str
-    kind: Literal["bar", "line"]
+    kind: Literal["bar", "line", "span"]
     categories: Sequence[str]
     series: Sequence[tuple[str, Sequence[Amount]]]
     limit: tuple[str, Amount] | None = None

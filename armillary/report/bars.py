@@ -23,6 +23,8 @@ class Bar:
     colour: str = SERIES_COLOURS[0]
     opacity: float = 1.0
     hover: str = ""
+    begin: float = 0.0
+    """where it begins on the scale"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ def series_bars(
 
 def bars(groups: Sequence[BarGroup], *, label: str, full: float = 0.0, limit: float | None = None) -> str:
     """Horizontal bars from 0 on one scale, which ends at `full` or at the largest value; `limit` is a dashed line."""
-    full = full or max((bar.value for group in groups for bar in group.bars), default=0.0)
+    full = full or max((bar.begin + bar.value for group in groups for bar in group.bars), default=0.0)
     if not full:
         return ""
     frames = _bar_frame(groups, 960), _bar_frame(groups, 420)
@@ -109,7 +111,8 @@ def _bars(groups: Sequence[BarGroup], frame: Frame, full: float, limit: float | 
             place = f"x='0' y='{y - 5:.1f}'"
         parts.append(f"<text {place}{bold}>{escape(group.name)}</text>")
         for bar in group.bars:
-            parts.append(_bar(bar, frame.left, y, max(1.0, min(1.0, bar.value / full) * frame.across), line))
+            x = frame.left + min(1.0, bar.begin / full) * frame.across
+            parts.append(_bar(bar, x, y, max(1.0, min(1.0, bar.value / full) * frame.across), line))
             y += BAR_HEIGHT + BAR_GAP
         y += GROUP_GAP
     return "".join(parts)
@@ -122,7 +125,7 @@ def _bar(bar: Bar, x: float, y: float, width: float, line: float | None) -> str:
         at = line + 6
     opacity = f" opacity='{bar.opacity}'" if bar.opacity < 1 else ""
     return (
-        f"<rect x='{x}' y='{y:.1f}' width='{width:.1f}' height='{BAR_HEIGHT}' rx='3' fill='{bar.colour}'{opacity}>"
+        f"<rect x='{x:g}' y='{y:.1f}' width='{width:.1f}' height='{BAR_HEIGHT}' rx='3' fill='{bar.colour}'{opacity}>"
         f"<title>{escape(bar.hover or bar.text)}</title></rect>"
         f"<text x='{at:.1f}' y='{y + BAR_HEIGHT - 3:.1f}'>{escape(bar.text)}</text>"
     )

@@ -47,6 +47,8 @@ def cost_section(facts: PlanFacts, figures: Figures, trained: Priced | None, ser
         blocks += [_offers_table(figures, trained), _offers_chart(figures, trained)]
     if served is not None:
         blocks.append(_serving_table(figures, served))
+        if f"{served.prefix}capex" in figures:
+            blocks += [Paragraph(text=_years_text(figures, served)), _years_table(figures, served)]
     priced = trained or served
     if priced is not None and f"{priced.prefix}break_even" in figures:
         own = _own_text(figures, priced)
@@ -122,6 +124,38 @@ def _serving_table(figures: Figures, priced: Priced) -> Table:
         rows.append([name, figures.amount(key), *cells, selected])
     columns = ("offer", "device-hour", "per month", "per million tokens", "")
     return Table(caption="Serving by offer, cloud and on-premises", columns=columns, rows=rows)
+
+
+def _years(figures: Figures, served: Priced, offer: str) -> tuple[Amount, Amount, Amount]:
+    """Devices of the service by one offer: at the beginning, per year, and over the years of depreciation."""
+    p, devices = served.prefix, "serving_devices"
+    key, useful = served.hours[offer], " / serving_spot_goodput" if offer == "spot" else ""
+    first, year = "0", f"{devices} * {key}{useful} * {12 * HOURS_A_MONTH}"
+    if offer == "owned":
+        first, year = f"{devices} * {p}capex", f"{devices} * {p}running_year"
+    total = f"{first} + {year} * {p}years"
+    return figures.calculated(first, "money"), figures.calculated(year, "money"), figures.calculated(total, "money")
+
+
+def _years_text(figures: Figures, served: Priced) -> str:
+    p, selected = served.prefix, next(name for name, key in served.hours.items() if key == served.selected)
+    money = {name: _years(figures, served, name)[2].value for name in {selected, "owned"}}
+    return figures.say(
+        "Over the {years} of depreciation the devices of the service cost {selected} ({offer}) or {owned} bought, "
+        "electricity and staff included. The price of an owned device-hour above spreads this over the {use} of the "
+        "hours in which a device is used.",
+        years=figures.text(f"{p}years"),
+        selected=figures.notation.text(money[selected], "money", short=True),
+        offer=selected,
+        owned=figures.notation.text(money["owned"], "money", short=True),
+        use=figures.text(f"{p}utilisation"),
+    )
+
+
+def _years_table(figures: Figures, served: Priced) -> Table:
+    rows: list[list[Cell]] = [[name, *_years(figures, served, name)] for name in served.hours]
+    columns = ("offer", "at the beginning", "per year", "over the years of depreciation")
+    return Table(caption="Total cost of ownership of the service", columns=columns, rows=rows)
 
 
 def _own_text(figures: Figures, priced: Priced) -> str:

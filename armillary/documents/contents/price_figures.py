@@ -204,16 +204,29 @@ def _add_break_even(
     p, hour = prefix, hours[rent.name]
     saved = f"{hour} * {p}utilisation * {HOURS_A_MONTH} - {p}running_year / 12"
     figures.derive(OWNED, f"{p}saved_month", label_of(p, "Saved per device and month against renting"), "money", saved)
-    months = f"where({p}saved_month > 0, {p}capex / max(1e-9, {p}saved_month), 0)"
-    formula = f"where({months} <= {p}years * 12, {months}, 0)"
+    months, paid = f"where({p}saved_month > 0, {p}capex / max(1e-9, {p}saved_month), 0)", f"{p}paid_back"
+    figures.derive(OWNED, paid, label_of(p, "Months until the savings pay the purchase"), "months", months)
+    formula = f"where({paid} <= {p}years * 12, {paid}, 0)"
     planner = device.break_even_month(cost.utilisation, rent.usd_per_hour) or 0.0
     figures.derive(
         OWNED, f"{p}break_even", label_of(p, "Break-even of buying against renting"), "months", formula, planner
     )
-    more = f"{p}power_w / 1000 * {p}pue * (1 - {p}idle_power) * {HOURS_A_YEAR} * {p}kwh"
-    at_rest = f"({p}capex / {p}years + {p}running_year - {more} * {p}utilisation)"
-    above = f"({hour} * {HOURS_A_YEAR} - {more})"
-    use = f"where({above} > 0, {at_rest} / max(1e-9, {above}), 0)"
+    more, rest, above, use = (f"{p}{key}" for key in ("busy_year", "idle_year", "saved_year", "even_use"))
+    energy = f"{p}power_w / 1000 * {p}pue * (1 - {p}idle_power) * {HOURS_A_YEAR} * {p}kwh"
+    idle = f"{p}capex / {p}years + {p}running_year - {more} * {p}utilisation"
+    ratio = f"where({above} > 0, {rest} / max(1e-9, {above}), 0)"
+    for key, words, unit, formula in (
+        (more, "Electricity of a device that is always busy, over one at rest, per year", "money", energy),
+        (rest, "An owned device at rest, per year", "money", idle),
+        (
+            above,
+            "Saved by a device that is always busy, per year, before its purchase",
+            "money",
+            f"{hour} * {HOURS_A_YEAR} - {more}",
+        ),
+        (use, "Utilisation at which renting and owning cost the same", "never-share", ratio),
+    ):
+        figures.derive(OWNED, key, label_of(p, words), unit, formula)
     share = device.break_even_utilisation(rent.usd_per_hour) or 0.0
     label = label_of(p, "Utilisation above which owning is cheaper")
     figures.derive(OWNED, f"{p}break_even_use", label, "never-share", f"where({use} <= 1, {use}, 0)", share)

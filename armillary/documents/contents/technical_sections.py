@@ -133,7 +133,8 @@ def reliability_section(facts: PlanFacts, figures: Figures) -> Section:
         verdict = (
             "the others still sustain the traffic within the objectives"
             if rest >= needed
-            else f"the others sustain {rest / needed * 100:.0f} % of it within the objectives; one more would cover it"
+            else f"the others sustain {rest / needed * 100:.0f} % of the traffic within the objectives; one more would "
+            "cover it"
         )
         text = f"If one of {spare.replicas:,} replicas fails, {verdict}."
         if spare.replicas == 1:
@@ -164,7 +165,48 @@ def operations_section(facts: PlanFacts, figures: Figures) -> Section:
         lines.append(f"A server drains for {serve.drain_s:g} s on SIGTERM and restarts an engine after {hung}.")
     if "staff" in figures and figures["staff"].value:
         lines.append(figures.say("Staff for owned devices: {staff} a year."))
-    return Section(key="operations", title="Operations", blocks=[Bullets(texts=lines)])
+    columns = ("event", "what happens by itself", "what a person does")
+    runbook = Table(caption="Runbook", columns=columns, rows=[*_training_events(facts), *_serving_events(facts)])
+    return Section(key="operations", title="Operations", blocks=[Bullets(texts=lines), runbook])
+
+
+def _training_events(facts: PlanFacts) -> list[list[Cell]]:
+    if facts.training is None:
+        return []
+    job = facts.recipe.train
+    return [
+        [
+            "a rank crashes",
+            f"restart from the newest checkpoint, {job.max_restarts} times",
+            "reads the verdict: armillary runs",
+        ],
+        [
+            "a rank hangs",
+            f"rank, collective and source line are named; then: {job.on_hang}",
+            "leaves the node out of the job",
+        ],
+        ["the loss jumps", job.on_spike, "looks at the samples that are named"],
+        ["a loss is not finite", job.on_nonfinite, "resumes from a checkpoint before it"],
+        ["steps are slower than planned", "measured beside planned, per part of a step", "armillary diagnose RUN"],
+        ["a new kind of node", "–", "armillary launch --check, a canary run"],
+    ]
+
+
+def _serving_events(facts: PlanFacts) -> list[list[Cell]]:
+    if facts.serving is None:
+        return []
+    serve = facts.recipe.serve
+    hung = f"after {serve.hung_s:g} s without a sign of life" if serve.hung_s else "when its process has ended"
+    return [
+        ["an engine hangs or dies", f"it is restarted {hung}; the server stays up", "reads the log of the run"],
+        ["an objective is missed", "–", "armillary diagnose URL; a replica more"],
+        [
+            "a new version of the model",
+            "servers load it, then switch over",
+            "armillary registry promote NAME:VERSION ALIAS",
+        ],
+        ["a version is worse", "–", "armillary registry rollback NAME ALIAS"],
+    ]
 
 
 def measured_section(facts: PlanFacts, figures: Figures) -> Section | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 
-from armillary.documents.blocks import Cell, Paragraph, Section, Table
+from armillary.documents.blocks import Cell, Chart, Paragraph, Section, Table
 from armillary.documents.facts import PlanFacts
 from armillary.documents.figures import Amount, Figures
 from armillary.documents.values import clean, serial
@@ -16,11 +16,12 @@ def timeline_section(facts: PlanFacts, figures: Figures, today: date) -> Section
     """Phases one after the other; their days are inputs, the run's follow from the plan."""
     options = facts.options
     figures.put(PHASES, "start_day", "First day", serial(options.first_day(today)), "date", "report.start")
-    begin, rows = "start_day", list[list[Cell]]()
+    begin, rows, bars = "start_day", list[list[Cell]](), list[tuple[str, Amount, Amount]]()
     for name, label, key in _phases(facts, figures):
         end = f"({begin}) + {key}"
         begins, ends = figures.calculated(begin, "date"), figures.calculated(end, "date")
         rows.append([label, figures.calculated(key, "days"), begins, ends])
+        bars.append((label, figures.calculated(f"({begin}) - start_day", "days"), figures.amount(key)))
         if name == "run":
             rows += _named_checkpoints(facts, figures, begin)
         begin = end
@@ -30,7 +31,13 @@ def timeline_section(facts: PlanFacts, figures: Figures, today: date) -> Section
     )
     columns = ("phase", "days", "begins", "ends")
     table = Table(caption="Milestones", columns=columns, rows=rows)
-    return Section(key="timeline", title="Timeline", blocks=[Paragraph(text=text), table], points=[text])
+    chart = Chart(
+        caption=figures.say("Phases, in days from {start_day}"),
+        kind="span",
+        categories=[label for label, _, _ in bars],
+        series=[("begins after", [at for _, at, _ in bars]), ("days", [days for _, _, days in bars])],
+    )
+    return Section(key="timeline", title="Timeline", blocks=[Paragraph(text=text), table, chart], points=[text])
 
 
 def _phases(facts: PlanFacts, figures: Figures) -> list[tuple[str, str, str]]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-LONGEST_WORD, LONGEST_TEXT = 20, 45
-"""letters of a word that must fit on a line, and of a text beyond which a column does not grow"""
+LONGEST_WORD, LONGEST_TEXT, LONGEST_FORMULA = 20, 45, 110
+"""letters of a word that must fit on a line, of a text beyond which a column does not grow, and the same of a last
+column with texts several times as long, as formulas are"""
 WORDS = ("", "–", "never", "yes", "no")
 
 
@@ -14,7 +15,9 @@ def column_shares(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     for i, head in enumerate(columns):
         texts = [head, *(row[i] for row in rows)]
         word = max(min(len(word), LONGEST_WORD) for text in texts for word in text.split() or [""])
-        longest = min(LONGEST_TEXT, max(len(text) for text in texts))
+        longest = max(len(text) for text in texts)
+        is_long = i == len(columns) - 1 and longest > 4 * LONGEST_TEXT
+        longest = min(LONGEST_FORMULA if is_long else LONGEST_TEXT, longest)
         weights.append(max(word, longest) + 5.0 if numbers[i] else max(word + 4.0, longest**0.88))
     return [weight / sum(weights) for weight in weights]
 

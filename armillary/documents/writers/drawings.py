@@ -27,6 +27,8 @@ def chart_html(report: Report, chart: Chart) -> str:
         unit = chart.series[0][1][0].unit
         return report.figures.notation.text(value, unit, short=True)
 
+    if chart.kind == "span":
+        return _spans(report, chart)
     if chart.kind == "line":
         series = [
             (name, [(float(x), amount.value) for x, amount in zip(chart.categories, amounts, strict=True)])
@@ -39,6 +41,16 @@ def chart_html(report: Report, chart: Chart) -> str:
         (name, [amounts[i].value for _, amounts in chart.series]) for i, name in enumerate(chart.categories[:MOST_BARS])
     ]
     return series_bars(rows, [name for name, _ in chart.series], label=chart.caption, text=text)
+
+
+def _spans(report: Report, chart: Chart) -> str:
+    (_, begins), (_, lengths) = chart.series
+    rows = zip(chart.categories, begins, lengths, strict=True)
+    groups = [
+        BarGroup(name=name, bars=[Bar(value=length.value, begin=begin.value, text=report.cell_text(length))])
+        for name, begin, length in rows
+    ]
+    return bars(groups, label=chart.caption)
 
 
 def _bars_with_limit(report: Report, chart: Chart, text: object) -> str:
@@ -63,6 +75,8 @@ def axis_format(report: Report, chart: Chart) -> str:
         return f'"{symbol}"{scaled}'
     if unit == "B":
         return '#,##0,,," GB"' if largest >= 1e10 else '#,##0.0,,," GB"'
+    if unit == "days":
+        return '0" d"'
     return '0.###" s"' if unit == "s" else "General"
 
 
@@ -86,7 +100,7 @@ def legend_of(report: Report, block: Chart | Picture) -> list[tuple[str, str]]:
     if block.limit is not None:
         name, limit = block.limit
         return [(colours()["bad"], f"{name}: {report.cell_text(limit)}")]
-    if len(block.series) < 2:
+    if len(block.series) < 2 or block.kind == "span":
         return []
     names = [name for name, _ in block.series]
     return [(colours()[SERIES_COLOURS[i].split("--")[1][:-1]], name) for i, name in enumerate(names)]

@@ -1,6 +1,7 @@
 """A report as Markdown; charts become tables of their values."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -46,8 +47,10 @@ def _block(report: Report, block: Block) -> str:
             return f"**{escaped(caption)}**\n\n{_rows(columns, report.texts(block), total=total)}"
         case Chart():
             return f"**{escaped(block.caption)}**\n\n{_chart(report, block)}"
-        case Picture(caption=caption):
-            return f"**{escaped(caption)}**\n"
+        case Picture(caption=caption, diagram=diagram):
+            counts = Counter(box.text for box in diagram.boxes if box.text)
+            lines = [f"- {escaped(text)}{f' (× {count} drawn)' if count > 1 else ''}" for text, count in counts.items()]
+            return "\n".join([f"**{escaped(caption)}**\n", *lines]) + "\n"
     raise AssertionError(f"no markdown for {block}")
 
 

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from armillary.documents.blocks import Chart, Picture, Report, Section, Table
-from armillary.documents.user_files import logo_bytes, template_bytes
-from armillary.documents.values import clean, is_rtl
+from armillary.documents.user_files import logo_bytes
+from armillary.documents.values import clean
 from armillary.documents.writers.columns import column_shares
 from armillary.documents.writers.drawings import axis_format, native_title
-from armillary.errors import BadInput, NotFound, missing
+from armillary.documents.writers.slide_parts import WIDTH, colour_series, hex_of, opened, tint, write_run
+from armillary.errors import missing
 from armillary.report.diagram import Box, Diagram, fitted
 from armillary.report.standalone import colours
 
 MOST_SLIDES, MOST_COLUMNS = 12, 6
 ROW, ROW_OF_TWO = 0.44, 0.36
 """inches of a row, some of which have two lines; of a table of two columns"""
-WIDTH, HEIGHT, MARGIN = 13.333, 7.5, 0.6
-"""inches of a slide of 16:9"""
+MARGIN = 0.6
+"""inches"""
 TOP, LINE, LETTERS = 1.25, 0.29, 118
 """inches to the text, per line of it, and letters on a line"""
 LONGEST_POINT, LONGEST_CELL = 330, 76
@@ -39,7 +40,7 @@ ORDER = [
     "assumptions",
 ]
 """sections with slides, in the order of a talk; the last are left out first"""
-TABLE_FIRST = ("summary", "capacity", "bill", "alternatives", "risks", "timeline")
+TABLE_FIRST = ("summary", "capacity", "bill", "alternatives", "risks")
 """sections whose table says more than their chart"""
 
 
@@ -66,7 +67,7 @@ class SlideWriter:
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        self.deck = _opened(report.template(".pptx"))
+        self.deck = opened(report.template(".pptx"))
         self.scale = self.deck.slide_width / 914_400 / WIDTH
 
     def title(self) -> None:
@@ -145,7 +146,7 @@ class SlideWriter:
         frame.word_wrap = True
         for i, text in enumerate(texts):
             paragraph = frame.paragraphs[0] if i == 0 else frame.add_paragraph()
-            _write(paragraph, f"• {text}" if bullets else text, size * self.scale, bold=bold, colour=colour)
+            write_run(paragraph, f"• {text}" if bullets else text, size * self.scale, bold=bold, colour=colour)
             paragraph.space_after = int(5 * 12_700 * self.scale)
 
     def _table(self, slide: Any, block: Table, x: float, y: float, width: float, height: float) -> None:
@@ -167,7 +168,7 @@ class SlideWriter:
             texts = [clean(text, most) for text, most in zip(row, most_letters, strict=True)]
             for cell, text in zip(shape.table.rows[i].cells, texts, strict=True):
                 cell.margin_top = cell.margin_bottom = self._at(0.03)
-                _write(cell.text_frame.paragraphs[0], text, size, bold=i == 0, colour="card" if i == 0 else "ink")
+                write_run(cell.text_frame.paragraphs[0], text, size, bold=i == 0, colour="card" if i == 0 else "ink")
         if more:
             note = f"{more:,} more rows are in the document and in the workbook."
             self._text(slide, [note], y=6.85, height=0.4, size=11, colour="dim")
@@ -182,21 +183,21 @@ class SlideWriter:
         data.categories = [clean(name, 40) for name in block.categories]
         for name, amounts in block.series:
             data.add_series(clean(name, 60), [amount.value for amount in amounts])
-        kind = XL_CHART_TYPE.LINE if block.kind == "line" else XL_CHART_TYPE.BAR_CLUSTERED
+        kinds = {"line": XL_CHART_TYPE.LINE, "bar": XL_CHART_TYPE.BAR_CLUSTERED, "span": XL_CHART_TYPE.BAR_STACKED}
         place = (self._at(x), self._at(y), self._at(width), self._at(height))
-        chart = slide.shapes.add_chart(kind, *place, data).chart
+        chart = slide.shapes.add_chart(kinds[block.kind], *place, data).chart
         chart.font.size = Pt(12 * self.scale)
         chart.has_title = True
         chart.chart_title.text_frame.text = clean(native_title(self.report, block), 90)
         chart.chart_title.text_frame.paragraphs[0].font.size = Pt(14 * self.scale)
-        chart.has_legend = len(block.series) > 1
+        chart.has_legend = len(block.series) > 1 and block.kind != "span"
         if chart.has_legend:
             chart.legend.position = XL_LEGEND_POSITION.BOTTOM
             chart.legend.include_in_layout = False
         chart.value_axis.tick_labels.number_format = axis_format(self.report, block)
         chart.value_axis.tick_labels.number_format_is_linked = False
-        chart.value_axis.major_gridlines.format.line.color.rgb = RGBColor.from_string(_hex(colours()["line"]))
-        _colour_series(chart, block)
+        chart.value_axis.major_gridlines.format.line.color.rgb = RGBColor.from_string(hex_of(colours()["line"]))
+        colour_series(chart, block)
 
     def _diagram(self, slide: Any, diagram: Diagram, x: float, y: float, width: float, height: float) -> None:
         """The diagram with shapes of the format, so that it can be edited."""
@@ -217,67 +218,15 @@ class SlideWriter:
         shape = slide.shapes.add_shape(MSO_SHAPE.ROUNDED_RECTANGLE, *map(self._at, place))
         shape.adjustments[0] = 0.05
         shape.fill.solid()
-        shape.fill.fore_color.rgb = RGBColor.from_string(_tint(box.fill))
+        shape.fill.fore_color.rgb = RGBColor.from_string(tint(box.fill))
         shape.line.color.rgb = RGBColor.from_string(colours()[box.fill or "line"].lstrip("#").upper())
         shape.shadow.inherit = False
         frame = shape.text_frame
         frame.margin_left = frame.margin_right = frame.margin_top = frame.margin_bottom = 0
         frame.vertical_anchor = MSO_ANCHOR.TOP if box.is_group else MSO_ANCHOR.MIDDLE
         if box.text:
-            _write(frame.paragraphs[0], fitted(box.text, box.width), 12 * unit * 72 * self.scale, colour="ink")
+            write_run(frame.paragraphs[0], fitted(box.text, box.width), 12 * unit * 72 * self.scale, colour="ink")
             frame.paragraphs[0].alignment = PP_ALIGN.CENTER
-
-
-def _opened(template: str | None) -> Any:
-    """An empty deck of 16:9, or a template without its slides."""
-    from pptx import Presentation
-    from pptx.util import Inches
-
-    if template is None:
-        deck = Presentation()
-        deck.slide_width, deck.slide_height = Inches(WIDTH), Inches(HEIGHT)
-        return deck
-    try:
-        deck = Presentation(BytesIO(template_bytes(template)))
-    except NotFound:
-        raise
-    except Exception as error:  # python-pptx raises what zip and XML raise
-        raise BadInput(f"the template {template} is no presentation ({error}); give a .pptx file") from None
-    ids = deck.slides._sldIdLst
-    for slide in list(ids):
-        deck.part.drop_rel(slide.rId)
-        ids.remove(slide)
-    for sections in deck.part._element.xpath("//*[local-name()='sectionLst']"):  # they would name slides that are gone
-        extension = sections.getparent()
-        extension.getparent().remove(extension)
-    return deck
-
-
-def _write(paragraph: Any, text: str, size: float, *, bold: bool = False, colour: str = "ink") -> None:
-    from pptx.dml.color import RGBColor
-    from pptx.enum.text import PP_ALIGN
-    from pptx.util import Pt
-
-    run = paragraph.add_run()
-    run.text = text
-    run.font.size, run.font.bold = Pt(max(1, round(size, 1))), bold
-    run.font.color.rgb = RGBColor.from_string(_hex(colours()[colour]))
-    if is_rtl(text):
-        paragraph.alignment = PP_ALIGN.RIGHT
-        paragraph._p.get_or_add_pPr().set("rtl", "1")
-
-
-def _hex(colour: str) -> str:
-    return colour.lstrip("#").upper()
-
-
-def _tint(fill: str) -> str:
-    """The colour of a box: a fifth of its own over white."""
-    if not fill:
-        return "FFFFFF"
-    value = _hex(colours()[fill])
-    parts = (int(value[i : i + 2], 16) for i in (0, 2, 4))
-    return "".join(f"{round(255 - 0.18 * (255 - part)):02X}" for part in parts)
 
 
 def _shown(section: Section) -> Table | Chart | Picture | None:
@@ -287,19 +236,3 @@ def _shown(section: Section) -> Table | Chart | Picture | None:
     drawn = [block for block in blocks if not isinstance(block, Table)]
     ordered = [*tables, *drawn] if section.key in TABLE_FIRST else [*drawn, *tables]
     return ordered[0] if ordered else None
-
-
-def _colour_series(chart: Any, block: Chart) -> None:
-    from pptx.dml.color import RGBColor
-
-    names = ("one", "two", "three", "four")
-    for i, series in enumerate(chart.plots[0].series):
-        colour = RGBColor.from_string(_hex(colours()[names[i % len(names)]]))
-        if block.kind == "line":
-            series.format.line.color.rgb = colour
-            series.smooth = False
-        else:
-            series.format.fill.solid()
-            series.format.fill.fore_color.rgb = colour
-    if block.kind == "bar":
-        chart.category_axis.reverse_order = True

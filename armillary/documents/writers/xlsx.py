@@ -144,25 +144,29 @@ class WorkbookWriter:
         return max(last + 3, line + 17)
 
     def _native_chart(self, chart: Chart, series: Sequence[Any], sheet: str, first: int, last: int) -> Any:
-        drawn = self.book.add_chart({"type": "line" if chart.kind == "line" else "bar"})
+        kinds = {"line": {"type": "line"}, "bar": {"type": "bar"}, "span": {"type": "bar", "subtype": "stacked"}}
+        drawn = self.book.add_chart(kinds[chart.kind])
         for column, _ in enumerate(series, 1):
+            hidden = chart.kind == "span" and column == 1
+            colour = {"none": True} if hidden else {"color": COLOURS[(column - 1) % len(COLOURS)]}
             drawn.add_series(
                 {
                     "name": [sheet, first - 1, column],
                     "categories": [sheet, first, 0, last, 0],
                     "values": [sheet, first, column, last, column],
-                    ("line" if chart.kind == "line" else "fill"): {"color": COLOURS[(column - 1) % len(COLOURS)]},
+                    ("line" if chart.kind == "line" else "fill"): colour,
                 }
             )
         drawn.set_title({"name": native_title(self.report, chart)[:250], "name_font": {"size": 11}})
         values = {"num_format": axis_format(self.report, chart), "major_gridlines": {"visible": True, "line": GRID}}
-        if chart.kind == "bar":
+        if chart.kind != "line":
             drawn.set_y_axis({"reverse": True})
             drawn.set_x_axis(values)
         else:
             drawn.set_x_axis({"name": chart.x_name})
             drawn.set_y_axis(values)
-        drawn.set_legend({"position": "bottom"} if len(series) > 1 else {"none": True})
+        legend = len(series) > 1 and chart.kind != "span"
+        drawn.set_legend({"position": "bottom"} if legend else {"none": True})
         drawn.set_size({"width": 640, "height": 320})
         return drawn
 

@@ -126,6 +126,7 @@ async def _serve(
     else:
         limiter = LocalLimiter(totals=spent_before(audit_path, ring.all(), time.time()))
     gateway, models = make_gateway(config, keys, ring, limiter, audit)
+
     def pools() -> list[ReplicaPool]:
         return [replica.link.pool for _, replica in models.replicas()]
 
