@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((RO
 SHELL = ("", "bash", "sh", "console", "text")
 """languages of code blocks that hold commands"""
 LINE = re.compile(r"^(?:\$ )?armillary (.+)$")
-PLACEHOLDERS = {"[STEP]": "100", "A": "100", "B": "200"}
+PLACEHOLDERS = {"[STEP]": "10", "A": "10", "B": "20"}
 """what stands for numbers"""
 
 

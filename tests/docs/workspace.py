@@ -64,13 +64,13 @@ class Workspace:
     folder: Path
     urls: Sequence[str]
 
-    def run(self, words: Sequence[str], *, timeout_s: float = 180.0) -> tuple[int, str]:
+    def run(self, words: Sequence[str], *, timeout_s: float = 600.0) -> tuple[int, str]:
         """(exit code, what was printed)."""
         command = start(words, self.folder)
         code = command.wait(timeout_s)
         return code, command.out
 
-    def serves(self, words: Sequence[str], ready: str, *, timeout_s: float = 120.0) -> tuple[int, str]:
+    def serves(self, words: Sequence[str], ready: str, *, timeout_s: float = 300.0) -> tuple[int, str]:
         """The same of a command that serves until it is told to end."""
         command, end = start(words, self.folder), time.monotonic() + timeout_s
         while ready not in command.out and command.poll() is None and time.monotonic() < end:
@@ -93,12 +93,12 @@ def workspace(folder: Path) -> Iterator[Workspace]:
     here = Workspace(folder=folder, urls=())
     for name, more in (("quiet-otter", ""), ("bold-heron", "layout.micro_batch=2")):
         _done(here.run(["train", "mine.toml", "--run", name, *(["--set", more] if more else [])]))
-    export = next(iter(folder.glob("runs/*-quiet-otter/export/200")))
+    export = next(iter(folder.glob("runs/*-quiet-otter/export/20")))
     for name in MODELS:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copytree(export, folder / name)
     for name in ("better", "BETTER"):
-        shutil.copytree(next(iter(folder.glob("runs/*-bold-heron/export/200"))), folder / name)
+        shutil.copytree(next(iter(folder.glob("runs/*-bold-heron/export/20"))), folder / name)
     _done(here.run(["quantize", "model", "model-int8", "--to", "int8", "--kv", "fp8", "--text", "mine.txt"]))
     _done(here.run(["quantize", "model", "Qwen2.5-0.5B-int4", "--to", "int4", "--text", "mine.txt"]))
     _done(here.run(["quantize", "model", "model-Q4_K_M.gguf", "--to", "gguf", "--text", "mine.txt"]))
@@ -124,9 +124,9 @@ def _write_files(folder: Path) -> None:
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text or words)
-    recipe = RECIPE.format(text=folder / "text", steps=200, more="").replace("dp = 2", "dp = 1")
-    recipe = recipe.replace("save_every = 0", "save_every = 100\nkeep = 10").replace(
-        "profile_every = 0", "profile_every = 50"
+    recipe = RECIPE.format(text=folder / "text", steps=20, more="").replace("dp = 2", "dp = 1")
+    recipe = recipe.replace("save_every = 0", "save_every = 10\nkeep = 10").replace(
+        "profile_every = 0", "profile_every = 8"
     )
     for name in ("mine.toml", "tour.toml", "RECIPE", "recipe.toml", "better.toml"):
         (folder / name).write_text(recipe)
@@ -139,7 +139,7 @@ def _done(ended: tuple[int, str]) -> None:
 
 
 def _address(server: Command) -> str:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while "ready on http" not in server.out:
         assert server.poll() is None and time.monotonic() < end, server.out
         time.sleep(0.05)

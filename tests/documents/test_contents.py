@@ -52,6 +52,10 @@ def test_the_timeline_follows_the_plan(plan_report: Report) -> None:
     rows = cells(plan_report, "Milestones")
     assert rows[0][:3] == ["Data preparation", "14.0 days", "2026-12-01"]
     assert [row[2] for row in rows if row[0] == "Evaluation"] == [row[3] for row in rows if row[0] == "Training run"]
+    (chart,) = (block for part in plan_report.sections for block in part.blocks if getattr(block, "kind", "") == "span")
+    (_, begins), (_, days) = chart.series
+    ends = [begin.value + length.value for begin, length in zip(begins, days, strict=True)]
+    assert begins[0].value == 0 and [begin.value for begin in begins[1:]] == pytest.approx(ends[:-1])
     half = next(row for row in rows if "half" in row[0])
     assert half[0] == "checkpoint “half” after step 10,000" and rows[2][2] < half[2] < rows[2][3]
 
@@ -64,6 +68,22 @@ def test_a_plan_over_budget_and_at_its_limits_says_so(plan_facts: PlanFacts) -> 
     assert "Over budget" in [row[0] for row in cells(report, "Risks")]
     assert "Personal data" in prose(report, "security") and "legal has to name it" in prose(report, "security")
     assert "within the budget" not in prose(report, "cost")
+
+
+def test_a_service_costs_the_same_in_a_year_and_over_its_years(plan_report: Report) -> None:
+    figures = plan_report.figures
+    rows = {
+        row[0]: row[1:]
+        for section in plan_report.sections
+        for block in section.blocks
+        if isinstance(block, Table) and block.caption == "Total cost of ownership of the service"
+        for row in block.rows
+    }
+    assert rows["on demand"][1].value == pytest.approx(figures["serving_year"].value)
+    devices, years = figures["serving_devices"].value, figures["serving_years"].value
+    assert rows["owned"][0].value == devices * figures["serving_capex"].value
+    assert rows["owned"][2].value == pytest.approx(rows["owned"][0].value + years * rows["owned"][1].value)
+    assert cells(plan_report, "Runbook")[0][0] == "a rank crashes"
 
 
 def test_devices_without_a_price_have_no_cost(plan_facts: PlanFacts) -> None:

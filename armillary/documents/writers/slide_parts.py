@@ -72,7 +72,8 @@ def colour_series(chart: Any, block: Chart) -> None:
 
     names = ("one", "two", "three", "four")
     for i, series in enumerate(chart.plots[0].series):
-        colour = RGBColor.from_string(hex_of(colours()[names[i % len(names)]]))
+        name = names[0] if block.kind == "span" else names[i % len(names)]
+        colour = RGBColor.from_string(hex_of(colours()[name]))
         if block.kind == "line":
             series.format.line.color.rgb = colour
             series.smooth = False

@@ -148,7 +148,8 @@ class WorkbookWriter:
         drawn = self.book.add_chart(kinds[chart.kind])
         for column, _ in enumerate(series, 1):
             hidden = chart.kind == "span" and column == 1
-            colour = {"none": True} if hidden else {"color": COLOURS[(column - 1) % len(COLOURS)]}
+            place = 0 if chart.kind == "span" else (column - 1) % len(COLOURS)
+            colour = {"none": True} if hidden else {"color": COLOURS[place]}
             drawn.add_series(
                 {
                     "name": [sheet, first - 1, column],
