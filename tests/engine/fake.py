@@ -125,6 +125,7 @@ def make_scheduler(
     block_tokens: int = 4,
     groups: Items[Group] = FULL_ATTENTION,
     prefix: bool = True,
+    has_states: bool = False,
     digest: Any = None,
     **settings: Any,
 ) -> Scheduler:
@@ -137,7 +138,7 @@ def make_scheduler(
         "max_running": 4,
         "check_every": 1,
     } | settings
-    more = {} if digest is None else {"digest": digest}
+    more: dict[str, Any] = {"has_states": has_states} | ({} if digest is None else {"digest": digest})
     cache = KVCache(
         num_blocks + 1, block_tokens, groups=groups, prefix=prefix, step_tokens=given["max_tokens_per_step"], **more
     )

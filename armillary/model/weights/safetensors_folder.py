@@ -44,6 +44,10 @@ def _renamed(stored: Iterable[str]) -> dict[str, str]:
     names = list(stored)
     if _EMBEDDING in names:
         return {f"model.{name}": name for name in names}
+    inside = f"model.{_TEXT_PART}"
+    if f"{inside}{_EMBEDDING}" in names:  # newer folders, whose head is outside
+        own = (name for name in names if not name.startswith("model.") or name.startswith(inside))
+        return {name.replace(inside, "model.", 1): name for name in own}
     text = {name.removeprefix(_TEXT_PART): name for name in names if name.startswith(_TEXT_PART)}
     return text if f"model.{_EMBEDDING}" in text else {name: name for name in names}
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from armillary.engine.build import refuse_drafts
 from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.engine.cache.layer_groups import Group, group_size, layer_groups
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import settings_for
-from armillary.errors import BadInput
+from armillary.errors import BadInput, BadModel
 from armillary.spec.arithmetic.params import kv_bytes
 from armillary.spec.catalogue import models
 from armillary.spec.model import LayerKind, ModelConfig
@@ -118,6 +119,19 @@ def test_as_many_sequences_run_together_as_was_said(config: ModelConfig) -> None
         together = max(together, len(scheduler.request_table.running))
         scheduler.update(decision, [5] * len(decision.sampling), 0.0)
     assert 3 < count < 60 and together == count and not scheduler.totals.preempted
+
+
+def test_layers_with_recurrent_states_have_no_blocks() -> None:
+    config = models()["qwen3-next-80b-a3b"].config
+    plan = plan_kv(config, Serve(), "10GB")
+    assert [group.layers for group in plan.groups] == [tuple(range(3, 48, 4))] and plan.padding_fraction == 0
+    assert plan.block_bytes == 12 * 16 * 2 * 2 * 256 * 2
+    assert "77.3 MB of recurrent states per sequence, of 36 layers; without a prefix cache" in plan.text()
+    assert not plan.make(prefix=True).prefix
+    with pytest.raises(BadModel, match="no layer with attention"):
+        layer_groups(replace(config, layers=config.layers[:3]))
+    with pytest.raises(BadInput, match=r"cannot be rolled back.*leave serve.speculate=none"):
+        refuse_drafts(config, Serve(speculate="ngram"))
 
 
 def test_too_few_bytes_are_refused_with_the_least() -> None:

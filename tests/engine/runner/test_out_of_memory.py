@@ -56,6 +56,36 @@ def test_steps_are_made_as_small_as_memory_allows(room: int, overlap: bool) -> N
     check_idle(engine.scheduler)
 
 
+class WithStates(Tight):
+    """Keeps a state per row, which has seen every token once and in order: also those of a step that then fails."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: dict[int, int] = {}
+
+    def launch(self, decision: Decision) -> list[int]:
+        spans = [(row, at, 1) for row, at in zip(decision.rows, decision.positions, strict=True)]
+        for row, start, size in spans + [(chunk.row, chunk.start, chunk.size) for chunk in decision.chunks]:
+            assert start in (0, self.seen.get(row)), "a state goes on from another token"
+            self.seen[row] = start + size
+        return super().launch(decision)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("room", "blocks"), [(1_000, 40), (1_000, 8), (5, 40), (9, 10)])
+def test_recurrent_states_see_every_token_once(room: int, blocks: int, overlap: bool) -> None:
+    """Through failed steps, preemption, and several completions of one prompt."""
+    scheduler = make_scheduler(num_blocks=blocks, prefix=False, has_states=True)
+    executor = WithStates(scheduler.cache, scheduler.settings.max_running)
+    executor.room = room
+    engine = Engine(Loop(scheduler, executor, overlap=overlap), OutputProcessor(scheduler, Letters))
+    wanted = [ask(name, [ord(name) - 90, 3, 4] * 4, 9, n=2) for name in "abcd"]
+    for made in engine.generate(wanted):
+        assert made.tokens == expected(made.request, made.index)
+    assert scheduler.totals.shrunk or scheduler.totals.preempted or room == 1_000
+    check_idle(scheduler)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_the_request_that_does_not_fit_alone_is_given_up(overlap: bool) -> None:
     engine = tight_engine(overlap, 1_000)

@@ -83,6 +83,21 @@ def test_of_a_model_with_vision_the_text_part_is_read(tmp_path: Path) -> None:
     assert same(load_model(tmp_path / "text"), load_model(tmp_path / "vision"))
 
 
+def test_of_newer_models_with_vision_too(tmp_path: Path) -> None:
+    theirs = random_model("qwen3_5_text", 1, tie_word_embeddings=False)
+    theirs.save_pretrained(tmp_path / "text")
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(tmp_path / "text/model.safetensors").items()
+    }
+    (tmp_path / "vision").mkdir()
+    save_file(tensors | {"model.visual.pos_embed": torch.ones(4)}, tmp_path / "vision" / "model.safetensors")
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    raw = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "vision" / "config.json").write_text(json.dumps(raw))
+    assert same(load_model(tmp_path / "text"), load_model(tmp_path / "vision"))
+
+
 def test_dtype_is_changed_on_request(folder: Path, tmp_path: Path) -> None:
     assert next(load_model(folder, dtype="bf16").parameters()).dtype == torch.bfloat16
     half = save_model(load_model(folder), tmp_path / "half", dtype="fp16")
