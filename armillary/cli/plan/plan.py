@@ -280,6 +280,27 @@ def table(
 
 
 @plan.verb
+@click.argument("runs", nargs=-1, metavar="RUN...")
+@click.option("--remove", "chip", metavar="CHIP", help="Forget the correction of a chip.")
+def calibrate(out: Output, home: Home, runs: tuple[str, ...], chip: str | None) -> None:
+    """Correct the plans of this cluster by runs that were measured on it.
+
+    RUN is a training run of ours, or LOG=RECIPE.toml: a log of torchtitan, Megatron-LM or the Hugging Face Trainer with
+    the recipe of its run (armillary import makes one). Computation, communication and overhead get a factor each, which
+    few runs move little; it is kept where it brings runs that it has not seen nearer. Without RUN: what is stored.
+    """
+    from armillary.cli.plan import calibrate as plan_calibrate
+
+    if chip is not None:
+        if runs:
+            raise BadInput("--remove takes no runs; leave out one of the two")
+        return plan_calibrate.forget(out, home, chip)
+    if not runs:
+        return plan_calibrate.say_corrections(out, home)
+    plan_calibrate.calibrate_with(out, home, runs)
+
+
+@plan.verb
 @click.argument("parts", nargs=-1, required=True, metavar="PART=SHARE...")
 @click.option("--speedup", "factor", default=2.0, show_default=True, help="How many times as fast a part becomes.")
 def amdahl(out: Output, home: Home, parts: tuple[str, ...], factor: float) -> None:

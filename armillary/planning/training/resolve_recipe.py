@@ -11,6 +11,7 @@ from math import log2
 from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
+from armillary.planning.device_model.correction import load_correction
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, has_fused_block
 from armillary.planning.device_model.measured_peaks import cpu_peaks, measured_peaks, with_measured_links
 from armillary.planning.training.train_case import Lora, TrainCase, lora_of, read_lora
@@ -52,10 +53,18 @@ class TrainingProblem:
 
 
 def resolve(
-    recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, lora: str | None = None, *, is_run: bool = False
+    recipe: Recipe,
+    model: ModelConfig,
+    cluster: Cluster,
+    home: Home,
+    lora: str | None = None,
+    *,
+    is_run: bool = False,
+    is_corrected: bool = True,
 ) -> TrainingProblem:
-    """The recipe's training job on its cluster, with the measured ceilings of this device if any. A precision of auto
-    is resolved for the device; that of an existing run (`is_run`) is not checked against what is fast here."""
+    """The recipe's training job on its cluster, with the measured ceilings of this device and the corrections by its
+    runs, if any. A precision of auto is resolved for the device; that of an existing run (`is_run`) is not checked
+    against what is fast here."""
     requested, job = recipe, recipe.train
     resolved = (
         Resolved(dtype=recipe.layout.precision)
@@ -66,6 +75,13 @@ def resolve(
     cluster, measured, share, notes = _devices(with_measured_links(home, cluster), recipe.layout, home)
     notes = (*notes, *_measured_links(cluster.tiers))
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
+    correction = load_correction(home, cluster.chip.name) if is_corrected else None
+    if correction is not None:
+        notes = (
+            *notes,
+            f"corrected by {len(correction.runs)} runs here ({correction.date}): {correction.text()}; "
+            f"armillary plan calibrate --remove {correction.chip} takes it back",
+        )
     case = TrainCase(
         model=model,
         cluster=cluster,
@@ -77,6 +93,7 @@ def resolve(
         lora=adapters,
         software=_software(model, cluster, adapters),
         compiled=job.compiled,
+        correction=correction,
     )
     if case.lora is not None:
         notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's are frozen")

@@ -5,7 +5,8 @@ The maximum is taken per overlap window, so it equals T_compute plus the communi
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from armillary.planning.training.train_case import TrainCase
 _KEYS = ("micro_batch", "cp", "tp", "sequence_parallel", "ep", "precision", "fp8_scaling", "interleave")
 """fields that the time of a layer depends on; layouts with equal values share one calculation"""
 ZERO_BUBBLE = SCHEDULES.index("zero_bubble")
+COMPUTE_TERMS = ("gemm", "attention", "memory", "recompute", "contention")
+OVERHEAD_TERMS = ("optimizer", "launch", "straggler", "data", "other", "offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +126,22 @@ def step_time(case: TrainCase, layouts: Layouts) -> StepTime:
     """T_step = max(T_compute, T_comm) + T_bubble + T_overhead, with each maximum as T_compute + T_exposed."""
     work = stage_work(case, layouts)
     comm = comm_costs(case, layouts, work)
-    return StepTime(
+    time = StepTime(
         **compute_terms(work, comm),
         comm_costs=comm,
         **bubble_terms(layouts, work),
         **overhead_terms(case, layouts, work, comm),
         work=work,
     )
+    return time if case.correction is None else _corrected(time, case.correction.factors)
+
+
+def _corrected(time: StepTime, factors: Mapping[str, float]) -> StepTime:
+    """Every term times the factor of its part: bubbles follow computation, communication its exposed seconds."""
+    parts = {"compute": (*COMPUTE_TERMS, "fill", "imbalance"), "overhead": OVERHEAD_TERMS}
+    terms = {name: getattr(time, name) * factors[part] for part, names in parts.items() for name in names}
+    comm = {kind: scaled(cost, factors["communication"]) for kind, cost in time.comm_costs.items()}
+    return replace(time, **terms, comm_costs=comm)
 
 
 # --- compute

@@ -22,6 +22,7 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.tables.train import TrainJob
 
 if TYPE_CHECKING:
+    from armillary.planning.device_model.correction import Correction
     from armillary.store.peaks import Peaks
 
 
@@ -87,6 +88,8 @@ class TrainCase:
     loss_chunk: int = 0
     """tokens per chunk of the loss; 0: the full micro-batch"""
     compiled: bool = False
+    correction: Correction | None = None
+    """factors from runs of this cluster (armillary plan calibrate)"""
     flash: bool = field(default=True)
 
     def __post_init__(self) -> None:
