@@ -1,0 +1,273 @@
+"""Sixteen configurations of one H200, drawn by a seed and predicted before they run: eight trainings, eight servers.
+
+    python -m benchmarks.h200_tables draw --seed N     draws and predicts; writes h200_tables.json, to be committed
+    python -m benchmarks.h200_tables train             on the GPU: trains the eight (about 8 minutes)
+    python -m benchmarks.h200_tables serve             on the GPU: serves the eight (about 8 minutes)
+    python -m benchmarks.h200_tables table             predicted beside measured; exits with 1 above 8 and 15 %
+
+Predictions rest on the catalogue alone: nothing of the GPU is measured before. A training is judged by its median step,
+a server at a rate by its median time between tokens, and one that gets everything at once by its tokens per second.
+Measurements go into h200_tables.measured.json, which names the commit of the predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from statistics import mean, median
+from typing import Any
+
+from armillary.planning.device_model.vectorised_layouts import as_arrays
+from armillary.planning.serving.capacity import Capacity
+from armillary.planning.serving.deployment_options import from_layout
+from armillary.planning.serving.serving_plan import serving_request
+from armillary.planning.training.layout_prediction import Prediction, predict
+from armillary.planning.training.resolve_recipe import resolve
+from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.store.home import Home
+
+DRAWN = Path(__file__).with_name("h200_tables.json")
+MEASURED = Path(__file__).with_name("h200_tables.measured.json")
+KINDS = {
+    "full": ("smollm2-360m", "qwen2.5-0.5b", "tinyllama-1.1b", "llama-3.2-1b", "qwen3-1.7b", "llama-3.2-3b"),
+    "fp8": ("tinyllama-1.1b", "llama-3.2-1b", "smollm2-1.7b", "llama-3.2-3b"),
+    "lora": ("qwen3-4b", "mistral-7b-v0.3", "llama-3.1-8b", "qwen3-8b"),
+    "experts": ("moe-8", "moe-16"),
+}
+"""kind of training -> models; two of each kind are drawn"""
+MIXTURES = {"moe-8": (8, 2, 2048, 16), "moe-16": (16, 4, 1024, 12)}
+"""experts, those per token, width of one, layers; the rest as tinyllama-1.1b"""
+SERVED = (
+    "qwen3-0.6b",
+    "llama-3.2-1b",
+    "qwen3-1.7b",
+    "llama-3.2-3b",
+    "qwen3-4b",
+    "mistral-7b-v0.3",
+    "llama-3.1-8b",
+    "qwen3-14b",
+)
+FILL = 0.8
+"""most of the device's memory that a drawn training may be predicted to use"""
+STEPS, WARM_UP = 14, 4
+BARS = {"train": 0.08, "serve": 0.15}
+
+
+# --- drawing and predicting
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """All sixteen with what is predicted of them."""
+    dice, home = Random(seed), Home.at(tempfile.mkdtemp(prefix="armillary-h200-"))
+    trained = [drawn_training(kind, dice, home) for kind in KINDS for _ in range(2)]
+    served = [drawn_server(model, dice, home, at_rate=i % 2 == 0) for i, model in enumerate(dice.sample(SERVED, 8))]
+    return {"seed": seed, "date": time.strftime("%Y-%m-%d", time.gmtime()), "train": trained, "serve": served}
+
+
+def drawn_training(kind: str, dice: Random, home: Home) -> dict[str, Any]:
+    """A model of the kind, a sequence, and as many sequences per step as are predicted to fit."""
+    name, sequence = dice.choice(KINDS[kind]), dice.choice((1024, 2048, 4096, 8192))
+    accumulated, rank = dice.choice((1, 2)), dice.choice((8, 16, 64))
+    largest = None
+    for rows in (1, 2, 4, 8, 16, 32):
+        tables = training_tables(kind, name, sequence, rows, accumulated, rank)
+        found = predicted_training(recipe_from_dict(tables), home)
+        if found.memory.total[0] > FILL * found.memory_limit and largest is not None:
+            break
+        largest = tables, found
+        if rows * sequence >= 32_768:
+            break
+    assert largest is not None
+    tables, found = largest
+    within = found.step_interval()
+    return {
+        "kind": kind,
+        "tables": tables,
+        "predicted": {
+            "step_s": float(found.time.total[0]),
+            "interval": [within.low, within.high],
+            "allocated_bytes": float(found.memory.allocated[0]),
+        },
+    }
+
+
+def training_tables(kind: str, name: str, sequence: int, rows: int, accumulated: int, rank: int) -> dict[str, Any]:
+    model: dict[str, Any] = {"name": name}
+    if kind == "experts":
+        experts, top_k, ffn, layers = MIXTURES[name]
+        moe = {"num_experts": experts, "top_k": top_k, "ffn": ffn, "aux_loss": 0.01}
+        mixture = {"family": "mixtral", "moe_every": 1, "ffn": 0, "num_layers": layers, "moe": moe}
+        model = {"name": "tinyllama-1.1b", **mixture}
+    job: dict[str, Any] = {"sequence": sequence, "batch_tokens": sequence * rows * accumulated, "steps": STEPS}
+    job |= {"eval_every": 0, "save_every": 0, "profile_every": 0}
+    if kind == "lora":
+        job |= {"lora_rank": rank}
+    return {
+        "model": model | {"context": max(sequence, 2048)},
+        "hardware": {"on": "h200x1"},
+        "layout": {"precision": "fp8" if kind == "fp8" else "bf16", "micro_batch": rows},
+        "train": job,
+    }
+
+
+def predicted_training(recipe: Recipe, home: Home) -> Prediction:
+    problem = resolve(recipe, recipe.model_config(), recipe.cluster(), home)
+    return predict(problem.case, as_arrays([problem.layout]))
+
+
+def drawn_server(name: str, dice: Random, home: Home, *, at_rate: bool) -> dict[str, Any]:
+    """A model with prompts and answers of some length, at a share of what it is predicted to bear or all at once."""
+    shapes, rows = dice.choice(((128, 256), (512, 128), (1024, 256), (2048, 64))), dice.choice((16, 64, 128))
+    load = round(dice.uniform(0.25, 0.7), 2)
+    tables = serving_tables(name, shapes, rows, 1.0)
+    most = capacity(tables, home).highest.requests_per_s
+    rate = round(load * most, 3) if at_rate else round(most, 3)
+    tables = serving_tables(name, shapes, rows, rate)
+    gauge = "itl_p50_s" if at_rate else "tokens_out_per_s"
+    value = capacity(tables, home).actual.itl_p50_s if at_rate else most * shapes[1]
+    count = max(24, min(400, round(rate * 25))) if at_rate else 4 * rows
+    return {
+        "kind": "at a rate" if at_rate else "all at once",
+        "tables": tables,
+        "requests": count,
+        "predicted": {gauge: float(value)},
+    }
+
+
+def capacity(tables: Mapping[str, Any], home: Home) -> Capacity:
+    """What one server of these tables bears, and its latencies at the rate of its traffic."""
+    recipe = recipe_from_dict(tables)
+    request = serving_request(recipe, recipe.model_config(), recipe.cluster(), home)
+    found = from_layout(request, recipe.layout).capacity
+    assert found is not None, "every model drawn fits one device"
+    return found
+
+
+def serving_tables(name: str, shape: tuple[int, int], rows: int, rate: float) -> dict[str, Any]:
+    return {
+        "model": {"name": name},
+        "hardware": {"on": "h200x1"},
+        "layout": {"precision": "bf16"},
+        "serve": {"max_running": rows, "max_model_len": 4096, "prefix_cache": False},
+        "traffic": {"requests_per_s": rate, "tokens_in": shape[0], "tokens_out": shape[1]},
+    }
+
+
+# --- measuring, on the GPU
+
+
+def measure(which: str, drawn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every configuration of a table; one that fails says so and the others go on."""
+    import torch
+
+    one: Callable[[Mapping[str, Any], Home], dict[str, float]] = {"train": trained, "serve": served}[which]
+    found = []
+    for row in drawn[which]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        home, begin = Home.at(tempfile.mkdtemp(prefix="armillary-h200-")), time.monotonic()
+        try:
+            found.append(one(row, home))
+        except Exception as error:  # the other configurations are still worth their minutes
+            found.append({"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+        print(
+            row["kind"],
+            row["tables"]["model"]["name"],
+            row["predicted"],
+            found[-1],
+            f"{time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
+    return found
+
+
+def trained(row: Mapping[str, Any], home: Home, device: str | None = None) -> dict[str, float]:
+    from armillary.store.gauges import columns
+    from tests.planted.train_small import one_text, train_recipe
+
+    tables = dict(row["tables"]) | {"data": {"source": str(one_text(home)), "held_out": 0.0}}
+    tables["hardware"] = {"on": "here"}
+    run = train_recipe(recipe_from_dict(tables), home, device=device)
+    steps, peaks = columns(run.gauges, ["step_s", "memory_peak_bytes"]).values()
+    return {"step_s": median(steps[WARM_UP:]), "allocated_bytes": max(peaks, default=0.0)}
+
+
+def served(row: Mapping[str, Any], home: Home, device: str = "cuda") -> dict[str, float]:
+    from armillary.diagnosis.readings.run_folder import read_run
+    from tests.planted import traffic
+    from tests.planted.serve_small import serve_recipe, warm
+
+    tables = dict(row["tables"]) | {"hardware": {"on": "here"}}
+    recipe = recipe_from_dict(tables)
+    job = recipe.traffic
+    assert job is not None
+    requests = traffic.mixed(row["requests"], tokens_in=(job.tokens_in,) * 2, tokens_out=(job.tokens_out,) * 2, seed=1)
+    at_rate = row["kind"] == "at a rate"
+    arrivals = traffic.at_rate(requests, job.requests_per_s, 1) if at_rate else traffic.at_once(requests)
+    warm(recipe, device=device)
+    reading = read_run(serve_recipe(recipe, home, arrivals, device=device), home)
+    (gauge,) = row["predicted"]
+    known = reading.get(gauge)
+    assert known is not None, f"an engine measures {gauge}"
+    return {gauge: known}
+
+
+# --- the table
+
+
+def table(drawn: Mapping[str, Any], measured: Mapping[str, Any]) -> int:
+    """Predicted beside measured; 1 where the mean error of a table is above its bar."""
+    over = False
+    for which, bar in BARS.items():
+        print(f"\n| {which} | model | gauge | predicted | measured | error |\n|---|---|---|---:|---:|---:|")
+        errors = []
+        for row, seen in zip(drawn[which], measured.get(which, []), strict=False):
+            gauge = next(iter(row["predicted"]))
+            name = row["tables"]["model"]["name"]
+            if gauge not in seen:
+                print(f"| {row['kind']} | {name} | {gauge} | {row['predicted'][gauge]:.4g} | {seen.get('failed')} | |")
+                continue
+            errors.append(row["predicted"][gauge] / seen[gauge] - 1)
+            cells = f"{row['predicted'][gauge]:.4g} | {seen[gauge]:.4g} | {errors[-1]:+.1%}"
+            print(f"| {row['kind']} | {name} | {gauge} | {cells} |")
+        off = mean(map(abs, errors)) if errors else float("nan")
+        print(f"mean error of {len(errors)}: {off:.1%}, at most {bar:.0%}")
+        over |= len(errors) < len(drawn[which]) or not off <= bar
+    return int(over)
+
+
+def commit_of(path: Path) -> str:
+    """The commit that holds the predictions; empty where there is no git."""
+    asked = ["git", "log", "-1", "--format=%h %cI", "--", str(path)]
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=path.parent)
+    return done.stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.h200_tables", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("draw", "train", "serve", "table"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--to", type=Path, default=MEASURED, help="where measurements are written")
+    asked = parser.parse_args()
+    if asked.what == "draw":
+        DRAWN.write_text(json.dumps(draw(asked.seed), indent=1) + "\n")
+        return 0
+    drawn = json.loads(DRAWN.read_text())
+    known = json.loads(asked.to.read_text()) if asked.to.is_file() else {}
+    if asked.what == "table":
+        return table(drawn, known)
+    known |= {asked.what: measure(asked.what, drawn), "predictions": commit_of(DRAWN)}
+    asked.to.write_text(json.dumps(known, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
