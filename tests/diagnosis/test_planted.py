@@ -21,7 +21,8 @@ from tests.planted.quiet import STAT, Quiet
 from tests.planted.sets import JUDGING, TUNING, set_of
 from tests.planted.table import row, summary, summary_of_sets
 
-LIVE = tuple(problem for problem in PROBLEMS if not problem.recorded)
+LIVE = tuple(problem for problem in PROBLEMS if problem.live)
+SIMULATED = tuple(problem for problem in PROBLEMS if problem.simulated)
 
 
 @pytest.fixture
@@ -39,6 +40,12 @@ def test_a_recorded_problem_is_named(problem: Problem, home: Home) -> None:
 @pytest.mark.parametrize("problem", LIVE, ids=lambda problem: problem.name)
 def test_every_planted_problem_is_named(problem: Problem, home: Home) -> None:
     verdict = judged(problem, Wish(), home)
+    assert all(verdict.right.values()), row(verdict)
+
+
+@pytest.mark.parametrize("problem", SIMULATED, ids=lambda problem: problem.name)
+def test_a_log_of_another_program_is_understood(problem: Problem, home: Home) -> None:
+    verdict = judged(problem, Wish(seed=3), home)
     assert all(verdict.right.values()), row(verdict)
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from armillary.errors import unknown
-from tests.planted import healthy, inner, product, recorded, training
+from tests.planted import healthy, inner, others, product, recorded, training
 from tests.planted.problem import Problem
 
 PROBLEMS: tuple[Problem, ...] = (
     *inner.PROBLEMS,
     *training.PROBLEMS,
     *product.PROBLEMS,
+    *others.PROBLEMS,
     *recorded.PROBLEMS,
     *healthy.PROBLEMS,
+    *others.HEALTHY,
 )
 
 

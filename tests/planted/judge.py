@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tests.planted.problem import ACTION, Problem, Wish
 from tests.planted.quiet import LOUD, Quiet
 from tests.planted.sets import Set, set_of
 
-NEEDED = {"loop": 17 / 18, "cause": 16 / 18, "lever": 14 / 18}
+NEEDED = {"loop": 39 / 40, "cause": 37 / 40, "lever": 34 / 40}
 """share of the problems in which each must be right; no healthy run may be called ill"""
 TIMES = 2
 """that a run is made at most, where something else computes on the machine meanwhile"""
@@ -42,9 +43,11 @@ class Verdict:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Keys that the first lever changes."""
+        """Keys that the first lever changes; of another program's lever its flag."""
         if self.lever is None:
             return ()
+        if self.problem.simulated:
+            return (re.split(r"[ =]", self.lever.action, maxsplit=1)[0], "*")
         return tuple(self.lever.change) or (ACTION,)
 
     @property
@@ -65,7 +68,7 @@ def judged(problem: Problem, wish: Wish, home: Home, *, times: int = 1) -> Verdi
     while not made or (made[-1][0] > LOUD and len(made) < times):
         quiet = Quiet()
         folder = problem.make(wish, home)
-        made.append((0.0 if problem.recorded else quiet.others, folder))
+        made.append((quiet.others if problem.live else 0.0, folder))
     others, folder = min(made)
     found = diagnose(open_reading(str(folder), home), home)
     seconds = time.monotonic() - begin

@@ -44,9 +44,17 @@ class Problem:
     causes: tuple[str, ...] = ()
     """causes that are right"""
     levers: tuple[str, ...] = ()
-    """keys of the recipe of which the first lever must change one; ACTION: it changes none"""
+    """keys of the recipe, or flags of another program, of which the first lever must change one; ACTION: it changes no
+    key; *: any lever is right"""
     recorded: bool = False
     """made earlier, on a machine named in the run's plan"""
+    simulated: bool = False
+    """a log or metrics page that a small model of another program wrote"""
+
+    @property
+    def live(self) -> bool:
+        """Made now, by our trainer or engine."""
+        return not (self.recorded or self.simulated)
 
     @property
     def healthy(self) -> bool:

@@ -19,9 +19,11 @@ def row(verdict: Verdict) -> list[str]:
     problem, found, lever = verdict.problem, verdict.found, verdict.lever
     expected = "healthy" if problem.healthy else f"{problem.loop}: {' or '.join(problem.causes)}"
     said = "healthy" if found.is_healthy else f"{found.loop}: {found.cause}"
-    pulled = f"{lever.sets or lever.title}, {lever.speedup:.2f} ×" if lever else f"{found.gain:.0%} left"
+    pulled = (
+        f"{lever.sets or lever.action or lever.title}, {lever.speedup:.2f} ×" if lever else f"{found.gain:.0%} left"
+    )
     wrong = [name for name, right in verdict.right.items() if not right]
-    made = "recorded" if problem.recorded else f"live, {verdict.seconds:.0f} s"
+    made = "recorded" if problem.recorded else "simulated" if problem.simulated else f"live, {verdict.seconds:.0f} s"
     made += f", {verdict.others:.1f} cores taken" if verdict.others > LOUD else ""
     return [problem.name, made, expected, said, pulled, "yes" if not wrong else f"no: {', '.join(wrong)}"]
 
