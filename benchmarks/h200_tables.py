@@ -169,7 +169,7 @@ def measure(which: str, drawn: Mapping[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     one: Callable[[Mapping[str, Any], Home], dict[str, float]] = {"train": trained, "serve": served}[which]
-    found = []
+    found: list[dict[str, Any]] = []
     for row in drawn[which]:
         gc.collect()
         torch.cuda.empty_cache()
