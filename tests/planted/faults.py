@@ -60,6 +60,24 @@ def slow_rank(share: float) -> AbstractContextManager[Any]:
     return host_work(share) if os.environ.get("RANK") == "1" else mock.patch.dict({})
 
 
+def slow_reader(seconds: float) -> AbstractContextManager[Any]:
+    """The second rank's store takes so long for every batch."""
+    return slow_source(seconds) if os.environ.get("RANK") == "1" else mock.patch.dict({})
+
+
+def busy_logging(share: float) -> AbstractContextManager[Any]:
+    """After every step something is logged, `share` times as long as the step took."""
+    from armillary.training.gauge_log import Recorder
+
+    plain = Recorder.__call__
+
+    def log_more(self: Any, report: Any, *, last: bool) -> None:
+        plain(self, report, last=last)
+        time.sleep(share * report.gauges["step_s"])
+
+    return mock.patch.object(Recorder, "__call__", log_more)
+
+
 def slow_link(share: float) -> AbstractContextManager[Any]:
     """Tensor-parallel exchanges take `share` times as long again as what was computed since the one before."""
     from armillary.parallel import collectives
@@ -143,6 +161,8 @@ KINDS: dict[str, Callable[[float], AbstractContextManager[Any]]] = {
     "host work": host_work,
     "waits": waits,
     "slow rank": slow_rank,
+    "slow reader": slow_reader,
+    "busy logging": busy_logging,
     "slow link": slow_link,
     "collapsed router": collapsed_router,
     "ballast": ballast,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from armillary.store.home import Home
@@ -35,6 +37,15 @@ def two_ranks(wish: Wish, home: Home) -> Path:
     )
 
 
+def beside_a_busy_process(wish: Wish, home: Home) -> Path:
+    """The same on one rank while another program computes on the machine."""
+    with subprocess.Popen([sys.executable, "-c", "while True: sum(range(10**6))"]) as busy:
+        try:
+            return one_rank(wish, home)
+        finally:
+            busy.kill()
+
+
 def moderate_load(wish: Wish, home: Home) -> Path:
     """Requests come at less than half of what the engine bears."""
     return _served(wish, home, _LOAD, 60)
@@ -55,6 +66,7 @@ def _served(wish: Wish, home: Home, load: float, count: int) -> Path:
 PROBLEMS = (
     Problem(name="healthy-rank", says="one rank, well set", make=one_rank, loop=None),
     Problem(name="healthy-ranks", says="two ranks, well set", make=two_ranks, loop=None),
+    Problem(name="healthy-busy", says="beside a busy process", make=beside_a_busy_process, loop=None, disturbed=True),
     Problem(name="healthy-load", says="an engine at moderate load", make=moderate_load, loop=None),
     Problem(name="healthy-full", says="an engine at full load", make=full_load, loop=None),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from armillary.machine.features import has_native
 from armillary.store.home import Home
 from tests.planted.faults import Fault
 from tests.planted.problem import ACTION, Problem, Wish
@@ -35,6 +36,22 @@ def tiny_operators(wish: Wish, home: Home) -> Path:
 def host_work(wish: Wish, home: Home) -> Path:
     """Python does something else after every block."""
     return train_small(wish, home, fault=Fault(kind="host work", amount=1.5 * wish.severity))
+
+
+def logging_steps(wish: Wish, home: Home) -> Path:
+    """After every step the loop prints and computes statistics for a log."""
+    return train_small(wish, home, fault=Fault(kind="busy logging", amount=0.5 * wish.severity))
+
+
+def emulated_numbers(wish: Wish, home: Home) -> Path:
+    """Products in bf16 on a CPU without units for it; more of them the worse it is."""
+    return train_small(
+        wish,
+        home,
+        model=model_of(2 * wish.size * wish.severity**0.5),
+        layout={"precision": "bf16"},
+        train={"batch_tokens": 2048, "steps": 10},
+    )
 
 
 def wide_numbers(wish: Wish, home: Home) -> Path:
@@ -74,11 +91,29 @@ PROBLEMS = (
         levers=(ACTION,),
     ),
     Problem(
+        name="logging-steps",
+        says="half a step of logging after each",
+        make=logging_steps,
+        loop="inner",
+        causes=("sync",),
+        levers=(ACTION,),
+    ),
+    Problem(
         name="wide-numbers",
         says="fp32 where bf16 is there",
         make=wide_numbers,
         loop="inner",
         causes=("precision",),
         levers=("layout.precision",),
+    )
+    if has_native("bf16")
+    else Problem(
+        name="emulated-numbers",
+        says="bf16 on a CPU that emulates it",
+        make=emulated_numbers,
+        loop="inner",
+        causes=("precision",),
+        levers=("layout.precision",),
     ),
 )
+"""fp32 is a problem where the CPU has units for bf16, and bf16 where it has none"""

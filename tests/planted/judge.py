@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.evidence.finding import Lever
+from armillary.diagnosis.diagnose import diagnose, rules_for
+from armillary.diagnosis.evidence.finding import Lever, Rule
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.open_reading import open_reading
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.rules import device, goodput, metrics_page, serving, training, training_logs
 from armillary.store.home import Home
 from tests.planted.problem import ACTION, Problem, Wish
 from tests.planted.quiet import LOUD, Quiet
@@ -19,6 +21,12 @@ from tests.planted.sets import Set, set_of
 
 NEEDED = {"loop": 39 / 40, "cause": 37 / 40, "lever": 34 / 40}
 """share of the problems in which each must be right; no healthy run may be called ill"""
+ALL_RULES: dict[str, Rule] = {
+    f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}": rule
+    for module in (device, training, goodput, training_logs, serving, metrics_page)
+    for rule in module.RULES
+}
+"""module.rule -> rule, of all kinds of readings"""
 TIMES = 2
 """that a run is made at most, where something else computes on the machine meanwhile"""
 
@@ -35,6 +43,9 @@ class Verdict:
     """cores that other programs had meanwhile"""
     of_set: Set = "tuning"
     """whether thresholds may have been set on this run"""
+
+    fired: frozenset[str] = frozenset()
+    """rules that found what was named"""
 
     @property
     def lever(self) -> Lever | None:
@@ -68,11 +79,25 @@ def judged(problem: Problem, wish: Wish, home: Home, *, times: int = 1) -> Verdi
     while not made or (made[-1][0] > LOUD and len(made) < times):
         quiet = Quiet()
         folder = problem.make(wish, home)
-        made.append((quiet.others if problem.live else 0.0, folder))
+        made.append((quiet.others if problem.live and not problem.disturbed else 0.0, folder))
     others, folder = min(made)
-    found = diagnose(open_reading(str(folder), home), home)
-    seconds = time.monotonic() - begin
-    return Verdict(problem=problem, found=found, seconds=seconds, others=others, of_set=set_of(problem, wish))
+    reading = open_reading(str(folder), home)
+    found = diagnose(reading, home)
+    return Verdict(
+        problem=problem,
+        found=found,
+        seconds=time.monotonic() - begin,
+        others=others,
+        of_set=set_of(problem, wish),
+        fired=frozenset(name for name, rule in ALL_RULES.items() if _finds(rule, reading, found.cause)),
+    )
+
+
+def _finds(rule: Rule, reading: Reading, cause: str | None) -> bool:
+    if rule not in rules_for(reading):
+        return False
+    finding = rule(reading, reading.plan)
+    return finding is not None and finding.cause == cause
 
 
 def counts(verdicts: Sequence[Verdict]) -> dict[str, tuple[int, int]]:

@@ -48,6 +48,8 @@ class Problem:
     key; *: any lever is right"""
     recorded: bool = False
     """made earlier, on a machine named in the run's plan"""
+    disturbed: bool = False
+    """another program computes beside it on purpose, so that it is made once, however loud that is"""
     simulated: bool = False
     """a log or metrics page that a small model of another program wrote"""
 

@@ -61,6 +61,35 @@ def small_batch(wish: Wish, home: Home) -> Path:
     return serve_small(wish, home, at_once(requests), serve={"max_running": max(1, round(2 / wish.severity))})
 
 
+def one_at_a_time(wish: Wish, home: Home) -> Path:
+    """Requests come by the clock, faster than a server of one row answers them."""
+    requests = mixed(60, tokens_in=(16, 48), tokens_out=(24, 48), seed=wish.seed)
+    alone = serving_recipe(wish, {"serve": {"max_running": 1}})
+    rate = max(rates(alone, requests[:8])) * (1 + wish.severity)
+    return serve_small(wish, home, at_rate(requests, rate, wish.seed), serve={"max_running": 1})
+
+
+def large_chunks(wish: Wish, home: Home) -> Path:
+    """Chunks so large that a step with one is many times as long as a step without."""
+    chats = mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed)
+    lasts_s = len(chats) / max(rates(serving_recipe(wish, {}), chats, times=2))
+    essays = mixed(10, tokens_in=(_LONG - 100, _LONG), tokens_out=(4, 8), seed=wish.seed + 1, name="long")
+    chunk = min(_LONG, max(1024, round(1400 * wish.severity)))
+    return serve_small(
+        wish,
+        home,
+        [*at_once(chats), *at_rate(essays, 10 / lasts_s, wish.seed)],
+        serve={"prefill_tokens": chunk, "max_tokens_per_step": 4096},
+    )
+
+
+def long_answers(wish: Wish, home: Home) -> Path:
+    """Answers outgrow the cache: requests are let in while short, and put out again."""
+    requests = mixed(32, tokens_in=(16, 32), tokens_out=(300, 400), seed=wish.seed)
+    room = max(_LONGEST, round(_ROWS * 400 / (1.5 + 2 * wish.severity)))
+    return serve_small(wish, home, at_once(requests), serve={"kv_bytes": _kv_bytes(wish, room), **_short()})
+
+
 def static_batches(wish: Wish, home: Home) -> Path:
     """A batch is begun only when the one before is over, and its answers differ in length."""
     longest = min(_LONG, max(16, round(96 * wish.severity)))
@@ -135,6 +164,30 @@ PROBLEMS = (
         loop="product",
         causes=("batch_too_small",),
         levers=("serve.max_running",),
+    ),
+    Problem(
+        name="one-at-a-time",
+        says="a server of one row",
+        make=one_at_a_time,
+        loop="product",
+        causes=("batch_too_small",),
+        levers=("serve.max_running",),
+    ),
+    Problem(
+        name="large-chunks",
+        says="prompts in chunks of a thousand",
+        make=large_chunks,
+        loop="product",
+        causes=("prefill_interference",),
+        levers=("serve.prefill_tokens", "serve.prefill_slowdown", "serve.max_tokens_per_step"),
+    ),
+    Problem(
+        name="long-answers",
+        says="answers that outgrow the cache",
+        make=long_answers,
+        loop="product",
+        causes=("kv_pressure", "preemption"),
+        levers=("serve.kv_bytes", "serve.kv_dtype", "serve.max_running"),
     ),
     Problem(
         name="static-batches",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from armillary.machine.machine import here
-from tests.planted.judge import NEEDED, Verdict, counts
+from tests.planted.judge import ALL_RULES, NEEDED, Verdict, counts
 from tests.planted.problem import Wish
 from tests.planted.quiet import LOUD
 
@@ -47,19 +47,36 @@ def summary_of_sets(verdicts: Sequence[Verdict]) -> list[str]:
     return lines
 
 
-def as_page(verdicts: Sequence[Verdict], wish: Wish) -> str:
+def unproven(verdicts: Sequence[Verdict]) -> list[str]:
+    """Rules by whether they found the right cause in a run of the judging set; one that did not is unproven, and so is
+    one whose problem is not planted."""
+    right = [one for one in verdicts if one.of_set == "judging" and one.right.get("cause")]
+    proven = {name for one in right for name in one.fired}
+    missing = sorted(set(ALL_RULES) - proven)
+    return [
+        f"rules that were right on the judging set: {len(proven)} of {len(ALL_RULES)}",
+        f"unproven: {', '.join(missing) or 'none'}",
+    ]
+
+
+def as_page(verdicts: Sequence[Verdict], wish: Wish, drawn: int | None = None) -> str:
     """As Markdown, dated, with the machine's name."""
     day, machine = time.strftime("%Y-%m-%d", time.gmtime()), here().text()
+    plain = f"size {wish.size:g}, severity {wish.severity:g}, seed {wish.seed}"
+    how = "" if drawn is None else f" --draw {drawn}"
+    drew = plain if drawn is None else "a severity from 0.7 to 2 and a seed drawn for each"
     lines = [
         "# Planted problems",
         "",
-        f"`python -m benchmarks.planted --write`, {day}, {machine}; size {wish.size:g}, severity "
-        f"{wish.severity:g}, seed {wish.seed}. Live runs were made by the trainer and the engine on this machine; "
-        "recorded ones on an H200 (`tests/planted/recorded`).",
+        f"`python -m benchmarks.planted{how} --write`, {day}, {machine}; {drew}. "
+        "Live runs were made by the trainer and the engine on this machine; recorded ones on an H200 "
+        "(`tests/planted/recorded`); simulated ones are logs and pages of other programs (`tests/planted/others.py`).",
         "",
         f"{'; '.join(summary(verdicts))}.",
         "",
         f"{'; '.join(summary_of_sets(verdicts))} (`tests/planted/sets.py`).",
+        "",
+        *unproven(verdicts),
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),

@@ -7,7 +7,7 @@ from pathlib import Path
 from armillary.store.home import Home
 from tests.planted.faults import Fault
 from tests.planted.problem import ACTION, Problem, Wish
-from tests.planted.train_small import LIBRARY, model_of, train_small
+from tests.planted.train_small import LIBRARY, model_of, step_s, train_small
 
 _EXPERTS = 8
 
@@ -38,6 +38,24 @@ def slow_rank(wish: Wish, home: Home) -> Path:
         train={"steps": 28},
         fault=Fault(kind="slow rank", amount=2.0 * wish.severity),
     )
+
+
+def slow_stage(wish: Wish, home: Home) -> Path:
+    """The second of two pipeline stages runs on a slow rank."""
+    return train_small(
+        wish,
+        home,
+        layout={"pp": 2, "micro_batch": 4, "schedule": "1f1b"},
+        train={"steps": 28},
+        fault=Fault(kind="slow rank", amount=2.5 * wish.severity),
+    )
+
+
+def slow_reader(wish: Wish, home: Home) -> Path:
+    """One of two ranks reads from a store that is slower than its steps."""
+    job, layout = {"steps": 28}, {"dp": 2, "micro_batch": 16}
+    takes = (1 + wish.severity) * step_s(wish, home, train=job)
+    return train_small(wish, home, layout=layout, train=job, fault=Fault(kind="slow reader", amount=takes))
 
 
 def recompute(wish: Wish, home: Home) -> Path:
@@ -103,6 +121,22 @@ PROBLEMS = (
         loop="training",
         causes=("straggler",),
         levers=(ACTION,),
+    ),
+    Problem(
+        name="slow-stage",
+        says="one pipeline stage on a slow rank",
+        make=slow_stage,
+        loop="training",
+        causes=("straggler",),
+        levers=(ACTION,),
+    ),
+    Problem(
+        name="slow-reader",
+        says="one of two ranks reads slowly",
+        make=slow_reader,
+        loop="training",
+        causes=("straggler",),
+        levers=(ACTION, "data.workers"),
     ),
     Problem(
         name="recompute",

@@ -27,12 +27,12 @@ from armillary.units import seconds_text
 def say_corrections(out: Output, home: Home) -> None:
     """What is stored."""
     known = corrections(home)
-    rows = [[one.chip, one.text(), ", ".join(one.runs), one.date] for one in known]
+    rows = [[each.chip, each.text(), ", ".join(each.runs), each.date] for each in known]
     if rows:
         out.table("corrections", ["chip", "factors", "runs", "fitted"], rows)
     else:
         out.say("no corrections are stored; armillary plan calibrate RUN… fits them to runs")
-    out.result([one.factors | {"chip": one.chip} for one in known], quiet=[one.chip for one in known])
+    out.result([each.factors | {"chip": each.chip} for each in known], quiet=[each.chip for each in known])
 
 
 def forget(out: Output, home: Home, chip: str) -> None:
@@ -46,26 +46,28 @@ def calibrate_with(out: Output, home: Home, names: Sequence[str]) -> None:
     chips, runs = zip(*(_measured(name, home) for name in names), strict=True)
     if len(set(chips)) > 1:
         raise BadInput(f"these runs are of different chips ({', '.join(sorted(set(chips)))}); calibrate each by itself")
-    found = fit_correction(chips[0], runs)
-    _say_runs(out, runs, found)
-    if found.helps:
-        save_correction(home, found)
-    after = found.error_left_out
+    correction = fit_correction(chips[0], runs)
+    _say_runs(out, runs, correction)
+    if correction.helps:
+        save_correction(home, correction)
+    after = correction.error_left_out
     what = (
-        f"plans for {found.chip} now have {found.text()}" if found.helps else "not kept: unseen runs came out no nearer"
+        f"plans for {correction.chip} now have {correction.text()}"
+        if correction.helps
+        else "not kept: unseen runs came out no nearer"
     )
     unseen = f" → {after:.1%} of a run left out" if after is not None else "; two or more runs say what it is worth"
-    out.say(f"mean error {found.error_before:.1%}{unseen} · {what}".replace("%", " %"))
-    answer = {"chip": found.chip, "factors": found.factors, "kept": found.helps}
-    errors = {"error_before": found.error_before, "error_left_out": after}
-    out.result(answer | errors, quiet="kept" if found.helps else "not kept")
+    out.say(f"mean error {correction.error_before:.1%}{unseen} · {what}".replace("%", " %"))
+    answer = {"chip": correction.chip, "factors": correction.factors, "kept": correction.helps}
+    errors = {"error_before": correction.error_before, "error_left_out": after}
+    out.result(answer | errors, quiet="kept" if correction.helps else "not kept")
 
 
-def _say_runs(out: Output, runs: Sequence[RunTime], found: Correction) -> None:
+def _say_runs(out: Output, runs: Sequence[RunTime], correction: Correction) -> None:
     rows = []
     for run in runs:
-        others = fit_factors([other for other in runs if other is not run])
-        errors = [run.error({}), run.error(found.factors), *([run.error(others)] if len(runs) > 1 else [])]
+        rest = fit_factors([other for other in runs if other is not run])
+        errors = [run.error({}), run.error(correction.factors), *([run.error(rest)] if len(runs) > 1 else [])]
         texts = [f"{error * 100:+.1f} %".replace("-", "−") for error in errors]
         rows.append([run.name, seconds_text(run.measured_s), seconds_text(run.seconds({})), *texts])
     heads = ["run", "measured", "planned", "error", "corrected", "left out"]

@@ -147,7 +147,7 @@ def remove_correction(home: Home, chip: str) -> Correction:
     """Forget a chip's correction."""
     known = load_correction(home, chip)
     if known is None:
-        chips = ", ".join(one.chip for one in corrections(home)) or "none is stored"
+        chips = ", ".join(each.chip for each in corrections(home)) or "none is stored"
         raise NotFound(f"no correction of {chip}; armillary plan calibrate lists them: {chips}")
     _path(home, chip).unlink()
     return known
@@ -160,10 +160,10 @@ def _path(home: Home, chip: str) -> Path:
 def _read(path: Path) -> Correction:
     try:
         values: dict[str, Any] = nan_safe_json.loads(path.read_text())
-        found = Correction(**{**values, "runs": tuple(values["runs"])})
-        broken = not all(0.1 < factor < 10 for factor in found.factors.values())
+        loaded = Correction(**{**values, "runs": tuple(values["runs"])})
+        broken = not all(0.1 < factor < 10 for factor in loaded.factors.values())
     except (ValueError, TypeError, KeyError):
         broken = True
     if broken:
         raise BadData(f"{path} is not a correction; delete it and run armillary plan calibrate again")
-    return replace(found, chip=found.chip or path.stem)
+    return replace(loaded, chip=loaded.chip or path.stem)
