@@ -61,8 +61,8 @@ def run_gateway(
     say: Say = print,
     companion: Companion | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; the audit log is in `folder`, where its settings name no other. `companion` runs in
-    the same event loop, like an autoscaler that adds and removes replicas."""
+    """Serve until SIGTERM or SIGINT; the audit log is in `folder`, where its settings name no other. `companion` runs
+    in the same event loop, like an autoscaler that adds and removes replicas."""
     if not config.models:
         raise BadInput("the gateway has no model; give --config FILE with [[models]], or --upstream NAME=URL")
     say = ignore_broken_pipe(say)
