@@ -27,6 +27,7 @@ from armillary.engine.runner.linear_formats import (
     run_int8,
     to_fp8,
 )
+from armillary.engine.runner.native_linear import run_native
 from armillary.engine.runner.packed_cpu import run_integers
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
@@ -196,12 +197,16 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     can_pack = packs(next(forward.model.parameters()))
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
     packed = partial(PackedDense, plain=weight_bytes < (free_bytes(executor.device) or 0) * _SPARE)
-    if can_pack:
+    if can_pack and serve.weights != "int8":
         replace_head(forward, packed, let_go=let_go)
+    run_native(forward, let_go=let_go)
     run_int8(forward, let_go=let_go)
     run_integers(forward, let_go=let_go)
-    if serve.weights == "int8" or can_pack:
-        replace_linears(forward, int8_linear if serve.weights == "int8" else packed, let_go=let_go)
+    if serve.weights == "int8":
+        replace_linears(forward, int8_linear, let_go=let_go)
+        replace_head(forward, int8_linear, let_go=let_go)
+    elif can_pack:
+        replace_linears(forward, packed, let_go=let_go)
 
 
 def _scale(executor: FastExecutor, kv_dtype: torch.dtype) -> None:

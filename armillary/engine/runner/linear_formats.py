@@ -19,6 +19,7 @@ from armillary.engine.runner.forward import Forward, no_reduce
 from armillary.engine.runner.latent_layer import Joined
 from armillary.engine.runner.layer import free_weights, linears_of
 from armillary.engine.runner.linear_fn import Dense, LinearFn
+from armillary.engine.runner.native_linear import native_int8
 from armillary.engine.runner.packed_cpu import IntegerLinear, IntegerPart
 from armillary.errors import BadInput
 from armillary.kernels.core.choose_version import choose
@@ -182,6 +183,8 @@ def _best_of_three(call: Callable[[], Tensor]) -> float:
 
 def int8_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
     """A plain weight in int8; inputs are rounded too where that is fast."""
+    if (native := native_int8(weight_NK, bias)) is not None:
+        return native
     outputs, inputs = weight_NK.shape
     if int8_is_fast() or not takes_int8(outputs, inputs, weight_NK.dtype):
         return Int8Dense.rounded(weight_NK, bias)

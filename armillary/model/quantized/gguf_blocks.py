@@ -44,38 +44,66 @@ def _split_nibbles(bytes_bn: Tensor, run: int) -> Tensor:
     return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1, 2)
 
 
+def q8_0_codes(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8)
+
+
+def q4_0_codes(blocks: Tensor) -> Tensor:
+    """[b, 32], 8 too large."""
+    return _split_nibbles(blocks[:, 2:], 16).flatten(1)
+
+
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks[:, :2])
+    return q8_0_codes(blocks).float() * _half(blocks[:, :2])
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _half(blocks[:, :2]) * (_split_nibbles(blocks[:, 2:], 16).flatten(1).float() - 8)
+    return _half(blocks[:, :2]) * (q4_0_codes(blocks).float() - 8)
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[b, 8, 1] each, of Q4_K and Q5_K: eight 6-bit scales and minima in 12 bytes, times an fp16 number each."""
+def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[b, 8] each, of Q4_K and Q5_K: eight 6-bit scales and minima in 12 bytes."""
     a, b, c = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
     scales = torch.cat((a & 63, (c & 15) | ((a >> 2) & 48)), dim=1)
-    minima = torch.cat((b & 63, (c >> 4) | ((b >> 2) & 48)), dim=1)
-    return (_half(blocks[:, :2]) * scales.float())[..., None], (_half(blocks[:, 2:4]) * minima.float())[..., None]
+    return scales, torch.cat((b & 63, (c >> 4) | ((b >> 2) & 48)), dim=1)
+
+
+def q4_k_codes(blocks: Tensor) -> Tensor:
+    """[b, 8, 32]"""
+    return _split_nibbles(blocks[:, 16:], 32)
+
+
+def q5_k_codes(blocks: Tensor) -> Tensor:
+    """[b, 8, 32]"""
+    fifth = _bits(blocks[:, 16:48][:, None, None], range(8), 1)
+    return _split_nibbles(blocks[:, 48:], 32) | fifth << 4
+
+
+def q6_k_codes(blocks: Tensor) -> Tensor:
+    """[b, 256], 32 too large."""
+    low = _split_nibbles(blocks[:, :128], 64)
+    high = _bits(blocks[:, 128:192].unflatten(1, (2, 1, 32)), range(0, 8, 2), 3)
+    return (low.unflatten(2, (2, 32)).flatten(1, 2) | high << 4).flatten(1)
+
+
+def _with_minima(blocks: Tensor, codes: Tensor) -> Tensor:
+    """An fp16 number per block times the scale of each 32, and another times the minimum."""
+    scales, minima = scales_and_minima(blocks)
+    scale, minimum = _half(blocks[:, :2]) * scales.float(), _half(blocks[:, 2:4]) * minima.float()
+    return scale[..., None] * codes.float() - minimum[..., None]
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scale, minimum = _scales_and_minima(blocks)
-    return scale * _split_nibbles(blocks[:, 16:], 32).float() - minimum
+    return _with_minima(blocks, q4_k_codes(blocks))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scale, minimum = _scales_and_minima(blocks)
-    fifth = _bits(blocks[:, 16:48][:, None, None], range(8), 1)
-    return scale * (_split_nibbles(blocks[:, 48:], 32) | fifth << 4).float() - minimum
+    return _with_minima(blocks, q5_k_codes(blocks))
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low, scales = _split_nibbles(blocks[:, :128], 64), blocks[:, 192:208].contiguous().view(torch.int8)
-    high = _bits(blocks[:, 128:192].unflatten(1, (2, 1, 32)), range(0, 8, 2), 3)
-    codes = (low.unflatten(2, (2, 32)).flatten(1, 2) | high << 4).flatten(1).to(torch.int8) - 32
-    scale = _half(blocks[:, 208:]) * scales.float()
+    scale = _half(blocks[:, 208:]) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    codes = q6_k_codes(blocks).to(torch.int8) - 32
     return scale[..., None] * codes.unflatten(1, (16, 16)).float()
 
 

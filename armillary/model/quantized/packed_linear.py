@@ -1,7 +1,7 @@
 """Linear layers and embeddings over packed weights: some rows at a time are dequantised, used and dropped; on a GPU
 kernels that read the packed weight take their place for a few tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -99,11 +99,18 @@ class PackedEmbedding(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.linear = PackedLinear(FusedRows(parts=(weight,)))
+        self._rows: Callable[[Tensor], Tensor] | None = None
+
+    def use_rows(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """From here on rows come from there: the weight is held in another form."""
+        self._rows = rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        (weight,) = self.linear.weight.parts
-        rows = weight.select(tokens.flatten()).dequantised().to(self.dtype)
-        return rows.view(*tokens.shape, -1)
+        rows, read = tokens.flatten(), self._rows
+        if read is None:
+            (weight,) = self.linear.weight.parts
+            return weight.select(rows).dequantised().to(self.dtype).view(*tokens.shape, -1)
+        return read(rows).to(self.dtype).view(*tokens.shape, -1)
 
 
 def _matmul(x: Tensor, part: PackedRows) -> Tensor:

@@ -17,7 +17,7 @@ from armillary.engine.build import make_engine
 from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.runner import linear_formats
+from armillary.engine.runner import linear_formats, native_linear
 from armillary.engine.runner.engine_kernels import REFERENCE
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, int8_is_fast, replace_linears
@@ -77,6 +77,12 @@ def wide_int8(folder: Path) -> Path:
 def wide_int4(folder: Path) -> Path:
     int4 = INT4 | {"group_size": 128}
     return compressed_folder(folder, tiny_llama(**WIDE), scheme_of(int4), "pack-quantized")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without one: torch's kernels run."""
+    monkeypatch.setattr(native_linear, "library", lambda: None)
 
 
 def tensor_bytes(folder: Path) -> int:
@@ -149,6 +155,7 @@ def test_latent_attention_runs_packed(tmp_path: Path) -> None:
     assert [made.tokens for made in found] == [made.tokens for made in engine.generate(requests)]
 
 
+@pytest.mark.usefixtures("no_compiler")
 @torch.no_grad()
 def test_int8_inputs_are_rounded_per_token(tmp_path: Path) -> None:
     """W8A8: near the dequantised model, and no copy of the weights is kept beside the int8 one."""
@@ -164,6 +171,7 @@ def test_int8_inputs_are_rounded_per_token(tmp_path: Path) -> None:
     assert [each.finish for each in made] == ["length"] * 2
 
 
+@pytest.mark.usefixtures("no_compiler")
 @torch.no_grad()
 def test_int8_inputs_of_latent_projections_are_rounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """W8A8 with latent attention: both halves of the first GEMM and the queries from their latent."""
@@ -193,6 +201,7 @@ def test_int8_inputs_of_latent_projections_are_rounded_too(tmp_path: Path, monke
     assert layer.latent.q is before and all(isinstance(part, Int8Dense) for part in layer.qkv.parts)
 
 
+@pytest.mark.usefixtures("no_compiler")
 @torch.no_grad()
 def test_int8_layers_start_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There plain layers are packed, too; int8 ones are already."""
@@ -206,6 +215,7 @@ def test_int8_layers_start_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("write", [wide_int8, wide_int4])
+@pytest.mark.usefixtures("no_compiler")
 @torch.no_grad()
 def test_integers_run_as_they_are(
     write: Callable[[Path], Path], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

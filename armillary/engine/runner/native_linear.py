@@ -1,0 +1,152 @@
+"""Packed layers on a CPU through the C++ kernels, which multiply their codes as integers.
+
+The engine puts each weight into the order of the kernels and frees the model's copy, so that it holds no more than the
+file. Before that some rows of each weight are compared with plain torch: that they are dequantised alike, and that the
+kernels give what the rounded inputs give. What does not agree stays as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from armillary.engine.runner.forward import Forward
+from armillary.engine.runner.latent_layer import Joined
+from armillary.engine.runner.linear_fn import LinearFn
+from armillary.kernels.core.agreement import relative_error
+from armillary.kernels.native.library import has_amx, library
+from armillary.kernels.native.packed_weight import (
+    CHUNK,
+    PANEL,
+    Codes,
+    PackedWeight,
+    dequantised,
+    reference,
+    refuses,
+)
+from armillary.kernels.quantized.integer_weights_cpu import Int8Weight
+from armillary.model.quantized.integer_codes import codes_of, pieces
+from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
+from armillary.model.quantized.packed_rows import PackedRows
+
+_GROWTH = 1.05
+_TOLERANCE = 1e-4  # sums of the same numbers in another order: 3e-7 was seen
+_CHECKED_TOKENS = (1, 5, 17)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativePart:
+    """A packed matrix of a linear layer."""
+
+    weight: PackedWeight
+    order_K: Tensor | None
+    first: int  # its first output
+
+
+class NativeLinear:
+    """x @ weightᵀ + bias for x [M, K]."""
+
+    def __init__(self, parts: tuple[NativePart, ...], outputs: int, bias: Tensor | None) -> None:
+        self.parts, self.outputs = parts, outputs
+        self._bias = None if bias is None else bias.detach().float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float().view(-1, x.shape[-1])
+        y = torch.empty(len(wide), self.outputs)
+        for part in self.parts:
+            inputs = wide if part.order_K is None else wide.index_select(-1, part.order_K)
+            part.weight.into(inputs.contiguous(), y, self._bias, part.first)
+        return y.to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.weight.nbytes for part in self.parts)
+
+
+def run_native(forward: Forward, *, let_go: bool) -> None:
+    """Packed layers that the kernels take become `NativeLinear`, the head too; `let_go` frees the model's own copy.
+    Without it nothing is replaced: the weights would be held twice."""
+    if not let_go or not packed_layers(forward) or library() is None:
+        return
+    replace_packed(forward, native_linear)
+    model = forward.model
+    head = model.output if model.output is not None else model.embedding
+    if isinstance(head, PackedEmbedding) and (linear := _native(head.linear)) is not None:
+        head.use_rows(linear.parts[0].weight.select)
+    elif not isinstance(head, PackedLinear) or (linear := _native(head)) is None:
+        return
+    forward.head = lambda x: model.scaled_logits(linear(x))
+
+
+def native_int8(weight_NK: Tensor, bias: Tensor | None) -> NativeLinear | None:
+    """A plain weight in int8, a scale per row; inputs are rounded per token. None where no kernel takes it."""
+    outputs, inputs = weight_NK.shape
+    if library() is None or has_amx() or outputs % PANEL or inputs % CHUNK:
+        return None
+    rounded = Int8Weight.rounded(weight_NK.detach())
+    codes = Codes(
+        codes_NK=rounded.codes_NK.view(torch.uint8) ^ 128,
+        bits=8,
+        group=inputs,
+        scale_NG=rounded.scale_N[:, None],
+        zero=128,
+        per_token=True,
+    )
+    return NativeLinear((NativePart(weight=PackedWeight.of([codes]), order_K=None, first=0),), outputs, bias)
+
+
+def replace_packed(forward: Forward, replaced: Callable[[LinearFn], LinearFn]) -> None:
+    """Replace linear functions of all layers but routers and experts."""
+    for layer in forward.layers:
+        layer.qkv, layer.out = replaced(layer.qkv), replaced(layer.out)
+        if layer.latent is not None and layer.latent.q is not None:
+            layer.latent.q = replaced(layer.latent.q)
+        if layer.up is not None and layer.down is not None:
+            layer.up, layer.down = replaced(layer.up), replaced(layer.down)
+
+
+def packed_layers(forward: Forward) -> bool:
+    return any(isinstance(module, PackedLinear) for module in forward.model.modules())
+
+
+def native_linear(linear: LinearFn) -> LinearFn:
+    """In the order of the kernels where they take it, else as it is."""
+    if isinstance(linear, Joined):
+        return linear.replaced(native_linear)
+    found = _native(linear) if isinstance(linear, PackedLinear) else None
+    return linear if found is None else found
+
+
+def _native(linear: PackedLinear) -> NativeLinear | None:
+    """Frees the layer's own weight where it succeeds."""
+    fused = linear.weight
+    if not fused.parts or not all(_takes(part) for part in fused.parts):
+        return None
+    outputs, first, parts = sum(part.num_rows for part in fused.parts), 0, []
+    order_N = None if fused.order_N is None else torch.argsort(fused.order_N)
+    for part in fused.parts:
+        order = None if order_N is None else order_N[first : first + part.num_rows]
+        weight = PackedWeight.of(pieces(part), order)
+        if weight.nbytes > _GROWTH * part.nbytes + 4 * part.num_rows:
+            return None
+        parts.append(NativePart(weight=weight, order_K=part.order_K, first=0 if order is not None else first))
+        first += part.num_rows
+    linear.free()
+    return NativeLinear(tuple(parts), outputs, linear.bias)
+
+
+def _takes(part: PackedRows) -> bool:
+    """Whether the kernels take a weight, shown on its first rows."""
+    some = part.select(slice(0, PANEL))
+    codes = codes_of(some)
+    if codes is None or part.num_rows % PANEL or refuses(codes) is not None:
+        return False
+    if codes.per_token and has_amx():
+        return False  # oneDNN's GEMM of whole rows
+    stored = some.stored_order()
+    if relative_error(dequantised(codes), stored.float()) > max(_TOLERANCE, torch.finfo(stored.dtype).eps):
+        return False  # formats of 16 bits are dequantised in 16 bits, the kernels compute in fp32
+    weight = PackedWeight.of([codes])
+    x = torch.randn(max(_CHECKED_TOKENS), part.columns, generator=torch.Generator().manual_seed(0))
+    return all(relative_error(weight(x[:some]), reference(x[:some], codes)) < _TOLERANCE for some in _CHECKED_TOKENS)

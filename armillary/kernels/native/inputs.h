@@ -1,0 +1,95 @@
+// Inputs rounded to signed bytes: a scale per 32 columns (as llama.cpp's Q8_0), or per token.
+//
+// Tokens are in tiles of 12, 4 or 1, and what a tile of T tokens needs for the same columns is adjacent: codes are
+// [columns / 4, T, 4], scales [columns / 32, T] and sums [columns / run, T] of each tile.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "lanes.h"
+
+constexpr int CHUNK = 32;  // columns with one input scale
+constexpr int TILES[] = {12, 4, 1};
+
+struct Rounded {
+    int64_t tokens, columns;
+    int run;                     // columns per sum: 16 or 32; 0: a scale and a sum per token
+    std::vector<int8_t> codes;
+    std::vector<float> scale;
+    std::vector<int32_t> begin;  // sums of codes times (offset - zero): what accumulators begin with
+    std::vector<float> sum;      // scale times the sum of codes, for formats with minima
+
+    int64_t sums() const { return run ? columns / run : 1; }
+    int64_t scales() const { return run ? columns / CHUNK : 1; }
+
+    void shape(int64_t tokens_, int64_t columns_, int run_) {
+        tokens = tokens_, columns = columns_, run = run_;
+        grow(codes, tokens * columns);
+        grow(scale, tokens * scales());
+        grow(begin, tokens * sums());
+        grow(sum, tokens * sums());
+    }
+
+    template <class T>
+    static void grow(std::vector<T>& v, int64_t size) {
+        if ((int64_t)v.size() < size) v.resize(size);
+    }
+
+    // The first token and the size of a token's tile.
+    int64_t tile_of(int64_t token, int& size) const {
+        int64_t first = 0;
+        for (int each : TILES) {
+            const int64_t end = first + (tokens - first) / each * each;
+            if (token < end) return size = each, first + (token - first) / each * each;
+            first = end;
+        }
+        return size = 1, token;
+    }
+
+    void round(int64_t token, const float* x, int times) {
+        int size;
+        const int64_t first = tile_of(token, size), place = token - first;
+        float d = run ? 0 : scale_of(x, columns);
+        int32_t total = 0;
+        for (int64_t c = 0; c < columns; c += CHUNK) {
+            if (run) d = scale_of(x + c, CHUNK);
+            int8_t rounded[CHUNK];
+            round_codes(x + c, d, rounded);
+            for (int quad = 0; quad < CHUNK / 4; quad++)
+                memcpy(&codes[first * columns + ((c / 4 + quad) * size + place) * 4], rounded + 4 * quad, 4);
+            if (run) scale[first * scales() + c / CHUNK * size + place] = d;
+            for (int i = 0, at = 0; i < CHUNK; i++) {
+                total += rounded[i];
+                if (run && ++at == run) {
+                    const int64_t where = first * sums() + (c + i) / run * size + place;
+                    begin[where] = times * total, sum[where] = d * total;
+                    total = 0, at = 0;
+                }
+            }
+        }
+        if (!run) scale[token] = d, begin[token] = times * total;
+    }
+
+    static float scale_of(const float* x, int64_t count) {
+        f32x16 most = all(0.0f);
+        for (int64_t i = 0; i < count; i += 16) {
+            const f32x16 v = load_f32(x + i), a = v < 0 ? -v : v;
+            most = a > most ? a : most;
+        }
+        float top = 0;
+        for (int i = 0; i < 16; i++) top = std::max(top, most[i]);
+        return top / 127.0f;
+    }
+
+    static void round_codes(const float* x, float scale, int8_t* out) {
+        const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+        for (int i = 0; i < CHUNK; i += 16) {
+            // adding 1.5 * 2^23 rounds to the nearest integer, which is then in the last bits
+            const i32x16 r = (i32x16)(load_f32(x + i) * inverse + 12582912.0f) - 0x4b400000;
+            const i8x16 b = __builtin_convertvector(r, i8x16);
+            memcpy(out + i, &b, 16);
+        }
+    }
+};

@@ -1,0 +1,103 @@
+"""The C++ kernels of CPUs: compiled for this machine when they are first needed, kept, and loaded with ctypes.
+
+They share torch's OpenMP threads: a second pool would compete with them for the cores. Without a compiler, or where
+compiling fails, there are none and plain torch runs instead.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from armillary.errors import ArmillaryError
+from armillary.kernels.core.requirements import LOG
+from armillary.store.home import Home
+
+_SOURCES = ("lanes.h", "inputs.h", "packed_linear.cpp")
+_FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_TIMEOUT_S = 600.0
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None."""
+    try:
+        return load(build(Home.default().cache / "native"))
+    except (OSError, ArmillaryError, subprocess.SubprocessError) as error:
+        LOG.warning("no C++ kernels for this CPU, plain torch runs instead: %s", str(error).splitlines()[0])
+        return None
+
+
+def units() -> str:
+    """The instructions that the kernels multiply with; 'none' where there are no kernels."""
+    kernels = library()
+    return "none" if kernels is None else kernels.armillary_units().decode()
+
+
+def has_amx() -> bool:
+    """Whether this CPU has matrix units for int8, which these kernels do not use."""
+    return "amx_int8" in _cpu_features()
+
+
+def build(folder: Path, *, march: str = "native") -> Path:
+    """The compiled library in `folder`; its name tells sources, compiler and CPU."""
+    compiler = _compiler()
+    here = Path(__file__).parent
+    command = [*compiler, f"-march={march}", *_FLAGS]
+    text = "\n".join([*command, *(here.joinpath(name).read_text() for name in _SOURCES), _cpu_features()])
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    if not path.is_file():
+        LOG.info("compiling the C++ kernels of this CPU, once")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            made = Path(temporary) / path.name
+            sources = [str(here / name) for name in _SOURCES if name.endswith(".cpp")]
+            _run([*command, *sources, *_openmp(), "-o", str(made)])
+            os.replace(made, path)
+    return path
+
+
+def _compiler() -> list[str]:
+    for name in ("g++", "clang++", "c++"):
+        if path := shutil.which(name):
+            return [path]
+    raise OSError("there is no C++ compiler")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise OSError(f"{Path(command[0]).name} failed: {lines[0]}")
+
+
+def _openmp() -> list[str]:
+    """torch's own OpenMP library, which is already loaded under another name than the system's in torch's wheels."""
+    folder = Path(torch.__file__).parent
+    found = sorted([*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")])
+    return [str(found[0])] if found else []
+
+
+@cache
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def load(path: Path) -> ctypes.CDLL:
+    kernels = ctypes.CDLL(str(path))
+    pointer, whole = ctypes.c_void_p, ctypes.c_int64
+    kernels.armillary_units.restype = ctypes.c_char_p
+    kernels.armillary_linear.argtypes = [pointer, pointer, whole, pointer, pointer, whole, ctypes.c_int]
+    kernels.armillary_linear.restype = None
+    return kernels
