@@ -30,19 +30,21 @@ SHAPE = {
     "max_position_embeddings": 2048,
 }
 """134M weights, 109M of which a token is multiplied by"""
-OURS, THEIRS = ("fp32", "bf16", "int8", "int4"), ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+OURS, THEIRS = ("fp32", "bf16", "int8", "int4", "our-Q8_0", "our-Q4_0"), ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 BYTES = {
     "fp32": 4,
     "bf16": 2,
     "int8": 1,
     "int4": 0.5 + 4 / 128,
+    "our-Q8_0": 34 / 32,
+    "our-Q4_0": 18 / 32,
     "F32": 4,
     "F16": 2,
     "BF16": 2,
     "Q8_0": 34 / 32,
     "Q4_0": 18 / 32,
 }
-"""of a weight; int8 and int4 keep the head in 16 or 32 bits"""
+"""of a weight; int8 and int4 keep the head in 16 or 32 bits; our-… is the same file in our engine"""
 TO = {"int8": "int8", "int4": "int4-rtn"}
 """kind -> format of `armillary quantize`"""
 NAMES = {
@@ -136,7 +138,7 @@ def ours(folder: Path, kind: str, threads: int) -> Answer:
 
     torch.set_num_threads(threads)
     serve = Serve(max_running=1, max_model_len=1024, prefix_cache=False, threads=threads)
-    engine = LLM(folder, serve, dtype=None if kind in TO else kind, device="cpu").engine
+    engine = LLM(folder, serve, dtype=kind if kind in ("fp32", "bf16") else None, device="cpu").engine
 
     def answer(prompt: list[int], most: int) -> tuple[float, float, list[int]]:
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
@@ -246,9 +248,10 @@ def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     prompt = [dice.randrange(SHAPE["vocab_size"]) for _ in range(options.prompt)]
     running = []
     for kind in options.kinds.split(","):
-        path = folder if kind in OURS else folder / f"{kind}.gguf"
-        if kind in THEIRS:
-            write_gguf(folder, path, kind)
+        form = kind.removeprefix("our-")
+        path = folder / f"{form}.gguf" if form in THEIRS else folder
+        if form in THEIRS and not path.exists():
+            write_gguf(folder, path, form)
         elif kind in TO:
             path = write_quantized(folder, folder / kind, TO[kind])
         running.append(Contestant(kind, path, options.threads))

@@ -1,4 +1,4 @@
-"""Packed int8 and int4 layers on a CPU through torch's kernels (`kernels.quantized.integer_weights_cpu`), without a compiler.
+"""Packed int8 and int4 layers on a CPU through torch's kernels, for machines without a compiler.
 
 The engine puts each weight into the order of the kernels and frees the model's copy. Weights that would grow by more
 than 5 % (int4 in small groups, whose scales the kernels hold twice), or that no kernel takes, run as they are.
