@@ -114,8 +114,8 @@ def native_linear(linear: LinearFn) -> LinearFn:
     """In the order of the kernels where they take it, else as it is."""
     if isinstance(linear, Joined):
         return linear.replaced(native_linear)
-    found = _native(linear) if isinstance(linear, PackedLinear) else None
-    return linear if found is None else found
+    native = _native(linear) if isinstance(linear, PackedLinear) else None
+    return linear if native is None else native
 
 
 def _native(linear: PackedLinear) -> NativeLinear | None:

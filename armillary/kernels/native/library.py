@@ -57,10 +57,10 @@ def build(folder: Path, *, march: str = "native") -> Path:
         LOG.info("compiling the C++ kernels of this CPU, once")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            made = Path(temporary) / path.name
+            compiled = Path(temporary) / path.name
             sources = [str(here / name) for name in _SOURCES if name.endswith(".cpp")]
-            _run([*command, *sources, *_openmp(), "-o", str(made)])
-            os.replace(made, path)
+            _run([*command, *sources, *_openmp(), "-o", str(compiled)])
+            os.replace(compiled, path)
     return path
 
 
@@ -81,8 +81,8 @@ def _run(command: list[str]) -> None:
 def _openmp() -> list[str]:
     """torch's own OpenMP library, which is already loaded under another name than the system's in torch's wheels."""
     folder = Path(torch.__file__).parent
-    found = sorted([*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")])
-    return [str(found[0])] if found else []
+    paths = sorted([*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")])
+    return [str(paths[0])] if paths else []
 
 
 @cache
@@ -96,8 +96,8 @@ def _cpu_features() -> str:
 
 def load(path: Path) -> ctypes.CDLL:
     kernels = ctypes.CDLL(str(path))
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernels.armillary_units.restype = ctypes.c_char_p
-    kernels.armillary_linear.argtypes = [pointer, pointer, whole, pointer, pointer, whole, ctypes.c_int]
+    kernels.armillary_linear.argtypes = [pointer, pointer, size, pointer, pointer, size, ctypes.c_int]
     kernels.armillary_linear.restype = None
     return kernels

@@ -93,7 +93,7 @@ class PackedWeight:
     rows: int
     columns: int
     tensors: dict[str, Tensor]  # what the struct points to
-    like: Codes  # its first rows, for the format
+    first_rows: Codes  # for the format
     struct: _Struct = field(repr=False)
     kernels: Any = field(repr=False)
 
@@ -123,7 +123,7 @@ class PackedWeight:
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         )
         return cls(
-            rows=rows, columns=columns, tensors=tensors, like=_first_rows(codes), struct=struct, kernels=library()
+            rows=rows, columns=columns, tensors=tensors, first_rows=_first_rows(codes), struct=struct, kernels=library()
         )
 
     @property
@@ -145,13 +145,13 @@ class PackedWeight:
             tensor = self.tensors.get(name)
             return None if tensor is None else tensor[panels].transpose(1, 2)[some, places]
 
-        codes = unpack_codes(self.tensors["codes"][panels], self.like.bits)[some, places]
-        lower, has_zeros = of_rows("minimum"), self.like.zero_NG is not None
+        codes = unpack_codes(self.tensors["codes"][panels], self.first_rows.bits)[some, places]
+        lower, has_zeros = of_rows("minimum"), self.first_rows.zero_NG is not None
         scale, factor, minimum = of_rows("scale"), of_rows("super"), of_rows("super_min")
         assert scale is not None
         return dequantised(
             replace(
-                self.like,
+                self.first_rows,
                 codes_NK=codes,
                 scale_NG=scale,
                 super_NS=factor,
