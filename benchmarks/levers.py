@@ -1,6 +1,6 @@
 """Levers predicted and pulled: what the diagnosis said they would buy, and what they bought.
 
-    python -m benchmarks.levers [--only NAME …] [--home DIR] [--write]
+    python -m benchmarks.levers [--only NAME …] [--sizes 1 2] [--home DIR] [--write]
 
 Each is a real run here, diagnosed, its recipe changed as the diagnosis says, run again: `tests/planted/lever_case.py`.
 Levers that need a GPU were pulled on an H200 by the same function; what it wrote is in `tests/planted/recorded`.
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,67 +32,78 @@ from tests.planted.traffic import at_once, at_rate, mixed, sharing
 from tests.planted.train_small import model_of, recipe_of, step_s, train_recipe
 
 PAGE = Path(__file__).parent / "levers.md"
-_WISH = Wish()
 
 
-def batch_size(home: Home) -> LeverCase:
+def batch_size(home: Home, wish: Wish) -> LeverCase:
     """A narrow model, one short row at a time."""
     job = {"sequence": 64, "batch_tokens": 512, "steps": 24}
-    return _trained("batch size", "layout.micro_batch", home, model=model_of(0.5), layout={"micro_batch": 1}, train=job)
+    return _trained(
+        "batch size",
+        "layout.micro_batch",
+        home,
+        wish,
+        model=model_of(0.5 * wish.size),
+        layout={"micro_batch": 1},
+        train=job,
+    )
 
 
-def recompute_off(home: Home) -> LeverCase:
+def recompute_off(home: Home, wish: Wish) -> LeverCase:
     """Every layer's activations are made again."""
-    return _trained("recompute off", "layout.recompute", home, layout={"recompute": "full"})
+    return _trained("recompute off", "layout.recompute", home, wish, layout={"recompute": "full"})
 
 
-def loader_workers(home: Home) -> LeverCase:
+def loader_workers(home: Home, wish: Wish) -> LeverCase:
     """A store that takes twice as long for a batch as a step does."""
     return _trained(
         "loader workers",
         "data.workers",
         home,
-        Fault(kind="slow source", amount=2 * step_s(_WISH, home)),
+        wish,
+        Fault(kind="slow source", amount=2 * step_s(wish, home)),
         train={"steps": 20},
     )
 
 
-def compiled(home: Home) -> LeverCase:
+def compiled(home: Home, wish: Wish) -> LeverCase:
     """Blocks whose norms, rotations and activations are operators of their own."""
-    return _trained("compile", "train.compile", home)
+    return _trained("compile", "train.compile", home, wish)
 
 
-def _trained(name: str, key: str, home: Home, fault: Fault | None = None, **tables: Mapping[str, Any]) -> LeverCase:
+def _trained(
+    name: str, key: str, home: Home, wish: Wish, fault: Fault | None = None, **tables: Mapping[str, Any]
+) -> LeverCase:
     job = {"batch_tokens": 2048, "steps": 40, **tables.get("train", {})}
-    recipe = recipe_of(_WISH, {**tables, "train": job}, home)
+    recipe = recipe_of(wish, {**tables, "train": job}, home)
     return LeverCase(name=name, key=key, recipe=recipe, run=partial(train_recipe, fault=fault))
 
 
-def prefix_cache(home: Home) -> LeverCase:
+def prefix_cache(home: Home, wish: Wish) -> LeverCase:
     """Equal beginnings, computed again for each request."""
     requests = sharing(96, prefixes=1, prefix_tokens=400, tokens_in=16, tokens_out=16, seed=0)
-    return _served("prefix cache", "serve.prefix_cache", {"prefix_cache": False}, at_once(requests))
+    return _served("prefix cache", "serve.prefix_cache", wish, {"prefix_cache": False}, at_once(requests))
 
 
-def chunk_size(home: Home) -> LeverCase:
+def chunk_size(home: Home, wish: Wish) -> LeverCase:
     """Long prompts go in whole among requests that are being answered, whose next tokens wait."""
     chats = mixed(8, tokens_in=(16, 32), tokens_out=(380, 400), seed=0)
     essays = mixed(30, tokens_in=(1200, 1300), tokens_out=(4, 8), seed=1, name="long")
-    lasts_s = len(chats) / bearable(serving_recipe(_WISH, {}), chats)
+    lasts_s = len(chats) / bearable(serving_recipe(wish, {}), chats)
     return _served(
         "chunk size",
         "serve.prefill_tokens",
+        wish,
         {"prefill_tokens": None, "max_tokens_per_step": 8192},
         [*at_once(chats), *at_rate(essays, len(essays) / lasts_s, 0)],
     )
 
 
-def _served(name: str, key: str, serve: dict[str, object], arrivals: Sequence[Arrival]) -> LeverCase:
+def _served(name: str, key: str, wish: Wish, serve: dict[str, object], arrivals: Sequence[Arrival]) -> LeverCase:
     def run(recipe: Recipe, home: Home) -> Run:
         warm(recipe)
         return serve_recipe(recipe, home, arrivals)
 
-    return LeverCase(name=name, key=key, recipe=serving_recipe(_WISH, {"serve": serve}), run=run)
+    return LeverCase(name=name, key=key, recipe=serving_recipe(wish, {"serve": serve}), run=run)
 
 
 CASES = {
@@ -107,6 +119,9 @@ CASES = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.levers", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--sizes", nargs="+", type=float, default=[1.0], help="of the models: 1 2 pulls each lever twice"
+    )
     parser.add_argument("--home", help="where runs are kept; default: a folder that is removed")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     asked = parser.parse_args()
@@ -115,9 +130,9 @@ def main() -> int:
         folder = asked.home or stack.enter_context(tempfile.TemporaryDirectory(prefix="armillary-levers-"))
         home = Home(work=Path(folder).absolute(), cache=Home.default().cache)
         measure_once(home)
-        for name in asked.only:
-            rows.append(pull(CASES[name](home), home, where="cpu"))
-            rows[-1].write(home.work / f"lever-{name}.json")
+        for name, size in product(asked.only, asked.sizes):
+            rows.append(pull(CASES[name](home, Wish(size=size)), home, where="cpu"))
+            rows[-1].write(home.work / f"lever-{name}-{size:g}.json")
             print("  ".join(line(rows[-1])), flush=True)
     rows += [Pulled.read(path) for path in sorted(FOLDER.glob("lever-*.json"))]
     print(summary(rows))

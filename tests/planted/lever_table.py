@@ -105,7 +105,7 @@ def as_page(rows: Sequence[Pulled]) -> str:
         "",
         f"`python -m benchmarks.levers --write`, {time.strftime('%Y-%m-%d', time.gmtime())}, {here().text()}; "
         "rows of the H200 are recorded (`benchmarks/planted/record_levers.py`, `record_serving.py`). The "
-        "prediction is written down before the lever is pulled; allowed is max(0.03, 0.3 × (predicted − 1)). Runs "
+        "prediction is written down before the lever is pulled; allowed is max(0.05, 0.25 × (predicted − 1)). Runs "
         "with and without the lever take turns; obtained is from their means, and of steps that wait for nothing "
         "from the quickest tenth of all of them each way, since whatever else a machine does only ever adds "
         "time; spread is what single turns differ by. Where runs without the lever differ by more than a quarter "
