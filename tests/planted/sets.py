@@ -10,9 +10,8 @@ were in the code before the run was recorded, and have not changed since. What i
   suite since, so a change that broke them would have been seen: they are held out from tuning, not from sight.
 - Live problems at seeds 0 to 2 were run, and their failures mended, at sizes and severities 0.5 to 2. Other seeds were
   not. A new seed of a known problem tests only that thresholds do not hang on one seed's noise.
-
-- Simulated logs and pages (others.py): the rules for them were written with such logs and pages in the tests, without noise and
-  at other severities; runs at a drawn seed judge them, as they judge live problems.
+- Simulated logs and pages (others.py): the rules for them were written with such logs and pages in the tests, without
+  noise and at other severities; runs at a drawn seed judge them, as they judge live problems.
 
 A new recording belongs to JUDGING until a threshold is changed because of it; then its name moves to TUNING.
 """
