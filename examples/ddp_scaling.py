@@ -13,8 +13,6 @@ import datetime
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import torch
 from ddp_rank import SEQUENCE, Setting, Timed, run
+from exercise import on_ranks
 
 from armillary.machine.machine import here, machine
 from armillary.planning.device_model.vectorised_layouts import as_arrays
@@ -126,18 +125,8 @@ def predict(setting: Setting, peaks: Peaks, ranks: int) -> StepTime:
 
 def measured(settings: list[Setting], rounds: int, budget_s: float) -> list[Timed]:
     """Every setting on two processes, each with one thread on a core of its own; one of them alone in between."""
-    # gloo listens on the loopback device; one thread also inside the libraries, from the start
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    job = json.dumps({"settings": [vars(one) for one in settings], "rounds": rounds, "budget_s": budget_s})
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ran = subprocess.run(
-        [sys.executable, *launch, __file__, "--rank", job],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    rows = json.loads(ran.stdout.strip().splitlines()[-1])
+    job = {"settings": [vars(one) for one in settings], "rounds": rounds, "budget_s": budget_s}
+    rows = on_ranks(__file__, job)
     return [Timed(**{field.name: row[field.name] for field in fields(Timed)}) for row in rows]
 
 

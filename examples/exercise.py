@@ -1,12 +1,16 @@
-"""What every exercise does with its result: print it, write table and plot, and put both into its page of the docs."""
+"""What every exercise does with its result: print it, write table and plots, and put both into its page of the docs."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from armillary.machine.machine import machine
 from armillary.report.standalone import standalone_svg
@@ -38,25 +42,43 @@ def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ("---",) * len(heads), *rows))
 
 
-def finish(options: Options, text: str, chart: str, label: str) -> None:
-    """Print the result and write it; `chart` is HTML with a drawing of armillary.report."""
+def on_ranks(file: str, job: dict[str, Any], ranks: int = 2) -> Any:
+    """Run `file --rank JOB` as ranks with one thread each, and return the JSON that rank 0 prints last."""
+    # gloo listens on the loopback device; one thread also inside the libraries, from the start
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    line = [sys.executable, *launch, file, "--rank", json.dumps(job)]
+    ran = subprocess.run(line, env=environment, text=True, stdout=subprocess.PIPE, check=True)
+    return json.loads(ran.stdout.strip().splitlines()[-1])
+
+
+def finish(options: Options, text: str, chart: str, label: str, *more: tuple[str, str]) -> None:
+    """Print the result and write it; `chart` is HTML with a drawing of armillary.report, `more` are further charts with
+    their labels."""
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "table.md").write_text(text + "\n")
-    plot = options.out / "plot.svg"
-    plot.write_text(standalone_svg(chart, legend=True))
-    print(f"\n{text}\n\ntable: {options.out / 'table.md'} · plot: {plot}")
+    plots = []
+    for number, (drawing, about) in enumerate([(chart, label), *more], start=1):
+        plot = options.out / ("plot.svg" if number == 1 else f"plot_{number}.svg")
+        plot.write_text(standalone_svg(drawing, legend=True))
+        plots.append((plot, about))
+    print(f"\n{text}\n\ntable: {options.out / 'table.md'} · plot: {', '.join(str(plot) for plot, _ in plots)}")
     if options.page is not None:
-        put_into(options, options.page, text, plot, label)
+        put_into(options, options.page, text, plots)
 
 
-def put_into(options: Options, page: Path, text: str, plot: Path, label: str) -> None:
+def put_into(options: Options, page: Path, text: str, plots: list[tuple[Path, str]]) -> None:
     """The end of the page, from its last heading on, becomes this run."""
-    image = page.parent / "images" / f"{options.name}.svg"
-    image.parent.mkdir(exist_ok=True)
-    image.write_text(plot.read_text())
+    images = page.parent / "images"
+    images.mkdir(exist_ok=True)
+    shown = []
+    for plot, label in plots:
+        image = images / plot.name.replace("plot", options.name)
+        image.write_text(plot.read_text())
+        shown += ["", f"![{label}](images/{image.name})"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quick = " --quick" if options.quick else ""
     ran = f"`python examples/{options.name}.py{quick}`"
     said = f"{datetime.date.today()} · {cores} cores of {machine().cpu.model} · {ran}:"
     above = page.read_text().partition(HEADING)[0].rstrip()
-    page.write_text("\n".join([above, "", HEADING, "", said, "", text, "", f"![{label}](images/{image.name})"]) + "\n")
+    page.write_text("\n".join([above, "", HEADING, "", said, "", text, *shown]) + "\n")

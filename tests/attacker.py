@@ -6,6 +6,7 @@ Gaps are drawn uniformly from 0 to GAP_S; the first begins when launcher PID has
 of JSON with what it met: the time, the rank, and whether a save was under way in FOLDER.
 
     kill    SIGKILL to one rank              power   SIGKILL to the launcher and all ranks at once
+    save    as power, but only while a checkpoint is being written
     stop    SIGSTOP to one rank              fill    no space for checkpoints until the launcher has ended: FOLDER, a
                                                      file system of its own, is filled; where it is none, a limit is
                                                      set on the files of the processes that write checkpoints
@@ -24,7 +25,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-ACTIONS = ("kill", "power", "stop", "fill")
+ACTIONS = ("kill", "power", "save", "stop", "fill")
 FILLER = "filler"
 _RANK = b"armillary.cli.train.rank", b"tests.fork_server"
 _WRITER = (b"shard_writer_process",)
@@ -36,7 +37,7 @@ def attack(action: str, launcher: int, seed: int, count: int, gap_s: float, fold
     for _ in range(count):
         time.sleep(draw.uniform(0, gap_s))
         ranks = wait_for_ranks(launcher)
-        if not ranks:
+        if not ranks or (action == "save" and not wait_for_save(launcher, folder)):
             return
         number = draw.randrange(len(ranks))
         struck = {"time": time.time(), "rank": number, "action": action, "saving": is_saving(folder)}
@@ -48,7 +49,7 @@ def attack(action: str, launcher: int, seed: int, count: int, gap_s: float, fold
 
 
 def _strike(action: str, launcher: int, ranks: list[int], number: int, folder: Path) -> None:
-    if action == "power":
+    if action in ("power", "save"):
         for pid in (launcher, *ranks):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -81,6 +82,13 @@ def _limit(launcher: int) -> None:
 def is_saving(folder: Path) -> bool:
     """Whether a checkpoint is being written."""
     return next(folder.glob("**/checkpoints/.*"), None) is not None
+
+
+def wait_for_save(launcher: int, folder: Path) -> bool:
+    """Whether one began before the launcher has ended."""
+    while not (saving := is_saving(folder)) and is_alive(launcher):
+        time.sleep(0.001)
+    return saving
 
 
 def wait_for_ranks(launcher: int) -> list[int]:

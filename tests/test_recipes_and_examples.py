@@ -33,6 +33,12 @@ EXAMPLES = {
     "ddp_scaling": (("--quick",), ("predicting", "| efficiency |", "crossover at", "table.md")),
     "precision_cnn": (("--quick",), ("| fp16 |", "| bf16 |", "loss scaler: 2^24", "that are 0 in fp16")),
     "pipeline_bubbles": (("--quick",), ("| formula | idle, GPipe | idle, 1F1B |", "| 4 | 20.0% |", "plot.svg")),
+    "zero_memory": (("--quick",), ("predicted: ZeRO-3", "| DDP, fp32 |", "plot.svg")),
+    "moe_balance": (("--quick",), ("| selection bias |", "8 devices busy", "plot_2.svg")),
+    "checkpoint_chaos": (("--quick",), ("kill −9 to one rank: 1 command", "| 0 of ", "| yes |", "plot.svg")),
+    "attention_roofline": (("--quick",), ("| 128 | naive |", "| 128 | tiled |", "| 128 | fused |", "plot.svg")),
+    "amdahl": (("--quick",), ("optimizer: loop → one pass", "Karp and Flatt", "plot.svg")),
+    "serving_speedups": (("--quick",), ("| prefix cache |", "| prompt lookup |", "plot.svg")),
     "plan_to_documents": (("--quick",), ("html, md, xlsx", "| device-hour | run |", "plot.svg")),
     "resnet50_profile": (("--quick",), ("ResNet-50 on cpu", "1. aten::", "memory peak")),
 }
@@ -44,8 +50,8 @@ def test_every_example_is_tried() -> None:
     assert found == set(EXAMPLES)
 
 
-SLOW = {"ddp_scaling", "pipeline_bubbles", "plan_to_documents", "precision_cnn", "resnet50_profile"}
-"""the first starts seven processes, each of which imports torch; others train networks of images, sleep or plan"""
+SLOW = set(EXAMPLES) - {"python_api"}
+"""exercises: they start processes that import torch, train, measure, sleep or plan"""
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in EXAMPLES])

@@ -1,0 +1,325 @@
+"""Serving speed-ups in one table: each lever measured with the real engine on this CPU, beside what is advertised.
+
+    python examples/serving_speedups.py             three minutes; writes serving_speedups/table.md and plot.svg
+    python examples/serving_speedups.py --quick     a tiny model, some of the levers, one round
+
+Batching, prefix cache, int8 and bf16 weights, compilation, speculation. serving_model.py trains a small model on
+generated orders and grows it to one that is memory-bound. docs/exercises/serving_speedups.md says what to predict.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from exercise import finish, read_options, table
+from serving_model import Models, make_models, order
+from small_models import resnet
+
+from armillary.engine.bench.measure import decode_bytes, serve_all
+from armillary.engine.llm import LLM
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.model.export_graph import export, inputs_like
+from armillary.report.bars import series_bars
+from armillary.serving.predict.torch_model import open_exported
+from armillary.spec.tables.serve import Predict, Serve
+from armillary.units import count_text, seconds_text
+
+TOGETHER, TOKENS = 16, 32
+PREFIX, OWN = 384, 16
+LENGTHS = (4, 8, 16, 64)
+"""tokens of the answers whose lengths differ: one of four is long"""
+KV_BYTES = 96 << 20
+NUMBERS = count()
+Rate = Callable[[LLM], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """A setting of [serve] before and after, the work, and what others promise of it; `rate` is higher where faster."""
+
+    name: str
+    work: str
+    unit: str
+    rate: Rate
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any]
+    advertised: str
+    at_most: Callable[[LLM, LLM], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gained:
+    """What a lever brought."""
+
+    name: str
+    work: str
+    unit: str
+    before: float
+    after: float
+    gain: float
+    at_most: float | None
+    advertised: str
+
+
+# --- the work
+
+
+def prompts(llm: LLM, number: int, seed: int = 3) -> list[list[int]]:
+    """Two orders and the beginning of a third, as tokens."""
+    draw = random.Random(seed)
+    assert llm.tokenizer is not None
+    return [llm.tokenizer.encode(order(draw) + order(draw) + order(draw)[:12]) for _ in range(number)]
+
+
+def requests(asked: Sequence[list[int]], lengths: Sequence[int]) -> list[Request]:
+    """Greedy, each of exactly its length."""
+    return [
+        Request(
+            id=f"{next(NUMBERS)}",
+            prompt=prompt,
+            params=SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True),
+        )
+        for prompt, length in zip(asked, lengths, strict=True)
+    ]
+
+
+def alone(llm: LLM) -> float:
+    """Tokens per second of decoding, one request at a time."""
+    served = [serve_all(llm.engine, requests([prompt], [TOKENS])) for prompt in prompts(llm, 2)]
+    return statistics.mean(each.decode_tokens_per_s for each in served)
+
+
+def together(llm: LLM) -> float:
+    """Tokens per second of many requests at once."""
+    return serve_all(llm.engine, requests(prompts(llm, TOGETHER), [TOKENS] * TOGETHER)).tokens_per_s
+
+
+def ragged(llm: LLM) -> float:
+    """The same where answers differ in length."""
+    return serve_all(llm.engine, requests(prompts(llm, TOGETHER), LENGTHS * (TOGETHER // len(LENGTHS)))).tokens_per_s
+
+
+def shared_prefix(llm: LLM) -> float:
+    """First tokens per second: requests one after the other that begin alike."""
+    draw, vocab = random.Random(5), 300
+    prefix = [draw.randrange(vocab) for _ in range(PREFIX)]
+    asked = [prefix + [draw.randrange(vocab) for _ in range(OWN)] for _ in range(4)]
+    seconds = [serve_all(llm.engine, requests([prompt], [1])).ttft_p50_s for prompt in asked]
+    return 1 / statistics.mean(seconds[1:])  # the first one's prefix is new
+
+
+# --- what arithmetic allows
+
+
+def bytes_ratio(before: LLM, after: LLM) -> float:
+    """Decoding reads all weights for each token: the gain is at most that of the bytes."""
+    return decode_bytes(before.engine.model, TOKENS) / decode_bytes(after.engine.model, TOKENS)
+
+
+def tokens_per_step(before: LLM, after: LLM) -> float:
+    """Expected tokens of a step in which all drafts are tried and cost nothing: 1 + a + a² + …"""
+    state = after.engine.state()
+    return sum(state["acceptance_fraction"] ** j for j in range(9))
+
+
+def levers(models: Models) -> list[Lever]:
+    mean = statistics.mean(LENGTHS)
+    return [
+        Lever(
+            name="continuous batching",
+            work=f"{TOGETHER} requests of {TOKENS} tokens, before: one at a time",
+            unit="tokens/s",
+            rate=together,
+            before={"batching": "none"},
+            after={},
+            advertised="24 × (vLLM, 2023, over Transformers)",
+            at_most=lambda before, after: float(TOGETHER),
+        ),
+        Lever(
+            name="continuous batching",
+            work=f"answers of {LENGTHS[0]} to {LENGTHS[-1]} tokens, before: static batches of 4",
+            unit="tokens/s",
+            rate=ragged,
+            before={"batching": "static", "max_running": 4},
+            after={"max_running": 4},
+            advertised="8 × (Anyscale, 2023)",
+            at_most=lambda before, after: LENGTHS[-1] / mean,
+        ),
+        Lever(
+            name="prefix cache",
+            work=f"prompts of {PREFIX} shared and {OWN} own tokens",
+            unit="first tokens/s",
+            rate=shared_prefix,
+            before={"prefix_cache": False},
+            after={"prefix_cache": True},
+            advertised="6.4 × throughput (SGLang, arXiv 2312.07104)",
+            at_most=lambda before, after: (PREFIX + OWN) / OWN,
+        ),
+        Lever(
+            name="int8 weights",
+            work="one request at a time",
+            unit="tokens/s",
+            rate=alone,
+            after={"weights": "int8"},
+            advertised="4 × fewer bytes than fp32",
+            at_most=bytes_ratio,
+        ),
+        Lever(
+            name="int8 weights",
+            work=f"{TOGETHER} requests together",
+            unit="tokens/s",
+            rate=together,
+            after={"weights": "int8"},
+            advertised="4 × fewer bytes than fp32",
+            at_most=bytes_ratio,
+        ),
+        Lever(
+            name="bf16 weights",
+            work="one request at a time",
+            unit="tokens/s",
+            rate=alone,
+            after={"dtype": "bf16"},
+            advertised="2 × fewer bytes, and matrix units",
+            at_most=bytes_ratio,
+        ),
+        Lever(
+            name="prompt lookup",
+            work="one request at a time",
+            unit="tokens/s",
+            rate=alone,
+            after={"speculate": "ngram"},
+            advertised="2 to 4 × (Saxena, 2023)",
+            at_most=tokens_per_step,
+        ),
+        Lever(
+            name="draft model",
+            work=f"one request at a time, {count_text(models.draft_parameters)} drafts",
+            unit="tokens/s",
+            rate=alone,
+            after={"draft": str(models.draft)},
+            advertised="2 to 3 × (Leviathan et al., 2023)",
+            at_most=tokens_per_step,
+        ),
+        Lever(
+            name="draft model",
+            work=f"{TOGETHER} requests together",
+            unit="tokens/s",
+            rate=together,
+            after={"draft": str(models.draft)},
+            advertised="2 to 3 × (Leviathan et al., 2023)",
+            at_most=tokens_per_step,
+        ),
+    ]
+
+
+QUICK = {"prefix cache", "int8 weights", "prompt lookup"}
+
+
+# --- measure
+
+
+def opened(model: Path, settings: dict[str, Any]) -> LLM:
+    plain: dict[str, Any] = {"dtype": "fp32", "max_model_len": 512, "kv_bytes": KV_BYTES, "prefix_cache": False}
+    return LLM(model, Serve(**{"max_running": TOGETHER} | plain | settings), device="cpu")
+
+
+def measure(lever: Lever, model: Path, rounds: int) -> Gained:
+    """Before and after take turns; the first round is not counted."""
+    before, after = opened(model, lever.before), opened(model, lever.after)
+    rates = [(lever.rate(before), lever.rate(after)) for _ in range(rounds + 1)][-rounds:]
+    return Gained(
+        name=lever.name,
+        work=lever.work,
+        unit=lever.unit,
+        before=statistics.median(rate for rate, _ in rates),
+        after=statistics.median(rate for _, rate in rates),
+        gain=statistics.median(rate / other for other, rate in rates),
+        at_most=lever.at_most(before, after),
+        advertised=lever.advertised,
+    )
+
+
+def compilation(folder: Path, rounds: int) -> Gained | None:
+    """A small ResNet by the predict server's model, plain and compiled; None without a C++ compiler."""
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        return None
+    module = resnet(blocks=1)
+    (example,) = module.example_inputs
+    file = folder / "resnet.pt2"
+    export(module, inputs_like([example]), file, "pt2", rows=len(example))
+    plain, fast = open_exported(file, Predict()), open_exported(file, Predict(compile=True))
+    arrays = [example.numpy()]
+    begin = time.perf_counter()
+    fast.run(arrays)
+    compile_s = time.perf_counter() - begin
+
+    def rate(model: Any) -> float:
+        start, calls = time.perf_counter(), 0
+        while time.perf_counter() - start < 0.5:
+            model.run(arrays)
+            calls += 1
+        return calls / (time.perf_counter() - start)
+
+    rates = [(rate(plain), rate(fast)) for _ in range(rounds + 1)][1:]
+    return Gained(
+        name="compilation",
+        work=f"a ResNet of 7 convolutions, {len(example)} images; compiled in {seconds_text(compile_s)}",
+        unit="batches/s",
+        before=statistics.median(one for one, _ in rates),
+        after=statistics.median(other for _, other in rates),
+        gain=statistics.median(other / one for one, other in rates),
+        at_most=None,
+        advertised="2.27 × (PyTorch 2, ASPLOS 2024, on an A100)",
+    )
+
+
+def row(gained: Gained) -> tuple[str, ...]:
+    return (
+        gained.name,
+        gained.work,
+        f"{gained.before:,.3g} → {gained.after:,.3g} {gained.unit}",
+        f"**{gained.gain:.2f} ×**",
+        "–" if gained.at_most is None else f"{gained.at_most:.1f} ×",
+        gained.advertised,
+    )
+
+
+def main() -> None:
+    options = read_options("serving_speedups", __doc__)
+    rounds = 1 if options.quick else 3
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        models = make_models(folder, quick=options.quick)
+        found = []
+        for lever in levers(models):
+            if not options.quick or lever.name in QUICK:
+                found.append(measure(lever, models.target, rounds))
+                print(f"{lever.name}, {lever.work}: {found[-1].gain:.2f} ×", flush=True)
+        compiled = None if options.quick else compilation(folder, rounds)
+    found += [compiled] if compiled is not None else []
+    heads = ("lever", "on what", "before → after", "gain", "at most, by hand", "advertised")
+    text = f"{count_text(models.target_parameters)} parameters in fp32, {torch.get_num_threads()} threads, medians of "
+    text += f"{rounds} rounds; loss of the trained model {models.loss:.2f}:\n\n" + table(heads, [row(x) for x in found])
+    bars = [(f"{each.name}: {each.work}", [each.gain, each.at_most]) for each in found]
+    chart = series_bars(
+        bars,
+        ("gained", "at most, by hand"),
+        label="What each lever gained, and at most could",
+        text=lambda x: f"{x:.2f} ×",
+    )
+    finish(options, text, chart, "what each lever gained, beside what arithmetic allows")
+
+
+if __name__ == "__main__":
+    main()
