@@ -239,8 +239,8 @@ def main() -> None:
     text = f"{name}, one thread unless said otherwise, medians of {rounds}:\n\n" + table(
         (*heads, "whole program"), rows
     )
-    text += f"\n\nOn two threads the prefill behaves as if {karp_flatt(threads):.0%} of it could not be shared "
-    text += "(Karp and Flatt's serial share)."
+    text += "\n\nKarp and Flatt's serial share of the prefill on two threads: "
+    text += f"{karp_flatt(threads):.0%}" if threads.measured > 1 else "none, the cores were not free for both"
     bars = [(case.name, [case.factor, case.by_hand, case.measured]) for case in cases]
     series = ("the part alone", "the whole, by hand", "the whole, measured")
     chart = series_bars(bars, series, label="Speed-up of the part and of the whole", text=lambda x: f"{x:.2f} ×")

@@ -96,18 +96,20 @@ def killed_while_saving(chaos: Chaos, run: str, gap_s: float) -> list[Round]:
 
 def bit_flipped(chaos: Chaos, run: str, gap_s: float) -> list[Round]:
     """Everything is killed while it saves, and then one bit of the newest complete checkpoint flips on the disk."""
-    rounds = until_done(chaos, run, ["save"], gap_s, at_last=False)
+    rounds: list[Round] = []
+    while not rounds or (rounds[-1].code and not find_run(chaos.home, run).checkpoint_steps()):
+        rounds.append(chaos.train(run, action="save", seed=2 + len(rounds), gap_s=gap_s))
     flip_a_bit(find_run(chaos.home, run), seed=1)
     return [*rounds, chaos.train(run)]
 
 
-def until_done(chaos: Chaos, run: str, actions: list[str], gap_s: float, *, at_last: bool = True) -> list[Round]:
+def until_done(chaos: Chaos, run: str, actions: list[str], gap_s: float) -> list[Round]:
     rounds: list[Round] = []
     for number, action in enumerate(actions):
         rounds.append(chaos.train(run, action=action, seed=number + 1, gap_s=gap_s))
         if rounds[-1].code == 0:  # it was quicker than the attack
             return rounds
-    return [*rounds, chaos.train(run)] if at_last else rounds
+    return [*rounds, chaos.train(run)]
 
 
 Attack = Callable[[Chaos, str, float], list[Round]]

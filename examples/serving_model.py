@@ -69,6 +69,8 @@ class Models:
     target: Path
     draft_parameters: int
     target_parameters: int
+    int8_ratio: float
+    """bytes of the large one in fp32 over those with its layers in int8, of which a token reads all"""
     loss: float
 
 
@@ -106,11 +108,14 @@ def make_models(folder: Path, *, quick: bool) -> Models:
     draft = load_model(done.export, dtype="fp32", device="cpu")
     target = grown_model(draft, ffn=768 if quick else 8192, layers=4 if quick else 10)
     save_model(target, folder / "target", template=done.export)
+    size = parameters(target.config).total
+    outside = target.config.vocab * target.config.hidden  # the output projection stays as it is
     return Models(
         draft=done.export,
         target=folder / "target",
         draft_parameters=parameters(draft.config).total,
-        target_parameters=parameters(target.config).total,
+        target_parameters=size,
+        int8_ratio=4 * size / (size - outside + 4 * outside),
         loss=done.loss,
     )
 

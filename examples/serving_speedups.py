@@ -25,7 +25,7 @@ from exercise import finish, read_options, table
 from serving_model import Models, make_models, order
 from small_models import resnet
 
-from armillary.engine.bench.measure import decode_bytes, serve_all
+from armillary.engine.bench.measure import serve_all
 from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
@@ -55,7 +55,8 @@ class Lever:
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any]
     advertised: str
-    at_most: Callable[[LLM, LLM], float]
+    at_most: Callable[[LLM], float]
+    """what arithmetic allows, from what the engine counted"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +123,10 @@ def shared_prefix(llm: LLM) -> float:
 # --- what arithmetic allows
 
 
-def bytes_ratio(before: LLM, after: LLM) -> float:
-    """Decoding reads all weights for each token: the gain is at most that of the bytes."""
-    return decode_bytes(before.engine.model, TOKENS) / decode_bytes(after.engine.model, TOKENS)
-
-
-def tokens_per_step(before: LLM, after: LLM) -> float:
+def tokens_per_step(llm: LLM) -> float:
     """Expected tokens of a step in which all drafts are tried and cost nothing: 1 + a + a² + …"""
-    state = after.engine.state()
-    return sum(state["acceptance_fraction"] ** j for j in range(9))
+    accepted = llm.engine.state()["acceptance_fraction"]
+    return float(sum(accepted**j for j in range(Serve().max_draft + 1)))
 
 
 def levers(models: Models) -> list[Lever]:
@@ -144,7 +140,7 @@ def levers(models: Models) -> list[Lever]:
             before={"batching": "none"},
             after={},
             advertised="24 × (vLLM, 2023, over Transformers)",
-            at_most=lambda before, after: float(TOGETHER),
+            at_most=lambda llm: float(TOGETHER),
         ),
         Lever(
             name="continuous batching",
@@ -154,7 +150,7 @@ def levers(models: Models) -> list[Lever]:
             before={"batching": "static", "max_running": 4},
             after={"max_running": 4},
             advertised="8 × (Anyscale, 2023)",
-            at_most=lambda before, after: LENGTHS[-1] / mean,
+            at_most=lambda llm: LENGTHS[-1] / mean,
         ),
         Lever(
             name="prefix cache",
@@ -164,7 +160,7 @@ def levers(models: Models) -> list[Lever]:
             before={"prefix_cache": False},
             after={"prefix_cache": True},
             advertised="6.4 × throughput (SGLang, arXiv 2312.07104)",
-            at_most=lambda before, after: (PREFIX + OWN) / OWN,
+            at_most=lambda llm: (PREFIX + OWN) / OWN,
         ),
         Lever(
             name="int8 weights",
@@ -173,7 +169,7 @@ def levers(models: Models) -> list[Lever]:
             rate=alone,
             after={"weights": "int8"},
             advertised="4 × fewer bytes than fp32",
-            at_most=bytes_ratio,
+            at_most=lambda llm: models.int8_ratio,
         ),
         Lever(
             name="int8 weights",
@@ -182,7 +178,7 @@ def levers(models: Models) -> list[Lever]:
             rate=together,
             after={"weights": "int8"},
             advertised="4 × fewer bytes than fp32",
-            at_most=bytes_ratio,
+            at_most=lambda llm: models.int8_ratio,
         ),
         Lever(
             name="bf16 weights",
@@ -191,7 +187,7 @@ def levers(models: Models) -> list[Lever]:
             rate=alone,
             after={"dtype": "bf16"},
             advertised="2 × fewer bytes, and matrix units",
-            at_most=bytes_ratio,
+            at_most=lambda llm: 2.0,
         ),
         Lever(
             name="prompt lookup",
@@ -229,14 +225,14 @@ QUICK = {"prefix cache", "int8 weights", "prompt lookup"}
 # --- measure
 
 
-def opened(model: Path, settings: dict[str, Any]) -> LLM:
+def opened(model: Path, settings: dict[str, Any], threads: int | None) -> LLM:
     plain: dict[str, Any] = {"dtype": "fp32", "max_model_len": 512, "kv_bytes": KV_BYTES, "prefix_cache": False}
-    return LLM(model, Serve(**{"max_running": TOGETHER} | plain | settings), device="cpu")
+    return LLM(model, Serve(**{"max_running": TOGETHER, "threads": threads} | plain | settings), device="cpu")
 
 
-def measure(lever: Lever, model: Path, rounds: int) -> Gained:
+def measure(lever: Lever, model: Path, rounds: int, threads: int | None = None) -> Gained:
     """Before and after take turns; the first round is not counted."""
-    before, after = opened(model, lever.before), opened(model, lever.after)
+    before, after = opened(model, lever.before, threads), opened(model, lever.after, threads)
     rates = [(lever.rate(before), lever.rate(after)) for _ in range(rounds + 1)][-rounds:]
     return Gained(
         name=lever.name,
@@ -245,7 +241,7 @@ def measure(lever: Lever, model: Path, rounds: int) -> Gained:
         before=statistics.median(rate for rate, _ in rates),
         after=statistics.median(rate for _, rate in rates),
         gain=statistics.median(rate / other for other, rate in rates),
-        at_most=lever.at_most(before, after),
+        at_most=lever.at_most(after),
         advertised=lever.advertised,
     )
 
@@ -304,7 +300,7 @@ def main() -> None:
         found = []
         for lever in levers(models):
             if not options.quick or lever.name in QUICK:
-                found.append(measure(lever, models.target, rounds))
+                found.append(measure(lever, models.target, rounds, threads=1 if options.quick else None))
                 print(f"{lever.name}, {lever.work}: {found[-1].gain:.2f} ×", flush=True)
         compiled = None if options.quick else compilation(folder, rounds)
     found += [compiled] if compiled is not None else []

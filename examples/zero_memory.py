@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from exercise import finish, on_ranks, read_options, table
 
 import armillary
+from armillary.errors import BadRecipe
+from armillary.machine.machine import here
 from armillary.parallel.world import World, join_world
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.memory_breakdown import memory
@@ -38,20 +41,20 @@ from armillary.training.telemetry.step_telemetry import MEASURED_STEP
 from armillary.training.trainer import Trainer
 from armillary.units import bytes_text, count_text, seconds_text
 
-RANKS = 2
+RANKS, MICRO_BATCHES = 2, 2
 STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 STATES = ("weights", "master", "optimizer")
 """what lasts; gradients, their buckets, gathered weights, activations and logits come and go"""
-TIMED_STEPS = 3
+TIMED_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A stage of ZeRO in a precision, and the plan of it."""
+    """A stage of ZeRO in a precision, and the plan of it; without a run where this CPU is too slow in that dtype."""
 
     zero: int
     precision: str
-    run: ResolvedRun
+    run: ResolvedRun | None
     predicted: dict[str, float]
 
     @property
@@ -60,14 +63,14 @@ class Case:
 
 
 def recipe(zero: int, precision: str, quick: bool) -> Recipe:
-    """Many weights and few tokens, so that the states decide."""
-    rows = {"sequence": 32, "batch_tokens": 32 * RANKS} if quick else {"sequence": 64, "batch_tokens": 64 * 2 * RANKS}
+    """Many weights and few tokens, so that the states decide; two micro-batches, between which gradients stay."""
+    rows = {"sequence": 16, "batch_tokens": 16 * MICRO_BATCHES * RANKS}
     return recipe_from_dict(
         {
             "model": {"name": "armillary-2m" if quick else "armillary-25m", "vocab": 512},
             "hardware": {"on": "here"},
             "data": {"source": str(Path(armillary.__file__).parent / "spec"), "vocab": 512},
-            "layout": {"dp": RANKS, "zero": zero, "precision": precision, "micro_batch": 1 if quick else 2},
+            "layout": {"dp": RANKS, "zero": zero, "precision": precision, "micro_batch": 1},
             "train": rows | {"steps": 100, "eval_every": 0, "profile_every": 0, "compile": False},
         }
     )
@@ -78,9 +81,11 @@ def recipe(zero: int, precision: str, quick: bool) -> Recipe:
 
 def planned(zero: int, precision: str, home: Home, quick: bool) -> Case:
     wanted = recipe(zero, precision, quick)
-    run = resolve_run(wanted, home, model_source(wanted, home), cpu_ranks=RANKS)
-    run.prepare()
-    problem = resolve(wanted, run.plan.model, run.plan.cluster, home)
+    run = None
+    with suppress(BadRecipe):  # a dtype that is emulated is refused where it takes many times as long
+        run = resolve_run(wanted, home, model_source(wanted, home), cpu_ranks=RANKS)
+        run.prepare()
+    problem = resolve(recipe(zero, "fp32", quick), wanted.model_config(), here(), home)
     parts = memory(problem.case, as_arrays([wanted.layout])).parts()
     parts.pop("other")  # context and fragmentation, which no tracker sees
     return Case(zero=zero, precision=precision, run=run, predicted=parts)
@@ -119,21 +124,23 @@ def measured(plan: Plan, world: World, folder: Path) -> dict[str, Any]:
 # --- tell
 
 
-def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
-    """Measured and predicted, of the states and of all; measured parts are those of the fullest rank."""
+def row(case: Case, found: dict[str, Any] | None) -> tuple[str, ...]:
+    """Measured and planned, of the states and of all; measured parts are those of the fullest rank."""
+    parts = dict.fromkeys(STATES, 0.0) | {part: size for part, size in case.predicted.items() if part in STATES}
+    parts["in flight"] = sum(case.predicted.values()) - sum(parts.values())
+    total = bytes_text(sum(case.predicted.values()))
+    if found is None:
+        return (case.name, *(f"– / {bytes_text(size)}" for size in parts.values()), *"–" * RANKS, total, "–", "–")
     totals = [sum(sizes.values()) for sizes in found["ranks"]]
     fullest = max(found["ranks"], key=lambda sizes: sum(sizes.values()))
-    predicted = sum(case.predicted.values())
-    parts = [f"{bytes_text(fullest.get(part, 0))} / {bytes_text(case.predicted[part])}" for part in STATES]
-    rest = sum(size for part, size in fullest.items() if part not in STATES)
-    planned_rest = sum(size for part, size in case.predicted.items() if part not in STATES)
+    seen = {part: fullest.get(part, 0.0) for part in STATES}
+    seen["in flight"] = sum(fullest.values()) - sum(seen.values())
     return (
         case.name,
-        *parts,
-        f"{bytes_text(rest)} / {bytes_text(planned_rest)}",
-        *(bytes_text(total) for total in totals),
-        bytes_text(predicted),
-        f"{predicted / max(totals) - 1:+.1%}",
+        *(f"{bytes_text(seen[part])} / {bytes_text(size)}" for part, size in parts.items()),
+        *(bytes_text(each) for each in totals),
+        total,
+        f"{sum(case.predicted.values()) / max(totals) - 1:+.1%}",
         seconds_text(found["step_s"]),
     )
 
@@ -148,18 +155,21 @@ def main() -> None:
         cases = [planned(zero, precision, home, options.quick) for precision in precisions for zero in stages]
         for case in cases:
             print(f"predicted: {case.name} {bytes_text(sum(case.predicted.values()))} per rank", flush=True)
-        found = on_ranks(__file__, {"plans": [case.run.plan.to_json() for case in cases]}, RANKS)
-    model = cases[0].run.plan.model
+        plans = {case.name: case.run.plan.to_json() for case in cases if case.run is not None}
+        measured = on_ranks(__file__, {"plans": list(plans.values())}, RANKS)
+    found = dict(zip(plans, measured, strict=True))
     heads = ("on two ranks", *STATES, "gradients and what is in flight")
     heads += (*(f"rank {rank}" for rank in range(RANKS)), "planned", "error", "step")
-    rows = [row(case, each) for case, each in zip(cases, found, strict=True)]
-    text = (
-        f"{count_text(parameters(model).total)} parameters, most bytes alive in one step, parts as measured / planned"
-    )
-    text += ":\n\n" + table(heads, rows)
+    size = count_text(parameters(recipe(0, "fp32", options.quick).model_config()).total)
+    text = f"{size} parameters, most bytes alive in one step, parts as measured / planned:\n\n"
+    text += table(heads, [row(case, found.get(case.name)) for case in cases])
+    if len(found) < len(cases):
+        text += "\n\nbf16 is planned only: GEMMs in it are emulated on this CPU and take many times as long."
     bars = [
-        (case.name, [*(sum(sizes.values()) for sizes in each["ranks"]), sum(case.predicted.values())])
-        for case, each in zip(cases, found, strict=True)
+        (case.name, [*(sum(sizes.values()) for sizes in found[case.name]["ranks"]), sum(case.predicted.values())])
+        if case.name in found
+        else (case.name, [*[None] * RANKS, sum(case.predicted.values())])
+        for case in cases
     ]
     names = (*(f"measured, rank {rank}" for rank in range(RANKS)), "planned")
     chart = series_bars(bars, names, label="Most bytes alive in a step", text=bytes_text)

@@ -38,6 +38,7 @@ EXAMPLES = {
     "checkpoint_chaos": (("--quick",), ("kill −9 to one rank: 1 command", "| 0 of ", "| yes |", "plot.svg")),
     "attention_roofline": (("--quick",), ("| 128 | naive |", "| 128 | tiled |", "| 128 | fused |", "plot.svg")),
     "amdahl": (("--quick",), ("optimizer: loop → one pass", "Karp and Flatt", "plot.svg")),
+    "autoscaling": (("--quick",), ("one replica serves", "| 4 replicas |", "plot_2.svg")),
     "serving_speedups": (("--quick",), ("| prefix cache |", "| prompt lookup |", "plot.svg")),
     "plan_to_documents": (("--quick",), ("html, md, xlsx", "| device-hour | run |", "plot.svg")),
     "resnet50_profile": (("--quick",), ("ResNet-50 on cpu", "1. aten::", "memory peak")),
