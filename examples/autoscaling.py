@@ -34,21 +34,21 @@ from armillary.store.home import Home
 from armillary.units import seconds_text
 
 MODEL = "armillary-5m"
-PHASES = ((0.5, 120.0), (3.0, 180.0), (1.0, 180.0), (0.3, 180.0))
+PHASES = ((0.5, 60.0), (3.0, 90.0), (1.0, 90.0), (0.3, 90.0))
 """traffic: times the capacity of one replica, and for how long"""
 RUSH_S = PHASES[0][1]
-AUTOSCALED = Autoscale(max_replicas=4, cooldown_s=60.0, stable_window_s=30.0)
+AUTOSCALED = Autoscale(max_replicas=4, interval_s=2.0, cooldown_s=30.0, stable_window_s=15.0, panic_window_s=5.0)
 FLEETS: dict[str, tuple[Fleet, Autoscale]] = {
     "1 replica": (Fleet(replicas=1), Autoscale()),
     "2 replicas": (Fleet(replicas=2), Autoscale()),
     "4 replicas": (Fleet(replicas=4), Autoscale()),
-    "autoscaled, start in 60 s": (Fleet(replicas=1, start_s=60.0), AUTOSCALED),
-    "autoscaled, start in 10 s": (Fleet(replicas=1, start_s=10.0), AUTOSCALED),
-    "autoscaled, 60 s, target 0.5": (Fleet(replicas=1, start_s=60.0), replace(AUTOSCALED, target=0.5)),
-    "autoscaled, 60 s, at least 2": (Fleet(replicas=2, start_s=60.0), replace(AUTOSCALED, min_replicas=2)),
+    "autoscaled, start in 30 s": (Fleet(replicas=1, start_s=30.0), AUTOSCALED),
+    "autoscaled, start in 5 s": (Fleet(replicas=1, start_s=5.0), AUTOSCALED),
+    "autoscaled, 30 s, target 0.5": (Fleet(replicas=1, start_s=30.0), replace(AUTOSCALED, target=0.5)),
+    "autoscaled, 30 s, at least 2": (Fleet(replicas=2, start_s=30.0), replace(AUTOSCALED, min_replicas=2)),
 }
-QUICK = ("4 replicas", "autoscaled, start in 10 s")
-DRAWN = ("autoscaled, start in 60 s", "autoscaled, start in 10 s", "autoscaled, 60 s, target 0.5")
+QUICK = ("4 replicas", "autoscaled, start in 5 s")
+DRAWN = ("autoscaled, start in 30 s", "autoscaled, start in 5 s", "autoscaled, 30 s, target 0.5")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def base_case(folder: Path, run: str) -> FleetCase:
         {
             "model": {"name": MODEL},
             "hardware": {"on": "here"},
-            "traffic": {"tokens_in": 128, "tokens_out": 128, "duration_s": 60.0},
+            "traffic": {"tokens_in": 128, "tokens_out": 32, "duration_s": 60.0},
             "objective": {"ttft_p99_s": 2.0},
             "serve": {"max_running": 8},
         }
