@@ -151,7 +151,8 @@ def row(each: Measured, found: list[DevicePeaks]) -> tuple[str, ...]:
 def main() -> None:
     options = read_options("attention_roofline", __doc__)
     lengths, budget_s = ((128,), 0.05) if options.quick else ((256, 1024, 4096), 1.5)
-    print("measuring the ceilings of this machine …", flush=True)
+    torch.set_num_threads(1)
+    print("measuring the ceilings of one core …", flush=True)
     found = roofs(measure_ceilings(CPU, quick=True, only=("bandwidth", "gemm"), limit_s=120.0).peaks)
     with tempfile.TemporaryDirectory() as folder:
         home = Home.at(Path(folder))
@@ -160,7 +161,7 @@ def main() -> None:
     heads = ("tokens", "version", "time", "FLOP/s", "operators move", "at least", "FLOP per byte moved")
     heads += ("roof of memory", "of that", *cache_head, "peak memory")
     peak = flops_per_s_text(found[0].flops_per_s)
-    text = f"{HEADS} heads of {HEAD_DIM}, causal, fp32, {torch.get_num_threads()} threads; GEMMs reach {peak}, "
+    text = f"{HEADS} heads of {HEAD_DIM}, causal, fp32, one thread; GEMMs reach {peak}, "
     text += " and ".join(device.name.replace(", ", " ") for device in found) + ":\n\n"
     text += table(heads, [row(each, found) for each in measured])
     points = [

@@ -117,7 +117,7 @@ ATTACKS: dict[str, Attack] = {
     "kill −9 to one rank, 3 ×": rank_killed,
     "kill −9 to all, 2 ×": all_killed,
     "kill −9 to all while it saves, 2 ×": killed_while_saving,
-    "the same, and a bit flips": bit_flipped,
+    "… once, then a bit flips": bit_flipped,
 }
 
 

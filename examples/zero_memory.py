@@ -1,6 +1,6 @@
 """ZeRO memory by stage: what each of two ranks holds under DDP and ZeRO-1, 2 and 3, beside what was planned.
 
-    python examples/zero_memory.py             about a minute; writes zero_memory/table.md and plot.svg
+    python examples/zero_memory.py             two minutes; writes zero_memory/table.md and plot.svg
     python examples/zero_memory.py --quick     a tiny model, DDP and ZeRO-3
 
 Both ranks train with the product's own trainer, whose tracker sees every tensor that operators make; the planner knows

@@ -7,7 +7,7 @@ from html import escape
 from armillary.report.charts import SERIES_COLOURS, Frame, Text, drawing, legend, mark
 
 BAR_HEIGHT, BAR_GAP, GROUP_GAP, NAME_HEIGHT = 15, 3, 12, 18
-LETTER_WIDTH, VALUE_WIDTH = 7.4, 92
+LETTER_WIDTH, VALUE_WIDTH = 8.2, 92
 """about one letter; at least for the value that is written at a bar's end"""
 NAMES_IN_MARGIN = 0.25
 """share of the width up to which names stand in the left margin; longer ones stand above their bars"""

@@ -12,6 +12,8 @@ _SVG = re.compile(r"<svg(?: class='(on-\w+)')? (.*?)</svg>", re.DOTALL)
 _VARIABLE = re.compile(r"--(\w+): (#[0-9a-fA-F]+);")
 _LEGEND = re.compile(r"<span><i style='background:(#[0-9a-fA-F]+)'></i>(.*?)</span>")
 _LEGEND_HEIGHT, _LEGEND_LEFT = 24, 76
+_LETTER_WIDTH = 0.55
+"""about a letter's width over the size of letters"""
 CHART_LETTERS, DIAGRAM_LETTERS = 14, 11
 """pixels; a chart for wide screens becomes 17 cm wide, and its letters 7 point; those of diagrams have to fit boxes"""
 FONTS = "Liberation Sans, Arial, DejaVu Sans, Noto Sans CJK SC, sans-serif"
@@ -42,17 +44,21 @@ def standalone_svg(html: str, *, legend: bool = False) -> str:
     head, _, inside = body.partition(">")
     width, height = re.search(r"viewBox='0 0 ([\d.]+) ([\d.]+)'", head).groups()  # type: ignore[union-attr]
     if legend and (entries := _LEGEND.findall(html)):
-        inside += _legend(entries, float(height))
-        taller = f"{float(height) + _LEGEND_HEIGHT:g}"
+        drawn, rows = _legend(entries, float(height), float(width))
+        inside += drawn
+        taller = f"{float(height) + rows * _LEGEND_HEIGHT:g}"
         head, height = head.replace(f"0 0 {width} {height}", f"0 0 {width} {taller}"), taller
     return f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' {head}>{style}{inside}</svg>"
 
 
-def _legend(entries: list[tuple[str, str]], top: float) -> str:
-    """(colour, name) of each series, one after the other."""
-    drawn, left = "", _LEGEND_LEFT
+def _legend(entries: list[tuple[str, str]], top: float, width: float) -> tuple[str, int]:
+    """(colour, name) of each series, one after the other, in as many rows as they need; and the number of rows."""
+    drawn, left, rows = "", _LEGEND_LEFT, 1
     for colour, name in entries:
+        letters = round(len(unescape(name)) * _LETTER_WIDTH * CHART_LETTERS)
+        if left > _LEGEND_LEFT and left + 17 + letters > width:
+            left, top, rows = _LEGEND_LEFT, top + _LEGEND_HEIGHT, rows + 1
         drawn += f"<rect x='{left}' y='{top + 4:g}' width='11' height='11' rx='2' fill='{colour}'/>"
         drawn += f"<text x='{left + 17}' y='{top + 14:g}'>{name}</text>"
-        left += 17 + round(len(unescape(name)) * 0.55 * CHART_LETTERS) + 24
-    return drawn
+        left += 17 + letters + 24
+    return drawn, rows

@@ -88,3 +88,12 @@ def test_a_chart_as_a_file_has_its_legend_below() -> None:
     heights = [int(re.search(r" height='(\d+)'", each).group(1)) for each in (plain, keyed)]  # type: ignore[union-attr]
     assert heights[1] > heights[0] and f"0 0 960 {heights[1]}" in keyed
     assert "var(" not in keyed and ElementTree.fromstring(keyed).tag.endswith("svg")
+
+
+def test_a_long_legend_has_several_rows() -> None:
+    chart = lines([(f"a name of some length, {i}", [(1.0, 0.5), (2.0, i)]) for i in range(6)], label="l", x_name="n")
+    keyed = standalone_svg(chart, legend=True)
+    boxes = re.findall(r"<rect x='(\d+)' y='(\d+)' width='11'", keyed)
+    assert len(boxes) == 6 and len({y for _, y in boxes}) > 1 and max(int(x) for x, _ in boxes) < 800
+    height = int(re.search(r" height='(\d+)'", keyed).group(1))  # type: ignore[union-attr]
+    assert max(int(y) for _, y in boxes) + 11 < height
