@@ -23,7 +23,12 @@ class Process:
 
     @classmethod
     def this(cls) -> Process:
-        return cls(pid=os.getpid(), born=_born(os.getpid()), host=socket.gethostname())
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """A process of this machine."""
+        return cls(pid=pid, born=_born(pid), host=socket.gethostname())
 
     @property
     def is_gone(self) -> bool:

@@ -61,8 +61,5 @@ class SignalHistory:
     def slope(self, name: str, window_s: float) -> float:
         """Growth of a signal per second, by linear regression over the window; 0 with fewer than four samples."""
         samples = self.since(self._signals[-1].now - window_s)
-        return (
-            slope([each.now for each in samples], [getattr(each, name) or 0.0 for each in samples])
-            if samples[3:]
-            else 0.0
-        )
+        values = [getattr(each, name) or 0.0 for each in samples]
+        return slope([each.now for each in samples], values) if len(samples) > 3 else 0.0

@@ -123,6 +123,10 @@ class Gateway:
         """Answer GET `path`, too."""
         self._routes["GET", path] = handler
 
+    def check_reader(self, arrival: Arrival) -> None:
+        """Problem 401 or 403 where keys are needed and this one may not read metrics."""
+        self._admission.key_of(arrival.connection.headers, "metrics")
+
     async def close(self) -> None:
         """Close the connections that are not to replicas."""
         if self._admin is not None:
@@ -341,7 +345,7 @@ class Gateway:
         await arrival.connection.json(200, document(PATHS, admin=self._admin is not None))
 
     async def _metrics_page(self, arrival: Arrival) -> None:
-        self._admission.key_of(arrival.connection.headers, "metrics")
+        self.check_reader(arrival)
         await arrival.connection.respond(200, self.metrics.page(self._models, self._cache), _TEXT)
 
 

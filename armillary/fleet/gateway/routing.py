@@ -66,7 +66,7 @@ class Router:
         }[policy]
         self.needs_prompt = policy == "prefix"
         self._canary_fraction, self._canary_share = canary_fraction, 0.0
-        self._random, self._picks = random.Random(seed), 0
+        self._random, self.picks = random.Random(seed), 0
 
     def add(self, replica: Replica) -> None:
         """A replica that has just become ready."""
@@ -114,8 +114,8 @@ class Router:
             each.recent *= 1.0 - 1.0 / _DECAY_REQUESTS
         replica.recent += 1.0
         replica.requests += 1
-        self._picks += 1
-        replica.last_pick = self._picks
+        self.picks += 1
+        replica.last_pick = self.picks
         if self.needs_prompt:
             self.index.add(prompt, replica.name)
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from armillary.spec.recipe import Recipe
     from armillary.store.home import Home
 
-_PROBE_REQUESTS, _PROBE_S = 400, 60.0
-"""of each simulation that looks for a replica's capacity: at least so many requests, and so long"""
-_PROBES = 9
+_PROBE_REQUESTS = 400
+"""of each simulation that looks for a replica's capacity"""
+_PROBES = 8
 _MET = 0.99
 """share of requests that meet every objective at the capacity"""
 _UNLIMITED_TTFT = 4.0
@@ -151,7 +151,7 @@ def replica_limits(case: FleetCase, *, seed: int = 1) -> Limits:
 
 def _probe(case: FleetCase, rate: float, seed: int) -> FleetRun:
     """One replica at a steady rate, with lengths drawn from the case's requests."""
-    count = max(_PROBE_REQUESTS, round(rate * _PROBE_S))
+    count = _PROBE_REQUESTS
     times = drawn(replace(case.traffic, requests_per_s=rate, seed=seed, shared_prefix=0, arrival="poisson"), count)
     rng = Random(f"probe {seed}")
     lengths = rng.choices(case.arrivals, k=count)
