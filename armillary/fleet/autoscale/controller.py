@@ -78,8 +78,8 @@ class Controller:
 
     async def adopt(self) -> None:
         """Take over the servers of an earlier service, as many as there are."""
-        await self._refresh()
-        present = [member for member in self.members if member.state != "stopping"]
+        members = await asyncio.to_thread(self._pool.members)
+        present = [member for member in members if member.state != "stopping"]
         if present:
             self.target = len(present)
             self._known_ready = {member.name for member in present if member.state == "ready"}

@@ -70,10 +70,11 @@ class LocalPool:
 
     def members(self) -> Sequence[Member]:
         self.renew()
+        present = [_member(record) for record in map(self._checked, self._records()) if record is not None]
         for child in list(self._children.values()):
-            if child.poll() is not None:  # else a dead one stays as a zombie, and seems to run
+            if child.poll() is not None:  # else it stays as a zombie
                 del self._children[child.pid]
-        return [_member(record) for record in map(self._looked_at, self._records()) if record is not None]
+        return present
 
     def start(self, release: str = "") -> Member:
         port, number = _free_port(), 1 + max((_number(path) for path in self._folder.glob("*.log")), default=0)
@@ -125,7 +126,7 @@ class LocalPool:
 
     # --- records
 
-    def _looked_at(self, record: Record) -> Record | None:
+    def _checked(self, record: Record) -> Record | None:
         if self._is_gone(record):
             self._path(record.name).unlink(missing_ok=True)
             return None

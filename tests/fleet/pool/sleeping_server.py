@@ -1,0 +1,58 @@
+"""A server process without a model: each request takes SECONDS, SLOTS at a time. For tests of what starts and stops it.
+
+python sleeping_server.py PORT SECONDS SLOTS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+PORT, SECONDS, SLOTS = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+slots, waiting, lock = threading.Semaphore(SLOTS), [0], threading.Lock()
+hung = threading.Event()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if hung.is_set():
+            time.sleep(60)
+        if self.path == "/metrics":
+            return self.answer(f"armillary_waiting {waiting[0]}\narmillary_kv_used_fraction 0.1\n".encode())
+        self.answer(b"{}")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if json.loads(body)["prompt"] == "hang":
+            hung.set()
+            time.sleep(60)
+        with lock:
+            waiting[0] += 1
+        with slots:
+            with lock:
+                waiting[0] -= 1
+            time.sleep(SECONDS)
+        self.answer(json.dumps({"object": "text_completion", "choices": [{"text": str(PORT)}]}).encode())
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 64
+    daemon_threads = True
+
+
+Server(("127.0.0.1", PORT), Handler).serve_forever()
