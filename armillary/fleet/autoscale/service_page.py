@@ -18,7 +18,7 @@ def add_service_page(gateway: Gateway, state: Callable[[], dict[str, Any]]) -> N
     html = (files("armillary") / "fleet/autoscale/service.html").read_bytes()
 
     async def page(arrival: Arrival) -> None:
-        await arrival.connection.respond(200, html, _HTML, _SAFE)
+        await arrival.connection.respond(200, html, _HTML, [_SAFE])
 
     async def data(arrival: Arrival) -> None:
         gateway.check_reader(arrival)
