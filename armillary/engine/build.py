@@ -10,11 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from armillary.engine.adapter_table import AdapterTable
 from armillary.engine.build_speculation import make_draft, speculate, step_rows
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.engine import Engine, Record
 from armillary.engine.output.output_text import NoText, OutputProcessor
+from armillary.engine.runner.adapter_slots import AdapterSlots
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.linear_formats import (
@@ -44,6 +46,7 @@ from armillary.model.device import fit_threads, free_bytes
 from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.model.transformer import Transformer
+from armillary.model.weights.adapter_folder import Adapter
 from armillary.parallel.collectives import Group, all_reduce
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
@@ -117,7 +120,31 @@ def make_engine(
     texts = OutputProcessor(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
     expert_layers = tuple(number for number, kind in enumerate(model.config.layers) if kind.mlp == "moe")
-    return Engine(loop, texts, record=record, roofline=roofline, expert_layers=expert_layers), plan
+    engine = Engine(loop, texts, record=record, roofline=roofline, expert_layers=expert_layers)
+    engine.adapters = _adapter_table(executor, leader, scheduler)
+    return engine, plan
+
+
+def _adapter_table(executor: FastExecutor, leader: FastExecutor | Leader, scheduler: Scheduler) -> AdapterTable:
+    """The LoRA adapters that requests may name, none at first."""
+    slots = executor.forward.adapters
+
+    def install(slot: int, adapter: Adapter) -> None:
+        assert slots is not None
+        if isinstance(leader, Leader):
+            leader.put_adapter(slot, adapter)
+        else:
+            slots.put(slot, adapter)
+
+    table = AdapterTable(
+        executor.forward.model.config,
+        scheduler.request_table,
+        install,
+        slots=0 if slots is None else slots.num_slots,
+        rank=0 if slots is None else slots.rank,
+    )
+    executor.encoder.slot_of = table.slot_of
+    return table
 
 
 def refuse_packed(model: Transformer, serve: Serve, group: Group | None) -> None:
@@ -162,12 +189,28 @@ def make_executor(
         kv_heads=None if group is None else local_kv_heads(model.config, group.size),
         ranks=1 if group is None else group.size,
         max_rows=step_rows(serve),
+        adapters=_adapter_slots(model, serve, group),
     )
     if group is not None:
         shard(executor, model.config, group)
     if plan.dtype in CACHE_DTYPES:
         _scale(executor, kv_dtype)
     return executor
+
+
+def _adapter_slots(model: Transformer, serve: Serve, group: Group | None) -> AdapterSlots | None:
+    """Memory for serve.max_adapters LoRA adapters; None where the engine takes none."""
+    if not serve.max_adapters:
+        return None
+    weight = next(model.parameters())
+    return AdapterSlots(
+        model.config,
+        slots=serve.max_adapters,
+        rank=serve.adapter_rank,
+        dtype=weight.dtype,
+        device=weight.device,
+        group=group,
+    )
 
 
 def _check_cache(model: Transformer, kv_dtype: str, group: Group | None) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from armillary.engine.adapter_table import AdapterTable
 from armillary.engine.output.output_text import OutputDelta, OutputProcessor
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import FinishReason, Logprob, Sequence
@@ -72,6 +73,7 @@ class Engine:
         self.loop = loop
         self.scheduler = loop.scheduler
         self.output_processor = output_processor
+        self.adapters: AdapterTable | None = None  # LoRA adapters that requests may name
         self._record = record
         self._roofline = roofline
         self._experts = ExpertGauges(expert_layers) if expert_layers else None

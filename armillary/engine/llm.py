@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from armillary.engine.adapter_table import AdapterTable
 from armillary.engine.build import Phase, make_engine
 from armillary.engine.engine import Completion, Record
 from armillary.engine.engine_thread import EngineThread
@@ -31,6 +32,7 @@ from armillary.model.device import pick_device
 from armillary.model.generation_config import sampling_defaults
 from armillary.model.text.tokenizer import Tokenizer, eos_ids_of
 from armillary.model.transformer import Transformer
+from armillary.model.weights.adapter_folder import adapter_folders
 from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.collectives import Group, all_reduce
 from armillary.parallel.mesh import machines_of
@@ -137,12 +139,23 @@ class LLM:
             )
         self._numbers = count(1)
         self._thread: EngineThread | None = None
+        self._adapters: dict[str, str] = {}  # name for the user -> that of the engine
+        leader = self.engine.loop.executor
+        if isinstance(leader, Leader) and leader.leads:
+            leader.connect()
+        if serve.adapters and (world is None or world.is_main):
+            for name, path in adapter_folders(serve.adapters).items():
+                self.load_adapter(name, path)
 
     def generate(
-        self, prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
+        self,
+        prompts: Items[Prompt],
+        params: SamplingParams | Items[SamplingParams] | None = None,
+        *,
+        adapter: str | Items[str] = "",
     ) -> list[Completion]:
         """Complete texts or token ids, in order, n completions each; an invalid prompt gives a completion with an
-        error."""
+        error. `adapter` names a loaded LoRA adapter, for all prompts or for each."""
         if self._thread is not None:
             raise BadInput("this engine is streaming; await `stream`, or `close` it first")
         if isinstance(prompts, str | bytes):
@@ -150,7 +163,10 @@ class LLM:
         given = [params or self.default_params] * len(prompts) if not isinstance(params, Items) else list(params)
         if len(given) != len(prompts):
             raise BadInput(f"{len(prompts)} prompts have {len(given)} parameters; give one for all, or one each")
-        requests, unreadable = self._requests(prompts, given)
+        names = [adapter] * len(prompts) if isinstance(adapter, str) else list(adapter)
+        if len(names) != len(prompts):
+            raise BadInput(f"{len(prompts)} prompts have {len(names)} adapters; give one for all, or one each")
+        requests, unreadable = self._requests(prompts, given, names)
         constraints = {request.id: maker for request in requests if (maker := self._constraint(request.params))}
         completions = self.engine.generate(
             [request for request in requests if request.id not in unreadable], constraints
@@ -162,23 +178,27 @@ class LLM:
         ]
         return sorted(completions, key=lambda each: int(each.request.id))  # the n of a prompt keep their order
 
-    def _requests(self, prompts: Items[Prompt], given: Items[SamplingParams]) -> tuple[list[Request], dict[str, str]]:
+    def _requests(
+        self, prompts: Items[Prompt], given: Items[SamplingParams], adapters: Items[str]
+    ) -> tuple[list[Request], dict[str, str]]:
         """A request per prompt, and request id -> error for prompts without tokens."""
         requests, unreadable = [], {}
-        for prompt, params in zip(prompts, given, strict=True):
+        for prompt, params, adapter in zip(prompts, given, adapters, strict=True):
             try:
-                requests.append(self._request(prompt, params))
+                requests.append(self._request(prompt, params, adapter))
             except BadInput as error:
                 requests.append(Request(id=str(next(self._numbers)), prompt=[], params=params))
                 unreadable[requests[-1].id] = str(error)
         return requests, unreadable
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[OutputDelta]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str = ""
+    ) -> AsyncIterator[OutputDelta]:
         """Deltas of the output as they come; many streams may run at once. Leaving the loop early aborts the
         request."""
         if self._thread is None:
             self._thread = EngineThread(self.engine).start()
-        request = self._request(prompt, params or self.default_params)
+        request = self._request(prompt, params or self.default_params, adapter)
         async for delta in self._thread.stream(request, self._constraint(request.params)):
             yield delta
 
@@ -204,8 +224,36 @@ class LLM:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        return Request(id=str(next(self._numbers)), prompt=self._tokens(prompt), params=params)
+    def _request(self, prompt: Prompt, params: SamplingParams, adapter: str = "") -> Request:
+        if adapter and adapter not in self._adapters:
+            raise BadInput(f"no adapter '{adapter}' is loaded; call load_adapter first")
+        return Request(
+            id=str(next(self._numbers)),
+            prompt=self._tokens(prompt),
+            params=params,
+            adapter=self._adapters.get(adapter, ""),
+        )
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Load a LoRA adapter, as peft or `armillary train` writes it, for `generate(…, adapter=name)`."""
+        if not name or name in self._adapters:
+            raise BadInput(f"an adapter '{name}' is loaded already; give another name, or unload it first")
+        table, key = self._adapter_table, f"{name}#{next(self._numbers)}"
+        table.add(key, table.read(folder))
+        self._adapters[name] = key
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that use it end as they began."""
+        if name not in self._adapters:
+            raise BadInput(f"no adapter '{name}' is loaded ({', '.join(self._adapters) or 'none is'}); check its name")
+        self._adapter_table.remove(self._adapters.pop(name))
+
+    @property
+    def _adapter_table(self) -> AdapterTable:
+        if self._thread is not None:
+            raise BadInput("this engine is streaming; load and unload adapters before")
+        assert self.engine.adapters is not None
+        return self.engine.adapters
 
     def _tokens(self, prompt: Any) -> Items[int]:
         """Token ids of a text, list or array."""

@@ -246,6 +246,8 @@ _PRODUCT: _Rows = (
     ("prefix_evicted_total", "requests", "requests with a shorter prefix hit because blocks had been evicted"),
     ("preemptions_total", "requests", "preemptions of running requests"),
     ("recomputed_total", "tokens", "tokens dropped from the KV cache by preemption, which are recomputed"),
+    ("adapters", "adapters", "different LoRA adapters in a step"),
+    ("adapter_rows", "rows", "rows of a step that have a LoRA adapter, draft tokens included"),
     ("drafted_total", "tokens", "draft tokens verified by speculative decoding"),
     ("accepted_total", "tokens", "draft tokens that became output"),
     ("acceptance_fraction", "fraction", "accepted_total over drafted_total"),

@@ -225,6 +225,16 @@ def delta_rows(tokens: int, dtype: torch.dtype = BF16) -> None:
     run(*DELTA_ROWS.inputs(case, torch.Generator().manual_seed(0)))
 
 
+def lora(rows: int, slots: int = 64, rank: int = 16, dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels.lora.grouped_lora import lora_rows
+    from armillary.kernels.lora.grouped_lora_triton import add_lora
+
+    x, y = torch.zeros(rows, 1024, dtype=dtype), torch.zeros(rows, 1536, dtype=dtype)
+    a, b = torch.zeros(slots, 3 * rank, 1024, dtype=dtype), torch.zeros(slots, 1536, rank, dtype=dtype)
+    part = torch.arange(1536, dtype=torch.int32) // 512
+    add_lora(y, x, a, b, part, lora_rows(torch.arange(rows) % slots, slots))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "delta rows, decoding": lambda: delta_rows(1),
     "delta rows, prompts": lambda: delta_rows(3),
@@ -287,6 +297,10 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"norm {n}": lambda n=n: norm(n) for n in (1024, 4096, 16384)},
     "norm 8192, fp32": lambda: norm(8192, FP32),
     "loss": lambda: loss(128256),
+    "adapters, decode": lambda: lora(256),
+    "adapters, prefill": lambda: lora(2048),
+    "adapters, fp32": lambda: lora(256, dtype=FP32),
+    "adapters, rank 64": lambda: lora(2048, rank=64),
 }
 NEEDS = {"tma": (9, 0), "fp8": (8, 9)}
 """words of a case's name -> compute capability from which a chip is offered it"""

@@ -21,4 +21,4 @@ class Request:
     salt: str = ""
     """only requests with the same salt share cached blocks"""
     adapter: str = ""
-    """adapter of the request; only requests with the same adapter share cached blocks"""
+    """LoRA adapter of the request; only requests with the same adapter share cached blocks"""

@@ -45,7 +45,10 @@ class Encoder:
         self.fit = fit
         self._new_seed = new_seed
         self._long_rope = long_rope
+        self.slot_of: Callable[[str], int] = _no_slot
+        """slot of a LoRA adapter by its name"""
         self._special: set[int] = set()  # rows that need the full sampler
+        self._adapted: set[int] = set()  # rows with an adapter
         self._last_decode: tuple[Shape, list[int], Ints, Ints] | None = None
         """of the last decode-only step: shape, rows (list and array), and its array"""
 
@@ -59,6 +62,7 @@ class Encoder:
             self.groups,
             decodes_only,
             decodes_only and bool(decision.drafts),
+            self._adapts(decision),
         )
         copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T if decision.copies else _NOTHING
         quick = decodes_only and not self._long_rope
@@ -78,6 +82,12 @@ class Encoder:
         step.prompts = _prompt_logprobs(decision)
         step.pooled = [pooled for _, pooled in pooled_chunks(decision)]
         return step
+
+    def _adapts(self, decision: Decision) -> bool:
+        if not self._adapted:
+            return False
+        chunk_rows = [chunk.row for chunk in decision.chunks]
+        return not (self._adapted.isdisjoint(decision.rows) and self._adapted.isdisjoint(chunk_rows))
 
     def _decodes(self, shape: Shape, decision: Decision) -> Ints:
         """Array of a decode-only step; where the rows are those of the step before, only positions and slots are
@@ -152,11 +162,14 @@ class Encoder:
     def _admitted(self, seq: Sequence) -> Admitted:
         params = seq.request.params
         (self._special.discard if _is_ordinary(seq, params) else self._special.add)(seq.row)
+        adapter = seq.request.adapter
+        (self._adapted.add if adapter else self._adapted.discard)(seq.row)
         seed = (self._new_seed() if params.seed is None else params.seed) + seq.index
         return Admitted(
             row=seq.row,
             tokens=_token_bytes(seq),
             ints=(seed, params.top_k, seq.num_prompt),
+            adapter=self.slot_of(adapter) if adapter else -1,
             floats=(
                 params.temperature,
                 params.min_p,
@@ -184,6 +197,10 @@ class Encoder:
             for i, chunk in enumerate(decision.chunks)
             if chunk.samples and chunk.row in special
         ]
+
+
+def _no_slot(name: str) -> int:
+    raise AssertionError(f"adapter '{name}' on an engine that has none")
 
 
 def _drafts(decision: Decision) -> Ints:

@@ -5,6 +5,7 @@ On a device without graphs the same function is called as it is.
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -53,6 +54,7 @@ class GraphSteps(Steps):
         max_running: int,
         max_tokens: int,
         drafts: bool,
+        adapters: bool = False,
         device: torch.device,
         null: Callable[[Shape], Any],
     ) -> None:
@@ -60,6 +62,7 @@ class GraphSteps(Steps):
         self.rows = row_sizes(max_running)
         self.tokens = token_sizes(max(max_tokens, max_running))
         self._drafts = drafts  # steps with draft tokens are captured as well
+        self._adapters = adapters  # and steps with LoRA adapters
         self._null, self._device = null, device
         self._static: Tensor | None = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
@@ -102,9 +105,10 @@ class GraphSteps(Steps):
         return len(self._graphs)
 
     def _shapes(self, groups: int) -> list[Shape]:
-        shapes = [Shape(tokens, self.rows[-1], groups, False) for tokens in reversed(self.tokens)]
         kinds = (False, True) if self._drafts else (False,)
-        return shapes + [Shape(rows, rows, groups, True, drafts) for drafts in kinds for rows in reversed(self.rows)]
+        decodes = [Shape(rows, rows, groups, True, drafts) for drafts in kinds for rows in reversed(self.rows)]
+        shapes = [Shape(tokens, self.rows[-1], groups, False) for tokens in reversed(self.tokens)] + decodes
+        return shapes + [replace(shape, adapters=True) for shape in shapes if self._adapters]
 
     def trial(self, groups: int) -> int:
         """Bytes that graphs will take: the pool of the largest, twice, since the tensors of other shapes leave gaps in

@@ -50,6 +50,7 @@ class DeviceRows:
         self.floats_FR = torch.zeros(len(FLOATS), rows, device=device)
         self.floats_FR[2:4] = 1.0
         self.ints_IR = torch.zeros(len(INTS), rows, dtype=torch.int64, device=device)
+        self.adapters_R = torch.full((rows,), -1, dtype=torch.int64, device=device)  # slots of LoRA adapters
         self._shape, self._dtype = blocks, dtype
         self.allocate(blocks[1])
 
@@ -95,6 +96,7 @@ class DeviceRows:
         self.floats_FR[:, rows] = self._sent(torch.tensor([new.floats for new in admitted]).T.contiguous())
         ints = torch.tensor([new.ints for new in admitted], dtype=torch.int64)
         self.ints_IR[:, rows] = self._sent(ints.T.contiguous())
+        self.adapters_R[rows] = self._sent(torch.tensor([new.adapter for new in admitted]))
         sizes = [len(new.tokens) // 4 for new in admitted]
         flat = self._sent(torch.frombuffer(bytearray(b"".join(new.tokens for new in admitted)), dtype=torch.int32))
         for new, tokens in zip(admitted, flat.split(sizes), strict=True):

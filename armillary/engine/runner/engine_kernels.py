@@ -18,6 +18,7 @@ from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinearCase
 from armillary.kernels.latent.latent_decode import LATENT_DECODE, LatentCase, latent_decode
 from armillary.kernels.latent.latent_prefill import LATENT_PREFILL, LatentPrefillCase, latent_prefill
 from armillary.kernels.latent.latent_to_cache import LATENT_TO_CACHE, LatentCacheCase, latent_to_cache
+from armillary.kernels.lora.grouped_lora import LORA, LoraCase, add_lora, add_lora_by_adapter
 from armillary.kernels.moe.moe import GROUPED_MOE, SMALL_MOE, MoECase
 from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
 from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
@@ -61,6 +62,8 @@ class EngineKernels:
     """router and experts of a layer for a few tokens; none: as for many"""
     grouped_moe: Run | None = None
     """router and experts of a layer for many tokens; none: one after the other, with `grouped`"""
+    lora: Run = add_lora
+    """adds the LoRA adapters of a step's rows to a projection"""
     capturable: bool = False
     """none of them waits for the device, so that steps can be captured in CUDA graphs"""
 
@@ -84,7 +87,12 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     starts quickly and two engines compute the same."""
     if device.type == "cpu":
         return EngineKernels(
-            norm=row_norm, add_norm=row_add_norm, qkv_cache=unpadded, attention=by_sdpa, sample=sample_rows
+            norm=row_norm,
+            add_norm=row_add_norm,
+            qkv_cache=unpadded,
+            attention=by_sdpa,
+            sample=sample_rows,
+            lora=add_lora_by_adapter,
         )
     name = next(key for key, known in DTYPES.items() if known == dtype)
     on: dict[str, Any] = {"dtype": name, "device": device.type}
@@ -113,6 +121,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         capturable=on_triton
         and (delta is None or delta.version == "triton")
         and (config.moe is None or grouped is not None or grouped_moe is not None),
+        lora=_first(LORA, LoraCase(rows=batch, slots=2, rank=8, outputs=config.hidden, inputs=config.hidden, **on)),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config, moe and grouped_moe) else None,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.runner.adapter_slots import AdapterSlots
 from armillary.engine.runner.batch_encoder import Encoder
 from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, is_out_of_memory
 from armillary.engine.runner.device_state import DeviceRows, block_shape
@@ -93,6 +94,7 @@ class FastExecutor:
         max_rows: int | None = None,
         rows: DeviceRows | None = None,
         ranks: int = 1,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`max_rows`: most rows of a step where draft tokens are among them; none: there are none. `rows` of another
         executor, where this one runs its draft model."""
@@ -121,6 +123,7 @@ class FastExecutor:
         )
         with torch.inference_mode():
             self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)
+        self.forward.adapters = adapters
         self.sampler = DeviceSampler(self.rows, self.kernels)
         self.expert_counters = ExpertCounters(self.forward.expert_counts_LE)
         self.steps = self._steps(graphs, max_tokens, drafts=max_rows is not None)
@@ -143,6 +146,7 @@ class FastExecutor:
             max_running=self.max_rows,
             max_tokens=max_tokens,
             drafts=drafts,
+            adapters=self.forward.adapters is not None,
             device=self.device,
             null=lambda shape: null_step(shape, self.max_running),
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.engine.cache.layer_groups import Group, state_places
+from armillary.engine.runner.adapter_slots import AdapterSlots
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.latent_layer import attend_latents
@@ -95,7 +96,7 @@ class Forward:
         place |= state_places(model.config)
         assert sorted(place) == list(range(model.config.num_layers)), "the cache was planned for another model"
         self.model, self.rows, self.kernels = model, rows, kernels
-        self.layers = [make_layer(block, *place[int(name)]) for name, block in model.blocks.items()]  # type: ignore[arg-type]
+        self.layers = [make_layer(block, *place[int(name)], int(name)) for name, block in model.blocks.items()]  # type: ignore[arg-type]
         for layer in self.layers:
             if layer.mixture is not None and kernels.grouped is not None:
                 layer.mixture.dispatch = SortedDispatch(kernels.grouped)
@@ -109,6 +110,7 @@ class Forward:
         self.expert_counts_LE = torch.zeros(counts_shape, dtype=torch.int64, device=rows.device)
         """how often each expert of each layer that has some was chosen for a token; padding is not counted"""
         self._expert_counts = self.expert_counts_LE.unbind()
+        self.adapters: AdapterSlots | None = None  # LoRA adapters, where the engine takes some
         self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
         self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: LinearFn = model.head
@@ -133,7 +135,9 @@ class Forward:
         batches = [self._batch(inputs, tables_BP, len(x)) for tables_BP in tables_GBP]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
         row_batch = None if self.rows.states is None else _row_batch(inputs)
-        small = self.kernels.small is not None and len(x) <= self.most_fused
+        small = self.kernels.small is not None and len(x) <= self.most_fused and not shape.adapters
+        if self.adapters is not None:
+            self.adapters.use(self.rows.adapters_R[inputs.long("rows_T")] if shape.adapters else None)
         added: Tensor | None = None
         q_scale_T = None if self.q_factors is None else self.q_factors[inputs.long("positions_T")]
         counts = iter(self._expert_counts)
@@ -210,10 +214,14 @@ class Forward:
         """(residual stream, what is still to be added to it); after attention only of the `selected` tokens."""
         norms = layer.norms
         normed, x = self._summed(norms["attention_norm"], x, added)
-        mixed = self._attention(layer, layer.qkv(normed), context)
+        qkv = self._adapted(layer, "attention.qkv", normed, layer.qkv(normed))
+        mixed = self._attention(layer, qkv, context)
         if selected is not None:
             mixed, normed, x = (each.index_select(0, selected) for each in (mixed, normed, x))
-        mixed = _scaled(self._after(norms["attention_post_norm"], self.reduce(layer.out(mixed))), layer.scale)
+            if self.adapters is not None:
+                self.adapters.select(selected)
+        out = self.reduce(self._adapted(layer, "attention.out", mixed, layer.out(mixed)))
+        mixed = _scaled(self._after(norms["attention_post_norm"], out), layer.scale)
         if layer.parallel:
             own = norms["mlp_norm"]
             inner = normed if own is None else self._norm(own, x)
@@ -249,7 +257,17 @@ class Forward:
         if layer.mixture is not None:
             return self.reduce(run_mixture(layer.mixture, x, load, self.kernels))
         assert layer.up is not None and layer.down is not None
-        return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
+        up = self._adapted(layer, "mlp.up", x, layer.up(x))
+        inner = self.kernels.activate(up, layer.activation, layer.gated)
+        return self.reduce(self._adapted(layer, "mlp.down", inner, layer.down(inner)))
+
+    def _adapted(self, layer: Layer, module: str, x: Tensor, y: Tensor) -> Tensor:
+        """y, a projection of x, with the LoRA adapters of its rows added."""
+        weights = None if self.adapters is None else self.adapters.weights(layer.number, module)
+        if weights is None:
+            return y
+        assert self.adapters is not None and self.adapters.rows is not None
+        return self.kernels.lora(y.contiguous(), x, *weights, self.adapters.rows)  # type: ignore[no-any-return]
 
     def _small(
         self,

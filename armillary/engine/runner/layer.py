@@ -41,6 +41,7 @@ def free_weights(*linears: nn.Linear) -> None:
 class Layer:
     """One layer. Linear functions may be replaced before the first step: sharded over ranks, or quantized."""
 
+    number: int
     group: int
     slot: int  # index among the layers of that group
     sliding: bool  # which RoPE table
@@ -63,11 +64,12 @@ class Layer:
     gates: bool = False  # the rows of `qkv` end with gates of the heads' outputs
 
 
-def make_layer(block: Block, group: int, slot: int) -> Layer:
+def make_layer(block: Block, group: int, slot: int, number: int = 0) -> Layer:
     attention, mlp = block.attention, block.mlp
     is_dense = isinstance(mlp, MLP)
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
     return Layer(
+        number=number,
         group=group,
         slot=slot,
         sliding=attention.sliding,

@@ -24,6 +24,7 @@ class Shape:
     groups: int
     decodes: bool  # one token per sequence
     drafts: bool = False  # a sequence may have several such rows: its draft tokens
+    adapters: bool = False  # a sequence has a LoRA adapter
 
     @property
     def max_query(self) -> int:
@@ -68,6 +69,7 @@ class Admitted:
     tokens: bytes  # int32 each
     floats: tuple[float, ...]  # see device_rows.FLOATS
     ints: tuple[int, ...]  # see device_rows.INTS
+    adapter: int = -1  # slot of its LoRA adapter; -1: none
 
 
 @dataclass(frozen=True, kw_only=True)

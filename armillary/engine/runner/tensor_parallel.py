@@ -1,8 +1,8 @@
 """Tensor parallelism of the engine: heads, MLPs and the vocabulary are sharded; rank 0 schedules and broadcasts steps.
 
-Rank 0 sends each step as arrays; the others run the same steps until there are no more. Where there are more ranks than
-KV heads, several hold the same one. Every rank samples the tokens itself, from the same logits by the same seeds, so
-that the next step finds them on its own device.
+Rank 0 sends each step as bytes (`step_channel`); the others run the same steps until there are no more. Where there are
+more ranks than KV heads, several hold the same one. Every rank samples the tokens itself, from the same logits by the
+same seeds, so that the next step finds them on its own device.
 """
 
 from dataclasses import replace
@@ -18,10 +18,13 @@ from armillary.engine.runner.latent_layer import LatentLayer
 from armillary.engine.runner.layer import Layer, free_weights, full_qk_norm, linears_of
 from armillary.engine.runner.linear_fn import Dense, LinearFn
 from armillary.engine.runner.sharded_weights import is_sharded, qkv_rows
+from armillary.engine.runner.step_bytes import RankMessage
+from armillary.engine.runner.step_channel import RankGone, StepReceiver, StepSender
 from armillary.engine.scheduler.decision import Decision
 from armillary.errors import BadLayout
 from armillary.kernels.delta.delta_rows import DeltaWeights
 from armillary.model.moe.experts import MixtureOfExperts
+from armillary.model.weights.adapter_folder import Adapter, read_adapter
 from armillary.parallel.collectives import Group, all_gather, all_reduce
 from armillary.parallel.world import World
 from armillary.spec.layout import Layout
@@ -205,16 +208,28 @@ def _plain(linear: LinearFn) -> Dense:
 
 
 class Leader:
-    """The executor of rank 0: broadcasts steps before it runs them."""
+    """The executor of rank 0: sends steps before it runs them."""
 
-    def __init__(self, executor: FastExecutor, group: Any = None) -> None:
-        self.executor, self._group = executor, group
-        self.leads = dist.get_rank(group) == 0  # whether it still sends steps
+    def __init__(self, executor: FastExecutor) -> None:
+        self.executor = executor
+        self._channel: StepSender | None = None
+        self.leads = dist.get_rank() == 0  # whether it still sends steps
+
+    @property
+    def channel(self) -> StepSender:
+        """Connected when it is first needed, once the other ranks `follow`."""
+        if self._channel is None:
+            self._channel = StepSender(dist.get_world_size())
+        return self._channel
+
+    def connect(self) -> None:
+        """Wait until the other ranks `follow`."""
+        assert self.channel
 
     def launch(self, decision: Decision) -> Launched:
         step = self.executor.encoder.encode(decision)
         masks = self.executor.masks(step, decision)
-        dist.broadcast_object_list([(step, masks)], src=0, group=self._group)
+        self.channel.send(RankMessage(step=step, masks=masks))
         with torch.inference_mode():
             return self.executor.run(step, decision, masks)
 
@@ -226,21 +241,37 @@ class Leader:
         """Every rank routes all tokens."""
         return self.executor.expert_counters
 
+    def put_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Write an adapter into a slot on every rank; the others read its folder themselves."""
+        self.channel.send(RankMessage(adapter=(slot, str(adapter.folder))))
+        adapters = self.executor.forward.adapters
+        assert adapters is not None
+        adapters.put(slot, adapter)
+
     def stop(self) -> None:
         """Stop the other ranks."""
         self.leads = False
-        dist.broadcast_object_list([None], src=0, group=self._group)
+        self.channel.send(RankMessage())
+        self.channel.close()
 
 
-def follow(executor: FastExecutor, group: Any = None) -> int:
-    """On the other ranks: run the steps that rank 0 sends until it stops; returns their number."""
-    count = 0
+def follow(executor: FastExecutor) -> int:
+    """On the other ranks: run the steps that rank 0 sends until it stops; returns their number. RankGone where it ends
+    without stopping them."""
+    channel, count = StepReceiver(dist.get_rank()), 0
     while True:
-        message: list[Any] = [None]
-        dist.broadcast_object_list(message, src=0, group=group)
-        if message[0] is None:
+        message = channel.receive()
+        if message is None:
+            raise RankGone("rank 0 has ended; restart the engine")
+        if message.adapter is not None:
+            slot, folder = message.adapter
+            adapters = executor.forward.adapters
+            assert adapters is not None
+            adapters.put(slot, read_adapter(folder, executor.forward.model.config, max_rank=adapters.rank))
+        elif message.step is None:
+            channel.close()
             return count
-        step, masks = message[0]
-        with torch.inference_mode():
-            executor.run(step, Decision(count), masks)
-        count += 1
+        else:
+            with torch.inference_mode():
+                executor.run(message.step, Decision(count), message.masks)
+            count += 1

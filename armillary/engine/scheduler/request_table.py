@@ -30,10 +30,12 @@ class RequestTable:
         self.requests: dict[str, list[Sequence]] = {}  # request id -> sequences, of every unfinished request
         self.totals = Totals()
         self.prefix_reuse = PrefixReuse()
+        self.adapters: set[str] = set()  # LoRA adapters that requests may name
 
     def prepare(self, request: Request, constraint: MakeConstraint | None) -> list[Sequence]:
         """Check a request and make its sequences: the work in proportion to the prompt. It changes nothing that steps
         read, so any thread may do it while another schedules."""
+        self._check_adapter(request)
         limit = check(request, self.settings, self.cache, constraint)
         sequences = make_sequences(request, limit, self.settings, self.cache, constraint)
         self.prefix_reuse.see(sequences, self.cache.block_tokens)
@@ -44,6 +46,7 @@ class RequestTable:
         request = sequences[0].request
         if request.id in self.requests:
             raise BadInput(f"request '{request.id}' is here already; give each its own id")
+        self._check_adapter(request)  # it may have been unloaded since
         most = self.settings.max_waiting
         if most is not None and len(self.waiting) >= most:
             self.totals.rejected += 1
@@ -55,6 +58,10 @@ class RequestTable:
         self.totals.submitted += 1
         self.requests[request.id] = sequences
         self.waiting.push(sequences[0])
+
+    def _check_adapter(self, request: Request) -> None:
+        if request.adapter and request.adapter not in self.adapters:
+            raise BadInput(f"adapter '{request.adapter}' is not loaded; load it, or ask for the model without")
 
     def wake_at(self, now: float) -> float | None:
         """When the scheduler has something to do if nothing else happens: now, at a deadline, at the end of a batch

@@ -22,7 +22,7 @@ def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict
     """State after a step was scheduled, its work, and totals so far; `left` sequences ran in it and have ended
     since."""
     running = {"running": len(scheduler.request_table.running) + left}
-    return state_gauges(scheduler) | decision.work._asdict() | running
+    return state_gauges(scheduler) | decision.work._asdict() | running | _adapter_gauges(scheduler, decision)
 
 
 def state_gauges(scheduler: Scheduler) -> dict[str, float]:
@@ -47,6 +47,15 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
         "tokens_in_total": totals.tokens_in,
         "tokens_out_total": totals.tokens_out,
     } | _speculation_gauges(scheduler)
+
+
+def _adapter_gauges(scheduler: Scheduler, decision: Decision) -> dict[str, float]:
+    """LoRA adapters of a step; none where none is loaded."""
+    if not scheduler.request_table.adapters:
+        return {}
+    sequences = [*decision.decodes, *(chunk.sequence for chunk in decision.chunks)]
+    names = [seq.request.adapter for seq in sequences if seq.request.adapter]
+    return {"adapters": len(set(names)), "adapter_rows": len(names)}
 
 
 def _speculation_gauges(scheduler: Scheduler) -> dict[str, float]:

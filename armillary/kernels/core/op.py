@@ -229,6 +229,7 @@ OPS: dict[str, str] = {
     "latent_prefill": "latent.latent_prefill:LATENT_PREFILL",
     "latent_to_cache": "latent.latent_to_cache:LATENT_TO_CACHE",
     "delta_rows": "delta.delta_rows:DELTA_ROWS",
+    "add_lora": "lora.grouped_lora:LORA",
     "sample": "sampling.sampling:SAMPLE",
     "logprobs": "sampling.logprobs:LOGPROBS",
 }

@@ -47,6 +47,12 @@ class Serve:
     """small model with the same tokenizer that drafts tokens: a folder, a run or a release"""
     max_draft: int = 8
     """most draft tokens of a request per step; how many are drafted follows acceptance and load, down to none"""
+    adapters: str = ""
+    """folder of LoRA adapters, one in each subfolder, which are loaded at the start under the subfolders' names"""
+    max_adapters: int = 0
+    """most LoRA adapters in memory at once; 0: none, or 8 where serve.adapters is given"""
+    adapter_rank: int = 16
+    """largest rank of a LoRA adapter: memory is kept for max_adapters of this rank on all projections"""
     batching: Literal["none", "static", "dynamic", "continuous"] = "continuous"
     """batching policy; all but continuous are for comparison"""
     prefix_cache: bool = True
@@ -138,6 +144,10 @@ class Serve:
         at_least(self, "serve", 1, *sizes, "threads", "max_answer", "max_body_bytes", "max_draft")
         if self.draft and self.speculate == "none":
             object.__setattr__(self, "speculate", "draft")
+        at_least(self, "serve", 0, "max_adapters")
+        at_least(self, "serve", 1, "adapter_rank")
+        if self.adapters and not self.max_adapters:
+            object.__setattr__(self, "max_adapters", 8)
         if self.speculate == "draft" and not self.draft:
             raise BadRecipe("serve.speculate=draft needs a model that drafts; name it with serve.draft")
         if self.speculate == "ngram" and self.draft:

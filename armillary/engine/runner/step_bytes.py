@@ -1,0 +1,121 @@
+"""Steps as bytes, for other ranks: a JSON header with sizes and small things, then arrays as they are in memory.
+
+Nothing is pickled, so what a rank receives can only ever be a step.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from armillary.engine.request.pooling import Pooling
+from armillary.engine.runner.step_input import Admitted, Extra, Ints, PooledTokens, PromptLogprobs, Shape, Step
+
+PREFIX = struct.Struct("<II")
+"""bytes of the header, bytes of the arrays"""
+
+
+@dataclass(kw_only=True)
+class RankMessage:
+    """What rank 0 tells the others: run a step, write a LoRA adapter into a slot, or, with neither, stop."""
+
+    step: Step | None = None
+    masks: dict[int, bytes] = field(default_factory=dict)
+    adapter: tuple[int, str] | None = None
+    """slot and folder"""
+
+
+def encode(message: RankMessage) -> bytes:
+    header: dict[str, Any] = {}
+    arrays: list[bytes] = []
+    if message.step is not None:
+        header["step"] = _step_header(message.step)
+        header["masks"] = [[at, len(mask)] for at, mask in message.masks.items()]
+        arrays = [*_step_arrays(message.step), *message.masks.values()]
+    if message.adapter is not None:
+        header["adapter"] = message.adapter
+    text, data = json.dumps(header, separators=(",", ":")).encode(), b"".join(arrays)
+    return PREFIX.pack(len(text), len(data)) + text + data
+
+
+def decode(text: bytes | memoryview, data: bytes | memoryview) -> RankMessage:
+    """Of a message's header and arrays."""
+    header, at = json.loads(bytes(text)), _Reader(data)
+    message = RankMessage()
+    if "step" in header:
+        message.step = _step(header["step"], at)
+        message.masks = {where: at.take(size) for where, size in header["masks"]}
+    if "adapter" in header:
+        slot, folder = header["adapter"]
+        message.adapter = slot, folder
+    return message
+
+
+class _Reader:
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, size: int) -> bytes:
+        begin, self._at = self._at, self._at + size
+        return bytes(self._data[begin : self._at])
+
+    def ints(self, *shape: int) -> Ints:
+        count = int(np.prod(shape))
+        return np.frombuffer(self.take(4 * count), dtype=np.int32).reshape(shape).copy()
+
+
+def _step_header(step: Step) -> dict[str, Any]:
+    shape = step.shape
+    return {
+        "shape": [shape.tokens, shape.rows, shape.groups, shape.decodes, shape.drafts, shape.adapters],
+        "sizes": [len(step.ints), step.table_updates.shape[1], step.copies.shape[1]],
+        "drafts": None if step.drafts is None else step.drafts.shape[1],
+        "admitted": [[new.row, len(new.tokens), new.floats, new.ints, new.adapter] for new in step.admitted],
+        "extras": [asdict(extra) for extra in step.extras],
+        "prompts": [asdict(wanted) for wanted in step.prompts],
+        "pooled": [asdict(pooled) for pooled in step.pooled],
+        "draws": step.draws,
+    }
+
+
+def _step_arrays(step: Step) -> Iterator[bytes]:
+    """In the order in which `_step` takes them."""
+    for array in (step.ints, step.table_updates, step.copies, step.drafts):
+        if array is not None:
+            yield np.ascontiguousarray(array, dtype=np.int32).tobytes()
+    for new in step.admitted:
+        yield new.tokens
+
+
+def _step(header: dict[str, Any], at: _Reader) -> Step:
+    size, updates, copies = header["sizes"]
+    ints, table_updates, block_copies = at.ints(size), at.ints(2, updates), at.ints(2, copies)
+    drafts = None if header["drafts"] is None else at.ints(3, header["drafts"])
+    admitted = [
+        Admitted(row=row, tokens=at.take(count), floats=tuple(floats), ints=tuple(numbers), adapter=adapter)
+        for row, count, floats, numbers, adapter in header["admitted"]
+    ]
+    return Step(
+        shape=Shape(*header["shape"]),
+        ints=ints,
+        table_updates=table_updates,
+        copies=block_copies,
+        drafts=drafts,
+        admitted=admitted,
+        extras=[_extra(extra) for extra in header["extras"]],
+        prompts=[PromptLogprobs(**{**each, "targets": tuple(each["targets"])}) for each in header["prompts"]],
+        pooled=[PooledTokens(**{**each, "pooling": _pooling(each["pooling"])}) for each in header["pooled"]],
+        draws=header["draws"],
+    )
+
+
+def _extra(given: dict[str, Any]) -> Extra:
+    bias = tuple((token, value) for token, value in given["bias"])
+    return Extra(**{**given, "bias": bias, "banned": tuple(given["banned"])})
+
+
+def _pooling(given: dict[str, Any]) -> Pooling:
+    return Pooling(mode=given["mode"], token_ids=tuple(given["token_ids"]))
