@@ -83,7 +83,7 @@ def make_engine(
     fit_threads()
     if serve.threads is not None and device_type == "cpu":
         torch.set_num_threads(max(1, serve.threads // (group.size if group is not None else 1)))
-    refuse_packed(model, serve, group)
+    refuse_packed(model, serve)
     refuse_drafts(model.config, serve)
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
@@ -147,13 +147,9 @@ def _adapter_table(executor: FastExecutor, leader: FastExecutor | Leader, schedu
     return table
 
 
-def refuse_packed(model: Transformer, serve: Serve, group: Group | None) -> None:
-    """BadInput for what packed weights cannot be: sharded, or quantized again."""
-    if not packed_modules(model):
-        return
-    if group is not None:
-        raise BadInput(f"{model.config.name} has packed weights, which are not sharded yet; set layout.tp=1")
-    if serve.weights != "auto":
+def refuse_packed(model: Transformer, serve: Serve) -> None:
+    """BadInput where packed weights would be quantized again."""
+    if packed_modules(model) and serve.weights != "auto":
         raise BadInput(f"{model.config.name} is already quantized; leave serve.weights=auto")
 
 

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from armillary.engine.adapter_table import AdapterTable
 from armillary.engine.output.output_text import OutputDelta, OutputProcessor
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import FinishReason, Logprob, Sequence
@@ -21,6 +20,9 @@ from armillary.engine.scheduler.step_loop import Loop, StepFailed
 from armillary.engine.telemetry.expert_gauges import ExpertGauges
 from armillary.engine.telemetry.gauges import request_gauges, state_gauges, step_gauges
 from armillary.errors import BadInput, MissingPart
+
+if TYPE_CHECKING:
+    from armillary.engine.adapter_table import AdapterTable
 
 Record = Callable[..., None]  # `GaugeWriter.write`, or anything that takes gauges and step= or request=
 _NAP_S = 0.001  # sleep while a dynamic batch waits for its window

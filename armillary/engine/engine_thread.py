@@ -76,6 +76,10 @@ class EngineThread:
         else:
             self._inbox.put(lambda: self._complete(request_id, index))
 
+    def between_steps(self, work: Callable[[], None]) -> None:
+        """Have the thread do something between two steps; `work` raises nothing."""
+        self._inbox.put(work)
+
     def join(self) -> None:
         self._thread.join()
 

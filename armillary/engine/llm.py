@@ -32,7 +32,6 @@ from armillary.model.device import pick_device
 from armillary.model.generation_config import sampling_defaults
 from armillary.model.text.tokenizer import Tokenizer, eos_ids_of
 from armillary.model.transformer import Transformer
-from armillary.model.weights.adapter_folder import adapter_folders
 from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.collectives import Group, all_reduce
 from armillary.parallel.mesh import machines_of
@@ -41,6 +40,7 @@ from armillary.profiling.ceilings.ceilings import name_of
 from armillary.profiling.dtypes.choice import resolve_serving, serving_shape
 from armillary.profiling.dtypes.rates import DTYPES, device_rates
 from armillary.spec.tables.serve import Serve
+from armillary.store.adapter_folders import adapter_folders
 from armillary.store.hf_folder import stored_dtype
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks

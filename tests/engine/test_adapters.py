@@ -26,9 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [5, 6, 7, 8, 9, 10, 11, 12, 14]]
 
 
-def make_adapters(
-    where: Path, family: str, count: int = 2, on: tuple[str, ...] = ALL, *, seed: int = 3
-) -> list[Path]:
+def make_adapters(where: Path, family: str, count: int = 2, on: tuple[str, ...] = ALL, *, seed: int = 3) -> list[Path]:
     """`base`, and for each number an adapter folder and the merged model."""
     model, job = adapted(where, family, seed=seed, lora_on=on)
     folders = []
@@ -111,7 +109,7 @@ def test_an_unloaded_adapter_leaves_its_slot_to_another(tmp_path: Path) -> None:
     llm = LLM(tmp_path / "base", table, device="cpu", dtype="fp32")
     llm.load_adapter("a", first)
     before = [made.tokens for made in llm.generate(PROMPTS, GREEDY, adapter="a")]
-    with pytest.raises(BadInput, match="1 adapters are loaded .* unload one or raise serve.max_adapters"):
+    with pytest.raises(BadInput, match=r"1 adapters are loaded .* unload one or raise serve.max_adapters"):
         llm.load_adapter("b", second)
     llm.unload_adapter("a")
     with pytest.raises(BadInput, match="no adapter 'a' is loaded"):

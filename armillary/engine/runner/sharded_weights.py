@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from armillary.model.device import refuse_too_big
+from armillary.model.quantized.packed_linear import PackedLinear
+from armillary.model.quantized.packed_rows import FusedRows
+from armillary.model.quantized.quantization_config import packed_reader
 from armillary.model.transformer import Progress, Transformer
-from armillary.model.weights.hf_weights import full_names
+from armillary.model.weights.hf_weights import full_names, load_model
 from armillary.model.weights.row_map import matrix_shape
 from armillary.parallel.collectives import Group
 from armillary.parallel.consensus import Consensus
@@ -16,6 +19,7 @@ from armillary.parallel.loading.model_folder import load_folder
 from armillary.parallel.loading.read_plan import Need, Span, box_need, shard_box
 from armillary.parallel.shard_weights import materialise
 from armillary.spec.model import ModelConfig
+from armillary.store.hf_folder import gguf_file, read_config
 
 _SHARDED = {
     "attention.out.weight": 1,
@@ -46,7 +50,11 @@ def load_shard(
     machines: Sequence[str],
     progress: Progress | None = None,
 ) -> Transformer:
-    """A model whose weights are this rank's shards, for `tensor_parallel.shard`; all ranks call this together."""
+    """A model whose weights are this rank's shards, for `tensor_parallel.shard`; all ranks call this together. Quantized
+    weights stay packed: each rank reads all of them, one at a time, and keeps its part."""
+    if is_quantized(Path(folder)):
+        shard = RankShard(config, group)
+        return load_model(folder, dtype=dtype, device=device, packed=True, shard=shard, progress=progress)
     with torch.device("meta"):
         full, model = Transformer(config).to(dtype), Transformer(config).to(dtype)
     needs = {}
@@ -64,10 +72,51 @@ def load_shard(
     return model
 
 
+class RankShard:
+    """A rank's part of every weight, plain or packed."""
+
+    def __init__(self, config: ModelConfig, group: Group) -> None:
+        self._config, self._group = config, group
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        return local_part(name, shape, self._config, self._group)[0]
+
+    def tensor(self, name: str, full: Tensor) -> Tensor:
+        shape, need = local_part(name, full.shape, self._config, self._group)
+        matrix = full.reshape(matrix_shape(full.shape))
+        return matrix[_numbers(need.rows)][:, slice(*need.columns)].reshape(shape)
+
+    def rows(self, name: str, full: FusedRows) -> FusedRows:
+        """Of a matrix, or of one expert of a layer's; a packed head stays whole."""
+        if name == "output.weight":
+            return full
+        size = sum(part.num_rows for part in full.parts), full.parts[0].columns
+        if name.endswith(_EXPERTS):
+            dim = _SHARDED[name.rpartition("mlp.")[2]] - 1
+            offsets, sizes = shard_box(size, [(dim, self._group.size, self._group.rank)])
+            need = box_need(size, offsets, sizes)
+        else:
+            _, need = local_part(name, size, self._config, self._group)
+        columns = full if need.columns == Span(0, size[1]) else full.select_columns(*need.columns)
+        return columns if need.rows == (Span(0, size[0]),) else columns.select(_numbers(need.rows))
+
+
+_EXPERTS = ("experts.up_E2FH", "experts.down_EHF")
+
+
+def _numbers(spans: Sequence[Span]) -> Tensor:
+    return torch.cat([torch.arange(span.begin, span.end) for span in spans])
+
+
+def is_quantized(folder: Path) -> bool:
+    return gguf_file(folder) is not None or packed_reader(read_config(folder)) is not None
+
+
 def is_sharded(model: Transformer) -> bool:
     """Whether `load_shard` made it."""
-    out = model.blocks["0"].attention.out
-    return bool(out.weight.shape[1] != out.in_features)
+    config, out = model.config, model.blocks["0"].attention.out
+    columns = out.weight.parts[0].columns if isinstance(out, PackedLinear) else out.weight.shape[1]
+    return bool(columns != config.heads * (config.head_dim if config.mla is None else config.mla.v_dim))
 
 
 def local_part(name: str, shape: Sequence[int], config: ModelConfig, group: Group) -> tuple[tuple[int, ...], Need]:

@@ -85,7 +85,7 @@ class StepReceiver:
             return None
         header, arrays = PREFIX.unpack(prefix)
         body = _received(self._sock, header + arrays)
-        return None if body is None else decode(body[:header], memoryview(body)[header:])
+        return None if body is None else decode(memoryview(body)[:header], memoryview(body)[header:])
 
     def close(self) -> None:
         self._sock.close()

@@ -23,7 +23,9 @@ from armillary.engine.runner.step_channel import RankGone, StepReceiver, StepSen
 from armillary.engine.scheduler.decision import Decision
 from armillary.errors import BadLayout
 from armillary.kernels.delta.delta_rows import DeltaWeights
-from armillary.model.moe.experts import MixtureOfExperts
+from armillary.model.moe.experts import Experts, MixtureOfExperts
+from armillary.model.moe.packed_experts import PackedExperts
+from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.weights.adapter_folder import Adapter, read_adapter
 from armillary.parallel.collectives import Group, all_gather, all_reduce
 from armillary.parallel.world import World
@@ -116,9 +118,18 @@ def _shard_rest(layer: Layer, config: ModelConfig, group: Group) -> None:
         return
     for summed in (layer.out, layer.down):
         if summed is not None:
-            _plain(summed).bias = None
-    if layer.mixture is not None and layer.mixture.experts.down_bias_EH is not None:
-        layer.mixture.experts.down_bias_EH.data.zero_()
+            assert isinstance(summed, Dense | PackedLinear)
+            summed.bias = None
+    if layer.mixture is not None:
+        _drop_bias(layer.mixture.experts)
+
+
+def _drop_bias(experts: Experts | PackedExperts) -> None:
+    if isinstance(experts, PackedExperts):
+        for linear in experts.down:
+            linear.bias = None
+    elif experts.down_bias_EH is not None:
+        experts.down_bias_EH.data.zero_()
 
 
 def _shard_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
@@ -174,9 +185,12 @@ def _shard_mixture(mixture: MixtureOfExperts, group: Group) -> None:
 
 
 def _shard_head(head: LinearFn, vocab: int, group: Group, *, loaded: bool) -> LinearFn:
-    """Vocabulary-parallel logits, all-gathered; a tied weight stays unsharded on each rank."""
+    """Vocabulary-parallel logits, all-gathered; a tied weight stays unsharded on each rank. A packed head is not
+    sharded."""
     model: Any = getattr(head, "__self__", None)
     assert model is not None, "the head is the model's own"
+    if isinstance(model.output or model.embedding, PackedLinear | PackedEmbedding):
+        return head
     weight, bias = model.head_weights()
     share = -(-vocab // group.size)
     local_rows = slice(group.rank * share, min(vocab, (group.rank + 1) * share))

@@ -106,8 +106,8 @@ def _work(case: LoraCase) -> OpWork:
 
 def _small(case: LoraCase) -> LoraCase:
     if case.device == "cpu":
-        sizes = {"rows": min(case.rows, 32), "outputs": min(case.outputs, 96), "inputs": min(case.inputs, 64)}
-        return replace(case, slots=min(case.slots, 6), **sizes)
+        few = replace(case, rows=min(case.rows, 32), slots=min(case.slots, 6))
+        return replace(few, outputs=min(case.outputs, 96), inputs=min(case.inputs, 64))
     return replace(case, rows=rows_to_check(case, case.rows, case.inputs + case.outputs))
 
 

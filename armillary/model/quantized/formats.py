@@ -21,13 +21,36 @@ Rows = dict[str, Tensor]  # each [n, …]
 class Format(Protocol):
     """Formats that compare equal can be joined by rows."""
 
+    @property
+    def divisible(self) -> bool:
+        """Whether adjacent columns can be taken from its tensors, each in proportion."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """Columns that are stored together."""
+        ...
+
     def dequantise(self, rows: Rows) -> Tensor:
         """[n, K] in the dtype that the format's own package computes in."""
         ...
 
 
 @dataclass(frozen=True)
-class Plain:
+class _Divisible:
+    """A format of which adjacent columns can be taken."""
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    @property
+    def block(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Plain(_Divisible):
     """Floats, for a part of a fused weight that is not quantized."""
 
     def dequantise(self, rows: Rows) -> Tensor:
@@ -35,7 +58,7 @@ class Plain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntGroups:
+class IntGroups(_Divisible):
     """(code - zero) · scale: unsigned codes of 4 or 8 bits, a scale (and zero) per row and `group` of columns."""
 
     bits: int
@@ -55,7 +78,7 @@ class IntGroups:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8:
+class Fp8(_Divisible):
     """E4M3 codes with a scale per row and `group` of columns."""
 
     group: int
@@ -66,7 +89,7 @@ class Fp8:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp4:
+class Fp4(_Divisible):
     """E2M1 codes in groups of columns. MXFP4: a power of two per 32. NVFP4: an E4M3 scale per 16, divided by one fp32
     number per tensor."""
 
@@ -84,7 +107,7 @@ class Fp4:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lookup4Bit:
+class Lookup4Bit(_Divisible):
     """bitsandbytes' nf4 and fp4: codes into a table of 16, high nibble first, times the largest of each block. Where
     those maxima are quantized too (`nested`): a table of 256, times a second maximum, plus an offset."""
 
@@ -93,6 +116,11 @@ class Lookup4Bit:
     nested_offset: float = 0.0
     table: tuple[float, ...] = ()
     nested_table: tuple[float, ...] = ()
+
+    @property
+    def divisible(self) -> bool:
+        """Nested maxima are numbered from the first of the row."""
+        return not self.nested_block
 
     def dequantise(self, rows: Rows) -> Tensor:
         codes = rows["codes"]
@@ -110,7 +138,7 @@ class Lookup4Bit:
 
 
 @dataclass(frozen=True)
-class Int8Rows:
+class Int8Rows(_Divisible):
     """bitsandbytes' int8: codes times the largest of each row over 127."""
 
     def dequantise(self, rows: Rows) -> Tensor:

@@ -22,6 +22,14 @@ class GgufBlocks:
 
     kind: str
 
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    @property
+    def block(self) -> int:
+        return BLOCKS[self.kind][0]
+
     def dequantise(self, rows: Rows) -> Tensor:
         raw = rows["blocks"]
         if self.kind in _FLOATS:

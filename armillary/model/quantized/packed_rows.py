@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from armillary.errors import BadLayout
 from armillary.model.quantized.formats import Format, Plain, Rows
 
 Join = Callable[[Sequence[Tensor]], Tensor]  # of `hf_layout`: permutes rows, never changes what is in them
@@ -32,6 +33,30 @@ class PackedRows:
 
     def select(self, rows: slice | Tensor) -> "PackedRows":
         return replace(self, rows={name: tensor[rows] for name, tensor in self.rows.items()})
+
+    def select_columns(self, begin: int, end: int) -> "PackedRows":
+        """Some adjacent columns; BadLayout where that would divide a group of columns that share a scale, or where
+        columns are stored in another order."""
+        rows = {name: self._of_columns(tensor, begin, end) for name, tensor in self.rows.items()}
+        if self.order_K is not None or any(tensor is None for tensor in rows.values()) or not self.format.divisible:
+            raise BadLayout(
+                f"weights of {self.columns} packed inputs are not divided at {begin} and {end}: columns that share a "
+                "scale stay together; take fewer ranks"
+            )
+        kept = {name: tensor for name, tensor in rows.items() if tensor is not None}
+        return replace(self, rows=kept, columns=end - begin)
+
+    def _of_columns(self, tensor: Tensor, begin: int, end: int) -> Tensor | None:
+        """A tensor has a number per row, or one per so many columns."""
+        width = tensor.shape[1] if tensor.dim() > 1 else 1
+        if width == 1:
+            return tensor
+        together = self.format.block
+        if together == 1:
+            together = self.columns // width
+        if (self.columns % width and self.format.block == 1) or begin % together or end % together:
+            return None
+        return tensor[:, begin * width // self.columns : end * width // self.columns].clone()
 
     def stored_order(self) -> Tensor:
         """[N, K], columns as they are stored."""
@@ -62,6 +87,25 @@ class FusedRows:
 
     parts: tuple[PackedRows, ...]
     order_N: Tensor | None = None  # row n of the fused matrix is row order_N[n] of the parts above each other
+
+    def select(self, rows: Tensor) -> "FusedRows":
+        """Some rows of the fused matrix."""
+        if self.order_N is None and len(self.parts) == 1:
+            return FusedRows(parts=(self.parts[0].select(rows),))
+        begins = [0]
+        for part in self.parts:
+            begins.append(begins[-1] + part.num_rows)
+        wanted = rows if self.order_N is None else self.order_N[rows].long()
+        parts, order, at = [], torch.empty(len(wanted), dtype=torch.int32), 0
+        for part, begin, end in zip(self.parts, begins, begins[1:], strict=False):
+            here = (wanted >= begin) & (wanted < end)
+            parts.append(part.select(wanted[here] - begin))
+            order[here] = torch.arange(at, at + int(here.sum()), dtype=torch.int32)
+            at += int(here.sum())
+        return FusedRows(parts=tuple(parts), order_N=order)
+
+    def select_columns(self, begin: int, end: int) -> "FusedRows":
+        return replace(self, parts=tuple(part.select_columns(begin, end) for part in self.parts))
 
     @property
     def nbytes(self) -> int:

@@ -19,10 +19,11 @@ from torch import Tensor
 from armillary.errors import BadInput
 from armillary.model.weights.hf_layout import Rule, rules
 from armillary.spec.model import ModelConfig
+from armillary.store.adapter_folders import ADAPTER_CONFIG as CONFIG
 
 # r rank, P parts of a projection, R = P·r, K inputs, N outputs
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 ADAPTED = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 """modules of a block that may have adapters"""
 _PREFIX = "base_model.model."
@@ -117,14 +118,6 @@ def read_adapter(folder: Path | str, config: ModelConfig, *, max_rank: int) -> A
             "merge them into the model, or train on attention and dense MLPs only"
         )
     return Adapter(folder=folder, rank=rank, modules=modules)
-
-
-def adapter_folders(folder: Path | str) -> dict[str, Path]:
-    """Name -> folder of each adapter in a folder of adapters."""
-    found = {path.parent.name: path.parent for path in sorted(Path(folder).glob(f"*/{CONFIG}"))}
-    if not found:
-        raise BadInput(f"{folder} has no adapters; serve.adapters is a folder with one subfolder per adapter")
-    return found
 
 
 def _hf_modules(rule: Rule) -> Iterator[str]:

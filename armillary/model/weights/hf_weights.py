@@ -22,7 +22,7 @@ from armillary.model.weights.gguf_weights import GgufTensors
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, is_of_mtp_layer, rules
 from armillary.model.weights.host_to_device import Sender
 from armillary.model.weights.kv_ranges import SCALES, read_kv_ranges
-from armillary.model.weights.packed_weights import Keep, PackedFolder, load_packed
+from armillary.model.weights.packed_weights import WHOLE, Keep, PackedFolder, Shard, load_packed
 from armillary.model.weights.safetensors_folder import StoredTensor, TensorFolder
 from armillary.model.weights.safetensors_writer import copy_alongside, refuse_foreign, write_shards
 from armillary.spec.hf.config import from_hf, to_hf
@@ -44,9 +44,11 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     packed: Keep = False,
+    shard: Shard = WHOLE,
 ) -> Transformer:
     """The model of a Hugging Face folder, or of its address in a store; `dtype` None keeps the folder's own. Quantized
-    weights stay `packed`, frozen, or are dequantised to the dtype. A GGUF file is a folder too."""
+    weights stay `packed`, frozen, or are dequantised to the dtype. A GGUF file is a folder too. With a `shard`, for
+    quantized folders, only a rank's part of each weight stays in memory."""
     if is_gguf(folder):
         folder = gguf_folder(Path(folder))
     folder = local_files(str(folder)) if is_url(str(folder)) else Path(folder)
@@ -56,7 +58,8 @@ def load_model(
     if (file := gguf_file(folder)) is not None:
         tensors = GgufTensors(file, config)
         contents = PackedFolder(config, tensors, tensors.read_module)
-        return load_packed(contents, dtype=wanted or torch.float16, device=device, keep=packed, progress=progress)
+        dtype = wanted or torch.float16
+        return load_packed(contents, dtype=dtype, device=device, keep=packed, progress=progress, shard=shard)
     read_module = packed_reader(raw)
     with TensorFolder(folder) as stored:
         if read_module is None or config.tied or stored.is_plain(HEAD):
@@ -64,7 +67,7 @@ def load_model(
         if read_module is not None:
             contents = PackedFolder(config, stored, read_module)
             dtype = wanted or torch.bfloat16
-            model = load_packed(contents, dtype=dtype, device=device, keep=packed, progress=progress)
+            model = load_packed(contents, dtype=dtype, device=device, keep=packed, progress=progress, shard=shard)
         else:
             model = build(config, dtype=wanted or stored.dtype(), device=device)
             fill(model, stored, progress)

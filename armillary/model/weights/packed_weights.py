@@ -44,6 +44,30 @@ Keep = Literal[True, False, "dense"]
 """which weights stay packed: all, none, or those of the dense linear layers of blocks"""
 
 
+class Shard(Protocol):
+    """A rank's part of every weight, by its name."""
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]: ...
+    def tensor(self, name: str, full: Tensor) -> Tensor: ...
+    def rows(self, name: str, full: FusedRows) -> FusedRows: ...
+
+
+class _Whole:
+    """All of them."""
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def tensor(self, name: str, full: Tensor) -> Tensor:
+        return full
+
+    def rows(self, name: str, full: FusedRows) -> FusedRows:
+        return full
+
+
+WHOLE: Shard = _Whole()
+
+
 class Tensors(Protocol):
     """A `TensorFolder`, or another store of tensors under Hugging Face names."""
 
@@ -144,26 +168,29 @@ def load_packed(
     device: torch.device | str,
     keep: Keep,
     progress: Progress | None = None,
+    shard: Shard = WHOLE,
 ) -> Transformer:
-    """The model with those packed weights that `keep` says; the others are dequantised to `dtype`."""
+    """The model with those packed weights that `keep` says; the others are dequantised to `dtype`. Of each weight only
+    the `shard` stays; one weight at a time is in memory as a whole."""
     packed = {rule.name for rule in folder.rules if folder.is_packed(rule)}
     still_packed = {name for name in packed if _stays(name, keep)}
-    refuse_too_big(folder.config.name, folder.folder.total_bytes(), torch.device(device))
-    model = _empty(folder.config, still_packed, dtype, torch.device(device))
+    if shard is WHOLE:
+        refuse_too_big(folder.config.name, folder.folder.total_bytes(), torch.device(device))
+    model = _empty(folder.config, still_packed, dtype, torch.device(device), shard)
     tensors = _tensors(model)
     experts: dict[str, list[FusedRows]] = {}
     for i, rule in enumerate(folder.rules):
         if rule.name not in packed:
-            tensors[rule.name].copy_(folder.plain(rule))
+            tensors[rule.name].copy_(shard.tensor(rule.name, folder.plain(rule)))
         elif rule.name not in still_packed:
-            tensors[rule.name].copy_(folder.dequantised(rule))
+            tensors[rule.name].copy_(shard.tensor(rule.name, folder.dequantised(rule)))
         elif rule.name == "embedding.weight":
             (weight,) = folder.packed(rule)
             model.embedding = PackedEmbedding(weight.to(torch.device(device)), dtype)  # type: ignore[assignment]
         elif rule.name.endswith(_EXPERTS):
-            experts[rule.name] = _per_expert(folder, rule)
+            experts[rule.name] = [shard.rows(rule.name, each) for each in _per_expert(folder, rule)]
         else:
-            _set_linear(model, rule.name, join_rows(rule.join, folder.packed(rule)))
+            _set_linear(model, rule.name, shard.rows(rule.name, join_rows(rule.join, folder.packed(rule))))
         if progress:
             progress(i + 1, len(folder.rules))
     for path in sorted({name.rpartition(".")[0] for name in experts}):
@@ -178,10 +205,16 @@ def _stays(name: str, keep: Keep) -> bool:
     return keep is True or (name.startswith("blocks.") and not name.endswith(_EXPERTS))
 
 
-def _empty(config: ModelConfig, packed: set[str], dtype: torch.dtype, device: torch.device) -> Transformer:
+def _empty(
+    config: ModelConfig, packed: set[str], dtype: torch.dtype, device: torch.device, shard: Shard
+) -> Transformer:
     """A model with memory for all but its packed weights."""
     with torch.device("meta"):
         model = Transformer(config)
+        for name, tensor in [] if shard is WHOLE else list(model.named_parameters()):
+            module, _, last = name.rpartition(".")
+            empty = torch.empty(shard.shape(name, tensor.shape))
+            setattr(model.get_submodule(module), last, nn.Parameter(empty, requires_grad=False))
         for name in packed:
             module, _, last = name.rpartition(".")
             setattr(model.get_submodule(module), last, nn.Parameter(torch.empty(0), requires_grad=False))

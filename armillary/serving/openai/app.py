@@ -20,6 +20,7 @@ from armillary.serving.http.api_keys import REFUSAL, ApiKeys
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.problem import Problem, bad_request
 from armillary.serving.http.server import Say
+from armillary.serving.openai.adapter_api import load_adapter, unload_adapter
 from armillary.serving.openai.chat import chat, chat_prompt
 from armillary.serving.openai.completions import complete
 from armillary.serving.openai.embeddings import embed
@@ -144,6 +145,8 @@ class Api:
             "/v1/embeddings": partial(self._generate, EmbeddingRequest, embed, "embedding", writer=PooledWriter),
             "/v1/rerank": partial(self._generate, RerankRequest, rerank, "rerank", writer=PooledWriter),
             "/v1/score": partial(self._generate, ScoreRequest, score, "score", writer=PooledWriter),
+            "/v1/load_lora_adapter": partial(self._adapter, load_adapter),
+            "/v1/unload_lora_adapter": partial(self._adapter, unload_adapter),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -198,10 +201,11 @@ class Api:
         begin, generation, status = time.monotonic(), None, 500
         refuse_priority(body, self.served.serve)
         self._check_admission()
-        served = self.served  # the model of this request, also where another one replaces it meanwhile
+        base = self.served  # the model of this request, also where another one replaces it meanwhile
         self.metrics.inflight += 1
-        self._users[id(served)] += 1
+        self._users[id(base)] += 1
         try:
+            served = base.named(body.model)
             generation, formatter = await start(served, body, begin)
             response = writer(connection, generation, formatter, self.metrics, kind=kind, model=served.name)
             await response.send(body)
@@ -213,7 +217,7 @@ class Api:
             raise
         finally:
             self.metrics.inflight -= 1
-            self._users[id(served)] -= 1
+            self._users[id(base)] -= 1
             if self.tracing is not None:
                 self.tracing.record(connection, kind, generation, begin, connection.status or status)
 
@@ -267,11 +271,15 @@ class Api:
     # --- the model and its tokenizer
 
     async def _models(self, connection: AsgiConnection) -> None:
-        await connection.json(200, {"object": "list", "data": [self.served.card()]})
+        await connection.json(200, {"object": "list", "data": self.served.cards()})
 
     async def _model(self, connection: AsgiConnection) -> None:
-        self.served.check_name(connection.path.removeprefix("/v1/models/") or "(none)")
-        await connection.json(200, self.served.card())
+        name = connection.path.removeprefix("/v1/models/") or "(none)"
+        self.served.check_name(name)
+        await connection.json(200, next(card for card in self.served.cards() if card["id"] == name))
+
+    async def _adapter(self, change: Any, connection: AsgiConnection) -> None:
+        await change(self.served, connection, self._bodies)
 
     async def _tokenize(self, connection: AsgiConnection) -> None:
         body, served = await self._body(connection, TokenizeRequest), self.served

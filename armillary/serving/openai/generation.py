@@ -93,7 +93,7 @@ class Generation:
         self.cached_tokens = 0
         self.shown = True  # false: a token is generated only for the prompt's log-probabilities, and is not counted
         self.finished: set[int] = set()
-        self._engine = served.engine
+        self._engine, self._adapter = served.engine, served.adapter
         self._numbers: list[int] = []
 
     def send(self) -> None:
@@ -109,6 +109,7 @@ class Generation:
                     timeout_s=request.timeout_s,
                     priority=request.priority,
                     salt=request.salt,
+                    adapter=self._adapter,
                 )
             )
 

@@ -18,6 +18,8 @@ _BODIES = {
     "/v1/embeddings": pooling_request.EmbeddingRequest,
     "/v1/rerank": pooling_request.RerankRequest,
     "/v1/score": pooling_request.ScoreRequest,
+    "/v1/load_lora_adapter": schemas.LoadAdapterRequest,
+    "/v1/unload_lora_adapter": schemas.UnloadAdapterRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
 }
@@ -33,6 +35,7 @@ _ERROR = object_schema({"error": object_schema(_ERROR_FIELDS)})
 _STATUSES = {
     400: "the request cannot be served as it is",
     401: "the API key is missing or wrong",
+    403: "the server's recipe does not allow it",
     404: "no such model",
     408: "the body arrived too slowly, or the request took longer than timeout_s",
     413: "the body is too large",
@@ -49,7 +52,9 @@ _USAGE = {
 
 
 _SCORED = {"data": {"type": "array"}, "model": {"type": "string"}, "usage": _USAGE}
-_COMPLETE = ("/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v1/score")
+_ADAPTER_CHANGED = object_schema({"status": {"type": "string"}, "lora_name": {"type": "string"}})
+_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_COMPLETE = ("/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v1/score", *_ADAPTERS)
 """paths whose responses are never streamed"""
 
 
@@ -79,6 +84,8 @@ def document() -> dict[str, Any]:
             object_schema({"id": {"type": "string"}, "results": {"type": "array"}, "usage": _USAGE}),
         ),
         "/v1/score": ("How well pairs of texts fit", object_schema({"id": {"type": "string"}} | _SCORED)),
+        "/v1/load_lora_adapter": ("Load a LoRA adapter", _ADAPTER_CHANGED),
+        "/v1/unload_lora_adapter": ("Forget a LoRA adapter", _ADAPTER_CHANGED),
         "/tokenize": (
             "Token ids of a text or a conversation",
             object_schema({"tokens": _INTEGERS, "count": {"type": "integer"}, "max_model_len": {"type": "integer"}}),

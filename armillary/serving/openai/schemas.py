@@ -280,6 +280,20 @@ class ChatRequest(SamplingFields, kw_only=True):
     """ours: variables for the chat template"""
 
 
+class LoadAdapterRequest(Struct, kw_only=True):
+    """Body of /v1/load_lora_adapter, as vLLM's."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """a folder on the server's machine"""
+
+
+class UnloadAdapterRequest(Struct, kw_only=True):
+    """Body of /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class TokenizeRequest(Struct, kw_only=True):
     """Body of /tokenize: a prompt, or a conversation."""
 

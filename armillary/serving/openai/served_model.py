@@ -1,6 +1,6 @@
 """The served model: its name, tokenizer, engine and limits."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from armillary.model.generation_config import SamplingDefaults
@@ -28,6 +28,7 @@ class ServedModel:
     hidden: int = 0  # numbers of an embedding
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = 0
+    adapter: str = ""  # the engine's key of the LoRA adapter that `name` stands for
 
     @property
     def max_model_len(self) -> int:
@@ -36,10 +37,21 @@ class ServedModel:
 
     def check_name(self, name: Any) -> None:
         """Problem 404 where a request names another model."""
-        if name and name != self.name:
-            raise Problem(
-                404, f"no model '{name}' on this server; use '{self.name}'", param="model", code="model_not_found"
-            )
+        if name and name != self.name and name not in self.engine.adapters.loaded:
+            others = "".join(f" or '{other}'" for other in list(self.engine.adapters.loaded)[:3])
+            text = f"no model '{name}' on this server; use '{self.name}'{others}"
+            raise Problem(404, text, param="model", code="model_not_found")
+
+    def named(self, name: Any) -> "ServedModel":
+        """This model, or with the LoRA adapter of that name."""
+        adapter = None if not name or name == self.name else self.engine.adapters.loaded.get(name)
+        return self if adapter is None else replace(self, name=str(name), adapter=adapter.key)
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The entries of /v1/models: the model and its adapters."""
+        own = self.card()
+        adapters = self.engine.adapters.loaded.items()
+        return [own, *(own | {"id": name, "root": str(each.folder), "parent": self.name} for name, each in adapters)]
 
     def card(self) -> dict[str, Any]:
         """Its entry of /v1/models."""

@@ -15,9 +15,11 @@ from typing import Any, Literal
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import ArmillaryError, BadInput
 from armillary.serving.http.problem import Problem, bad_request
+from armillary.serving.processes.adapter_client import AdapterClient
 from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,
     Abort,
+    AdapterResult,
     EngineConfig,
     EngineReady,
     Failed,
@@ -31,6 +33,7 @@ from armillary.serving.processes.request_mailbox import FinishEvent, Mailbox
 from armillary.serving.processes.server_metrics import Metrics
 from armillary.serving.processes.worker_process import exit_text, read_message
 from armillary.spec.tables.serve import Serve
+from armillary.store.adapter_folders import adapter_folders
 
 State = Literal["loading", "ready", "restarting", "down", "stopped"]
 """down: the engine is dead and no restart is in progress"""
@@ -60,7 +63,12 @@ class _InFlight:
 def for_engine(serve: Serve) -> Serve:
     """The engine's settings: the server limits the queue, so the engine accepts every request, and limits only the time
     until a request starts."""
-    return replace(serve, max_waiting=None, max_wait_s=_MAX_WAIT_S if serve.max_wait_s is None else serve.max_wait_s)
+    return replace(
+        serve,
+        adapters="",  # the client names them
+        max_waiting=None,
+        max_wait_s=_MAX_WAIT_S if serve.max_wait_s is None else serve.max_wait_s,
+    )
 
 
 class EngineClient:
@@ -73,6 +81,8 @@ class EngineClient:
         self.retired = False  # another engine serves new requests, and reports its state
         self.started: EngineReady | None = None
         self._ranks = Ranks(ranks)
+        named = adapter_folders(config.serve.adapters) if config.serve.adapters else {}
+        self.adapters = AdapterClient(self._ranks.send, named)
         self._say = say
         self._numbers = count(1)
         self._in_flight: dict[int, _InFlight] = {}
@@ -141,6 +151,7 @@ class EngineClient:
         timeout_s: float | None = None,
         priority: int = 0,
         salt: str = "",
+        adapter: str = "",
     ) -> int:
         """Send a request whose sequences go to `box` as choices from `choice` on; its number, for `abort`."""
         if self.state != "ready" or not self._ranks.alive:
@@ -157,6 +168,7 @@ class EngineClient:
                 timeout_s=timeout_s,
                 priority=priority,
                 salt=salt,
+                adapter=adapter,
             )
         )
         return number
@@ -201,7 +213,8 @@ class EngineClient:
         """Start the engine, read its messages, and restart it when it ends."""
         assert self._first_start is not None, "the client is started once"
         while not (self._first_start.done() and self._first_start.exception()):
-            config = replace(self.config, serve=for_engine(self.config.serve))
+            adapters = self.adapters.for_engine
+            config = replace(self.config, serve=for_engine(self.config.serve), adapters=adapters)
             self._liveness.heard()
             if self.state == "down":
                 self.state = "restarting"
@@ -231,6 +244,7 @@ class EngineClient:
         self.metrics.restarts += 1
         self._say(f"the engine ended ({how}); {len(self._in_flight)} requests failed; restarting it")
         self._fail_all("the engine failed while it worked on this request; try again")
+        self.adapters.engine_lost()
         if self._failures >= _FAILED_STARTS:
             self._why_down = f"the engine ended ({how}) and failed to restart {self._failures} times in a row"
             self.state = "down"
@@ -279,15 +293,23 @@ class EngineClient:
     def _take(self, message: Any) -> None:
         if isinstance(message, StepOutput):
             self._take_output(message)
+        elif isinstance(message, AdapterResult):
+            self.adapters.take(message)
         elif isinstance(message, Refused):
             request = self._forget(message.number)
             if request is not None:
                 request.box.fail(self._refusal(message))
         elif isinstance(message, EngineReady):
             self.started, self.state = message, "ready"
+            lost = self.adapters.forget(message.lost_adapters)
             if self._first_start is not None and not self._first_start.done():
-                self._first_start.set_result(message)
+                if lost:
+                    self._first_start.set_exception(BadInput(lost[0]))
+                else:
+                    self._first_start.set_result(message)
             else:
+                for line in lost:
+                    self._say(line)
                 self._say(f"the engine is ready again after {dict(message.phases)['in all']:.1f} s")
         elif isinstance(message, Failed):
             why = message.message if message.by_user else f"the engine cannot start ({message.message}); report this"

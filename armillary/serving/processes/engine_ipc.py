@@ -39,6 +39,8 @@ class EngineConfig:
     asked_at: float = 0.0
     gauges: Path | None = None
     model_code: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, str], ...] = ()
+    """key and folder of LoRA adapters that are loaded before the engine is ready"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,31 @@ class Submit:
     timeout_s: float | None
     priority: int = 0
     salt: str = ""
+    adapter: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadAdapter:
+    """Load a LoRA adapter under a new key; answered by an `AdapterResult` of the same number."""
+
+    number: int
+    key: str
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnloadAdapter:
+    """Forget an adapter."""
+
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterResult:
+    """An adapter is loaded, or why it is not."""
+
+    number: int
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +99,8 @@ class EngineReady:
     kv_text: str
     phases: list[tuple[str, float]]
     notes: tuple[str, ...] = ()
+    lost_adapters: dict[str, str] = field(default_factory=dict)
+    """key -> why, of adapters that could not be loaded"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import time
 import traceback
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from armillary.engine.engine_thread import EngineThread
@@ -22,17 +23,20 @@ from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.telemetry.gauges import GaugeLog
-from armillary.errors import ArmillaryError, Overloaded
+from armillary.errors import ArmillaryError, BadInput, Overloaded
 from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,
     Abort,
+    AdapterResult,
     EngineConfig,
     EngineReady,
     Failed,
+    LoadAdapter,
     OutputSender,
     Refused,
     SendQueue,
     Submit,
+    UnloadAdapter,
 )
 from armillary.serving.processes.grammar_queue import GrammarQueue
 from armillary.serving.processes.grammar_sandbox import GrammarSandbox
@@ -84,8 +88,9 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
         )
         phases.append(("in all", time.time() - config.asked_at))
         if world.is_main:
+            lost = _load_adapters(llm, config.adapters)
             worker = _start(llm, send_queue)
-            send_queue.send(_started(llm, phases))
+            send_queue.send(_started(llm, phases, lost))
             receiver = RequestReceiver(llm, worker, send_queue)
             for message in inbox:
                 receiver.take(message)
@@ -132,7 +137,19 @@ def _watch(worker: EngineThread) -> None:
     os._exit(1 if worker.failure else 0)
 
 
-def _started(llm: LLM, phases: list[tuple[str, float]]) -> EngineReady:
+def _load_adapters(llm: LLM, adapters: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """Key -> error of those that cannot be loaded."""
+    table, lost = llm.engine.adapters, {}
+    assert table is not None
+    for key, folder in adapters:
+        try:
+            table.add(key, table.read(folder))
+        except BadInput as error:
+            lost[key] = str(error)
+    return lost
+
+
+def _started(llm: LLM, phases: list[tuple[str, float]], lost: dict[str, str]) -> EngineReady:
     settings, cache = llm.engine.scheduler.settings, llm.engine.scheduler.cache
     return EngineReady(
         max_model_len=settings.max_model_len,
@@ -140,6 +157,7 @@ def _started(llm: LLM, phases: list[tuple[str, float]]) -> EngineReady:
         kv_tokens=cache.num_blocks // len(cache.groups) * cache.block_tokens,
         kv_text=llm.plan.text((settings.max_model_len,)).splitlines()[0],
         notes=llm.notes,
+        lost_adapters=lost,
     )
 
 
@@ -148,12 +166,18 @@ class RequestReceiver:
 
     def __init__(self, llm: LLM, worker: EngineThread, send_queue: SendQueue) -> None:
         self._worker, self._send_queue = worker, send_queue
+        self._adapters = llm.engine.adapters
         sandbox = GrammarSandbox(Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab))
         self._grammars = GrammarQueue(llm.structures, sandbox, self._submit, self._refuse)
 
-    def take(self, message: Submit | Abort) -> None:
+    def take(self, message: Submit | Abort | LoadAdapter | UnloadAdapter) -> None:
         """In the thread that reads the socket."""
-        if isinstance(message, Abort):
+        if isinstance(message, LoadAdapter):
+            threading.Thread(target=self._load, args=(message,), name="adapter", daemon=True).start()
+        elif isinstance(message, UnloadAdapter):
+            assert self._adapters is not None
+            self._worker.between_steps(partial(self._adapters.remove, message.key))
+        elif isinstance(message, Abort):
             if message.index is None:
                 self._grammars.discard(message.number)
             self._worker.abort(str(message.number), message.index)
@@ -161,6 +185,25 @@ class RequestReceiver:
             self._submit(message)
         else:
             self._grammars.take(message)
+
+    def _load(self, message: LoadAdapter) -> None:
+        """In a thread: read an adapter, and write it into its slot between two steps."""
+        table = self._adapters
+        assert table is not None
+
+        def add() -> None:
+            try:
+                table.add(message.key, adapter)
+                self._send_queue.send(AdapterResult(number=message.number))
+            except BadInput as error:
+                self._send_queue.send(AdapterResult(number=message.number, error=str(error)))
+
+        try:
+            adapter = table.read(message.folder)
+        except BadInput as error:
+            self._send_queue.send(AdapterResult(number=message.number, error=str(error)))
+        else:
+            self._worker.between_steps(add)
 
     def _submit(self, message: Submit, maker: MakeConstraint | None = None) -> None:
         request = Request(
@@ -170,6 +213,7 @@ class RequestReceiver:
             timeout_s=message.timeout_s,
             priority=message.priority,
             salt=message.salt,
+            adapter=message.adapter,
         )
         try:
             self._worker.submit(request, constraint=maker)

@@ -109,6 +109,9 @@ class Serve:
     """server: how /v1/rerank and /v1/score compare texts: by the cosine of their embeddings, or by the probability that
     the model says yes to both, as Qwen3-Reranker does; auto: yes_no where the model's name has "rerank" and it has no
     modules.json"""
+    runtime_adapters: bool = False
+    """server: clients may load and unload LoRA adapters (/v1/load_lora_adapter), from any folder that the server can
+    read: for trusted clients only"""
     generation_config: Literal["auto", "none"] = "auto"
     """sampling parameters that a request leaves out; auto: from the model's generation_config.json; none: neutral
     ones"""

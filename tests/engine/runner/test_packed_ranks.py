@@ -1,0 +1,80 @@
+"""Packed weights over ranks: each keeps its rows or columns as they are stored, and two give the tokens of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from armillary.engine.llm import LLM
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.sharded_weights import RankShard, load_shard
+from armillary.errors import BadLayout
+from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
+from armillary.model.weights.hf_weights import load_model
+from armillary.parallel.collectives import Group
+from armillary.parallel.world import join_world
+from armillary.spec.tables.serve import Serve
+from tests.model.quantized.folders import FOLDERS, tiny_llama
+from tests.ranks import Ranks
+
+TABLE = Serve(block_tokens=4, kv_bytes=200_000, max_running=4, dtype="fp32")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [10, 11], [20, 21, 22, 23]]
+FORMATS = ("int4 groups with zeros", "fp8 per row", "int8 per row", "mxfp4", "nvfp4", "fp8 blocks")
+
+
+def written(where: Path, name: str) -> Path:
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    wide |= {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} if name == "fp8 blocks" else {}
+    return FOLDERS[name](where / name.replace(" ", "-"), tiny_llama(attention_bias=True, **wide))
+
+
+def together(folders: list[str]) -> list[list[list[int]]]:
+    found = []
+    with join_world("cpu") as world:
+        for folder in folders:
+            with LLM(folder, TABLE, world=world) as llm:
+                if world.rank:
+                    llm.follow()
+                else:
+                    found.append([made.tokens for made in llm.generate(PROMPTS, GREEDY)])
+    return found
+
+
+def test_two_ranks_give_the_tokens_of_one(ranks: Ranks, tmp_path: Path) -> None:
+    folders = [str(written(tmp_path, name)) for name in FORMATS]
+    found = ranks.run(2, together, folders)[0]
+    for name, folder, tokens in zip(FORMATS, folders, found, strict=True):
+        alone = LLM(folder, TABLE, device="cpu").generate(PROMPTS, GREEDY)
+        assert tokens == [made.tokens for made in alone], name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_rank_holds_half_of_the_packed_weights(name: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, name)
+    whole = load_model(folder, packed=True)
+    for rank in range(2):
+        group = Group(name="", size=2, rank=rank)
+        part = load_shard(
+            folder, whole.config, dtype=torch.float32, device=torch.device("cpu"), group=group, machines=()
+        )
+        assert len(packed_modules(part)) == len(packed_modules(whole)) == 8
+        packed, full = (sum(module.weight.nbytes for module in packed_modules(each)) for each in (part, whole))
+        assert packed <= 0.56 * full, "scales per row of a divided input stay whole"
+        assert loaded_bytes(part) < loaded_bytes(whole)
+        down = whole.blocks["0"].mlp.down.weight.dequantised()
+        half = down.shape[1] // 2
+        mine = part.blocks["0"].mlp.down.weight.dequantised()
+        assert torch.equal(mine, down[:, rank * half : (rank + 1) * half])
+        up = whole.blocks["1"].mlp.up.weight.dequantised()
+        own = slice(rank * len(up) // 2, (rank + 1) * len(up) // 2)
+        assert torch.equal(part.blocks["1"].mlp.up.weight.dequantised(), up[own])
+
+
+def test_columns_that_share_a_scale_stay_together(tmp_path: Path) -> None:
+    folder = FOLDERS["int4 groups with zeros"](tmp_path / "m", tiny_llama(head_dim=8))  # a group is all of a rank's half
+    config = load_model(folder, packed=True).config
+    with pytest.raises(BadLayout, match="columns that share a scale stay together; take fewer ranks"):
+        load_model(folder, packed=True, shard=RankShard(config, Group(name="", size=4, rank=0)))
