@@ -50,8 +50,8 @@ def load_shard(
     machines: Sequence[str],
     progress: Progress | None = None,
 ) -> Transformer:
-    """A model whose weights are this rank's shards, for `tensor_parallel.shard`; all ranks call this together. Quantized
-    weights stay packed: each rank reads all of them, one at a time, and keeps its part."""
+    """A model whose weights are this rank's shards, for `tensor_parallel.shard`; all ranks call this together.
+    Quantized weights stay packed: each rank reads all of them, one at a time, and keeps its part."""
     if is_quantized(Path(folder)):
         shard = RankShard(config, group)
         return load_model(folder, dtype=dtype, device=device, packed=True, shard=shard, progress=progress)

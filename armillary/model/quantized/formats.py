@@ -27,7 +27,7 @@ class Format(Protocol):
         ...
 
     @property
-    def block(self) -> int:
+    def together(self) -> int:
         """Columns that are stored together."""
         ...
 
@@ -45,7 +45,7 @@ class _Divisible:
         return True
 
     @property
-    def block(self) -> int:
+    def together(self) -> int:
         return 1
 
 

@@ -27,7 +27,7 @@ class GgufBlocks:
         return True
 
     @property
-    def block(self) -> int:
+    def together(self) -> int:
         return BLOCKS[self.kind][0]
 
     def dequantise(self, rows: Rows) -> Tensor:

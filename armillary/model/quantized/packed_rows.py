@@ -51,10 +51,10 @@ class PackedRows:
         width = tensor.shape[1] if tensor.dim() > 1 else 1
         if width == 1:
             return tensor
-        together = self.format.block
+        together = self.format.together
         if together == 1:
             together = self.columns // width
-        if (self.columns % width and self.format.block == 1) or begin % together or end % together:
+        if (self.columns % width and self.format.together == 1) or begin % together or end % together:
             return None
         return tensor[:, begin * width // self.columns : end * width // self.columns].clone()
 
