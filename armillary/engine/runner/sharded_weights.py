@@ -113,10 +113,9 @@ def is_quantized(folder: Path) -> bool:
 
 
 def is_sharded(model: Transformer) -> bool:
-    """Whether `load_shard` made it."""
-    config, out = model.config, model.blocks["0"].attention.out
-    columns = out.weight.parts[0].columns if isinstance(out, PackedLinear) else out.weight.shape[1]
-    return bool(columns != config.heads * (config.head_dim if config.mla is None else config.mla.v_dim))
+    """Whether `load_shard` made it; packed weights are divided only there."""
+    out = model.blocks["0"].attention.out
+    return isinstance(out, PackedLinear) or bool(out.weight.shape[1] != out.in_features)
 
 
 def local_part(name: str, shape: Sequence[int], config: ModelConfig, group: Group) -> tuple[tuple[int, ...], Need]:
