@@ -9,7 +9,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 def adapter_folders(folder: Path | str) -> dict[str, Path]:
     """Name -> folder of each adapter."""
-    found = {path.parent.name: path.parent for path in sorted(Path(folder).glob(f"*/{ADAPTER_CONFIG}"))}
-    if not found:
+    folders = {path.parent.name: path.parent for path in sorted(Path(folder).glob(f"*/{ADAPTER_CONFIG}"))}
+    if not folders:
         raise BadInput(f"{folder} has no adapters; serve.adapters is a folder with one subfolder per adapter")
-    return found
+    return folders

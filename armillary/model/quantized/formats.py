@@ -27,7 +27,7 @@ class Format(Protocol):
         ...
 
     @property
-    def together(self) -> int:
+    def block_columns(self) -> int:
         """Columns that are stored together."""
         ...
 
@@ -45,7 +45,7 @@ class _Divisible:
         return True
 
     @property
-    def together(self) -> int:
+    def block_columns(self) -> int:
         return 1
 
 

@@ -27,7 +27,7 @@ class GgufBlocks:
         return True
 
     @property
-    def together(self) -> int:
+    def block_columns(self) -> int:
         return BLOCKS[self.kind][0]
 
     def dequantise(self, rows: Rows) -> Tensor:

@@ -43,18 +43,18 @@ class PackedRows:
                 f"weights of {self.columns} packed inputs are not divided at {begin} and {end}: columns that share a "
                 "scale stay together; take fewer ranks"
             )
-        kept = {name: tensor for name, tensor in rows.items() if tensor is not None}
-        return replace(self, rows=kept, columns=end - begin)
+        selected = {name: tensor for name, tensor in rows.items() if tensor is not None}
+        return replace(self, rows=selected, columns=end - begin)
 
     def _of_columns(self, tensor: Tensor, begin: int, end: int) -> Tensor | None:
         """A tensor has a number per row, or one per so many columns."""
         width = tensor.shape[1] if tensor.dim() > 1 else 1
         if width == 1:
             return tensor
-        together = self.format.together
-        if together == 1:
-            together = self.columns // width
-        if (self.columns % width and self.format.together == 1) or begin % together or end % together:
+        step = self.format.block_columns
+        if step == 1:
+            step = self.columns // width
+        if (self.columns % width and self.format.block_columns == 1) or begin % step or end % step:
             return None
         return tensor[:, begin * width // self.columns : end * width // self.columns].clone()
 

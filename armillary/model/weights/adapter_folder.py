@@ -69,15 +69,15 @@ def adapter_shapes(config: ModelConfig) -> list[AdapterShape]:
     """The projections of a model that may have adapters: those of attention, but for projections to and from latents,
     and of MLPs that are no experts."""
     shapes = _weight_shapes(config)
-    found = []
+    read = []
     for rule in rules(config):
         module, _, last = rule.name.rpartition(".")
         if last == "weight" and module.partition("blocks.")[2].partition(".")[2] in ADAPTED and rule.name in shapes:
             weight = torch.empty(shapes[rule.name], device="meta")
             heights = tuple(len(part) for part in rule.split(weight))
             outputs, inputs = weight.shape
-            found.append(AdapterShape(name=module, rule=rule, heights=heights, outputs=outputs, inputs=inputs))
-    return found
+            read.append(AdapterShape(name=module, rule=rule, heights=heights, outputs=outputs, inputs=inputs))
+    return read
 
 
 def _weight_shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -148,21 +148,21 @@ def _tensors(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Hugging Face's name of a projection -> (A, B)."""
     if not (folder / WEIGHTS).is_file():
         raise BadInput(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
-    found: dict[str, dict[str, Tensor]] = {}
+    read: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118
                 module, _, which = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
                 if which not in ("lora_A", "lora_B") or not name.endswith(".weight"):
                     raise BadInput(f"{folder} has {name}, which is no LoRA matrix; merge the adapter into the model")
-                found.setdefault(module, {})[which] = stored.get_tensor(name).float()
+                read.setdefault(module, {})[which] = stored.get_tensor(name).float()
     except (SafetensorError, OSError) as error:
         raise BadInput(f"{folder / WEIGHTS} is truncated or not safetensors ({error}); fetch it again") from None
-    if not found:
+    if not read:
         raise BadInput(f"{folder} has no adapters in {WEIGHTS}; train it first")
-    if missing := next((module for module, both in found.items() if len(both) < 2), None):
+    if missing := next((module for module, both in read.items() if len(both) < 2), None):
         raise BadInput(f"{folder} has only one of both matrices of {missing}; write the adapter again")
-    return {module: (both["lora_A"], both["lora_B"]) for module, both in found.items()}
+    return {module: (both["lora_A"], both["lora_B"]) for module, both in read.items()}
 
 
 def _scaled(

@@ -205,7 +205,7 @@ class Api:
         self.metrics.inflight += 1
         self._users[id(base)] += 1
         try:
-            served = base.named(body.model)
+            served = base.for_name(body.model)
             generation, formatter = await start(served, body, begin)
             response = writer(connection, generation, formatter, self.metrics, kind=kind, model=served.name)
             await response.send(body)

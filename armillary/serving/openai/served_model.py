@@ -38,11 +38,11 @@ class ServedModel:
     def check_name(self, name: Any) -> None:
         """Problem 404 where a request names another model."""
         if name and name != self.name and name not in self.engine.adapters.loaded:
-            others = "".join(f" or '{other}'" for other in list(self.engine.adapters.loaded)[:3])
-            text = f"no model '{name}' on this server; use '{self.name}'{others}"
+            adapters = "".join(f" or '{other}'" for other in list(self.engine.adapters.loaded)[:3])
+            text = f"no model '{name}' on this server; use '{self.name}'{adapters}"
             raise Problem(404, text, param="model", code="model_not_found")
 
-    def named(self, name: Any) -> "ServedModel":
+    def for_name(self, name: Any) -> "ServedModel":
         """This model, or with the LoRA adapter of that name."""
         adapter = None if not name or name == self.name else self.engine.adapters.loaded.get(name)
         return self if adapter is None else replace(self, name=str(name), adapter=adapter.key)

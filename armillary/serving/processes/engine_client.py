@@ -81,8 +81,8 @@ class EngineClient:
         self.retired = False  # another engine serves new requests, and reports its state
         self.started: EngineReady | None = None
         self._ranks = Ranks(ranks)
-        named = adapter_folders(config.serve.adapters) if config.serve.adapters else {}
-        self.adapters = AdapterClient(self._ranks.send, named)
+        initial = adapter_folders(config.serve.adapters) if config.serve.adapters else {}
+        self.adapters = AdapterClient(self._ranks.send, initial)
         self._say = say
         self._numbers = count(1)
         self._in_flight: dict[int, _InFlight] = {}
