@@ -27,7 +27,7 @@ from armillary.kernels.native.packed_weight import (
 )
 from armillary.kernels.quantized.integer_weights_cpu import Int8Weight
 from armillary.model.quantized.integer_codes import codes_of, pieces
-from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
+from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear, packed_modules
 from armillary.model.quantized.packed_rows import PackedRows
 
 _GROWTH = 1.05
@@ -65,18 +65,20 @@ class NativeLinear:
 
 
 def run_native(forward: Forward, *, let_go: bool) -> None:
-    """Packed layers that the kernels take become `NativeLinear`, the head too; `let_go` frees the model's own copy.
-    Without it nothing is replaced: the weights would be held twice."""
-    if not let_go or not packed_layers(forward) or library() is None:
+    """Packed layers that the kernels take become `NativeLinear`, experts and head too; `let_go` frees the model's own
+    copy. Without it nothing is replaced: the weights would be held twice."""
+    if not let_go or not packed_modules(forward.model) or library() is None:
         return
     replace_packed(forward, native_linear)
     model = forward.model
+    for mixture in (layer.mixture for layer in forward.layers if layer.mixture is not None):
+        for linear in packed_modules(mixture):
+            native_linear(linear)
     head = model.output if model.output is not None else model.embedding
-    if isinstance(head, PackedEmbedding) and (linear := _native(head.linear)) is not None:
-        head.use_rows(linear.parts[0].weight.select)
-    elif not isinstance(head, PackedLinear) or (linear := _native(head)) is None:
-        return
-    forward.head = lambda x: model.scaled_logits(linear(x))
+    if isinstance(head, PackedEmbedding) and (tied := _native(head.linear)) is not None:
+        head.use_rows(tied.parts[0].weight.select)
+    elif isinstance(head, PackedLinear):
+        native_linear(head)
 
 
 def native_int8(weight_NK: Tensor, bias: Tensor | None) -> NativeLinear | None:
@@ -106,10 +108,6 @@ def replace_packed(forward: Forward, replaced: Callable[[LinearFn], LinearFn]) -
             layer.up, layer.down = replaced(layer.up), replaced(layer.down)
 
 
-def packed_layers(forward: Forward) -> bool:
-    return any(isinstance(module, PackedLinear) for module in forward.model.modules())
-
-
 def native_linear(linear: LinearFn) -> LinearFn:
     """In the order of the kernels where they take it, else as it is."""
     if isinstance(linear, Joined):
@@ -132,8 +130,9 @@ def _native(linear: PackedLinear) -> NativeLinear | None:
             return None
         parts.append(NativePart(weight=weight, order_K=part.order_K, first=0 if order is not None else first))
         first += part.num_rows
-    linear.free()
-    return NativeLinear(tuple(parts), outputs, linear.bias)
+    native = NativeLinear(tuple(parts), outputs, linear.bias)
+    linear.free(native)
+    return native
 
 
 def _takes(part: PackedRows) -> bool:

@@ -28,6 +28,7 @@ class PackedLinear(nn.Module):
         self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.kernels: tuple[PackedKernel | None, ...] = (None,) * len(weight.parts)
+        self._run: Callable[[Tensor], Tensor] | None = None
 
     def use_kernels(self, dtype: torch.dtype) -> None:
         """From here on inputs of `dtype` go through the kernels that were chosen for this weight on its device; 4-bit
@@ -38,6 +39,8 @@ class PackedLinear(nn.Module):
         self.weight = replace(self.weight, parts=parts)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._run is not None:
+            return self._run(x)
         with_gradient = torch.is_grad_enabled() and x.requires_grad
         y = _with_gradient(x, self) if with_gradient else self.multiplied(x)
         return y if self.bias is None else y + self.bias
@@ -69,9 +72,9 @@ class PackedLinear(nn.Module):
         sums = [_matmul_back(rows, part) for rows, part in zip(y.split(sizes, -1), self.weight.parts, strict=True)]
         return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
-    def free(self) -> None:
-        """Drop the weight, which is held in another form."""
-        self.weight, self.kernels = FusedRows(parts=()), ()
+    def free(self, run: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Drop the weight, which is held in another form; calls go to `run` from here on."""
+        self.weight, self.kernels, self._run = FusedRows(parts=()), (), run
 
 
 class _Multiplied(torch.autograd.Function):

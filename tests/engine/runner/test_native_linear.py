@@ -14,11 +14,12 @@ from armillary.engine.runner.forward import Forward
 from armillary.engine.runner.native_linear import NativeLinear
 from armillary.kernels.core.agreement import relative_error
 from armillary.kernels.core.dtype import DTYPES
-from armillary.model.quantized.packed_linear import loaded_bytes
+from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
 from armillary.model.weights.hf_weights import load_model
 from armillary.spec.tables.serve import Serve
 from armillary.store.gguf.local_folder import gguf_folder
 from armillary.store.home import Home
+from tests.engine.runner.test_packed_models import packed_experts
 from tests.model.quantized.folders import FOLDERS, tiny_llama
 from tests.model.weights.test_gguf_weights import Q, write_gguf
 
@@ -77,6 +78,16 @@ def test_parts_of_several_formats_are_joined_in_order(tmp_path: Path) -> None:
     qkv, x = forward_of(LLM(path, SERVE, device="cpu", home=Home.at(tmp_path))).layers[0].qkv, torch.randn(7, 256)
     assert isinstance(qkv, NativeLinear) and len(qkv.parts) == 3
     assert relative_error(qkv(x), dense(x)) < 2e-2
+
+
+@torch.no_grad()
+def test_experts_are_not_dequantised(tmp_path: Path) -> None:
+    folder = packed_experts(tmp_path)
+    llm, plain = LLM(folder, SERVE, device="cpu"), load_model(folder, dtype="fp32")
+    assert not any(linear.weight.parts for linear in packed_modules(forward_of(llm).model))
+    mixture, x = forward_of(llm).layers[0].mixture, torch.randn(1, 9, 64)
+    assert mixture is not None and relative_error(mixture(x), plain.blocks["0"].mlp(x)) < 3e-2
+    assert len(llm.generate([[1, 2, 3]], GREEDY)[0].tokens) == 4
 
 
 @torch.no_grad()

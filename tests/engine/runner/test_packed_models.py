@@ -238,8 +238,7 @@ def test_integers_run_as_they_are(
     assert [len(each.tokens) for each in made] == [8, 8]
 
 
-@torch.no_grad()
-def test_experts_stay_packed(tmp_path: Path) -> None:
+def packed_experts(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
@@ -255,11 +254,16 @@ def test_experts_stay_packed(tmp_path: Path) -> None:
         if name.endswith("_proj.weight")
     }
     scheme = scheme_of(INT4)
-    folder = write_folder(
+    return write_folder(
         tmp_path / "m", _Named(config, dict(hf_tensors(plain, torch.float32))),
         {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}}},
         {name: compress(weight, scheme, "pack-quantized") for name, weight in weights.items()},
     )  # fmt: skip
+
+
+@torch.no_grad()
+def test_experts_stay_packed(tmp_path: Path) -> None:
+    folder = packed_experts(tmp_path)
     model = load_model(folder, packed=True)
     assert loaded_bytes(model) <= 1.05 * tensor_bytes(folder)
     assert_close(full_logits(model, TOKENS), full_logits(load_model(folder), TOKENS))
