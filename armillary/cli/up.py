@@ -163,6 +163,7 @@ async def _controlled(
     from armillary.fleet.autoscale.controller import Controller
     from armillary.fleet.autoscale.policy import Autoscaler
     from armillary.fleet.autoscale.service_page import add_service_page
+    from armillary.fleet.rollout.rollout_driver import RolloutDriver
     from armillary.spec.toml.fields import to_plain
 
     scaler = None
@@ -179,6 +180,7 @@ async def _controlled(
         log=folder / "decisions.jsonl",
         say=say,
     )
+    RolloutDriver(controller, models, folder, say)
     objective = to_plain(recipe.objective)
     add_service_page(gateway, lambda: {**controller.plain(), "objective": objective, "now": time.monotonic()})
     say(f"replicas, queue, SLOs and decisions: {address}/")

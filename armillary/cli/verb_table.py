@@ -61,6 +61,7 @@ _ROWS = (
     Verb("registry", "armillary.cli.registry:registry", "serve", "Versions of models, and aliases that point at them."),
     Verb("gateway", "armillary.cli.gateway:gateway", "serve", "Keys, limits and routing in front of servers."),
     Verb("up", "armillary.cli.up:up", "serve", "A whole service: registry, replicas, gateway, autoscaler."),
+    Verb("rollout", "armillary.cli.rollout:rollout", "serve", "Another release for a service, by a canary first."),
     Verb("load", "armillary.cli.load:load", "serve", "Test a server under load: latencies, goodput, highest rate."),
     Verb("diagnose", "armillary.cli.diagnose:diagnose", "all", "Name the loop that limits; price what would help."),
     Verb("web", "armillary.cli.web:web", "all", "Plans, catalogue, runs, servers and diagnoses in the browser."),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,10 @@ class Controller:
         self._log, self._hung_s, self._poll_s = log, hung_s, poll_s
         self.routed: dict[str, Routed] = {}
         self.members: Sequence[Member] = ()
+        self.release = ""  # that replicas are started with; others are replaced one by one
+        self.canary_release: str | None = None
+        self.canary_replicas = 0
+        self.before_fill: Callable[[], Awaitable[None]] | None = None
         self.decisions: deque[Decision] = deque(maxlen=_SHOWN)
         self.signals: Signals | None = None
         self._picked, self._looked_at = 0, time.monotonic()
@@ -94,6 +98,8 @@ class Controller:
             if self.autoscaler is not None and time.monotonic() - self._decided_at >= self._interval_s:
                 self._decided_at = time.monotonic()
                 await self._decide(self.autoscaler)
+            if self.before_fill is not None:
+                await self.before_fill()
             await self._fill()
             await asyncio.sleep(self._poll_s)
 
@@ -121,7 +127,8 @@ class Controller:
             self._models.remove_replica(self.model, gone.replica)
 
     def _route(self, member: Member) -> None:
-        settings = ReplicaSettings(url=member.url, model=self._served)
+        canary = member.release == self.canary_release
+        settings = ReplicaSettings(url=member.url, model=self._served, canary=canary)
         replica = self._models.add_replica(self.model, member.name, settings)
         self.routed[member.name] = Routed(replica, member.url)
         self._failed_starts = 0
@@ -159,15 +166,39 @@ class Controller:
         for name, routed in self.routed.items():
             if routed.draining and not routed.replica.in_flight:
                 await asyncio.to_thread(self._pool.stop, name)
-        staying = [member for member in self.members if self._stays(member)]
-        for _ in range(self.target - len(staying)):
-            await asyncio.to_thread(self._pool.start)
-        if len(staying) > self.target:
-            staying.sort(key=lambda member: (member.state == "ready", self._in_flight(member.name)))
-            for member in staying[: len(staying) - self.target]:
-                await self.drain(member.name)
-        if len(staying) != self.target:
+        changed = await self._fill_group(self.regular(), self.target, self.release)
+        if self.canary_release is not None:
+            changed |= await self._fill_group(self.canaries(), self.canary_replicas, self.canary_release)
+        if changed:
             self.members = await asyncio.to_thread(self._pool.members)
+
+    async def _fill_group(self, staying: list[Member], target: int, release: str) -> bool:
+        """Towards `target` members of one release: those of others go one by one, each once a new one is ready. Whether
+        anything was started or drained."""
+        outdated = [member for member in staying if member.release != release]
+        missing = target - len(staying)
+        if outdated and missing <= 0 and target:
+            starting = any(member.state == "starting" for member in staying if member not in outdated)
+            if missing < 0 and not starting:
+                await self.drain(min(outdated, key=lambda member: self._in_flight(member.name)).name)
+                return True
+            missing = 1 if missing == 0 else 0
+        for _ in range(missing):
+            await asyncio.to_thread(self._pool.start, release)
+        excess = [] if outdated and target else sorted(staying, key=self._drain_order)[: max(0, -missing)]
+        for member in excess:
+            await self.drain(member.name)
+        return missing > 0 or bool(excess)
+
+    def _drain_order(self, member: Member) -> tuple[bool, int]:
+        return member.state == "ready", self._in_flight(member.name)
+
+    def regular(self) -> list[Member]:
+        """Members that stay, without canaries."""
+        return [each for each in self.members if self._stays(each) and each.release != self.canary_release]
+
+    def canaries(self) -> list[Member]:
+        return [each for each in self.members if self._stays(each) and each.release == self.canary_release]
 
     def _stays(self, member: Member) -> bool:
         routed = self.routed.get(member.name)
@@ -210,7 +241,7 @@ class Controller:
         arrived, since = self._arrived() + parked, max(1e-6, now - self._looked_at)
         per_s, self._picked, self._looked_at = (arrived - self._picked) / since, arrived, now
         queue = self._models.queue(self.model)
-        staying = [member for member in self.members if self._stays(member)]
+        staying = self.regular()
         return Signals(
             now=now,
             ready=sum(member.state == "ready" for member in staying),

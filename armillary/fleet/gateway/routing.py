@@ -65,7 +65,7 @@ class Router:
             "prefix": self._prefix,
         }[policy]
         self.needs_prompt = policy == "prefix"
-        self._canary_fraction, self._canary_share = canary_fraction, 0.0
+        self.canary_fraction, self._canary_share = canary_fraction, 0.0
         self._random, self.picks = random.Random(seed), 0
 
     def add(self, replica: Replica) -> None:
@@ -103,7 +103,7 @@ class Router:
         if not canaries or not stable:
             return usable
         if first:
-            self._canary_share += self._canary_fraction
+            self._canary_share += self.canary_fraction
         if first and self._canary_share >= 1.0 - 1e-9:
             self._canary_share -= 1.0
             return canaries

@@ -31,6 +31,8 @@ class Handler(BaseHTTPRequestHandler):
         if json.loads(body)["prompt"] == "hang":
             hung.set()
             time.sleep(60)
+        if SECONDS < 0:
+            return self.answer(b"{}", 500)
         with lock:
             waiting[0] += 1
         with slots:
@@ -39,8 +41,8 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(SECONDS)
         self.answer(json.dumps({"object": "text_completion", "choices": [{"text": str(PORT)}]}).encode())
 
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
+    def answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()

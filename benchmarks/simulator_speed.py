@@ -1,0 +1,71 @@
+"""How fast `armillary simulate` is, and that larger fleets agree with per-replica curves; see simulator.md.
+
+python benchmarks/simulator_speed.py --trace AzureLLMInferenceTrace_conv.csv [--requests 400] [--replicas 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from armillary.engine.scheduler.settings import Settings
+from armillary.planning.simulation.replayed_requests import Arrival
+from armillary.planning.simulation.simulate import System, simulate
+from armillary.planning.simulation.simulated_fleet import SimulatedFleet
+from armillary.planning.simulation.step_cost import StepCost
+from armillary.serving.load.trace import read_trace
+from armillary.spec.tables.fleet import Fleet
+
+COSTS = {
+    "8B on an H200": StepCost(base_s=0.0045, prefill_s=2.6e-5, decode_s=2e-5, context_s=3e-8, waits=True),
+    "70B on 4 H200": StepCost(base_s=0.014, prefill_s=6e-5, decode_s=6e-5, context_s=6e-8, waits=True),
+}
+"""step times of about these deployments, by the planner"""
+SYSTEM = System(settings=Settings(max_model_len=32_768, vocab=100), num_blocks=40_000, streamed=True)
+
+
+def arrivals_of(trace: Path, rate: float, count: int) -> list[Arrival]:
+    """The trace at `rate` requests per second; it is repeated where it is too short."""
+    rows = read_trace(trace)
+    length = rows[-1].at_s or 1.0
+    speed = rate * length / len(rows)
+    return [
+        Arrival(
+            number=i + 1,
+            at_s=((rows[i % len(rows)].at_s or 0.0) + i // len(rows) * length) / speed,
+            tokens_in=rows[i % len(rows)].tokens_in,
+            tokens_out=rows[i % len(rows)].tokens_out,
+            limit=rows[i % len(rows)].tokens_out,
+        )
+        for i in range(count)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=400, help="per replica")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--slow", action="store_true", help="the whole engine, as before stretches were planned, too")
+    args = parser.parse_args()
+    arrivals = arrivals_of(args.trace, 8.0 * args.replicas, args.requests * args.replicas)
+    for name, cost in COSTS.items():
+        begin, cpu = time.perf_counter(), time.process_time()
+        fleet = Fleet(replicas=args.replicas, policy="least-load")
+        run = SimulatedFleet(arrivals, SYSTEM, cost, fleet).run()
+        wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        simulated = run.end_s * args.replicas
+        print(
+            f"{name}: {run.end_s:.0f} s of {args.replicas} replicas at 8 requests/s each in {wall:.1f} s "
+            f"(CPU {cpu:.1f} s): {simulated / wall:.0f} × real time per core, {simulated / cpu:.0f} × of CPU time"
+        )
+        if args.slow and args.replicas == 1:
+            begin = time.perf_counter()
+            simulate(arrivals, replace(SYSTEM, prefix=False), cost)
+            print(f"  with the whole engine, step by step: {run.end_s / (time.perf_counter() - begin):.0f} ×")
+
+
+if __name__ == "__main__":
+    main()
