@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from armillary.errors import missing
+from armillary.fleet.gateway.redis_errors import redis_errors
 from armillary.serving.http.asgi import AsgiConnection
 from armillary.serving.http.problem import Problem
 from armillary.store import ed25519
@@ -73,11 +74,9 @@ class RedisNonces:
         self._redis: Any = Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
 
     async def is_new(self, nonce: str) -> bool:
-        from redis.exceptions import RedisError
-
         try:
             return bool(await self._redis.set(f"armillary:nonce:{nonce}", 1, nx=True, ex=int(2 * VALID_S)))
-        except (TimeoutError, RedisError, OSError):
+        except redis_errors():
             raise Problem(503, "Redis does not answer, so no call can be checked; try again later") from None
 
     async def close(self) -> None:

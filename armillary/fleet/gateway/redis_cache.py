@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from armillary.errors import missing
+from armillary.fleet.gateway.redis_errors import redis_errors
 from armillary.fleet.gateway.response_cache import CachedResponse
 
 _PREFIX = b"armillary:response:"
@@ -46,13 +47,11 @@ class RedisCache:
         await self._redis.aclose()
 
     async def _ask(self, command: Callable[[], Any]) -> Any:
-        from redis.exceptions import RedisError
-
         if self._clock() < self._down_until:
             return None
         try:
             return await command()
-        except (TimeoutError, RedisError, OSError):
+        except redis_errors():
             self._down_until = self._clock() + _DOWN_S
             return None
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from armillary.errors import missing
 from armillary.fleet.gateway.limits import Charge, Refusal
+from armillary.fleet.gateway.redis_errors import redis_errors
 
 RESERVE = """
 local time = redis.call('TIME')
@@ -127,15 +128,13 @@ class RedisLimiter:
 
     async def _call(self, script: Any, keys: list[str], arguments: list[Any]) -> Any:
         """The script's answer, retried for a moment; both scripts give the same result when they run twice."""
-        from redis.exceptions import RedisError
-
         deadline = time.monotonic() + self._retry_s
         if self._down_since is not None and time.monotonic() < self._probe_at:
             raise LimiterUnavailable
         while True:
             try:
                 answer = await script(keys=keys, args=arguments)
-            except (TimeoutError, RedisError, OSError) as error:
+            except redis_errors() as error:
                 if time.monotonic() > deadline:
                     self._failed(error)
                     raise LimiterUnavailable from None

@@ -127,6 +127,22 @@ async def test_without_redis_requests_with_limits_are_refused_or_served_as_set(t
     await limiter.close()
 
 
+@scenario
+async def test_a_connection_that_redis_has_just_closed_is_replaced(tmp_path: Path) -> None:
+    """uvloop raises RuntimeError where such a connection is written to; that was status 500."""
+    limiter, calls = RedisLimiter("redis://127.0.0.1:1/0", print), list[object]()
+
+    async def script(**arguments: object) -> list[int]:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("unable to perform operation; the handler is closed")
+        return [0, 0]
+
+    limiter._reserve = script
+    assert await limiter.reserve("1", [Charge("k", 1, 1, 1.0)]) is None and calls[0] == calls[1]
+    await limiter.close()
+
+
 def test_whatever_may_become_prompt_text_counts() -> None:
     call = {"function": {"name": "f", "arguments": "x" * 5000}}
     hidden = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
