@@ -88,7 +88,7 @@ class HealthChecker:
         is_out = replica.breaker.retry_at is not None
         if was_out != is_out:
             url = replica.link.settings.url
-            self._say(f"{url} gets no requests: {reason}" if is_out else f"{url} works again")
+            self._say(f"{url} gets no requests: {reason}" if is_out else f"{url} gets requests")
         if is_out and is_silent:
             pool.fail_unanswered("its health checks are not answered")
         return reason is None

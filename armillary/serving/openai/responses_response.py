@@ -9,6 +9,9 @@ from msgspec.json import encode
 from armillary.serving.openai.response import ResponseWriter
 from armillary.serving.openai.schemas import StreamOptions
 
+_TEXTS = {"reasoning_content": "reasoning_text", "content": "output_text"}
+_LOGPROBS: dict[str, dict[str, Any]] = {"reasoning_text": {}, "output_text": {"logprobs": []}}
+
 
 class ResponsesWriter(ResponseWriter):
     """Writes one response."""
@@ -92,43 +95,45 @@ class ResponsesWriter(ResponseWriter):
 
 
 class OutputItems:
-    """Items of a response and their events, from the deltas of a chat completion."""
+    """Items of a response and their events, from the deltas of a chat completion: reasoning, messages and calls."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._text: dict[str, Any] | None = None  # content of the message that is open
+        self._text: dict[str, Any] | None = None  # content of the reasoning or message that is open
 
     def of(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if text := delta.get("content"):
-            if self._text is None:
-                yield from self._begin_message()
-            assert self._text is not None
-            self._text["text"] += text
-            yield self._place("response.output_text.delta", delta=text, logprobs=[])
+        for name, kind in _TEXTS.items():
+            if text := delta.get(name):
+                yield from self._continue(kind)
+                assert self._text is not None
+                self._text["text"] += text
+                yield self._place(f"response.{kind}.delta", delta=text, **_LOGPROBS[kind])
         for call in delta.get("tool_calls") or ():
             yield from self.end()
             yield from self._call(call)
 
-    def _begin_message(self) -> Iterator[dict[str, Any]]:
-        self._text = {"type": "output_text", "text": "", "annotations": []}
-        message: dict[str, Any] = {
-            "id": f"msg_{uuid4().hex}",
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
-        self.items.append(message)
+    def _continue(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Begin an item for text of this kind, unless one is open."""
+        if self._text is not None and self._text["type"] == kind:
+            return
+        yield from self.end()
+        self._text = {"type": kind, "text": ""} | ({"annotations": []} if kind == "output_text" else {})
+        item: dict[str, Any] = (
+            {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
+            if kind == "output_text"
+            else {"id": f"rs_{uuid4().hex}", "type": "reasoning", "summary": []}
+        )
+        self.items.append(item | {"status": "in_progress", "content": []})
         yield self._item("response.output_item.added")
-        message["content"] = [self._text]
+        self.items[-1]["content"] = [self._text]
         yield self._place("response.content_part.added", part={**self._text})
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """Close the message that is open."""
+        """Close the reasoning or message that is open."""
         if self._text is None:
             return
-        self.items[-1]["status"] = "completed"
-        yield self._place("response.output_text.done", text=self._text["text"], logprobs=[])
+        self.items[-1]["status"], kind = "completed", self._text["type"]
+        yield self._place(f"response.{kind}.done", text=self._text["text"], **_LOGPROBS[kind])
         yield self._place("response.content_part.done", part={**self._text})
         yield self._item("response.output_item.done")
         self._text = None

@@ -144,7 +144,7 @@ async def test_a_dead_replica_leaves_the_rotation_and_comes_back(tmp_path: Path)
         assert (await client.get("/ready")).json["replicas_up"] == {"bot": 1}
         await first.start()
         await until(lambda: replica.breaker.retry_at is None)
-        assert client.said[-1].endswith("works again")
+        assert client.said[-1].endswith("gets requests")
         for _ in range(4):
             await client.post(ASK)
         assert len(first.bodies) == 2

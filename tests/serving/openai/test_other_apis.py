@@ -134,6 +134,30 @@ def test_a_response_as_events(folder: Path) -> None:
     assert "response.function_call_arguments.done" in kinds and kinds.count("response.output_item.done") == 2
 
 
+def test_reasoning_is_an_item_of_its_own(folder: Path) -> None:
+    """As a client of OpenAI's reads it, complete and as events; it may be sent back with the conversation."""
+    import openai.types.responses as openai
+    from pydantic import TypeAdapter
+
+    text = "<think>two and two</think>four"
+    whole = post(says(folder, text), "/v1/responses", RESPOND)
+    first, second = openai.Response.model_validate(whole).output
+    assert first.type == "reasoning" and first.content and first.content[0].text == "two and two"
+    assert second.type == "message" and second.content[0].text == "four"
+    events = events_of(post(says(folder, text), "/v1/responses", RESPOND | {"stream": True}))
+    for event in events:
+        TypeAdapter(openai.ResponseStreamEvent).validate_python(event)
+    kinds = [event["type"] for event in events]
+    assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+    said = "".join(event["delta"] for event in events if event["type"] == "response.reasoning_text.delta")
+    assert said == "two and two" and [item["type"] for item in events[-1]["response"]["output"]] == [
+        "reasoning",
+        "message",
+    ]
+    again = [{"role": "user", "content": "x"}, *whole["output"], {"role": "user", "content": "and now?"}]
+    assert post(says(folder, "x"), "/v1/responses", {"input": again})["status"] == "completed"
+
+
 def test_items_of_a_conversation_and_what_is_refused(folder: Path) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
