@@ -88,7 +88,7 @@ $(READY):
 
 $(PEERS_READY):
 	@$(call check_python)
-	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)http$(comma)dev]' bitsandbytes kubernetes kubernetes-validate peft mlflow wandb 'lm-eval[api$(comma)hf]' guidellm)
+	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)http$(comma)dev]' bitsandbytes kubernetes kubernetes-validate peft mlflow wandb anthropic 'lm-eval[api$(comma)hf]' guidellm)
 	@bash benchmarks/install_llama_cpp.sh .venv-peers
 	@touch $@
 

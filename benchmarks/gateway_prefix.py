@@ -27,8 +27,8 @@ from gateway import free_port
 
 DOCUMENTS, WORDS, CLIENTS, SKEW = 40, 150, 16, 0.08
 POLICIES = ("round-robin", "least-load", "power-of-two", "prefix")
-KV_BYTES_PER_SERVER = 5_000_000
-"""of the tests' tiny model: 256 bytes per token, so some ten documents beside the requests that run"""
+KV_BYTES_PER_SERVER = 3_000_000
+"""of the tests' tiny model: 256 bytes per token, so some ten documents, with the requests that run"""
 
 
 @contextmanager

@@ -89,6 +89,6 @@ def test_errors_are_those_of_the_client(client: Any) -> None:
     anthropic = pytest.importorskip("anthropic")
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**ASK | {"model": "nope"})
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        client.messages.create(**ASK | {"max_tokens": -1})
+    with pytest.raises(anthropic.BadRequestError, match="messages"):
+        client.messages.create(**ASK | {"messages": []})
     assert [model.id for model in client.models.list()] == ["bot"]

@@ -24,6 +24,7 @@ from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.proxy import Outcome, ProxiedRequest
 from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseCache
+from armillary.fleet.gateway.tracing import GatewayTracing
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.cors import Cors
 from armillary.serving.http.json_log import JsonLog
@@ -63,6 +64,7 @@ class Arrival:
     outcome: Outcome | None = None
     cached: bool = False  # answered by a response that was kept
     reservation: Reservation | None = None
+    span: Any = None  # of OpenTelemetry, where traces are sent
 
 
 class Gateway:
@@ -78,15 +80,16 @@ class Gateway:
         *,
         admin: AdminApi | None = None,
         shared_cache: RedisCache | None = None,
+        tracing: GatewayTracing | None = None,
     ) -> None:
         self._models, self._admission, self._settings = models, admission, settings
         self._audit, self.metrics = audit, metrics
-        self._admin, self._shared_cache = admin, shared_cache
+        self._admin, self._shared_cache, self._tracing = admin, shared_cache, tracing
         self.draining = False
         self.parked: Counter[str] = Counter()  # model -> requests that wait for a first replica
         self._bodies = BodyLimits(limit=settings.max_body_bytes, total=_BODIES, timeout_s=_BODY_TIMEOUT_S)
         self._cache = ResponseCache(settings.cache_bytes)
-        self._cors = Cors(settings.cors_origins)
+        self._cors, self._root_path = Cors(settings.cors_origins), settings.root_path.rstrip("/")
         get: dict[str, Callable[[Arrival], Awaitable[None]]] = {
             "/v1/models": self._list_models,
             "/health": self._health,
@@ -102,7 +105,7 @@ class Gateway:
             return
         send = self._cors.headers_on(scope, send)
         connection = AsgiConnection(scope, receive, send)
-        connection.path = connection.path.removeprefix(self._settings.root_path)
+        connection.path = connection.path.removeprefix(self._root_path)
         arrival = Arrival(connection, request_id_of(connection.headers), time.monotonic())
         try:
             if await self._cors.answered_preflight(connection):
@@ -133,6 +136,8 @@ class Gateway:
             await self._admin.close()
         if self._shared_cache is not None:
             await self._shared_cache.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def _handler(self, connection: AsgiConnection) -> Callable[[Arrival], Awaitable[None]]:
         handler = self._routes.get((connection.method, connection.path))
@@ -159,6 +164,8 @@ class Gateway:
     # --- forwarding
 
     async def _forward(self, arrival: Arrival) -> None:
+        if self._tracing is not None:
+            arrival.span = self._tracing.begin(arrival.connection)
         self._check_capacity()
         arrival.key = self._admission.key_of(arrival.connection.headers)
         arrival.body = body = decode(await arrival.connection.body(self._bodies), arrival.connection.path)
@@ -282,6 +289,8 @@ class Gateway:
         asked = body.model if body is not None else ""
         model = asked if asked in self._models.names else ""
         self.metrics.requests[model, arrival.connection.status] += 1
+        if self._tracing is not None and arrival.span is not None:
+            self._tracing.end(arrival.span, arrival.connection.status, arrival.request_id, asked[:100], outcome)
         took_s = time.monotonic() - arrival.begin
         usage = outcome.usage if outcome is not None else None
         usd, reserved = None, 0

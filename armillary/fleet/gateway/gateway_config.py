@@ -152,6 +152,8 @@ class GatewaySettings:
     """file of Ed25519 public keys (ssh-keygen), one per line, that may call /admin; empty: nobody may"""
     audit: str = ""
     """file for one JSON line per request, without prompt text; empty: audit.jsonl beside the keys"""
+    otlp: str = ""
+    """address of an OpenTelemetry collector (http://…:4318/v1/traces) for a span per request; empty: none"""
     cors_origins: tuple[str, ...] = ()
     """origins of browser pages that may call the gateway; * for all"""
     tls_certificate: str = ""

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.errors import BadInput
+from armillary.fleet.gateway.gateway_config import GatewaySettings
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 _NAME = re.compile(r"[A-Za-z0-9.*_-]+")
+_PATH = re.compile(r"(/[A-Za-z0-9._-]+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,10 @@ class NginxSettings:
     certificate: Path | None = None  # with its key: TLS on this port
     certificate_key: Path | None = None
     max_body_bytes: int = 4_000_000
-    idle_timeout_s: float = 60.0  # of the gateway; nginx waits longer, so that the gateway's error arrives
+    longest_silence_s: float = 450.0  # of the gateway; nginx waits longer, so that the gateway's error arrives
     connections_per_client: int = 100
+    gateway_tls: bool = False  # the gateways serve HTTPS themselves
+    root_path: str = ""  # that clients send before /v1, and the gateways take away
 
     def __post_init__(self) -> None:
         for address in self.gateways:
@@ -36,10 +40,23 @@ class NginxSettings:
                 raise BadInput(f"'{address}' is not an address; write it like 127.0.0.1:9000")
         if not self.gateways:
             raise BadInput("no gateway given; name at least one, like 127.0.0.1:9000")
+        if not _PATH.fullmatch(self.root_path):
+            raise BadInput(
+                f"'{self.root_path}' is not a path for nginx; write it like /llm, without a slash at its end"
+            )
         if not _NAME.fullmatch(self.server_name):
             raise BadInput(f"'{self.server_name}' is not a server name; write it like api.example.com")
         if (self.certificate is None) != (self.certificate_key is None):
             raise BadInput("TLS needs both the certificate and its key; give both or neither")
+
+
+def longest_silence_s(settings: GatewaySettings) -> float:
+    """Seconds for which a gateway may send nothing: waiting for a slot and for the first byte of every replica that it
+    tries, or between two parts of a response."""
+    first_s = settings.max_wait_s + (settings.retries + 1) * (
+        settings.connect_timeout_s + settings.first_token_timeout_s
+    )
+    return max(settings.idle_timeout_s, first_s)
 
 
 def nginx_config(settings: NginxSettings) -> str:
@@ -51,7 +68,9 @@ def nginx_config(settings: NginxSettings) -> str:
         name=settings.server_name,
         tls=_tls(settings),
         body=settings.max_body_bytes,
-        read_s=int(settings.idle_timeout_s) + 60,
+        read_s=int(settings.longest_silence_s) + 30,
+        scheme="https" if settings.gateway_tls else "http",
+        root=settings.root_path,
         connections=settings.connections_per_client,
     )
 
@@ -72,6 +91,11 @@ upstream armillary_gateways {{
     keepalive 256;                        # connections stay open between requests
 }}
 
+map $http_x_request_id $armillary_request_id {{
+    default $http_x_request_id;           # the client's own
+    "" $request_id;
+}}
+
 limit_conn_zone $binary_remote_addr zone=armillary_clients:10m;
 
 server {{
@@ -84,25 +108,25 @@ server {{
     tcp_nodelay on;
     gzip off;                             # would hold back tokens to compress them
 
-    location /v1/ {{
-        proxy_pass http://armillary_gateways;
+    location {root}/v1/ {{
+        proxy_pass {scheme}://armillary_gateways;
         proxy_http_version 1.1;
         proxy_set_header Connection "";   # keep-alive to the gateways
         proxy_set_header Host $host;
         proxy_set_header X-Forwarded-For $remote_addr;
         proxy_set_header X-Forwarded-Proto $scheme;
-        proxy_set_header X-Request-ID $request_id;
+        proxy_set_header X-Request-ID $armillary_request_id;
         proxy_buffering off;              # a token is passed on when it arrives
         proxy_cache off;
         proxy_connect_timeout 2s;
         proxy_send_timeout 60s;
-        proxy_read_timeout {read_s}s;     # between two tokens; the gateway gives up first
+        proxy_read_timeout {read_s}s;    # without a byte; the gateway gives up first
         proxy_next_upstream error timeout;  # another gateway, but not for a POST that was sent already
         proxy_next_upstream_tries 2;
     }}
 
-    location = /health {{ proxy_pass http://armillary_gateways; }}
-    location = /ready {{ proxy_pass http://armillary_gateways; }}
+    location = {root}/health {{ proxy_pass {scheme}://armillary_gateways; }}
+    location = {root}/ready {{ proxy_pass {scheme}://armillary_gateways; }}
     location / {{ return 404; }}          # /metrics and everything else stay inside
 }}
 """

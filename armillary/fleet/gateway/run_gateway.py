@@ -28,6 +28,7 @@ from armillary.fleet.gateway.limits import Limiter, LocalLimiter
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.redis_limits import RedisLimiter
+from armillary.fleet.gateway.tracing import GatewayTracing
 from armillary.fleet.gateway.upstream import ReplicaPool, sweep
 from armillary.serving.http.json_log import JsonLog
 from armillary.serving.http.server import (
@@ -101,7 +102,9 @@ def make_gateway(
     admission = Admission(ring, limiter, allow_uncounted=settings.on_redis_failure == "allow")
     admin = AdminApi(_guard(settings), keys, models, metrics) if settings.admin_keys else None
     shared_cache = RedisCache(settings.redis) if settings.cache == "redis" else None
-    return Gateway(models, admission, settings, audit, metrics, admin=admin, shared_cache=shared_cache), models
+    tracing = GatewayTracing(settings.otlp) if settings.otlp else None
+    more = {"admin": admin, "shared_cache": shared_cache, "tracing": tracing}
+    return Gateway(models, admission, settings, audit, metrics, **more), models  # type: ignore[arg-type]
 
 
 def _guard(settings: GatewaySettings) -> AdminGuard:

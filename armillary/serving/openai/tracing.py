@@ -6,8 +6,8 @@ Spans are created when a request has ended, from times that the server records a
 import time
 from typing import Any
 
-from armillary.errors import BadInput, missing
 from armillary.serving.http.asgi import AsgiConnection
+from armillary.serving.http.otlp import tracer_provider
 from armillary.serving.openai.generation import Generation
 
 _PHASES = ("queue_s", "prefill_s", "decode_s")
@@ -17,17 +17,7 @@ class Tracing:
     """Sends spans to a collector; attribute names follow OpenTelemetry's conventions for generative models."""
 
     def __init__(self, url: str, model: str) -> None:
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ModuleNotFoundError:
-            raise missing("opentelemetry", "sending traces", "otel") from None
-        if not url.startswith(("http://", "https://")):
-            raise BadInput(f"serve.otlp={url} is not a URL; give one like http://127.0.0.1:4318/v1/traces")
-        self._provider = TracerProvider(resource=Resource({"service.name": "armillary"}))
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        self._provider = tracer_provider(url, "serve.otlp")
         self._tracer = self._provider.get_tracer("armillary")
         self._model = model
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,8 +119,10 @@ def test_a_configuration_file(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def listening(folder: Path, replica: FakeReplica, tls: Tls | None = None) -> AsyncIterator[tuple[str, int]]:
-    async with gateway_of(folder, replica) as client:
+async def listening(
+    folder: Path, replica: FakeReplica, tls: Tls | None = None, **gateway: Any
+) -> AsyncIterator[tuple[str, int]]:
+    async with gateway_of(folder, replica, gateway=gateway) as client:
         sock = bind(ListenOptions(port=0))
         server = http_server(client.gateway, graceful_s=1, tls=tls)
         task = asyncio.create_task(server.serve(sockets=[sock]))
