@@ -274,7 +274,7 @@ def usage(out: Output, home: Home, days: float | None, audit: Path | None) -> No
 @click.option("--data", default="", help="JSON to send.")
 def admin(out: Output, home: Home, call: str, path: str, key: Path, url: str, data: str) -> None:
     """Call a running gateway's admin API, like GET /admin/keys. Its public keys are in gateway.admin_keys."""
-    from armillary.fleet.gateway.admin_client import call_admin
+    from armillary.fleet.gateway.admin_signature import call_admin
 
     answer = call_admin(url, call, path, data.encode(), key)
     out.say(json.dumps(answer, indent=1))

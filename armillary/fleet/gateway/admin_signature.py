@@ -9,20 +9,25 @@ nonce once: in this gateway, or with Redis in all of them. No secret is sent, so
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
-from armillary.errors import missing
-from armillary.fleet.gateway.redis_errors import redis_errors
+from armillary.errors import ArmillaryError, BadInput, missing
+from armillary.fleet.gateway.redis_limits import redis_errors
 from armillary.serving.http.asgi import AsgiConnection
 from armillary.serving.http.problem import Problem
 from armillary.store import ed25519
 
 VALID_S = 60.0
 _SCHEME = "Ed25519 "
+_TIMEOUT_S = 30.0
 
 
 def signed_header(method: str, host: str, path: str, body: bytes, key: Path) -> str:
@@ -113,3 +118,31 @@ class AdminGuard:
 
 def _refused(reason: str) -> Problem:
     return Problem(401, f"{reason}; sign a new one with armillary gateway admin", code="invalid_signature")
+
+
+# --- the client's side
+
+
+def call_admin(url: str, method: str, path: str, body: bytes, key: Path) -> Any:
+    """The JSON of the answer; ArmillaryError with the gateway's own message where it refuses."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise BadInput(f"'{url}' is not an address; write it like http://127.0.0.1:9000")
+    request = Request(url.rstrip("/") + path, data=body or None, method=method)
+    request.add_header("host", parts.netloc)
+    request.add_header("content-type", "application/json")
+    request.add_header("authorization", signed_header(method, parts.netloc, path, body, key))
+    try:
+        with urlopen(request, timeout=_TIMEOUT_S) as response:
+            return json.load(response)
+    except HTTPError as error:
+        raise ArmillaryError(_reason(error)) from None
+    except (URLError, TimeoutError, ValueError) as error:
+        raise ArmillaryError(f"{url} does not answer ({error}); check the address of the gateway") from None
+
+
+def _reason(error: HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answered {error.code}; check its address and log"

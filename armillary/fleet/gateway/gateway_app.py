@@ -19,12 +19,12 @@ from armillary.fleet.gateway.body import RequestBody, decode
 from armillary.fleet.gateway.fair_queue import Share
 from armillary.fleet.gateway.gateway_config import GatewaySettings, ModelSettings
 from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
+from armillary.fleet.gateway.gateway_tracing import GatewayTracing
 from armillary.fleet.gateway.keys import ApiKey
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.proxy import Outcome, ProxiedRequest
 from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseCache
-from armillary.fleet.gateway.tracing import GatewayTracing
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.cors import Cors
 from armillary.serving.http.json_log import JsonLog

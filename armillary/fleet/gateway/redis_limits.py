@@ -15,7 +15,6 @@ from typing import Any
 
 from armillary.errors import missing
 from armillary.fleet.gateway.limits import Charge, Refusal
-from armillary.fleet.gateway.redis_errors import redis_errors
 
 RESERVE = """
 local time = redis.call('TIME')
@@ -91,6 +90,14 @@ _RETRY_S = 3.0
 _TIMEOUT_S = 1.0
 _DOWN_S = 1.0
 """after a failure, requests do not wait for Redis for this long"""
+
+
+def redis_errors() -> tuple[type[Exception], ...]:
+    """What its client raises where Redis does not answer; RuntimeError is uvloop's, for a write to a connection that
+    Redis has closed a moment before."""
+    from redis.exceptions import RedisError
+
+    return (RedisError, OSError, TimeoutError, RuntimeError)
 
 
 class LimiterUnavailable(Exception):

@@ -22,13 +22,13 @@ from armillary.fleet.gateway.budgets import spent_before
 from armillary.fleet.gateway.gateway_app import Gateway
 from armillary.fleet.gateway.gateway_config import GatewayConfig, GatewaySettings
 from armillary.fleet.gateway.gateway_metrics import GatewayMetrics
+from armillary.fleet.gateway.gateway_tracing import GatewayTracing
 from armillary.fleet.gateway.health import HealthChecker
 from armillary.fleet.gateway.keys import KeyRing, KeyStore
 from armillary.fleet.gateway.limits import Limiter, LocalLimiter
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.redis_cache import RedisCache
 from armillary.fleet.gateway.redis_limits import RedisLimiter
-from armillary.fleet.gateway.tracing import GatewayTracing
 from armillary.fleet.gateway.upstream import ReplicaPool, sweep
 from armillary.serving.http.json_log import JsonLog
 from armillary.serving.http.server import (

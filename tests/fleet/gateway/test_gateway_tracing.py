@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadInput
-from armillary.fleet.gateway.tracing import GatewayTracing
+from armillary.fleet.gateway.gateway_tracing import GatewayTracing
 from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario
 from tests.serving.openai.test_tracing import PARENT, collector
 
