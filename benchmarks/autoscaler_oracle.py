@@ -106,7 +106,8 @@ def main() -> None:
     best, share = oracle(case, limits.requests_per_s)
     outcome = FleetOutcome(case, run)
     print(
-        f"{len(case.arrivals):,} requests in {run.end_s / 60:.0f} min, {limits.requests_per_s:.2f} of them/s per replica"
+        f"{len(case.arrivals):,} requests in {run.end_s / 60:.0f} min, "
+        f"{limits.requests_per_s:.2f} requests/s per replica"
     )
     print(
         f"autoscaler: SLO {slo(case, run):.2%} after {WARM_S:.0f} s, {run.replica_s / 3600:.2f} replica hours, "

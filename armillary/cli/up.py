@@ -32,8 +32,21 @@ ALIAS = "production"
 @click.argument("service", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway; 0.0.0.0 for all.")
 @click.option("--port", default=9000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
+@click.option(
+    "--to", "target", type=click.Choice(["here", "kubernetes", "keda"]), default="here", help="Render manifests."
+)
+@click.option("--out", "file", type=click.Path(path_type=Path, dir_okay=False), help="Of the manifests.  [NAME.yaml]")
 @set_option
-def up(out: Output, home: Home, service: Path, host: str, port: int, overrides: tuple[str, ...]) -> None:
+def up(
+    out: Output,
+    home: Home,
+    service: Path,
+    host: str,
+    port: int,
+    target: str | None,
+    file: Path | None,
+    overrides: tuple[str, ...],
+) -> None:
     """Run the service of a recipe: its model from the registry, replicas, a gateway and an autoscaler.
 
     SERVICE has [model], [serve], [objective], [traffic], [fleet], [autoscale], and [gateway] for the gateway's own
@@ -41,7 +54,11 @@ def up(out: Output, home: Home, service: Path, host: str, port: int, overrides: 
     promote changes what they serve without dropping a request. Clients use http://HOST:PORT/v1, people look at /.
     Ctrl-C lets requests finish and ends everything. If this process is killed, servers go on for a minute, and the next
     `armillary up` adopts them.
+
+    --to kubernetes writes the same as manifests, with a HorizontalPodAutoscaler; --to keda with a ScaledObject.
     """
+    if target is not None:
+        return _render(out, service, overrides, target, file)
     from armillary.fleet.gateway.keys import KeyFile
     from armillary.fleet.gateway.run_gateway import run_gateway
     from armillary.fleet.pool.local_pool import LocalPool
@@ -62,6 +79,32 @@ def up(out: Output, home: Home, service: Path, host: str, port: int, overrides: 
     finally:
         say("stopping the replicas")
         pool.stop_all(recipe.serve.drain_s + 5.0)
+
+
+def _render(out: Output, service: Path, overrides: tuple[str, ...], target: str, file: Path | None) -> None:
+    """Manifests; the model is loaded by name from where the pods see it."""
+    from armillary.cluster.kubernetes.kubernetes_jobs import to_yaml
+    from armillary.cluster.kubernetes.service_manifests import KubernetesService, service_manifests
+    from armillary.spec.recipe import to_dict
+    from armillary.spec.toml.toml_files import dumps
+    from armillary.store.atomic import write_text
+
+    recipe, _ = read_service(service, overrides)
+    name = recipe.serve.name or Path(recipe.model.source).name.removeprefix("registry:").partition("@")[0]
+    own = replace(recipe, serve=replace(recipe.serve, name=name))
+    kubernetes = KubernetesService(
+        name=name,
+        reference=recipe.model.source,
+        recipe=recipe,
+        replica_recipe=dumps(to_dict(own)),
+        gpus=0 if recipe.hardware.is_here else recipe.layout.tp * recipe.layout.pp,
+        keda=target == "keda",
+    )
+    objects = service_manifests(kubernetes)
+    path = file or Path(f"{name}.yaml")
+    write_text(path, to_yaml(objects))
+    out.say(f"wrote {path}: kubectl apply -f {path}; clients use the Service {name}-gateway")
+    out.result([each["kind"] for each in objects], quiet=str(path))
 
 
 def read_service(file: Path, overrides: tuple[str, ...]) -> tuple[Recipe, GatewaySettings]:
