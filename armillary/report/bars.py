@@ -109,13 +109,19 @@ def _bars(groups: Sequence[BarGroup], frame: Frame, full: float, limit: float | 
         else:
             y += NAME_HEIGHT
             place = f"x='0' y='{y - 5:.1f}'"
-        parts.append(f"<text {place}{bold}>{escape(group.name)}</text>")
+        parts.append(f"<text {place}{bold}>{escape(_fitted(group.name, frame))}</text>")
         for bar in group.bars:
             x = frame.left + min(1.0, bar.begin / full) * frame.across
             parts.append(_bar(bar, x, y, max(1.0, min(1.0, bar.value / full) * frame.across), line))
             y += BAR_HEIGHT + BAR_GAP
         y += GROUP_GAP
     return "".join(parts)
+
+
+def _fitted(name: str, frame: Frame) -> str:
+    """A name that ends inside the drawing; it stands beside or above its bars."""
+    most = int(frame.width / LETTER_WIDTH) - 1
+    return name if frame.left or len(name) <= most else f"{name[: most - 1].rstrip()}…"
 
 
 def _bar(bar: Bar, x: float, y: float, width: float, line: float | None) -> str:

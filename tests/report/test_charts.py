@@ -35,6 +35,13 @@ def test_a_bar_is_as_long_as_its_value_says() -> None:
     assert second == 2 * first and "before" in made and "var(--two)" in made
 
 
+def test_a_long_name_ends_inside_the_drawing() -> None:
+    made = bars([BarGroup(name="x" * 400, bars=[Bar(value=1.0, text="1")])], label="names")
+    for width, name in re.findall(r"viewBox='0 0 (\d+) .*?<text [^>]*>(x+…)</text>", made):
+        assert 20 < len(name) < int(width) / 7
+    assert made.count("…</text>") == 2
+
+
 def test_a_text_stands_behind_the_line_of_a_limit() -> None:
     groups = [BarGroup(name=name, bars=[Bar(value=value, text="9 GB")]) for name, value in (("a", 0.2), ("b", 0.97))]
     made = bars(groups, label="memory", full=1.0, limit=1.0).partition("</svg>")[0]
