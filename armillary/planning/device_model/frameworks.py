@@ -136,7 +136,7 @@ def has_fused_block(model: ModelConfig) -> bool:
     return plain and heads and dense and not biased and not model.mla and not model.simplicial
 
 
-def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software:
+def software(framework: str, *, chip: str = "", model: str = "", fitted: bool = True) -> Software:
     """The declared framework whose name `framework` starts with, as of the release that follows it; the physics for any
     other. One without numbers of its own has those that the others have in common. `fitted=False` keeps its settings
     and sets every number to 1."""
@@ -145,7 +145,7 @@ def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software
     if known is None:
         chosen = replace(PHYSICS, name=framework or "physics")
     else:
-        chosen = replace(_declared(known), **_since(known, release, chip))
+        chosen = replace(_declared(known), **_since(known, release, chip, model))
     if not fitted:
         return chosen.with_numbers({})
     return chosen if chosen.fitted else chosen.with_numbers(common_numbers())
@@ -171,11 +171,12 @@ def declared() -> dict[str, Software]:
     return {name: _declared(name) for name in _table() if name != COMMON}
 
 
-def _since(name: str, release: str, chip: str) -> dict[str, Any]:
-    """Settings that came with this release or an earlier one, on this chip."""
+def _since(name: str, release: str, chip: str, model: str) -> dict[str, Any]:
+    """Settings that came with this release or an earlier one, on this chip, in the recipe of this model."""
     settings: dict[str, Any] = {}
     for change in _table()[name].get("since", ()):
-        if _numbers(release) >= _numbers(change["release"]) and chip in change.get("chips", [chip]):
+        own = any(model.startswith(known) for known in change.get("models", [""]))
+        if own and _numbers(release) >= _numbers(change["release"]) and chip in change.get("chips", [chip]):
             settings |= {key: value for key, value in change.items() if key in _SETTINGS}
     return settings
 

@@ -75,10 +75,18 @@ class Network:
         """The same without forwarding: every byte comes over the rank's own link of the tier it crosses."""
         return self.all_to_all_s(np.asarray(num_bytes, dtype=float), members, stride)
 
-    def all_to_all_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints, copies: float | None = None) -> Array:
+    def all_to_all_s(
+        self,
+        num_bytes: npt.ArrayLike,
+        members: Ints,
+        stride: Ints,
+        copies: float | None = None,
+        reach: tuple[int, int] = (1, 1),
+    ) -> Array:
         """Each rank sends `num_bytes`·(n−1)/n, each part over the tier of its target; tiers work in parallel. Where the
         bytes are `copies` of the same rows, a row is sent once to each of u units (devices inside a node, nodes
-        beyond) that holds one of its k experts: u·(1−(1−1/u)^k)/k of them (DeepEP, HybridEP)."""
+        beyond) that holds one of its k experts: u·(1−(1−1/u)^k)/k of them (DeepEP, HybridEP); fewer where a row may
+        `reach` only some of the groups of experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
         size = np.asarray(num_bytes, dtype=float)
         worst = np.zeros(np.broadcast_shapes(size.shape, members.shape))
         latency = np.zeros_like(worst)
@@ -87,7 +95,7 @@ class Network:
             within = np.clip(ring.reach // np.maximum(stride, 1), 1, members)
             within = members if ring is self.rings[-1] else within
             units = np.maximum(members / inside, 1.0)
-            once = units * (1 - (1 - 1 / units) ** copies) / copies if copies else 1.0
+            once = distinct_units(units, copies, *reach) / copies if copies else 1.0
             worst = np.maximum(worst, size * once * (within - inside) / members / ring.bytes_per_s)
             latency = np.where(within > inside, ring.latency_s * np.log2(np.maximum(members, 2)), latency)
             inside = within
@@ -101,6 +109,16 @@ class Network:
             here = size / ring.bytes_per_s + ring.latency_s
             seconds = np.where((stride < ring.reach) | np.isnan(seconds), here, seconds)
         return np.nan_to_num(seconds)
+
+
+def distinct_units(units: Array, copies: float, groups: int = 1, top_groups: int = 1) -> Array:
+    """Expected number of `units` that hold one of a row's `copies` = k experts, all equally likely: u·(1−(1−1/u)^k).
+    Where experts are in groups, side by side, and a row reaches G of g groups, u is the units of G groups; units of
+    several groups are hit by G groups rather than k experts."""
+    within = np.where(units >= groups, units * top_groups / groups, units)
+    drawn = np.where(units >= groups, copies, min(copies, top_groups))
+    hit: Array = within * (1 - (1 - 1 / within) ** (drawn if groups > 1 else copies))
+    return hit
 
 
 def network(cluster: Cluster, measured: Peaks | None = None) -> Network:

@@ -100,7 +100,9 @@ def predict_row(row: Row, *, physics_only: bool = False) -> TrainingPrediction:
 def ready(row: Row, *, fitted: bool = True) -> TrainingRow:
     """The row as a case, with its framework's software."""
     chip = chip_of(row.get("gpu") or "").name
-    return training_row(row, software(row.get("framework") or "", chip=chip, fitted=fitted))
+    return training_row(
+        row, software(row.get("framework") or "", chip=chip, model=row.get("model") or "", fitted=fitted)
+    )
 
 
 def _priced(result: TrainingPrediction, row: TrainingRow) -> TrainingPrediction:

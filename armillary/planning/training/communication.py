@@ -91,8 +91,10 @@ def _expert(case: TrainCase, layouts: Layouts, wall: Array, *, moe: bool) -> Com
     rows = case.tokens(layouts) / layouts.tp * case.model.moe.top_k
     size = rows * case.model.hidden * WIRE * layouts.expert_tp
     stride = np.where(layouts.expert_tp > 1, layouts.tp, 1)
-    copies = case.model.moe.top_k if case.software.flex_dispatch else None
-    total = 4 * case.network.all_to_all_s(size, layouts.ep, stride, copies) * case.software.communication
+    experts = case.model.moe
+    copies = experts.top_k if case.software.flex_dispatch else None
+    reach = (experts.groups, experts.top_groups)
+    total = 4 * case.network.all_to_all_s(size, layouts.ep, stride, copies, reach) * case.software.communication
     window = np.where((layouts.interleave > 1) & case.software.ep_overlap, wall, 0.0)
     return CommCost(total=total, exposed=np.maximum(0.1 * total, total - window))
 

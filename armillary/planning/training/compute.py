@@ -290,14 +290,34 @@ def _memory_bound(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> W
     moved = local * (1.0 if software.fused_blocks else traffic) * (_with_biases(case, piece) if unfused else 1.0)
     forward = case.curves.memory_bound_s(piece.forward.bytes * moved) * times
     backward = sum((case.curves.memory_bound_s(op.bytes * moved) for op in piece.backward), zero) * times
+    sorted_again = _sorts_again(case, piece, layouts)
+    more = [_sort_s(case, op, local) * sorted_again for op in (piece.forward, *piece.backward)]
     return replace(
         no_work(len(layouts)),
-        memory_forward=forward,
-        memory_backward=backward,
+        memory_forward=forward + more[0],
+        memory_backward=backward + sum(more[1:], zero),
         selective_recompute=forward * _is_cheap(case, piece),
-        kernels_forward=zero + 1,
-        kernels_backward=zero + len(piece.backward),
+        kernels_forward=1 + sorted_again,
+        kernels_backward=len(piece.backward) * (1 + sorted_again),
     )
+
+
+def _sorts_again(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> Array:
+    """1 where rows that a plain all-to-all brought, ordered by their rank, are sorted by expert, and sorted back before
+    they return (Megatron-LM's all-to-all dispatcher, ours); DeepEP and HybridEP deliver them in order."""
+    moe = case.model.moe
+    plain = moe is not None and not case.software.flex_dispatch and piece.forward.name in _SENT
+    experts = moe.num_experts if moe is not None else 0
+    return np.where(plain & (layouts.ep > 1) & (experts > layouts.ep), 1.0, 0.0)
+
+
+_SENT = ("moe.dispatch", "moe.combine")
+
+
+def _sort_s(case: TrainCase, op: Op, local: Array) -> Array:
+    """Seconds to read and write the rows that dispatch writes, or that combine reads."""
+    rows = np.maximum(op.bytes_read, op.bytes_written)
+    return case.curves.memory_bound_s(2 * rows * local) * case.software.memory
 
 
 def _with_biases(case: TrainCase, piece: OpWithBackward) -> float:
