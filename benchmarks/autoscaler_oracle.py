@@ -56,7 +56,7 @@ def slo(case: FleetCase, run: FleetRun) -> float:
 def oracle(case: FleetCase, capacity: float) -> tuple[FleetRun, float]:
     """The cheapest schedule that keeps the objectives, and its share of the capacity."""
     best: tuple[FleetRun, float] | None = None
-    for percent in range(60, 131, 5):
+    for percent in range(60, 131, 10):
         schedule = planned(case, capacity * percent / 100)
         fleet = replace(case.fleet, replicas=schedule[0][1], start_s=0.0)
         run = SimulatedFleet(case.arrivals, case.system, case.cost, fleet, schedule=schedule).run()

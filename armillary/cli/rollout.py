@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from armillary.cli.output import Output
 from armillary.cli.verb_decorator import verb
-from armillary.errors import NotFound
+from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
+
+if TYPE_CHECKING:
+    from armillary.store.registry.release import Release
 
 
 @verb
@@ -20,8 +25,16 @@ from armillary.store.home import Home
 @click.option(
     "--slowdown", default=1.2, show_default=True, type=click.FloatRange(1), help="Most TTFT and ITL over others'."
 )
+@click.option("--eval", "evals", multiple=True, metavar="NAME=LEAST", help="Refuse a release whose result is below.")
 def rollout(
-    out: Output, home: Home, service: str, release: str | None, canary: float, requests: int, slowdown: float
+    out: Output,
+    home: Home,
+    service: str,
+    release: str | None,
+    canary: float,
+    requests: int,
+    slowdown: float,
+    evals: tuple[str, ...],
 ) -> None:
     """Replace what the service NAME serves by RELEASE, like bot:3; without RELEASE, show how its rollout stands.
 
@@ -37,6 +50,7 @@ def rollout(
         raise NotFound(f"no service '{service}' in this home; armillary up starts one")
     if release is not None:
         pinned = open_registry(home).resolve(release.removeprefix("registry:"))
+        _check_evals(pinned, evals)
         asked = Rollout(
             release=f"registry:{pinned.text}", canary_fraction=canary, min_requests=requests, max_slowdown=slowdown
         )
@@ -48,3 +62,18 @@ def rollout(
         return out.result(None, quiet="none")
     out.fields("", [("release", current.release), ("state", current.state), ("reason", current.reason or None)])
     out.result(to_plain(current), quiet=current.state)
+
+
+def _check_evals(release: Release, least: tuple[str, ...]) -> None:
+    """BadInput where the release has no such result, or a lower one."""
+    for text in least:
+        name, _, value = text.partition("=")
+        try:
+            wanted = float(value)
+        except ValueError:
+            raise BadInput(f"--eval {text} is not understood; write it like --eval mmlu=0.6") from None
+        result = release.manifest.evals.get(name)
+        if result is None:
+            raise BadInput(f"{release.text} has no result of {name}; push it with armillary registry push --eval")
+        if result < wanted:
+            raise BadInput(f"{release.text} has {name} = {result:g}, less than {wanted:g}; it is not rolled out")
