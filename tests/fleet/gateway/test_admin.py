@@ -119,5 +119,9 @@ def test_old_calls_and_those_before_a_restart_are_refused(key: Path) -> None:
     header = signed_header("GET", HOST, "/admin/keys", b"", key)
     at = float(header.split(" ")[1].split(".")[0].replace("_", "."))
     assert "too long ago" in check(AdminGuard(trusted, LocalNonces(), clock=lambda: at + 61), header)
+    now = [at - 5]
+    running = AdminGuard(trusted, LocalNonces(), clock=lambda: now[0])  # since before the call
+    now[0] = at + 61
+    assert "too long ago" in check(running, header)
     restarted = AdminGuard(trusted, LocalNonces(), clock=lambda: at + 5)
     assert "too long ago" in check(restarted, header), "this process cannot know whether it was made before"

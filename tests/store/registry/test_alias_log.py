@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
-from armillary.store.registry.object_store import FsspecStore
+from armillary.store.registry.object_store import FsspecStore, LocalStore
 from armillary.store.registry.open_registry import open_registry
 from armillary.store.registry.registry import Registry
 
@@ -98,6 +99,16 @@ def test_fifty_writers_lose_no_move(home: Home, model_folder: Path, tmp_path: Pa
     shared = [move for move in three.history("tiny") if move.alias == "shared"]
     for earlier, later in pairwise(shared):
         assert later.previous == earlier.version, "each move was decided by the one before it"
+
+
+def test_a_folder_without_locks_loses_no_move(home: Home, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on network file systems where they do nothing: files are created exclusively, whoever holds a lock."""
+    monkeypatch.setattr(LocalStore, "queue", lambda store, folder: nullcontext())
+    registry = open_registry(home)
+    registry.push("tiny", model_folder)
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(lambda writer: registry.promote("tiny:1", f"a{writer}"), range(WRITERS)))
+    assert registry.aliases("tiny") == {f"a{writer}": 1 for writer in range(WRITERS)}
 
 
 def test_fifty_processes_lose_no_move(home: Home, model_folder: Path) -> None:
