@@ -1,9 +1,9 @@
 """How much of their prompts real servers behind a gateway find in their prefix caches, by routing policy.
 
-    python benchmarks/gateway_prefix.py MODEL [--replicas 4] [--requests 600] [--out FILE.json]
+    python benchmarks/gateway_prefix.py MODEL [--replicas 4] [--requests 1500] [--out FILE.json]
 
 MODEL is a folder of a small model. Traffic: 40 documents, some asked for far more often than others, each followed by a
-question of its own, from 16 clients. The KV cache of a server holds about a quarter of the documents. Per policy: share
+question of its own, from 16 clients. The KV cache of a server holds a quarter of the documents. Per policy: share
 of prompt tokens that the servers' own counters report as found, and the busiest server's requests over the mean.
 """
 
@@ -27,8 +27,8 @@ from gateway import free_port
 
 DOCUMENTS, WORDS, CLIENTS, SKEW = 40, 150, 16, 0.08
 POLICIES = ("round-robin", "least-load", "power-of-two", "prefix")
-KV_BYTES_PER_SERVER = 3_000_000
-"""of the tests' tiny model: 256 bytes per token, so some ten documents, with the requests that run"""
+KV_BYTES_PER_SERVER = 2_400_000
+"""of the tests' tiny model: 256 bytes per token, so ten of the 40 documents, of 880 tokens each"""
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
