@@ -25,7 +25,7 @@ def fits(block: Any) -> bool:
         return False
     if block.attention_post_norm is not None or block.mlp_post_norm is not None:
         return False
-    if attention.q_norm is not None or attention.clip is not None or not attention.rotates:
+    if attention.q_norm is not None or attention.clip is not None or not attention.rotates or attention.has_gate:
         return False
     norms, linears = (block.attention_norm, block.mlp_norm), (attention.qkv, attention.out, mlp.up, mlp.down)
     kind = nn.Linear

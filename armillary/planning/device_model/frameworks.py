@@ -128,12 +128,13 @@ OURS_ON_CPU = replace(
 
 def has_fused_block(model: ModelConfig) -> bool:
     """Whether blocks of this shape have a hand-written fused function: pre-norm, a dense MLP, rotary positions, no
-    biases, no norm or clip on queries and keys."""
+    biases or gates, no norm or clip on queries and keys, attention in every layer."""
     plain = model.norm_at == "before" and model.parallel == "none" and model.residual_scale == 1.0
     heads = model.positions == "rope" and model.qk_norm == "none" and model.qkv_clip is None
     biased = model.qkv_bias or model.out_bias or model.mlp_bias
     dense = all(kind.mlp == "dense" and kind.rope for kind in model.layers)
-    return plain and heads and dense and not biased and not model.mla and not model.simplicial
+    gated = model.attention_gate or model.num_recurrent_layers > 0
+    return plain and heads and dense and not biased and not gated and not model.mla and not model.simplicial
 
 
 def software(framework: str, *, chip: str = "", model: str = "", fitted: bool = True) -> Software:

@@ -40,6 +40,11 @@ UNFIT = {
     "norms after": small(norm_at="after"),
     "biases": small(mlp_bias=True),
     "learned positions": small(positions="learned", learned_positions=64),
+    "output gates": small(attention_gate=True),
+    "gated delta-net": small(
+        attention_pattern=["gated_delta"],
+        gated_delta={"key_heads": 2, "value_heads": 2, "key_dim": 4, "value_dim": 4},
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,9 @@ def test_what_cannot_be_done_is_one_line(source: ModelSource, tmp_path: Path) ->
         with pytest.raises(BadInput, match=message) as error:
             quantize(source, tmp_path / "out", to, **({"text": text} | options))
         assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+    gated = replace(source, config=replace(source.config, attention_gate=True))
+    with pytest.raises(BadInput, match=r"gated layers of .* are not quantized"):
+        quantize(gated, tmp_path / "out", "fp8", text=text)
     quantize(source, tmp_path / "m", "fp8", text=text)
     again = resolve_model(str(tmp_path / "m"), Home.at(tmp_path), need_weights=True)
     with pytest.raises(BadModel, match="quantized already"):
