@@ -64,14 +64,14 @@ def quantize(
 ) -> Quantized:
     """Write `source` to the folder (for GGUF the file) `target`; `samples` windows of the text are calibrated on. `kv`
     adds scales for a KV cache in fp8 or int8."""
+    if source.config.num_recurrent_layers or source.config.attention_gate:
+        raise BadInput(f"the gated layers of {source.name} are not quantized here yet; serve it in bf16")
     folder = _plain_folder(source)
     wanted = find_target(to, parse_dtype(stored_dtype(folder)), group)
     if kv and wanted.spec.gguf:
         raise BadInput("GGUF files hold no scales of a KV cache; leave --kv out, or take another format")
     if kv and source.config.mla is not None:
         raise BadInput(f"{source.name} caches latents, which have no 8-bit scales yet; leave --kv out")
-    if source.config.num_recurrent_layers or source.config.attention_gate:
-        raise BadInput(f"the gated layers of {source.name} are not quantized here yet; serve it in bf16")
     _check_patterns(source, keep)
     calibration, held_out = _windows(source, text, samples if wanted.spec.calibrated or kv else 0)
     with TensorFolder(source.url or folder) as stored:
