@@ -70,7 +70,8 @@ def test_two_hosts_give_the_tokens_of_one(hosts: tuple[str, str], tmp_path: Path
     tiny_llama().save_pretrained(tmp_path / "m")
     first, second = (start(hosts, rank, tmp_path / "m", 1, 29_711) for rank in range(2))
     out, _ = first.communicate(timeout=240)
-    assert second.wait(60) == 0 and first.returncode == 0
+    second.communicate(timeout=60)
+    assert second.returncode == first.returncode == 0
     alone = LLM(tmp_path / "m", TABLE, device="cpu").generate(PROMPTS, GREEDY)
     assert json.loads(out) == [made.tokens for made in alone]
 
@@ -82,5 +83,6 @@ def test_a_lost_host_ends_the_engine_with_a_reason(hosts: tuple[str, str], tmp_p
     pid = int(second.stdout.readline().split()[1])
     assert json.loads(first.stdout.readline())
     os.kill(pid, signal.SIGKILL)
+    second.communicate(timeout=60)
     out, _ = first.communicate(timeout=120)
     assert first.returncode == 3 and "ended: " in out.splitlines()[-1]

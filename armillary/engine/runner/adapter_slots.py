@@ -69,10 +69,6 @@ class AdapterSlots:
                 columns=columns,
             )
 
-    @property
-    def nbytes(self) -> int:
-        return sum(slots.a_SRK.nbytes + slots.b_SNr.nbytes for slots in self._modules.values())
-
     def put(self, slot: int, adapter: Adapter | None) -> None:
         """Write an adapter into a slot; none: an adapter that changes nothing."""
         with torch.inference_mode():
