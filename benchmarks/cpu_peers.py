@@ -1,6 +1,7 @@
 """Prompts and answers a second on a CPU, beside llama.cpp: the same random Llama, the same prompt, greedy, one stream.
 
     python benchmarks/cpu_peers.py [--kinds int8,Q8_0] [--rounds 5] [--threads 2] [--prompt 512] [--answer 64] [--json]
+    python benchmarks/cpu_peers.py --cpu-time   # one thread, its CPU time: what a busy machine can tell
 
 Needs `gguf` and `llama-cpp-python` (`make peers` builds it). Every contestant is a process of its own with its model
 loaded; they run one after the other, round after round, so that what else the machine does hits all alike. The best
@@ -61,6 +62,7 @@ NAMES = {
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+Clock = Callable[[], float]
 Answer = Callable[[list[int], int], tuple[float, float, list[int]]]
 """(prompt, tokens wanted) -> seconds of the prompt, seconds of the rest, tokens"""
 
@@ -129,7 +131,7 @@ def _gguf_name(module: str) -> str:
 # --- the two sides
 
 
-def ours(folder: Path, kind: str, threads: int) -> Answer:
+def ours(folder: Path, kind: str, threads: int, clock: Clock) -> Answer:
     import torch
 
     from armillary import LLM, SamplingParams
@@ -143,17 +145,17 @@ def ours(folder: Path, kind: str, threads: int) -> Answer:
     def answer(prompt: list[int], most: int) -> tuple[float, float, list[int]]:
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         engine.scheduler.submit(Request(id="one", prompt=prompt, params=params), engine.loop.clock())
-        begin, first, tokens = time.perf_counter(), 0.0, []
+        begin, first, tokens = clock(), 0.0, []
         while engine.busy:
             for piece in engine.step():
                 tokens += piece.tokens
-                first = first or time.perf_counter()
-        return first - begin, time.perf_counter() - first, tokens
+                first = first or clock()
+        return first - begin, clock() - first, tokens
 
     return answer
 
 
-def theirs(path: Path, kind: str, threads: int) -> Answer:
+def theirs(path: Path, kind: str, threads: int, clock: Clock) -> Answer:
     import llama_cpp as llama
     import numpy as np
 
@@ -176,12 +178,12 @@ def theirs(path: Path, kind: str, threads: int) -> Answer:
 
     def answer(prompt: list[int], most: int, _keep: Any = silent) -> tuple[float, float, list[int]]:
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
-        begin = time.perf_counter()
+        begin = clock()
         tokens = [next_token(prompt)]
-        first = time.perf_counter()
+        first = clock()
         while len(tokens) < most:
             tokens.append(next_token(tokens[-1:]))
-        return first - begin, time.perf_counter() - first, tokens
+        return first - begin, clock() - first, tokens
 
     return answer
 
@@ -189,9 +191,10 @@ def theirs(path: Path, kind: str, threads: int) -> Answer:
 # --- one process each
 
 
-def work(kind: str, source: Path, threads: int) -> None:
+def work(kind: str, source: Path, threads: int, cpu_time: bool) -> None:
     """Answer what comes on stdin, a line each."""
-    answer = (ours if kind in OURS else theirs)(source, kind, threads)
+    clock = time.thread_time if cpu_time else time.perf_counter
+    answer = (ours if kind in OURS else theirs)(source, kind, threads, clock)
     answer(list(range(2, 34)), 4)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -202,8 +205,9 @@ def work(kind: str, source: Path, threads: int) -> None:
 class Contestant:
     """A process that answers."""
 
-    def __init__(self, kind: str, source: Path, threads: int) -> None:
+    def __init__(self, kind: str, source: Path, threads: int, cpu_time: bool) -> None:
         command = [sys.executable, __file__, "--worker", kind, "--source", str(source), "--threads", str(threads)]
+        command += ["--cpu-time"] if cpu_time else []
         self.kind, self.prompt_s, self.token_s, self.tokens = kind, [], [], []
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self._read() != "ready":
@@ -254,7 +258,7 @@ def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             write_gguf(folder, path, form)
         elif kind in TO:
             path = write_quantized(folder, folder / kind, TO[kind])
-        running.append(Contestant(kind, path, options.threads))
+        running.append(Contestant(kind, path, options.threads, options.cpu_time))
     for _ in range(options.rounds):
         for one in running:
             one.run(prompt, options.answer)
@@ -271,11 +275,13 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--kinds", default=",".join((*OURS, *THEIRS)), help="who takes part, by comma")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, its CPU time")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.threads = 1 if options.cpu_time else options.threads
     if options.worker:
-        return work(options.worker, options.source, options.threads)
+        return work(options.worker, options.source, options.threads, options.cpu_time)
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         rows = compare(Path(folder), options)

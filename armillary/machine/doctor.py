@@ -209,7 +209,7 @@ def _compiler() -> Check:
         bool(compiler and headers),
         "C++ compiler",
         "no compiler" if not compiler else compiler if headers else "no Python.h",
-        means="torch.compile on the CPU is off; its tests skip",
+        means="torch.compile on the CPU and the C++ kernels of packed weights are off; their tests skip",
         fix="Debian: apt install g++ python3-dev; macOS: xcode-select --install",
     )
 

@@ -18,6 +18,8 @@ import torch
 
 from armillary.errors import ArmillaryError
 from armillary.kernels.core.requirements import LOG
+from armillary.machine.features import present_features
+from armillary.machine.system_files import cpuinfo_flags
 from armillary.store.home import Home
 
 _SOURCES = ("lanes.h", "inputs.h", "packed_linear.cpp")
@@ -43,7 +45,7 @@ def units() -> str:
 
 def has_amx() -> bool:
     """Whether this CPU has matrix units for int8, which these kernels do not use."""
-    return "amx_int8" in _cpu_features()
+    return "amx_int8" in present_features()
 
 
 def build(folder: Path, *, march: str = "native") -> Path:
@@ -51,7 +53,14 @@ def build(folder: Path, *, march: str = "native") -> Path:
     compiler = _compiler()
     here = Path(__file__).parent
     command = [*compiler, f"-march={march}", *_FLAGS]
-    text = "\n".join([*command, *(here.joinpath(name).read_text() for name in _SOURCES), _cpu_features()])
+    text = "\n".join(
+        [
+            *command,
+            *(here.joinpath(name).read_text() for name in _SOURCES),
+            *sorted(cpuinfo_flags()),
+            platform.processor(),
+        ]
+    )
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not path.is_file():
         LOG.info("compiling the C++ kernels of this CPU, once")
@@ -83,15 +92,6 @@ def _openmp() -> list[str]:
     folder = Path(torch.__file__).parent
     paths = sorted([*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")])
     return [str(paths[0])] if paths else []
-
-
-@cache
-def _cpu_features() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def load(path: Path) -> ctypes.CDLL:
