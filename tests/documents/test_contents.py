@@ -70,6 +70,17 @@ def test_a_plan_over_budget_and_at_its_limits_says_so(plan_facts: PlanFacts) -> 
     assert "within the budget" not in prose(report, "cost")
 
 
+def test_a_device_whose_memory_nobody_knows_has_a_report(plan_facts: PlanFacts) -> None:
+    plan = plan_facts.training
+    assert plan is not None
+    cluster = replace(plan.problem.case.cluster, chip=replace(plan.problem.case.cluster.chip, memory_bytes=None))
+    case = replace(plan.problem.case, cluster=cluster)
+    problem = replace(plan.problem, case=case)
+    unknown = replace(plan, problem=problem, prediction=replace(plan.prediction, case=case))
+    report = build_report(replace(plan_facts, training=unknown, cluster=cluster))
+    assert "of the fullest device are used." in prose(report, "training") and "memory_limit" not in report.figures
+
+
 def test_a_service_costs_the_same_in_a_year_and_over_its_years(plan_report: Report) -> None:
     figures = plan_report.figures
     rows = {

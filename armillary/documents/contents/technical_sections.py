@@ -24,7 +24,8 @@ def training_section(facts: PlanFacts, figures: Figures) -> Section | None:
     )
     template = "Memory: {memory_peak} of the fullest device are used"
     template += " of {memory_limit}; {memory_free} stay free." if "memory_free" in figures else "."
-    fit = figures.say(template if plan.fits else "The plan does not fit: {why}.", why=f"{plan.shortage}; {plan.remedy}")
+    why = "" if plan.fits else f"{plan.shortage}; {plan.remedy}"  # with no known limit there is no shortage to state
+    fit = figures.say(template if plan.fits else "The plan does not fit: {why}.", why=why)
     charts = [_memory_chart(figures, plan), _step_chart(figures, plan)]
     return Section(
         key="training",

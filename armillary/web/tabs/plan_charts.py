@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from math import ceil
+from math import ceil, isinf
 
 from armillary.planning.serving.replica import curve_name
 from armillary.planning.serving.serving_plan import ServingPlan
@@ -40,6 +40,8 @@ def _memory(sizes: Mapping[str, float], total: float, limit: float) -> str:
         BarGroup(name=name, bars=[Bar(value=size, text=bytes_text(size))]) for name, size in sizes.items() if size > 0
     ]
     groups.append(BarGroup(name="together", bars=[Bar(value=total, text=bytes_text(total))], bold=True))
+    if isinf(limit):  # a device whose memory nobody knows
+        return bars(groups, label=f"Memory: {bytes_text(total)}")
     label = f"{bytes_text(total)} of {bytes_text(limit)}; the dashed line is what the device has"
     return f"<p>{escape(label)}</p>" + bars(groups, label=f"Memory: {label}", full=max(total, limit), limit=limit)
 
