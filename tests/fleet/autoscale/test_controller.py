@@ -66,7 +66,7 @@ async def service_of(
     pool = LocalPool(folder / "pool", command)
     settings: dict[str, Any] = {"health_interval_s": 0.3, "health_timeout_s": 0.5, "retries": 3}
     async with gateway_of(
-        folder, gateway=settings, health=True, managed=True, policy="least-load", probe="ready", max_park_s=15.0
+        folder, gateway=settings, health=True, managed=True, policy="least-load", probe="ready", max_park_s=60.0
     ) as client:
         controller = Controller(
             pool,
@@ -102,7 +102,7 @@ async def test_the_first_request_waits_for_the_first_replica(folder: Path) -> No
 @scenario
 async def test_a_killed_replica_is_replaced_and_no_request_fails(folder: Path) -> None:
     async with service_of(folder, target=2) as service:
-        await until(lambda: service.ready() == 2)
+        await until(lambda: service.ready() == 2, 60.0)
         victim = next(iter(service.controller.routed))
         load = asyncio.create_task(service.load(30, 3.0))
         await asyncio.sleep(0.5)
@@ -116,11 +116,11 @@ async def test_a_killed_replica_is_replaced_and_no_request_fails(folder: Path) -
 @scenario
 async def test_a_hung_replica_is_replaced(folder: Path) -> None:
     async with service_of(folder, target=2) as service:
-        await until(lambda: service.ready() == 2)
+        await until(lambda: service.ready() == 2, 60.0)
         before = set(service.controller.routed)
         stuck = asyncio.create_task(service.ask("hang"))
         await until(lambda: len(set(service.controller.routed) - before) >= 1)
-        await until(lambda: service.ready() == 2)
+        await until(lambda: service.ready() == 2, 60.0)
         stuck.cancel()
         with suppress(asyncio.CancelledError):
             await stuck
@@ -131,10 +131,10 @@ async def test_a_hung_replica_is_replaced(folder: Path) -> None:
 async def test_another_controller_adopts_the_servers(folder: Path) -> None:
     """The autoscaler was killed: its successor keeps what runs, whatever its own start size."""
     async with service_of(folder, target=2, stop=False) as service:
-        await until(lambda: service.ready() == 2)
+        await until(lambda: service.ready() == 2, 60.0)
         processes = {name: service.process(name) for name in service.controller.routed}
     async with service_of(folder, target=1) as successor:
-        await until(lambda: successor.ready() == 2)
+        await until(lambda: successor.ready() == 2, 60.0)
         await asyncio.sleep(0.5)
         assert {name: successor.process(name) for name in successor.controller.routed} == processes
         assert successor.controller.target == 2
@@ -147,7 +147,7 @@ async def test_load_starts_replicas_and_its_end_drains_them(folder: Path) -> Non
     windows = {"interval_s": 0.25, "stable_window_s": 2.0, "panic_window_s": 0.75, "cooldown_s": 2.0}
     scaler = Autoscaler(Autoscale(max_replicas=3, **windows), Limits(requests_per_s=20.0, in_flight=2.0))
     async with service_of(folder, seconds=0.1, scaler=scaler) as service:
-        await until(lambda: service.ready() == 1)
+        await until(lambda: service.ready() == 1, 60.0)
         await service.load(30, 4.0)
         assert service.controller.target >= 2
         await until(lambda: service.ready() == 1, 20.0)

@@ -19,7 +19,7 @@ def command(port: int, release: str) -> list[str]:
     return [sys.executable, str(SERVER), str(port), "0.01", "4"]
 
 
-def wait(check: Callable[[], bool], seconds: float = 15.0) -> None:
+def wait(check: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < end, "it took too long"
@@ -38,7 +38,7 @@ def test_a_server_starts_and_stops(pool: LocalPool) -> None:
     started = pool.start()
     assert started.state == "starting" and started.url.startswith("http://127.0.0.1:")
     wait(lambda: pool.members()[0].state == "ready")
-    assert 0 < (pool.members()[0].start_s or 0) < 15
+    assert 0 < (pool.members()[0].start_s or 0) < 60
     pool.stop(started.name)
     wait(lambda: not pool.members())
 

@@ -28,7 +28,7 @@ def state(folder: Path) -> str:
 async def rolled(folder: Path, service: Service, rollout: Rollout, *ends: str) -> None:
     """Load until the rollout has ended."""
     RolloutDriver(service.controller, service.client.models, folder, lambda text: None)
-    await until(lambda: service.ready() == 2)
+    await until(lambda: service.ready() == 2, 60.0)
     least = [2]
 
     async def watch() -> None:
