@@ -214,7 +214,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     name = "armillary-2m" if options.quick else "armillary-25m"
-    lengths, batches, rounds = ((32,), (16,), 3) if options.quick else ((128, 512, 1024), (16, 64, 256), 9)
+    lengths, batches, rounds = ((32,), (16,), 3) if options.quick else ((128, 512, 1024), (16, 64, 256), 5)
     model = small(name)
     cases = [attention_case(model, length, rounds) for length in lengths]
     cases += [optimizer_case(name, tokens, rounds) for tokens in batches]

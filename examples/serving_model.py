@@ -90,7 +90,7 @@ def make_models(folder: Path, *, quick: bool) -> Models:
     text.mkdir()
     for i in range(50 if quick else 400):
         (text / f"{i}.txt").write_text("".join(order(draw) for _ in range(20)))
-    steps = 5 if quick else 100
+    steps = 5 if quick else 60
     recipe = recipe_from_dict(
         {
             "model": {"name": "armillary-5m", "vocab": 512} | SHAPE,
@@ -106,7 +106,7 @@ def make_models(folder: Path, *, quick: bool) -> Models:
     done = armillary.train(file, home=Home.at(folder / "home"), watch=lambda report: None)
     assert done.export is not None and done.loss is not None
     draft = load_model(done.export, dtype="fp32", device="cpu")
-    target = grown_model(draft, ffn=768 if quick else 8192, layers=4 if quick else 8)
+    target = grown_model(draft, ffn=768 if quick else 4096, layers=4 if quick else 8)
     save_model(target, folder / "target", template=done.export)
     size = parameters(target.config).total
     outside = target.config.vocab * target.config.hidden  # the output projection stays as it is
