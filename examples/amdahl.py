@@ -209,17 +209,22 @@ def karp_flatt(case: Case, threads: int = 2) -> float:
     return (1 / case.measured - 1 / threads) / (1 - 1 / threads)
 
 
+def shown(case: Case) -> Case:
+    print(f"{case.name}: {case.by_hand:.2f} × by hand, {case.measured:.2f} × measured", flush=True)
+    return case
+
+
 def main() -> None:
     options = read_options("amdahl", __doc__)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     name = "armillary-2m" if options.quick else "armillary-25m"
-    lengths, batches, rounds = ((32,), (16,), 3) if options.quick else ((128, 512, 1024), (16, 64, 256), 5)
+    lengths, batches, rounds = ((32,), (16,), 3) if options.quick else ((64, 256, 512), (16, 64, 256), 5)
     model = small(name)
-    cases = [attention_case(model, length, rounds) for length in lengths]
-    cases += [optimizer_case(name, tokens, rounds) for tokens in batches]
+    cases = [shown(attention_case(model, length, rounds)) for length in lengths]
+    cases += [shown(optimizer_case(name, tokens, rounds)) for tokens in batches]
     with tempfile.TemporaryDirectory() as folder:
-        threads = threads_case(model, lengths[-1], rounds, Home.at(Path(folder)))
+        threads = shown(threads_case(model, lengths[len(lengths) // 2], rounds, Home.at(Path(folder))))
     cases.append(threads)
     rows = [
         (

@@ -57,7 +57,7 @@ class Frame:
 
 LINE_FRAMES = (Frame(width=960, height=300, left=76, right=28), Frame(width=420, height=250, left=60, right=22))
 SCATTER_FRAMES = (
-    Frame(width=960, height=460, left=92, right=20, top=18, bottom=44),
+    Frame(width=960, height=460, left=112, right=34, top=18, bottom=44),
     Frame(width=420, height=340, left=84, right=24, top=18, bottom=44),
 )
 
