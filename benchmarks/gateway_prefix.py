@@ -1,10 +1,11 @@
 """How much of their prompts real servers behind a gateway find in their prefix caches, by routing policy.
 
-    python benchmarks/gateway_prefix.py MODEL [--replicas 4] [--requests 1500] [--out FILE.json]
+    python benchmarks/gateway_prefix.py MODEL [--skew 0.08] [--replicas 4] [--requests 1500] [--out FILE.json]
 
-MODEL is a folder of a small model. Traffic: 40 documents, some asked for far more often than others, each followed by a
-question of its own, from 16 clients. The KV cache of a server holds a quarter of the documents. Per policy: share
-of prompt tokens that the servers' own counters report as found, and the busiest server's requests over the mean.
+MODEL is a folder of a small model. Traffic: 40 documents, each followed by a question of its own, from 16 clients; all
+as often as each other, as in SGLang's generated-shared-prefix, or with `--skew` some far more often. The KV cache of a
+server holds a quarter of the documents. Per policy: share of prompt tokens that the servers' own counters report as
+found, and the busiest server's requests over the mean.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from gateway import free_port
 
-DOCUMENTS, WORDS, CLIENTS, SKEW = 40, 150, 16, 0.08
+DOCUMENTS, WORDS, CLIENTS = 40, 150, 16
 POLICIES = ("round-robin", "least-load", "power-of-two", "prefix")
 KV_BYTES_PER_SERVER = 2_400_000
 """of the tests' tiny model: 256 bytes per token, so ten of the 40 documents, of 880 tokens each"""
@@ -70,15 +71,18 @@ def counter(port: int, name: str) -> float:
     return sum(map(float, found))
 
 
-def prompts(seed: int, count: int) -> list[str]:
+def prompts(seed: int, count: int, skew: float) -> list[str]:
     """Documents with a question each; the documents are others for each seed, the order in which they come is not."""
     text, order = random.Random(seed), random.Random(0)
     words = [[f"{text.randrange(10**5)}" for _ in range(WORDS)] for _ in range(DOCUMENTS)]
-    chosen = [min(int(order.expovariate(SKEW)), DOCUMENTS - 1) for _ in range(count)]
+    chosen = [number % DOCUMENTS for number in range(count)]
+    order.shuffle(chosen)
+    if skew:
+        chosen = [min(int(order.expovariate(skew)), DOCUMENTS - 1) for _ in range(count)]
     return [" ".join([*words[each], f"question {text.randrange(10**9)}"]) for each in chosen]
 
 
-def measure(policy: str, servers: Sequence[int], folder: Path, count: int, seed: int) -> dict[str, float]:
+def measure(policy: str, servers: Sequence[int], folder: Path, texts: Sequence[str]) -> dict[str, float]:
     """Send the traffic through a new gateway with this policy."""
     port = free_port()
     line = ["gateway", "--port", str(port), "--policy", policy, "--home", str(folder / policy)]
@@ -92,7 +96,7 @@ def measure(policy: str, servers: Sequence[int], folder: Path, count: int, seed:
             return call(port, "POST", "/v1/completions", json.dumps(body).encode())[0]
 
         with ThreadPoolExecutor(CLIENTS) as pool:
-            statuses = list(pool.map(ask, prompts(seed, count)))
+            statuses = list(pool.map(ask, texts))
     assert set(statuses) == {200}, set(statuses)
     spent = {
         name: [counter(server, name) - old for server, old in zip(servers, before[name], strict=True)] for name in names
@@ -109,6 +113,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--skew", type=float, default=0.0, help="rate of the exponential that documents are drawn from")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
@@ -119,7 +124,8 @@ def main() -> None:
             line += ["--set", f"serve.kv_bytes={KV_BYTES_PER_SERVER}", "--set", "serve.name=bot"]
             stack.enter_context(running(line, port, folder / f"{port}.log"))
         for number, policy in enumerate(POLICIES):
-            results[policy] = measure(policy, servers, folder, asked.requests, seed=100 + number)
+            texts = prompts(100 + number, asked.requests, asked.skew)
+            results[policy] = measure(policy, servers, folder, texts)
             print(policy, *(f"{key} {value:.3f}" for key, value in results[policy].items()), flush=True)
     if asked.out:
         asked.out.write_text(json.dumps(results, indent=1))
