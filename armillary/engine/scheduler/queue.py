@@ -67,12 +67,17 @@ class Deadlines:
     def expired(self, now: float) -> list[Sequence]:
         """Sequences past their deadline, each once."""
         expired: dict[tuple[int, int], Sequence] = {}
-        while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._alive):
-            _, key, only_waiting = heappop(self._heap)
-            seq = self._alive.get(key)
-            if seq is not None and not (only_waiting and seq.started_at is not None):
-                expired[key] = seq
+        while (at := self.next()) is not None and at <= now:
+            _, key, _ = heappop(self._heap)
+            expired[key] = self._alive[key]
         return list(expired.values())
 
     def next(self) -> float | None:
+        """The next deadline that still holds: one of a finished sequence would wake an idle engine for ever."""
+        while self._heap and not self._holds(*self._heap[0][1:]):
+            heappop(self._heap)
         return self._heap[0][0] if self._heap else None
+
+    def _holds(self, key: tuple[int, int], only_waiting: bool) -> bool:
+        seq = self._alive.get(key)
+        return seq is not None and not (only_waiting and seq.started_at is not None)

@@ -458,6 +458,14 @@ def test_what_is_over_is_not_kept_until_its_deadline() -> None:
     assert not scheduler.request_table.deadlines._alive and scheduler.schedule(1.0).ended == []
 
 
+def test_an_idle_engine_is_not_woken_by_deadlines_of_what_is_over() -> None:
+    scheduler = make_scheduler(num_blocks=30, max_wait_s=600.0)
+    start(scheduler, "a", most=1, timeout_s=900.0)
+    step(scheduler)
+    assert not scheduler.has_work
+    assert scheduler.request_table.wake_at(1.0) is None and scheduler.request_table.wake_at(1000.0) is None
+
+
 def test_a_token_that_breaks_the_structure_is_an_error() -> None:
     scheduler = make_scheduler(num_blocks=30)
     (seq,) = scheduler.submit(ask("a", [2, 3, 4], 20), 0.0, lambda: CountsDown(3))
