@@ -246,7 +246,9 @@ def rounded(x_MK: Tensor, *, per_token: bool) -> Tensor:
     """Inputs as the kernels round them."""
     runs = x_MK.float() if per_token else x_MK.float().unflatten(-1, (-1, CHUNK))
     scale = runs.abs().amax(dim=-1, keepdim=True) / 127
-    return ((runs / scale.clamp_min(1e-30)).round() * scale).view(x_MK.shape)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    codes = (runs.double() * inverse.double()).round()  # the kernels' fused multiply-add has no rounding in between
+    return (codes.float() * scale).view(x_MK.shape)
 
 
 def reference(x_MK: Tensor, codes: Codes) -> Tensor:
