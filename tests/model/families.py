@@ -28,6 +28,8 @@ FAMILIES = (
     "gemma2",
     "olmo2",
 )
+GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""families with gated layers, which take no adapters and are not quantized"""
 _CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",

@@ -12,7 +12,7 @@ from armillary.errors import BadInput
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import load_model, save_model
-from tests.model.families import FAMILIES, random_model
+from tests.model.families import FAMILIES, GATED, random_model
 from tests.model.layers.test_attention_forms import small
 from tests.model.plain_generation import generate_tokens, plain_completions
 
@@ -21,7 +21,7 @@ GREEDY = Sampling(max_tokens=12, temperature=0)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, tmp_path: Path) -> None:
-    theirs = random_model(family, 11)
+    theirs = random_model(family, 12 if family in GATED else 11)  # of seed 11 the end token comes first
     theirs.save_pretrained(tmp_path / "m")
     prompt = torch.randint(3, theirs.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(2))
     expected = theirs.generate(

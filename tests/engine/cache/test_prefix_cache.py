@@ -70,6 +70,7 @@ def test_a_miss_says_why(why: str) -> None:
 
 def test_an_adapter_has_blocks_of_its_own() -> None:
     scheduler = make_scheduler(num_blocks=30)
+    scheduler.request_table.adapters |= {"one", "two"}
     serve(scheduler, "a", TEXT, adapter="one")
     assert serve(scheduler, "b", TEXT, adapter="two").miss == "salt"
     assert serve(scheduler, "c", TEXT, adapter="one").cached_tokens == 16
