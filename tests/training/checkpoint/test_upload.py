@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,13 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 
 def save_to(run: Run, url: str, steps: range, **options: Any) -> list[str]:
+    """Every step is uploaded: one that waits when the next is saved would be left out."""
     saver = Saver(run, ALONE, url=url, **options)
     for step in steps:
         saver.save(step, tensors(step), {})
         saver.finish()
+        while saver.busy:
+            time.sleep(0.005)
     saver.finish_uploads()
     saver.close()
     return saver.take_notes()
