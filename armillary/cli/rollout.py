@@ -41,7 +41,7 @@ def rollout(
     A canary gets a share of the requests first. It is promoted when it has answered enough without more errors or
     longer latencies than the others, and rolled back else; then replicas are replaced one by one.
     """
-    from armillary.fleet.rollout.rollout import Rollout, begin_rollout, read_rollout
+    from armillary.fleet.rollout.rollout_record import Rollout, begin_rollout, read_rollout
     from armillary.spec.toml.fields import to_plain
     from armillary.store.registry.open_registry import open_registry
 

@@ -43,7 +43,7 @@ def up(
     service: Path,
     host: str,
     port: int,
-    target: str | None,
+    target: str,
     file: Path | None,
     overrides: tuple[str, ...],
 ) -> None:
@@ -57,7 +57,7 @@ def up(
 
     --to kubernetes writes the same as manifests, with a HorizontalPodAutoscaler; --to keda with a ScaledObject.
     """
-    if target is not None:
+    if target != "here":
         return _render(out, service, overrides, target, file)
     from armillary.fleet.gateway.keys import KeyFile
     from armillary.fleet.gateway.run_gateway import run_gateway

@@ -9,9 +9,11 @@ from click.testing import CliRunner
 
 from armillary.cli.output import Output
 from armillary.cli.rollout import rollout
-from armillary.cli.up import read_service, registered
+from armillary.cli.up import read_service, registered, up
 from armillary.errors import BadInput, NotFound
-from armillary.fleet.rollout.rollout import read_rollout
+from armillary.fleet.gateway import run_gateway
+from armillary.fleet.gateway.gateway_config import GatewayConfig
+from armillary.fleet.rollout.rollout_record import read_rollout
 from armillary.spec.recipe import recipe_from_dict
 from armillary.store.home import Home
 from armillary.store.registry.open_registry import open_registry
@@ -56,3 +58,16 @@ def test_a_rollout_is_asked_for(tmp_path: Path) -> None:
     assert asked is not None and (asked.release, asked.canary_fraction) == ("registry:bot:1", 0.2)
     assert "goes on" in str(call("bot:1"))
     assert "canary" in str(call())
+
+
+def test_it_runs_here_where_no_target_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the gateway's event loop."""
+    ran: list[GatewayConfig] = []
+    monkeypatch.setattr(run_gateway, "run_gateway", lambda config, *args, **more: ran.append(config))
+    folder, file = write_model(tmp_path / "bot"), tmp_path / "service.toml"
+    file.write_text(f'[model]\npath = "{folder}"\n[gateway]\nretries = 1\n')
+    result = CliRunner().invoke(up, [str(file), "--home", str(tmp_path / "home")])
+    assert result.exception is None, result.output
+    (config,) = ran
+    assert [model.name for model in config.models] == ["bot"] and config.gateway.retries == 1
+    assert "model" in (tmp_path / "home/services/bot/replica.toml").read_text()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
-from armillary.fleet.rollout.rollout import Rollout
+from armillary.fleet.rollout.rollout_record import Rollout
 
 Verdict = Literal["wait", "promote", "roll back"]
 _SURE = 2.0

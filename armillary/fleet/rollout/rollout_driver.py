@@ -16,7 +16,7 @@ from armillary.fleet.autoscale.controller import Controller, Routed
 from armillary.fleet.autoscale.replica_metrics import ReplicaMetrics, pages_of, quantile
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.rollout.canary_verdict import Counts, verdict_on
-from armillary.fleet.rollout.rollout import Rollout, State, read_rollout, write_rollout
+from armillary.fleet.rollout.rollout_record import Rollout, State, read_rollout, write_rollout
 
 _JUDGED_EVERY_S = 1.0
 Base = tuple[int, int, ReplicaMetrics | None]

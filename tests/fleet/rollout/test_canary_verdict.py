@@ -8,7 +8,7 @@ import pytest
 
 from armillary.errors import BadInput
 from armillary.fleet.rollout.canary_verdict import Counts, Verdict, verdict_on
-from armillary.fleet.rollout.rollout import Rollout, begin_rollout, read_rollout
+from armillary.fleet.rollout.rollout_record import Rollout, begin_rollout, read_rollout
 
 GOOD = Counts(requests=1000, failures=1, ttft_p50_s=0.1, itl_p50_s=0.01)
 

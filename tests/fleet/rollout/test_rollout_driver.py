@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from armillary.fleet.rollout.rollout import Rollout, begin_rollout, read_rollout
 from armillary.fleet.rollout.rollout_driver import RolloutDriver
+from armillary.fleet.rollout.rollout_record import Rollout, begin_rollout, read_rollout
 from tests.fleet.autoscale.test_controller import Service, service_of
 from tests.fleet.gateway.replicas import scenario, until
 from tests.fleet.pool.test_local_pool import SERVER
