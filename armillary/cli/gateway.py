@@ -283,7 +283,7 @@ def admin(out: Output, home: Home, call: str, path: str, key: Path, url: str, da
 
 def _keys(home: Home, place: str) -> KeyStore:
     from armillary.fleet.gateway.keys import KeyFile
-    from armillary.fleet.gateway.redis_keys import RedisKeys
+    from armillary.fleet.gateway.redis.keys import RedisKeys
 
     if place.startswith(("redis://", "rediss://", "unix://")):
         return RedisKeys(place)

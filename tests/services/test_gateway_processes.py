@@ -22,12 +22,14 @@ from tests.services.test_redis_limits import free_port, redis_server
 
 pytestmark = pytest.mark.services
 REPLICA = """
-import asyncio, sys
+import asyncio, signal, sys
 from tests.fleet.gateway.replicas import FakeReplica
 
 async def main():
     replica = FakeReplica(tokens=int(sys.argv[2]), gap_s=0.05, port=int(sys.argv[1]))
     await replica.start()
+    for number, gap_s in ((signal.SIGUSR1, 1.0), (signal.SIGUSR2, 0.05)):  # slow, and quick again
+        asyncio.get_running_loop().add_signal_handler(number, setattr, replica, "gap_s", gap_s)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -105,7 +107,7 @@ def gateway(folder: Path, *urls: str, redis: str = "") -> Any:
     config = folder / f"{port}.toml"
     redis_line = f'redis = "{redis}"\n' if redis else ""
     config.write_text(
-        f"[gateway]\n{redis_line}idle_timeout_s = 1.5\naudit = '{folder / str(port)}.jsonl'\n"
+        f"[gateway]\n{redis_line}idle_timeout_s = 1.5\nslow_grace_s = 5\naudit = '{folder / str(port)}.jsonl'\n"
         f'[[models]]\nname = "bot"\npolicy = "round-robin"\nreplicas = [{replicas}]\n'
     )
     line = ["-m", "armillary", "gateway", "--config", str(config), "--port", str(port), "--home", str(folder)]
@@ -152,3 +154,27 @@ def test_replicas_that_are_killed_and_stopped_in_the_middle(tmp_path: Path) -> N
         assert until(lambda: up() == 1, 10) < 5
         with replica(port=one.port):
             assert until(lambda: up() == 2, 10) < 5
+
+
+def test_a_replica_that_becomes_slow_in_the_middle(tmp_path: Path) -> None:
+    """It sends a token per second, and its health checks pass: out of rotation within five seconds, new requests go to
+    the other, its own streams end with an error after `slow_grace_s`, and it is back when it is quick."""
+    with replica(tokens=200) as one, replica(tokens=200) as two, gateway(tmp_path, one.url, two.url) as front:
+
+        def up() -> int:
+            return int(front.get("/ready")[1]["replicas_up"]["bot"])
+
+        until(lambda: up() == 2, 10)
+        streams = [front.stream() for _ in range(4)]
+        assert all(b"tok" in stream.readline() for stream in streams)
+        time.sleep(2.0)
+        one.process.send_signal(signal.SIGUSR1)
+        assert until(lambda: up() == 1, 10) < 5
+        begin = time.monotonic()
+        assert b"[DONE]" in front.stream().read(), "sent to the other"
+        texts = [stream.read().decode() for stream in streams]
+        assert time.monotonic() - begin < 20, "200 tokens would take 200 s"
+        assert sum("far slower than other replicas" in text for text in texts) == 2
+        assert sum("[DONE]" in text for text in texts) == 2
+        one.process.send_signal(signal.SIGUSR2)
+        assert until(lambda: up() == 2, 20) < 15

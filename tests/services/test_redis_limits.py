@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from armillary.fleet.gateway.limits import Charge
-from armillary.fleet.gateway.redis_limits import RedisLimiter
+from armillary.fleet.gateway.redis.limits import RedisLimiter
 
 pytestmark = pytest.mark.services
 CLIENTS, PROCESSES = 50, 3
@@ -23,7 +23,7 @@ CLIENTS, PROCESSES = 50, 3
 GATEWAY = f"""
 import asyncio, json, sys, time
 from armillary.fleet.gateway.limits import Charge
-from armillary.fleet.gateway.redis_limits import LimiterUnavailable, RedisLimiter
+from armillary.fleet.gateway.redis.limits import LimiterUnavailable, RedisLimiter
 
 async def client(limiter, name, until, cost, granted):
     number = 0

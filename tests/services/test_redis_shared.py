@@ -13,9 +13,9 @@ from armillary.errors import ArmillaryError
 from armillary.fleet.gateway.admin_signature import RedisNonces
 from armillary.fleet.gateway.keys import KeyRing
 from armillary.fleet.gateway.limits import Charge
-from armillary.fleet.gateway.redis_cache import RedisCache
-from armillary.fleet.gateway.redis_keys import RedisKeys
-from armillary.fleet.gateway.redis_limits import RedisLimiter
+from armillary.fleet.gateway.redis.cache import RedisCache
+from armillary.fleet.gateway.redis.keys import RedisKeys
+from armillary.fleet.gateway.redis.limits import RedisLimiter
 from armillary.fleet.gateway.response_cache import CachedResponse
 from tests.services.test_redis_limits import redis_server
 

@@ -289,4 +289,4 @@ class Controller:
 
 def name_up(routed: Routed | None) -> bool:
     """Whether a replica gets requests."""
-    return routed is not None and routed.replica.breaker.retry_at is None
+    return routed is not None and routed.replica.up

@@ -127,7 +127,8 @@ def _replica(model: str, replica: Replica) -> dict[str, Any]:
     return {
         "model": model,
         "url": replica.link.settings.url,
-        "up": replica.breaker.retry_at is None,
+        "up": replica.up,
+        "slow": replica.slow,
         "drained": replica.drained,
         "canary": replica.canary,
         "in_flight": replica.in_flight,

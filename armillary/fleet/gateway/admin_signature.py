@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from armillary.errors import ArmillaryError, BadInput, missing
-from armillary.fleet.gateway.redis_limits import redis_errors
+from armillary.fleet.gateway.redis.limits import redis_errors
 from armillary.serving.http.asgi import AsgiConnection
 from armillary.serving.http.problem import Problem
 from armillary.store import ed25519

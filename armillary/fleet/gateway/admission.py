@@ -12,7 +12,7 @@ from armillary.fleet.gateway.budgets import USD, budget_charges, to_units
 from armillary.fleet.gateway.gateway_config import ModelSettings
 from armillary.fleet.gateway.keys import ApiKey, KeyRing
 from armillary.fleet.gateway.limits import Charge, Limiter, Refusal
-from armillary.fleet.gateway.redis_limits import LimiterUnavailable
+from armillary.fleet.gateway.redis.limits import LimiterUnavailable
 from armillary.fleet.gateway.token_usage import TokenUsage
 from armillary.serving.http.problem import Problem
 

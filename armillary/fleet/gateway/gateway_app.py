@@ -23,7 +23,7 @@ from armillary.fleet.gateway.gateway_tracing import GatewayTracing
 from armillary.fleet.gateway.keys import ApiKey
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.proxy import Outcome, ProxiedRequest
-from armillary.fleet.gateway.redis_cache import RedisCache
+from armillary.fleet.gateway.redis.cache import RedisCache
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseCache
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.cors import Cors
@@ -340,11 +340,12 @@ class Gateway:
         await arrival.connection.json(200, {"status": "ok"})
 
     async def _ready(self, arrival: Arrival) -> None:
-        """Ready while every model has a replica that gets requests."""
+        """Ready while every model has a replica that gets requests, if need be a slow one."""
         up: dict[str, int] = dict.fromkeys(self._models.names, 0)
         for model, replica in self._models.replicas():
-            up[model.name] += replica.breaker.retry_at is None and not replica.drained
-        ready = bool(up) and all(up.values()) and not self.draining
+            up[model.name] += replica.up and not replica.drained
+        have_ready = [self._models.find(name)[1].has_ready for name in up]
+        ready = bool(up) and all(have_ready) and not self.draining
         state = {"status": "ready" if ready else "not ready", "replicas_up": up}
         await arrival.connection.json(200 if ready else 503, state)
 

@@ -132,6 +132,13 @@ class GatewaySettings:
     max_body_bytes: int = 4_000_000
     health_interval_s: float = 1.0
     health_timeout_s: float = 1.25
+    slow_factor: float = 8.0
+    """a replica whose streams take so many times as long between chunks as those of its model's other replicas (without
+    such: as its own did before) leaves the rotation while others work; 0: never"""
+    slow_gap_s: float = 0.5
+    """and at least so long between chunks, so that streams that anybody would call fast never count as slow"""
+    slow_grace_s: float = 10.0
+    """streams that are still so slow after this time end with an error, so that their clients can ask again"""
     max_in_flight: int = 4096
     """requests of all clients, those that wait included; more get 429"""
     max_waiting: int = 1024
@@ -170,11 +177,15 @@ class GatewaySettings:
             "idle_timeout_s",
             "health_interval_s",
             "health_timeout_s",
+            "slow_gap_s",
+            "slow_grace_s",
             "max_wait_s",
         )
         for name in names:
             if getattr(self, name) <= 0:
                 raise BadRecipe(f"gateway.{name} must be above 0; leave it out for its default")
+        if self.slow_factor and self.slow_factor < 2:
+            raise BadRecipe("gateway.slow_factor is at least 2; 0 turns it off")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise BadRecipe("HTTPS needs both gateway.tls_certificate and gateway.tls_key; give both or neither")
         if self.retries < 0 or self.max_in_flight < 1 or self.max_body_bytes < 1 or self.max_waiting < 0:

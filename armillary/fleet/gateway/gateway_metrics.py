@@ -80,7 +80,7 @@ class GatewayMetrics:
             for model, replica in models.replicas():
                 values = {
                     "replica_in_flight": replica.in_flight,
-                    "replica_up": int(replica.breaker.retry_at is None),
+                    "replica_up": int(replica.up),
                     "replica_requests_total": replica.requests,
                     "replica_failures_total": replica.failures,
                 }

@@ -7,6 +7,7 @@ completion of one token where a server has no such path.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -26,6 +27,9 @@ _COMPLETION_EVERY = 2
 _NOTICED_S = 0.25
 """time until a replica that was added is checked"""
 _SILENT = "it did not answer within"
+_STREAM_TOKENS, _FIRST_CHUNK_S = 8, 5.0
+"""of a stream that shows how fast a replica is: its length, and the time that its first chunk may take"""
+_JSON = ((b"content-type", b"application/json"),)
 
 
 class HealthChecker:
@@ -110,7 +114,7 @@ class HealthChecker:
 
     async def _ask(self, link: Link, method: str, path: str, body: bytes = b"") -> str | None:
         """None where the answer is 200."""
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [*_JSON, (b"content-length", str(len(body)).encode())]
         try:
             async with asyncio.timeout(self._settings.health_timeout_s):
                 connection = await link.pool.connect_new()
@@ -128,6 +132,31 @@ class HealthChecker:
         return None if status == 200 else f"it answered {status}"
 
 
-def _one_token(model: ModelSettings, link: Link) -> bytes:
+def _one_token(model: ModelSettings, link: Link, **more: object) -> bytes:
     name = link.settings.model or model.name
-    return bytes(msgspec.json.encode({"model": name, "prompt": "1", "max_tokens": 1, "temperature": 0}))
+    return bytes(msgspec.json.encode({"model": name, "prompt": "1", "max_tokens": 1, "temperature": 0, **more}))
+
+
+async def stream_gap_s(model: ModelSettings, link: Link, limit_s: float) -> float | None:
+    """Mean time between chunks of a stream of a few tokens; infinite where it fails or takes more than `limit_s` per
+    chunk, None where the replica cannot be asked for one or answers in one piece."""
+    body = _one_token(model, link, max_tokens=_STREAM_TOKENS, stream=True)
+    head = link.head("POST", "/v1/completions", [*_JSON, (b"content-length", str(len(body)).encode())])
+    most_s, times, loop = _STREAM_TOKENS * limit_s, list[float](), asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_FIRST_CHUNK_S) as ends:
+            connection = await link.pool.connect_new()
+            try:
+                connection.send(head + body)
+                status = await connection.head(math.inf)  # the block's own time ends it
+                while status == 200 and len(times) <= _STREAM_TOKENS and await connection.read(math.inf):
+                    times.append(time.monotonic())
+                    if len(times) == 1:
+                        ends.reschedule(loop.time() + most_s)
+            finally:
+                connection.abort()
+    except (UpstreamError, TimeoutError):
+        return math.inf
+    if status != 200:
+        return None if f"it answered {status}" in (*_NOT_SERVED, *_NO_READY) else math.inf
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None

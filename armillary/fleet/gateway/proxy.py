@@ -18,14 +18,13 @@ from armillary.fleet.gateway.model_routers import Link, Models
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseRecorder
 from armillary.fleet.gateway.routing import Replica, Router
 from armillary.fleet.gateway.token_usage import TokenUsage, UsageReader
-from armillary.fleet.gateway.upstream import UpstreamConnection, UpstreamError
+from armillary.fleet.gateway.upstream import EVENT_STREAM, UpstreamConnection, UpstreamError
 from armillary.serving.http.asgi import AsgiConnection, ClientDisconnected, Headers
 from armillary.serving.http.problem import Problem
 
 _BUSY, _FAILED, _REFUSED = (429, 503), (500, 502, 504), (401, 403)
 _TO_REPLICA = (b"accept", b"user-agent", b"traceparent", b"tracestate", b"openai-beta", b"anthropic-version")
 _TO_CLIENT = (b"content-type", b"cache-control", b"retry-after")
-_EVENTS = b"text/event-stream"
 _WATCH_AFTER_S = 0.02
 """a request that takes longer gets a task that notices when its client leaves, which costs more than a short one"""
 _MOST_CHECKED = 10_000_000
@@ -215,7 +214,7 @@ class ProxiedRequest:
     async def _relay(self, upstream: UpstreamConnection, first: bytes) -> None:
         """Send the response on as it arrives."""
         received = dict(upstream.headers)
-        stream = received.get(b"content-type", b"").startswith(_EVENTS)
+        stream = received.get(b"content-type", b"").startswith(EVENT_STREAM)
         guards = self._models.guards(self._body.model)
         guards = guards if guards is not None and guards.checks_output and upstream.status == 200 else None
         reader = UsageReader(stream=stream, hidden=stream and self._body.usage_is_hidden)

@@ -30,6 +30,7 @@ class Replica:
     name: str
     canary: bool = False
     drained: bool = False  # by an admin: it gets no new requests
+    slow: bool = False  # its streams are far behind those of others: it gets requests only where no other works
     breaker: Breaker = field(default_factory=Breaker)
     in_flight: int = 0
     recent: float = 0.0  # requests of the recent past, decayed
@@ -37,6 +38,11 @@ class Replica:
     failures: int = 0
     last_pick: int = 0  # number of the pick that it was chosen by, for round robin
     link: Any = None
+
+    @property
+    def up(self) -> bool:
+        """Whether it is in the rotation, as far as its health goes."""
+        return self.breaker.retry_at is None and not self.slow
 
     @property
     def load(self) -> float:
@@ -82,6 +88,7 @@ class Router:
         usable = [each for each in self.replicas if each not in exclude and self._is_usable(each, now)]
         if not usable:
             return None
+        usable = [each for each in usable if not each.slow] or usable
         group = self._group(usable, first=not exclude)
         replica = self._pick(group, prompt) if len(group) > 1 else group[0]
         self._assign(replica, prompt)

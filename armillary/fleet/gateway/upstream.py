@@ -7,6 +7,7 @@ Redirects are not followed, and only addresses of the configuration are called.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import time
 from collections import deque
@@ -22,6 +23,9 @@ _HIGH_WATER = 256 * 1024
 """bytes of a response that wait for a slow client before the replica is made to wait"""
 _SWEEP_S = 0.2
 _MAX_HEAD = 65_536
+
+
+EVENT_STREAM = b"text/event-stream"
 
 
 class UpstreamError(Exception):
@@ -41,13 +45,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._error: UpstreamError | None = None
         self.used = 0
-        self.idle_since = 0.0
+        self.idle_since = self.sent_at = 0.0
         self.deadline: float | None = None
         self._clear()
 
     def _clear(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.headers = 0, list[tuple[bytes, bytes]]()
+        self.is_stream, self.chunks = False, 0
         self._has_head = self._complete = self._keep_alive = self._paused = False
         self._parts: deque[bytes] = deque()
         self._size = self._head_bytes = 0
@@ -59,6 +64,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self.used:
             self._clear()
         self.used += 1
+        self.sent_at = self._pool.clock()
         self._transport.write(request)
 
     async def head(self, timeout_s: float) -> int:
@@ -80,6 +86,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
         return data
+
+    @property
+    def awaits_chunk(self) -> bool:
+        """Whether it is a stream that has begun, and the gateway waits for its next part: not for a slow client."""
+        return self.is_stream and self.chunks > 0 and self.deadline is not None and not self._complete
 
     def release(self) -> None:
         """Keep the connection for another request where its response is complete, else close it."""
@@ -170,6 +181,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.headers.clear()
             return
         self.status, self._has_head = self._parser.get_status_code(), True
+        self.is_stream = any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in self.headers)
         self._keep_alive = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
@@ -177,6 +189,9 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._parts.append(data)
         self._size += len(data)
+        self.chunks += 1
+        if self.is_stream:
+            self._pool.stream_chunks += 1
 
     def on_message_complete(self) -> None:
         if self._has_head:
@@ -195,6 +210,7 @@ class ReplicaPool:
         self.authority = parts.netloc.encode()
         self.clock = time.monotonic
         self.heard_at = 0.0  # when the replica last sent something
+        self.stream_chunks = 0  # parts of streams that it has sent
         self._timeout_s = connect_timeout_s
         self._idle: list[UpstreamConnection] = []
         self._all: set[UpstreamConnection] = set()
@@ -239,10 +255,15 @@ class ReplicaPool:
             if connection.deadline is not None and now > connection.deadline:
                 connection.fail("it was silent for too long")
 
-    def fail_unanswered(self, reason: str) -> None:
-        """End the requests whose response has not begun, so that they are sent to another replica."""
+    def open_streams(self) -> list[UpstreamConnection]:
+        """Streams that have begun and whose next part is awaited."""
+        return [connection for connection in self._all if connection.awaits_chunk]
+
+    def fail_unanswered(self, reason: str, sent_before: float = math.inf) -> None:
+        """End the requests without a part of their answer, so that they are sent to another replica. A head alone is
+        none: some servers send it before they begin."""
         for connection in list(self._all):
-            if connection.deadline is not None and not connection.status:
+            if connection.deadline is not None and not connection.chunks and connection.sent_at < sent_before:
                 connection.fail(reason)
 
     def close(self) -> None:

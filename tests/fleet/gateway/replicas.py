@@ -17,6 +17,7 @@ from armillary.fleet.gateway.keys import KeyFile, KeyRing
 from armillary.fleet.gateway.limits import Limiter, LocalLimiter
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.run_gateway import make_gateway
+from armillary.fleet.gateway.slow_replicas import SlowReplicas
 from armillary.fleet.gateway.upstream import sweep
 from armillary.serving.http.json_log import JsonLog
 from armillary.spec.toml.fields import build
@@ -225,10 +226,12 @@ async def gateway_of(
     limiter: Limiter | None = None,
     gateway: dict[str, Any] | None = None,
     health: bool = False,
+    slow_tick_s: float | None = None,
     more_models: list[dict[str, Any]] | None = None,
     **model: Any,
 ) -> AsyncIterator[Client]:
-    """A gateway whose model `bot` has these replicas; `health`: it checks them meanwhile."""
+    """A gateway whose model `bot` has these replicas; `health`: it checks them meanwhile; `slow_tick_s`: and looks
+    every so often whether their streams are slow."""
     for replica in replicas:
         if replica.server is None:
             await replica.start()
@@ -240,7 +243,10 @@ async def gateway_of(
     app, models = make_gateway(config, keys, KeyRing(keys), limiter or LocalLimiter(), log)
     checker = HealthChecker(models, config.gateway, said.append)
     pools = [replica.link.pool for _, replica in models.replicas()]
-    tasks = [asyncio.create_task(sweep(lambda: pools)), *([asyncio.create_task(checker.run())] if health else [])]
+    beside = [sweep(lambda: pools), *([checker.run()] if health else [])]
+    if slow_tick_s is not None:
+        beside.append(SlowReplicas(models, config.gateway, said.append, tick_s=slow_tick_s).run())
+    tasks = [asyncio.create_task(each) for each in beside]
     try:
         yield Client(app, models, folder / "audit.jsonl", said, log, checker)
     finally:

@@ -14,7 +14,7 @@ from armillary.fleet.gateway.body import decode, forwarded
 from armillary.fleet.gateway.gateway_config import ModelSettings, ReplicaSettings
 from armillary.fleet.gateway.keys import ApiKey, KeyFile, KeyRing, Limits
 from armillary.fleet.gateway.limits import Charge, LocalLimiter
-from armillary.fleet.gateway.redis_limits import LimiterUnavailable, RedisLimiter
+from armillary.fleet.gateway.redis.limits import LimiterUnavailable, RedisLimiter
 from armillary.serving.http.problem import Problem
 from tests.fleet.gateway.replicas import FakeReplica, gateway_of, scenario
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from armillary.errors import missing
-from armillary.fleet.gateway.redis_limits import redis_errors
+from armillary.fleet.gateway.redis.limits import redis_errors
 from armillary.fleet.gateway.response_cache import CachedResponse
 
 _PREFIX = b"armillary:response:"

@@ -1,0 +1,187 @@
+"""Replicas that still answer their health checks, but whose streams have become slow: outliers among their peers.
+
+Twice a second, the gap between chunks of each replica's open streams is taken over the last two seconds: the time that
+streams waited, over the chunks that came. A replica whose gap is `slow_factor` times that of its peers (or, where they
+have no streams, its own before) leaves the rotation while others work. A short stream of the gateway's decides then:
+if it is slow, too, the replica stays out, and clients' streams that do not recover end with an error; else it is back,
+as a client's stream may pause for a reason. Time in which the client was the one who is slow does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median_low
+
+from armillary.fleet.gateway.gateway_config import GatewaySettings, ModelSettings
+from armillary.fleet.gateway.health import stream_gap_s
+from armillary.fleet.gateway.model_routers import Models
+from armillary.fleet.gateway.routing import Replica
+from armillary.fleet.gateway.upstream import UpstreamConnection
+from armillary.units import seconds_text
+
+TICK_S = 0.5
+_TICKS = 4
+_ENOUGH = 0.9
+"""streams have to be open for this share of the window, on average at least one"""
+_USUAL_WEIGHT = 0.1
+"""of the last window in a replica's own usual gap"""
+_FIRST, _MOST = 2, 20
+"""ticks until a replica is tried again, twice as many each time"""
+_FORGET_S = 30.0
+"""time without being slow after which it is tried soon again"""
+_PROBED = ("auto", "ready", "completion")
+"""settings of `probe` under which a health check may cost tokens"""
+_FEW = 2
+"""requests more than another replica has that never explain why one is slow"""
+
+
+@dataclass(slots=True)
+class StreamPace:
+    """How fast the streams of one replica are."""
+
+    chunks: int  # that its connections had received at the last tick
+    tick_s: float
+    ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_TICKS))  # stream-seconds, chunks
+    usual_s: float | None = None
+    slow_since: float | None = None
+    limit_s: float = 0.0  # gap above which it counts as slow, of the time when it became so
+    confirmed: bool = False  # by a stream of the gateway's own
+    times: int = 0  # in a row that it was slow
+    next_probe: float = 0.0
+    probe: asyncio.Task[None] | None = None
+    begun: dict[UpstreamConnection, int] = field(default_factory=dict)  # streams when it became slow, and their chunks
+
+    def add(self, seconds: float, streams: int, chunks: int) -> None:
+        self.ticks.append((seconds * streams, chunks - self.chunks))
+        self.chunks = chunks
+
+    @property
+    def gap_s(self) -> float | None:
+        """Mean time between chunks of a stream; None where too few were open to tell."""
+        waited_s = sum(seconds for seconds, _ in self.ticks)
+        if len(self.ticks) < _TICKS or waited_s < _ENOUGH * _TICKS * self.tick_s:
+            return None
+        return waited_s / max(1, sum(chunks for _, chunks in self.ticks))
+
+
+class SlowReplicas:
+    """Watches the streams of all replicas until cancelled."""
+
+    def __init__(
+        self, models: Models, settings: GatewaySettings, say: Callable[[str], None], *, tick_s: float = TICK_S
+    ) -> None:
+        self._models, self._settings, self._say, self._tick_s = models, settings, say, tick_s
+        self._paces: dict[Replica, StreamPace] = {}
+
+    async def run(self) -> None:
+        last = time.monotonic()
+        try:
+            while self._settings.slow_factor:
+                await asyncio.sleep(self._tick_s)
+                now = time.monotonic()
+                self.tick(now, now - last)
+                last = now
+        finally:
+            for pace in self._paces.values():
+                if pace.probe is not None:
+                    pace.probe.cancel()
+
+    def tick(self, now: float, seconds: float) -> None:
+        """Look at the `seconds` since the last call."""
+        present = self._models.replicas()
+        for gone in self._paces.keys() - {replica for _, replica in present}:
+            self._paces.pop(gone)
+        for _, replica in present:
+            pool = replica.link.pool
+            pace = self._paces.setdefault(replica, StreamPace(pool.stream_chunks, self._tick_s))
+            pace.add(seconds, len(pool.open_streams()), pool.stream_chunks)
+            if seconds > 2 * self._tick_s:  # the gateway itself did not run meanwhile
+                pace.ticks.clear()
+        for model, replica in present:
+            self._judge(model, replica, self._paces[replica], now)
+
+    def _judge(self, model: ModelSettings, replica: Replica, pace: StreamPace, now: float) -> None:
+        gap_s, usual_s = pace.gap_s, self._peers_gap_s(model, replica) or pace.usual_s
+        if pace.slow_since is not None:
+            self._judge_slow(model, replica, pace, now)
+        elif gap_s is None:
+            return
+        elif usual_s is not None and gap_s >= max(self._settings.slow_gap_s, self._settings.slow_factor * usual_s):
+            if self._has_other(model, replica) and now >= pace.next_probe:
+                self._leaves(replica, pace, now, gap_s, usual_s)
+        else:
+            pace.usual_s = gap_s if pace.usual_s is None else pace.usual_s + _USUAL_WEIGHT * (gap_s - pace.usual_s)
+            if now > pace.next_probe + _FORGET_S:
+                pace.times = 0
+
+    def _leaves(self, replica: Replica, pace: StreamPace, now: float, gap_s: float, usual_s: float) -> None:
+        replica.slow, pace.slow_since, pace.next_probe, pace.confirmed = True, now, now, False
+        pace.limit_s = max(self._settings.slow_gap_s, self._settings.slow_factor * usual_s)
+        pace.begun = {stream: stream.chunks for stream in replica.link.pool.open_streams()}
+        texts = f"{seconds_text(gap_s)} between chunks of its streams, {seconds_text(usual_s)} elsewhere or before"
+        self._say(f"{replica.link.settings.url} gets no requests while others work: it is slow ({texts})")
+
+    def _judge_slow(self, model: ModelSettings, replica: Replica, pace: StreamPace, now: float) -> None:
+        assert pace.slow_since is not None
+        gap_s = pace.gap_s
+        if gap_s is not None and gap_s < pace.limit_s / 2:
+            return self._returns(replica, pace, now)
+        if pace.confirmed and now > pace.slow_since + self._settings.slow_grace_s and self._helps(model, replica):
+            self._end_streams(replica, pace, now)
+        if now >= pace.next_probe and (pace.probe is None or pace.probe.done()):
+            pace.probe = asyncio.create_task(self._probe(model, replica, pace))
+        return None
+
+    def _helps(self, model: ModelSettings, replica: Replica) -> bool:
+        """Whether another replica works, and this one is not slow for having far more to do: it will get through."""
+        others = [each.in_flight for each in self._others(model, replica) if each.up and not each.drained]
+        return bool(others) and replica.in_flight <= 2 * (min(others) + _FEW)
+
+    def _end_streams(self, replica: Replica, pace: StreamPace, now: float) -> None:
+        """End what is still slow, and send requests without an answer to another replica."""
+        assert pace.slow_since is not None
+        reason, seconds = "it has become far slower than other replicas", now - pace.slow_since
+        for stream in replica.link.pool.open_streams():
+            if stream in pace.begun and seconds / max(1, stream.chunks - pace.begun[stream]) >= pace.limit_s:
+                stream.fail(reason)
+        replica.link.pool.fail_unanswered(reason, sent_before=pace.slow_since)
+
+    async def _probe(self, model: ModelSettings, replica: Replica, pace: StreamPace) -> None:
+        """Whether a stream of the gateway's own is slow, too. Where it may send none, the clients' say so; without any
+        the replica is back after a pause."""
+        pause_s = self._tick_s * min(_MOST, _FIRST * 2**pace.times)
+        if model.probe in _PROBED:
+            gap_s = await stream_gap_s(model, replica.link, pace.limit_s)
+        else:
+            await asyncio.sleep(pause_s)
+            gap_s = pace.gap_s
+        pace.times, pace.next_probe = min(pace.times + 1, 10), time.monotonic() + pause_s
+        pace.confirmed = gap_s is not None and gap_s >= pace.limit_s and model.probe in _PROBED
+        if gap_s is None or gap_s < pace.limit_s:
+            self._returns(replica, pace, pace.next_probe)
+
+    def _returns(self, replica: Replica, pace: StreamPace, not_before: float) -> None:
+        """Back in the rotation; it does not leave it again for the same reason before that time."""
+        if not replica.slow:
+            return
+        replica.slow, pace.slow_since, pace.next_probe = False, None, not_before
+        pace.begun = {}
+        pace.ticks.clear()
+        self._say(f"{replica.link.settings.url} gets requests")
+
+    def _peers_gap_s(self, model: ModelSettings, replica: Replica) -> float | None:
+        """Median (of two the less) over the model's other replicas that have streams and are not slow."""
+        others = [self._paces[each] for each in self._others(model, replica)]
+        gaps = [pace.gap_s for pace in others if pace.gap_s is not None]
+        return median_low(gaps) if gaps else None
+
+    def _has_other(self, model: ModelSettings, replica: Replica) -> bool:
+        return any(each.up and not each.drained and not each.canary for each in self._others(model, replica))
+
+    def _others(self, model: ModelSettings, replica: Replica) -> list[Replica]:
+        replicas = self._models.find(model.name)[1].replicas
+        return [each for each in replicas if each is not replica and not each.slow]
