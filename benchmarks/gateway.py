@@ -6,7 +6,7 @@ Each gateway runs alone on one core; the load generator and the upstream share t
 200 requests/s, which are sent to the upstream itself too, in between; requests/s at saturation; CPU time per request;
 gaps between the chunks of 300 streams; memory with 2,000 open streams. The load generator reports its own lag. Ours
 checks a key and two limits, and routes over two replicas. `--soak` adds as many seconds of mixed load on ours, and how
-its memory grows. The targets and the figures of one machine are in gateway.md.
+its memory grows. At its end, a table of all beside the targets. The figures of one machine are in gateway.md.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 import uvloop
 from gateway_load import Rate, Streams, Target, at_rate, saturate
+from gateway_table import table
 
 from armillary.serving.http.connections import raise_file_limit
 from armillary.stats import percentile
@@ -223,6 +224,7 @@ def main() -> None:
             gap_ms = results[kind]["300_streams_gap_p99_ms"] - results["direct"]["gap_p99_ms"]
             results[kind]["300_streams_added_gap_p99_ms"] = gap_ms
             show(kind, results[kind])
+    print(table(results), flush=True)
     if asked.out:
         asked.out.write_text(json.dumps(results, indent=1))
 

@@ -5,7 +5,11 @@
 MODEL is a folder of a small model. Traffic: 40 documents, each followed by a question of its own, from 16 clients; all
 as often as each other, as in SGLang's generated-shared-prefix, or with `--skew` some far more often. The KV cache of a
 server holds a quarter of the documents. Per policy: share of prompt tokens that the servers' own counters report as
-found, and the busiest server's requests over the mean.
+found, the busiest server's requests over the mean, and how many times round robin's share that is. No policy finds more
+than all, so where round robin finds much (hot prefixes are in every cache), the ratio cannot exceed 1 / its share: the
+ceiling, printed beside it. Two figures explain what is left to the ceiling: `first_fraction`, the share of tokens that
+come for the first time (each document once, and every question), and `whole_cache_fraction`, what one cache as large as
+all servers' together would find of this traffic, so that the rest are documents dropped before they were asked again.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -28,8 +33,9 @@ from gateway import free_port
 
 DOCUMENTS, WORDS, CLIENTS = 40, 150, 16
 POLICIES = ("round-robin", "least-load", "power-of-two", "prefix")
-KV_BYTES_PER_SERVER = 2_400_000
-"""of the tests' tiny model: 256 bytes per token, so ten of the 40 documents, of 880 tokens each"""
+DOCUMENTS_PER_SERVER = 10
+KV_BYTES_PER_SERVER = 240_000 * DOCUMENTS_PER_SERVER
+"""of the tests' tiny model: 256 bytes per token, 880 tokens per document"""
 
 
 @contextmanager
@@ -108,6 +114,25 @@ def measure(policy: str, servers: Sequence[int], folder: Path, texts: Sequence[s
     }
 
 
+def bounds(texts: Sequence[str], replicas: int) -> dict[str, float]:
+    """Shares of the characters of prompts, nearly those of tokens: that come for the first time, and that one cache of
+    the size of all servers' would hold, with the longest unused document dropped first."""
+    cache: OrderedDict[str, None] = OrderedDict()
+    seen: set[str] = set()
+    total = new = held = 0
+    for text in texts:
+        document = text.partition(" question ")[0]
+        total += len(text)
+        new += len(text) - (len(document) if document in seen else 0)
+        held += len(document) if document in cache else 0
+        seen.add(document)
+        cache[document] = None
+        cache.move_to_end(document)
+        while len(cache) > replicas * DOCUMENTS_PER_SERVER:
+            cache.popitem(last=False)
+    return {"first_fraction": new / total, "whole_cache_fraction": held / total}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -126,6 +151,9 @@ def main() -> None:
         for number, policy in enumerate(POLICIES):
             texts = prompts(100 + number, asked.requests, asked.skew)
             results[policy] = measure(policy, servers, folder, texts)
+            results[policy] |= bounds(texts, asked.replicas)
+            plain, found = results["round-robin"]["hit_fraction"], results[policy]["hit_fraction"]
+            results[policy] |= {"over_round_robin": found / plain, "ceiling": 1 / plain}
             print(policy, *(f"{key} {value:.3f}" for key, value in results[policy].items()), flush=True)
     if asked.out:
         asked.out.write_text(json.dumps(results, indent=1))
