@@ -38,6 +38,7 @@ class HealthChecker:
     def __init__(self, models: Models, settings: GatewaySettings, say: Callable[[str], None]) -> None:
         self._models, self._settings, self._say = models, settings, say
         self._has_ready: dict[Replica, bool] = {}
+        self._out: set[Replica] = set()  # of which the log says that they get no requests
 
     async def run(self) -> None:
         """Replicas may come and go."""
@@ -48,6 +49,7 @@ class HealthChecker:
                 for replica in watched.keys() - present.keys():
                     watched.pop(replica).cancel()
                     self._has_ready.pop(replica, None)
+                    self._out.discard(replica)
                 for replica in present.keys() - watched.keys():
                     watched[replica] = asyncio.create_task(self._watch(present[replica], replica))
                 await asyncio.sleep(_NOTICED_S)
@@ -79,7 +81,6 @@ class HealthChecker:
 
     async def check(self, model: ModelSettings, replica: Replica) -> bool:
         """One check, and what follows from it."""
-        was_out = replica.breaker.retry_at is not None
         begin, pool = time.monotonic(), replica.link.pool
         reason = await self._problem(model, replica)
         is_silent = reason is not None and reason.startswith(_SILENT)
@@ -90,12 +91,21 @@ class HealthChecker:
         else:
             replica.breaker.probe_failed(time.monotonic())
         is_out = replica.breaker.retry_at is not None
-        if was_out != is_out:
-            url = replica.link.settings.url
-            self._say(f"{url} gets no requests: {reason}" if is_out else f"{url} gets requests")
+        if is_out != (replica in self._out):
+            self._say_state(replica, is_out, reason or "requests to it fail")
         if is_out and is_silent:
             pool.fail_unanswered("its health checks are not answered")
         return reason is None
+
+    def _say_state(self, replica: Replica, is_out: bool, reason: str) -> None:
+        """Once each time, whether checks or requests have found out."""
+        url = replica.link.settings.url
+        if is_out:
+            self._out.add(replica)
+            self._say(f"{url} gets no requests: {reason}")
+        else:
+            self._out.discard(replica)
+            self._say(f"{url} gets requests")
 
     def _is_completion(self, model: ModelSettings, replica: Replica) -> bool:
         return model.probe == "completion" or (model.probe == "auto" and not self._has_ready.get(replica, True))

@@ -281,3 +281,19 @@ async def test_half_of_a_complete_response_is_not_made_to_look_whole(tmp_path: P
         answer = await client.post(ASK)
         assert answer.status == 200 and "error" not in answer.text, "the server closes the connection instead"
         assert client.lines()[0]["attempts"] == 1, "nor is it tried again"
+
+
+@scenario
+async def test_the_log_says_once_that_a_replica_is_out_whoever_notices_first(tmp_path: Path) -> None:
+    bad, good = FakeReplica(status=500), FakeReplica()
+    async with gateway_of(tmp_path, bad, good, gateway={"health_timeout_s": 5.0}) as client:
+        pair = client.models.replicas()[0]
+        for _ in range(6):
+            await client.post(ASK)
+        assert pair[1].breaker.retry_at is not None, "found by requests: its checks pass"
+        for _ in range(3):
+            await client.health.check(*pair)
+        assert client.said == [f"{bad.url} gets no requests: requests to it fail"]
+        pair[1].breaker.retry_at = 0.0  # its pause is over
+        await client.health.check(*pair)
+        assert client.said[1:] == [f"{bad.url} gets requests"]
