@@ -257,6 +257,17 @@ def test_every_path_with_prompts_is_counted_and_keeps_keys_apart(
     runs(tmp_path)
 
 
+@scenario
+async def test_a_salt_of_a_clients_own_divides_its_cache_and_opens_nobody_elses(tmp_path: Path) -> None:
+    secrets = [KeyFile(tmp_path / "keys.json").add(name)[1] for name in ("one", "two")]
+    replica = FakeReplica()
+    async with gateway_of(tmp_path, replica) as client:
+        for secret in secrets:
+            for more in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+                await client.post(ASK | more, authorization=f"Bearer {secret}")
+    assert len({body["cache_salt"] for body in replica.bodies}) == 6
+
+
 def test_a_ranking_may_repeat_its_query() -> None:
     """A model that judges reads the query with every document: the bound covers both ways."""
     query, documents = "q" * 300, ["d" * 50] * 20

@@ -35,6 +35,10 @@ def test_rotation_revocation_and_expiry(tmp_path: Path) -> None:
     _, second = file.rotate("alice", overlap_s=1000)
     ring = KeyRing(file)
     assert all(ring.find(secret.encode()) is not None for secret in (first, second))
+    with pytest.MonkeyPatch.context() as patch:
+        now = time.time()
+        patch.setattr(keys_module.time, "time", lambda: now + 1001)
+        assert [ring.find(secret.encode()) is not None for secret in (first, second)] == [False, True]
     _, third = file.rotate(key.id, overlap_s=0)
     ring = KeyRing(file)
     assert [ring.find(secret.encode()) is not None for secret in (first, second, third)] == [False, False, True]

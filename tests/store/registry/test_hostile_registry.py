@@ -57,9 +57,11 @@ def test_a_manifest_made_to_harm_is_refused(registry: Registry, tmp_path: Path, 
     path.chmod(0o644)
     path.write_text(json.dumps(table))
     before = outside(registry, tmp_path)
-    with pytest.raises(ArmillaryError):
+    with pytest.raises(ArmillaryError) as refused:
         registry.load(registry.resolve("bot:1"))
     assert outside(registry, tmp_path) == before
+    if what in ("a file above its folder", "an absolute file", "a blob elsewhere"):
+        assert "names a bad file" in str(refused.value), "nothing at that place was looked at"
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"null", b"[" * 100_000, b'{"number": 7}', b"\xff\xfe", b'{"number": 0}'])
