@@ -94,7 +94,7 @@ $(PEERS_READY):
 
 $(RAY_READY): $(READY) # ray in front of what .venv has
 	@$(call check_python)
-	@$(PYTHON) -m venv .venv-ray && PIP_CONSTRAINT= .venv-ray/bin/pip install --quiet ray
+	@$(PYTHON) -m venv .venv-ray && PIP_CONSTRAINT= .venv-ray/bin/pip install --quiet 'ray[serve]'
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armillary.pth"
 	@touch $@
 

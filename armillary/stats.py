@@ -1,8 +1,8 @@
-"""Percentiles and confidence intervals."""
+"""Percentiles, confidence intervals, and running moments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, log, sqrt
 
 
 def percentile(values: Sequence[float], percent: float, weights: Sequence[float] | None = None) -> float:
@@ -59,3 +59,37 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
     mid_t, mid_v = sum(times) / len(times), sum(values) / len(values)
     spread = sum((t - mid_t) ** 2 for t in times)
     return sum((t - mid_t) * (v - mid_v) for t, v in zip(times, values, strict=True)) / spread if spread else 0.0
+
+
+@dataclass(slots=True)
+class LogMoments:
+    """Count, sum and sum of squares of the logarithms of times in seconds: enough to compare two groups at constant
+    memory. Latencies are skewed, their logarithms are nearly normal; a difference of mean logarithms is the logarithm
+    of a ratio of geometric means."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        value = log(max(seconds, 1e-6))
+        self.count += 1
+        self.total += value
+        self.squares += value * value
+
+    def plus(self, other: "LogMoments", sign: int = 1) -> "LogMoments":
+        """Both together; with `sign` -1, what was added since `other` was copied."""
+        return LogMoments(
+            self.count + sign * other.count,
+            self.total + sign * other.total,
+            self.squares + sign * other.squares,
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def variance(self) -> float:
+        """Of one value, by the sample."""
+        return max(0.0, self.squares - self.total * self.mean) / (self.count - 1)

@@ -17,12 +17,13 @@ from armillary.errors import ArmillaryError, BadInput
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
+    from armillary.cluster.kubernetes.service_manifests import KubernetesService
     from armillary.fleet.autoscale.capacity import Limits
     from armillary.fleet.gateway.gateway_app import Gateway
     from armillary.fleet.gateway.gateway_config import GatewaySettings
     from armillary.fleet.gateway.model_routers import Models
-    from armillary.fleet.pool.local_pool import LocalPool
     from armillary.spec.recipe import Recipe
+    from armillary.spec.replica_pool import Pool
 
 ALIAS = "production"
 """alias of the registry that the replicas follow"""
@@ -61,7 +62,6 @@ def up(
         return _render(out, service, overrides, target, file)
     from armillary.fleet.gateway.keys import KeyFile
     from armillary.fleet.gateway.run_gateway import run_gateway
-    from armillary.fleet.pool.local_pool import LocalPool
     from armillary.serving.http.server import ListenOptions, require_http
 
     require_http()
@@ -70,7 +70,7 @@ def up(
     name, reference = registered(out, home, recipe)
     folder = home.work / "services" / name
     limits = _limits(home, recipe, say)
-    pool = LocalPool(folder / "replicas", _command(home, recipe, folder, name, reference))
+    pool = make_pool(home, recipe, folder, name, reference)
     companion = partial(_controlled, pool=pool, recipe=recipe, limits=limits, name=name, folder=folder, say=say)
     keys = KeyFile(home.work / "gateway" / "keys.json")
     listen = ListenOptions(host=host, port=port)
@@ -84,27 +84,50 @@ def up(
 def _render(out: Output, service: Path, overrides: tuple[str, ...], target: str, file: Path | None) -> None:
     """Manifests; the model is loaded by name from where the pods see it."""
     from armillary.cluster.kubernetes.kubernetes_jobs import to_yaml
-    from armillary.cluster.kubernetes.service_manifests import KubernetesService, service_manifests
-    from armillary.spec.recipe import to_dict
-    from armillary.spec.toml.toml_files import dumps
+    from armillary.cluster.kubernetes.service_manifests import service_manifests
     from armillary.store.atomic import write_text
 
-    recipe, _ = read_service(service, overrides)
+    recipe, settings = read_service(service, overrides)
     name = recipe.serve.name or Path(recipe.model.source).name.removeprefix("registry:").partition("@")[0]
-    own = replace(recipe, serve=replace(recipe.serve, name=name))
-    kubernetes = KubernetesService(
-        name=name,
-        reference=recipe.model.source,
-        recipe=recipe,
-        replica_recipe=dumps(to_dict(own)),
-        gpus=0 if recipe.hardware.is_here else recipe.layout.tp * recipe.layout.pp,
-        keda=target == "keda",
-    )
-    objects = service_manifests(kubernetes)
+    kubernetes = on_kubernetes(recipe, name, recipe.model.source)
+    objects = service_manifests(replace(kubernetes, keda=target == "keda", gateway=_given(settings)))
     path = file or Path(f"{name}.yaml")
     write_text(path, to_yaml(objects))
     out.say(f"wrote {path}: kubectl apply -f {path}; clients use the Service {name}-gateway")
     out.result([each["kind"] for each in objects], quiet=str(path))
+
+
+def on_kubernetes(recipe: Recipe, name: str, reference: str) -> KubernetesService:
+    """What its manifests are rendered from."""
+    from armillary.cluster.kubernetes.service_manifests import KubernetesService
+
+    return KubernetesService(
+        name=name,
+        reference=reference,
+        recipe=recipe,
+        replica_recipe=_replica_recipe(recipe, name),
+        gpus=_gpus(recipe),
+    )
+
+
+def _given(settings: GatewaySettings) -> dict[str, Any]:
+    """The settings of the recipe's [gateway] that are not defaults."""
+    from armillary.spec.toml.fields import to_plain
+
+    usual = to_plain(type(settings)())
+    return {name: value for name, value in to_plain(settings).items() if value != usual[name]}
+
+
+def _gpus(recipe: Recipe) -> int:
+    """Of a replica; none where the recipe is for this machine, which says by itself what it has."""
+    return 0 if recipe.hardware.is_here else recipe.layout.tp * recipe.layout.pp
+
+
+def _replica_recipe(recipe: Recipe, name: str) -> str:
+    from armillary.spec.recipe import to_dict
+    from armillary.spec.toml.toml_files import dumps
+
+    return dumps(to_dict(replace(recipe, serve=replace(recipe.serve, name=name))))
 
 
 def read_service(file: Path, overrides: tuple[str, ...]) -> tuple[Recipe, GatewaySettings]:
@@ -172,23 +195,42 @@ def _config(name: str, recipe: Recipe, settings: GatewaySettings) -> Any:
     return GatewayConfig(gateway=settings, models=(model,))
 
 
-def _command(home: Home, recipe: Recipe, folder: Path, name: str, reference: str) -> Any:
-    """Command lines of the replicas; their recipe is written beside them."""
-    from armillary.spec.recipe import to_dict
-    from armillary.spec.toml.toml_files import dumps
+def make_pool(home: Home, recipe: Recipe, folder: Path, name: str, reference: str) -> Pool:
+    """Where the replicas run, by fleet.pool; their recipe is written into the service's folder."""
     from armillary.store.atomic import write_text
 
-    own = replace(recipe, serve=replace(recipe.serve, name=name))
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "replica.toml", dumps(to_dict(own)))
+    if recipe.fleet.pool == "kubernetes":
+        from armillary.cluster.kubernetes.api import Cluster
+        from armillary.cluster.kubernetes.kubernetes_pool import KubernetesPool
+        from armillary.cluster.kubernetes.service_manifests import pool_manifests
 
-    def command(port: int, release: str) -> list[str]:
+        config, deployment = pool_manifests(on_kubernetes(recipe, name, recipe.model.source))
+        return KubernetesPool(Cluster(recipe.launch.namespace), config, deployment)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "replica.toml", _replica_recipe(recipe, name))
+
+    def serve(release: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "armillary", "serve", release or reference, "--port", str(port)),
-            *("--tp", str(recipe.layout.tp), "--recipe", str(folder / "replica.toml"), "--home", str(home.work)),
+            *(sys.executable, "-m", "armillary", "serve", release or reference, "--tp", str(recipe.layout.tp)),
+            *("--recipe", str(folder / "replica.toml"), "--home", str(home.work)),
         ]
 
-    return command
+    if recipe.fleet.pool == "ray":
+        from armillary.cluster.ray.serve_pool import ServePool
+
+        return ServePool(
+            folder / "replicas",
+            f"{name}-replica",
+            serve,
+            address=recipe.launch.address,
+            gpus=_gpus(recipe),
+            cpus=float(recipe.launch.cpus_per_node or 1),
+            environment=dict(recipe.launch.environment),
+            drain_s=recipe.serve.drain_s,
+        )
+    from armillary.fleet.pool.local_pool import LocalPool
+
+    return LocalPool(folder / "replicas", lambda port, release: [*serve(release), "--port", str(port)])
 
 
 async def _controlled(
@@ -196,7 +238,7 @@ async def _controlled(
     models: Models,
     address: str,
     *,
-    pool: LocalPool,
+    pool: Pool,
     recipe: Recipe,
     limits: Limits | None,
     name: str,
@@ -207,6 +249,7 @@ async def _controlled(
     from armillary.fleet.autoscale.policy import Autoscaler
     from armillary.fleet.autoscale.service_page import add_service_page
     from armillary.fleet.rollout.rollout_driver import RolloutDriver
+    from armillary.fleet.rollout.rollout_record import read_rollout
     from armillary.spec.toml.fields import to_plain
 
     scaler = None
@@ -225,6 +268,12 @@ async def _controlled(
     )
     RolloutDriver(controller, models, folder, say)
     objective = to_plain(recipe.objective)
-    add_service_page(gateway, lambda: {**controller.plain(), "objective": objective, "now": time.monotonic()})
+
+    def state() -> dict[str, Any]:
+        rollout = read_rollout(folder)
+        shown = None if rollout is None else to_plain(rollout)
+        return {**controller.plain(), "objective": objective, "rollout": shown, "now": time.monotonic()}
+
+    add_service_page(gateway, state)
     say(f"replicas, queue, SLOs and decisions: {address}/")
     await controller.run()

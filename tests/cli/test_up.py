@@ -53,9 +53,9 @@ def test_a_rollout_is_asked_for(tmp_path: Path) -> None:
     service.mkdir(parents=True)
     refused = call("bot:1", "--eval", "mmlu=0.6")
     assert isinstance(refused, BadInput) and "less than 0.6" in str(refused) and read_rollout(service) is None
-    assert "canary" in str(call("bot:1", "--canary", "0.2", "--eval", "mmlu=0.4"))
+    assert "canary" in str(call("bot:1", "--share", "0.2", "--eval", "mmlu=0.4"))
     asked = read_rollout(service)
-    assert asked is not None and (asked.release, asked.canary_fraction) == ("registry:bot:1", 0.2)
+    assert asked is not None and (asked.release, asked.share) == ("registry:bot:1", 0.2)
     assert "goes on" in str(call("bot:1"))
     assert "canary" in str(call())
 

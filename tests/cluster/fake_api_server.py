@@ -95,9 +95,9 @@ def status(code: int, message: str) -> dict[str, Any]:
 
 
 @contextmanager
-def running_api() -> Iterator[tuple[FakeApi, str]]:
+def running_api(api: FakeApi | None = None) -> Iterator[tuple[FakeApi, str]]:
     """The server's contents and its address."""
-    api = FakeApi()
+    api = api or FakeApi()
 
     class Handler(BaseHTTPRequestHandler):
         def _handle(self) -> None:
@@ -111,7 +111,7 @@ def running_api() -> Iterator[tuple[FakeApi, str]]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-        do_GET = do_POST = do_DELETE = _handle
+        do_GET = do_POST = do_PUT = do_DELETE = _handle
 
         def log_message(self, format: str, *values: object) -> None:
             pass

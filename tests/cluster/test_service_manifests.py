@@ -105,13 +105,18 @@ def test_the_gateway_reads_its_configuration(tmp_path: Path) -> None:
 def test_the_verb_writes_a_file(tmp_path: Path) -> None:
     file = tmp_path / "bot.yaml"
     sets = [text for each in ("launch.image=example.org/a:1", "serve.name=bot") for text in ("--set", each)]
-    result = CliRunner().invoke(up, ["recipes/service.toml", "--to", "kubernetes", "--out", str(file), *sets])
+    service = tmp_path / "service.toml"
+    service.write_text(Path("recipes/service.toml").read_text() + "max_in_flight = 77\n")
+    result = CliRunner().invoke(up, [str(service), "--to", "kubernetes", "--out", str(file), *sets])
     assert result.exit_code == 0, result.output
     written = list(yaml.safe_load_all(file.read_text()))
     assert [each["kind"] for each in written] == KINDS
     replica = tmp_path / "replica.toml"
     replica.write_text(written[0]["data"]["replica.toml"])
     assert load_recipe(replica).serve.name == "bot"
+    gateway = tmp_path / "gateway.toml"
+    gateway.write_text(written[0]["data"]["gateway.toml"])
+    assert load_config(gateway).gateway.max_in_flight == 77
 
 
 def test_what_cannot_be_rendered() -> None:

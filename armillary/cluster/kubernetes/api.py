@@ -17,6 +17,7 @@ from armillary.errors import missing, one_line
 
 PLURALS = {
     "ConfigMap": "configmaps",
+    "Deployment": "deployments",
     "Job": "jobs",
     "JobSet": "jobsets",
     "PodDisruptionBudget": "poddisruptionbudgets",
@@ -87,6 +88,37 @@ class Cluster:
                     self._custom.delete_namespaced_custom_object(
                         *_group(manifest), self.namespace, PLURALS[kind], name, **options
                     )
+            except self._error as error:
+                if error.status != _NOT_FOUND:
+                    raise
+
+    def listed(self, api_version: str, kind: str, label: str) -> list[Manifest]:
+        """Objects of this kind with this label, outside of the core group."""
+        with self._said(f"list {PLURALS[kind]}"):
+            answer: Manifest = self._custom.list_namespaced_custom_object(
+                *api_version.split("/"),
+                self.namespace,
+                PLURALS[kind],
+                label_selector=label,
+                _request_timeout=_TIMEOUT_S,
+            )
+        items: list[Manifest] = answer["items"]
+        return items
+
+    def replace_config(self, manifest: Manifest) -> None:
+        """A ConfigMap as given, whether or not one of its name is there."""
+        if self.create(manifest) is None:
+            name = manifest["metadata"]["name"]
+            with self._said(f"replace ConfigMap {name}"):
+                self._core.replace_namespaced_config_map(name, self.namespace, manifest, _request_timeout=_TIMEOUT_S)
+
+    def kill_pod(self, name: str) -> None:
+        """End a pod without grace; nothing happens where it is gone."""
+        with self._said(f"delete pod {name}"):
+            try:
+                self._core.delete_namespaced_pod(
+                    name, self.namespace, grace_period_seconds=0, _request_timeout=_TIMEOUT_S
+                )
             except self._error as error:
                 if error.status != _NOT_FOUND:
                     raise

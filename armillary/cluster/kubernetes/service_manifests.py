@@ -8,7 +8,8 @@ another. The policy of [autoscale] becomes a HorizontalPodAutoscaler on the requ
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from armillary.cluster.kubernetes.manifests import Manifest
@@ -36,6 +37,8 @@ class KubernetesService:
     """its text"""
     gpus: int = 0
     """per replica"""
+    gateway: Mapping[str, Any] = field(default_factory=dict)
+    """settings of the gateway"""
     keda: bool = False
     secrets: str = ""
     """name of the Secret with keys.json of the gateway; empty: NAME-keys, rendered empty"""
@@ -57,6 +60,15 @@ def service_manifests(service: KubernetesService) -> list[Manifest]:
         _network_policy(service),
         _monitor(service),
     ]
+
+
+def pool_manifests(service: KubernetesService) -> tuple[Manifest, Manifest]:
+    """What a pool of pods starts from: the replicas' ConfigMap, and the Deployment of which each replica is a copy."""
+    _check(service)
+    config = _object("ConfigMap", "v1", _meta(service, "config"), data={"replica.toml": service.replica_recipe})
+    deployment = _deployment(service, "replica", _replica_pod(service))
+    deployment["spec"]["replicas"] = 1
+    return config, deployment
 
 
 def _check(service: KubernetesService) -> None:
@@ -91,7 +103,10 @@ def _config(service: KubernetesService) -> Manifest:
     fleet = service.recipe.fleet
     url = f"http://{service.name}-replica:{PORT}"
     model = {"name": service.name, "policy": fleet.policy, "replicas": [{"url": url}], "probe": "ready"}
-    data = {"replica.toml": service.replica_recipe, "gateway.toml": dumps({"gateway": {}}) + _model_text(model)}
+    data = {
+        "replica.toml": service.replica_recipe,
+        "gateway.toml": dumps({"gateway": dict(service.gateway)}) + _model_text(model),
+    }
     return _object("ConfigMap", "v1", _meta(service, "config"), data=data)
 
 

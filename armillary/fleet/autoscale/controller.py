@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ from armillary.fleet.gateway.gateway_app import Gateway
 from armillary.fleet.gateway.gateway_config import ReplicaSettings
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.routing import Replica
-from armillary.fleet.pool.pool import Member, Pool
+from armillary.spec.replica_pool import Member, Pool
 
 POLL_S = 0.5
 HUNG_S = 10.0
 """time without a passed health check after which a replica is killed and replaced"""
 _FAILED_STARTS = 3
 """starts in a row that may fail; then the service ends"""
-_SHOWN = 50
-"""decisions that the page shows"""
+_SHOWN, _HISTORY = 50, 360
+"""decisions and past signals that the page shows"""
+_LOOKS_EVERY_S = 5.0
+"""between two looks at the signals where there is no autoscaler"""
 
 
 @dataclass
@@ -71,9 +73,11 @@ class Controller:
         self.release = ""  # that replicas are started with; others are replaced one by one
         self.canary_release: str | None = None
         self.canary_replicas = 0
+        self.canary_is_shadow = False  # they get copies of requests instead of a share
         self.before_fill: Callable[[], Awaitable[None]] | None = None
         self.decisions: deque[Decision] = deque(maxlen=_SHOWN)
         self.signals: Signals | None = None
+        self.history: deque[Signals] = deque(maxlen=_HISTORY)
         self._picked, self._looked_at = 0, time.monotonic()
         self._decided_at = time.monotonic()
         self._known_ready: set[str] = set()
@@ -84,8 +88,10 @@ class Controller:
         """Take over the servers of an earlier service, as many as there are."""
         members = await asyncio.to_thread(self._pool.members)
         present = [member for member in members if member.state != "stopping"]
+        regular = [member for member in present if member.release != self.canary_release]
+        if regular:
+            self.target = len(regular)
         if present:
-            self.target = len(present)
             self._known_ready = {member.name for member in present if member.state == "ready"}
             self._say(f"{len(present)} replicas of {self.model} run already and are adopted")
 
@@ -95,9 +101,12 @@ class Controller:
         while True:
             await self._refresh()
             await self._replace_hung()
-            if self.autoscaler is not None and time.monotonic() - self._decided_at >= self._interval_s:
+            if time.monotonic() - self._decided_at >= self._interval_s:
                 self._decided_at = time.monotonic()
-                await self._decide(self.autoscaler)
+                self.signals = await self._look()
+                self.history.append(self.signals)
+                if self.autoscaler is not None:
+                    await self._decide(self.autoscaler, self.signals)
             if self.before_fill is not None:
                 await self.before_fill()
             await self._fill()
@@ -105,7 +114,7 @@ class Controller:
 
     @property
     def _interval_s(self) -> float:
-        return self.autoscaler.settings.interval_s if self.autoscaler is not None else float("inf")
+        return self.autoscaler.settings.interval_s if self.autoscaler is not None else _LOOKS_EVERY_S
 
     # --- the pool and the router
 
@@ -120,15 +129,20 @@ class Controller:
         for member in self.members:
             if member.state == "ready" and member.name not in self.routed:
                 self._route(member)
-        for name in [name for name in self.routed if name not in present]:
+        for name in [name for name, routed in self.routed.items() if not self._is_at(present.get(name), routed)]:
             gone = self.routed.pop(name)
             if not gone.draining:
                 self._say(f"{name} of {self.model} has ended")
             self._models.remove_replica(self.model, gone.replica)
 
+    def _is_at(self, member: Member | None, routed: Routed) -> bool:
+        """Whether a member still is the server that requests are sent to: Kubernetes and Ray restart one elsewhere."""
+        return member is not None and member.url == routed.url and member.state != "starting"
+
     def _route(self, member: Member) -> None:
-        canary = member.release == self.canary_release
-        settings = ReplicaSettings(url=member.url, model=self._served, canary=canary)
+        is_new = member.release == self.canary_release
+        shadow = is_new and self.canary_is_shadow
+        settings = ReplicaSettings(url=member.url, model=self._served, canary=is_new and not shadow, shadow=shadow)
         replica = self._models.add_replica(self.model, member.name, settings)
         self.routed[member.name] = Routed(replica, member.url)
         self._failed_starts = 0
@@ -141,10 +155,10 @@ class Controller:
 
     def _start_failed(self, name: str) -> None:
         self._failed_starts += 1
-        self._say(f"{name} of {self.model} ended before it was ready; its log is {name}.log in the service's folder")
+        self._say(f"{name} of {self.model} ended before it was ready; its log: {self._pool.log(name)}")
         if self._failed_starts >= _FAILED_STARTS:
             raise ArmillaryError(
-                f"{self._failed_starts} replicas in a row did not start; read {name}.log and correct it"
+                f"{self._failed_starts} replicas in a row did not start; read {self._pool.log(name)} and correct it"
             )
 
     async def _replace_hung(self) -> None:
@@ -200,6 +214,12 @@ class Controller:
     def canaries(self) -> list[Member]:
         return [each for each in self.members if self._stays(each) and each.release == self.canary_release]
 
+    def _role(self, member: Member) -> str:
+        """What it is in a rollout; empty: an ordinary replica."""
+        if self.canary_release is None or member.release != self.canary_release:
+            return ""
+        return "shadow" if self.canary_is_shadow else "canary"
+
     def _stays(self, member: Member) -> bool:
         routed = self.routed.get(member.name)
         return member.state != "stopping" and not (routed is not None and routed.draining)
@@ -217,8 +237,7 @@ class Controller:
 
     # --- decisions
 
-    async def _decide(self, autoscaler: Autoscaler) -> None:
-        self.signals = signals = await self._look()
+    async def _decide(self, autoscaler: Autoscaler, signals: Signals) -> None:
         decision = autoscaler.decide(signals)
         line, self._started_s = log_line(signals, decision, self._started_s), None
         await asyncio.to_thread(append, self._log, line)
@@ -247,7 +266,7 @@ class Controller:
             ready=sum(member.state == "ready" for member in staying),
             starting=sum(member.state == "starting" for member in staying),
             arrived_per_s=max(0.0, per_s),
-            in_flight=sum(routed.replica.in_flight for routed in self.routed.values()),
+            in_flight=sum(each.replica.in_flight for each in self.routed.values() if not each.replica.shadow),
             waiting=round(sum(page.gauge("waiting") for page in pages.values()))
             + parked
             + (queue.num_waiting if queue is not None else 0),
@@ -272,6 +291,8 @@ class Controller:
                 "healthy": name_up(self.routed.get(member.name)),
                 "in_flight": self._in_flight(member.name),
                 "requests": self.routed[member.name].replica.requests if member.name in self.routed else 0,
+                "release": member.release or self.release,
+                "role": self._role(member),
                 "start_s": member.start_s,
             }
             for member in self.members
@@ -281,7 +302,8 @@ class Controller:
             "target": self.target,
             "replicas": replicas,
             "parked": self._gateway.parked[self.model],
-            "signals": None if self.signals is None else vars(self.signals),
+            "signals": None if self.signals is None else asdict(self.signals),
+            "history": [asdict(signals) for signals in self.history],
             "capacity_requests_per_s": None if self.autoscaler is None else self.autoscaler.capacity.requests_per_s,
             "decisions": [decision.plain() for decision in self.decisions],
         }

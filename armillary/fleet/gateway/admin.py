@@ -131,6 +131,7 @@ def _replica(model: str, replica: Replica) -> dict[str, Any]:
         "slow": replica.slow,
         "drained": replica.drained,
         "canary": replica.canary,
+        "shadow": replica.shadow,
         "in_flight": replica.in_flight,
         "requests": replica.requests,
         "failures": replica.failures,

@@ -25,6 +25,7 @@ from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.proxy import Outcome, ProxiedRequest
 from armillary.fleet.gateway.redis.cache import RedisCache
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseCache
+from armillary.fleet.gateway.shadow.mirror import Mirror
 from armillary.serving.http.asgi import AsgiConnection, BodyLimits, ClientDisconnected, Receive, Send
 from armillary.serving.http.cors import Cors
 from armillary.serving.http.json_log import JsonLog
@@ -85,6 +86,7 @@ class Gateway:
         self._models, self._admission, self._settings = models, admission, settings
         self._audit, self.metrics = audit, metrics
         self._admin, self._shared_cache, self._tracing = admin, shared_cache, tracing
+        self._mirror = Mirror(settings)
         self.draining = False
         self.parked: Counter[str] = Counter()  # model -> requests that wait for a first replica
         self._bodies = BodyLimits(limit=settings.max_body_bytes, total=_BODIES, timeout_s=_BODY_TIMEOUT_S)
@@ -131,7 +133,8 @@ class Gateway:
         self._admission.key_of(arrival.connection.headers, "metrics")
 
     async def close(self) -> None:
-        """Close the connections that are not to replicas."""
+        """Close the connections that are not to replicas, and end copies for shadows."""
+        await self._mirror.close()
         if self._admin is not None:
             await self._admin.close()
         if self._shared_cache is not None:
@@ -212,6 +215,7 @@ class Gateway:
             request_id=arrival.request_id,
             max_tokens=reservation.max_tokens,
             key=arrival.key,
+            mirror=self._mirror,
             headers=[(REQUEST_ID, arrival.request_id.encode())],
             arrived=arrival.begin,
             record=record,
@@ -343,7 +347,7 @@ class Gateway:
         """Ready while every model has a replica that gets requests, if need be a slow one."""
         up: dict[str, int] = dict.fromkeys(self._models.names, 0)
         for model, replica in self._models.replicas():
-            up[model.name] += replica.up and not replica.drained
+            up[model.name] += replica.up and not replica.drained and not replica.shadow
         have_ready = [self._models.find(name)[1].has_ready for name in up]
         ready = bool(up) and all(have_ready) and not self.draining
         state = {"status": "ready" if ready else "not ready", "replicas_up": up}

@@ -41,6 +41,9 @@ class ReplicaSettings:
     canary: bool = False
     """a canary: it gets the model's canary_fraction of requests, and nothing else while others work"""
 
+    shadow: bool = False
+    """a shadow: it gets copies of the model's shadow_fraction of requests, and its answers are thrown away"""
+
     @property
     def takes_vllm_fields(self) -> bool:
         return self.vllm_fields == "yes" or (self.vllm_fields == "auto" and not self.api_key_file)
@@ -68,6 +71,8 @@ class ModelSettings:
     """prefix: the replica that has seen the longest part of the prompt, unless it is busier than others"""
     canary_fraction: float = 0.05
     """share of requests for replicas marked as canaries"""
+    shadow_fraction: float = 0.05
+    """share of requests of which replicas marked as shadows get a copy"""
     fallback: str = ""
     """model that answers instead where no replica of this one works"""
     probe: Probe = "auto"
@@ -104,6 +109,8 @@ class ModelSettings:
             raise BadRecipe(f"cache_s of {self.name} is negative; leave it out to keep no responses")
         if not 0 <= self.canary_fraction <= 1:
             raise BadRecipe(f"canary_fraction = {self.canary_fraction} of {self.name} is no share; try 0.05")
+        if not 0 <= self.shadow_fraction <= 1:
+            raise BadRecipe(f"shadow_fraction = {self.shadow_fraction} of {self.name} is no share; try 0.05")
         if self.bytes_per_token < 1 or self.default_max_tokens < 1 or self.template_tokens < 0:
             raise BadRecipe(
                 f"bytes_per_token and default_max_tokens of {self.name} are at least 1, template_tokens at least 0; "

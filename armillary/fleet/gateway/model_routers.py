@@ -78,7 +78,7 @@ class Models:
 
     def add_replica(self, model: str, name: str, settings: ReplicaSettings) -> Replica:
         """A replica that has just become ready: it gets requests from now on."""
-        replica = Replica(name=name, canary=settings.canary, link=_link(settings, self._config))
+        replica = Replica(name=name, canary=settings.canary, shadow=settings.shadow, link=_link(settings, self._config))
         self.find(model)[1].add(replica)
         return replica
 
@@ -99,10 +99,10 @@ def _queue(model: ModelSettings, config: GatewayConfig) -> FairQueue:
 
 def _router(model: ModelSettings, config: GatewayConfig) -> Router:
     replicas = [
-        Replica(name=f"{model.name}/{number}", canary=each.canary, link=_link(each, config))
+        Replica(name=f"{model.name}/{number}", canary=each.canary, shadow=each.shadow, link=_link(each, config))
         for number, each in enumerate(model.replicas)
     ]
-    return Router(replicas, model.policy, canary_fraction=model.canary_fraction)
+    return Router(replicas, model.policy, canary_fraction=model.canary_fraction, shadow_fraction=model.shadow_fraction)
 
 
 def _link(settings: ReplicaSettings, config: GatewayConfig) -> Link:

@@ -17,6 +17,7 @@ from armillary.fleet.gateway.model_guards import ModelGuards
 from armillary.fleet.gateway.model_routers import Link, Models
 from armillary.fleet.gateway.response_cache import CachedResponse, ResponseRecorder
 from armillary.fleet.gateway.routing import Replica, Router
+from armillary.fleet.gateway.shadow.mirror import Mirror, answered
 from armillary.fleet.gateway.token_usage import TokenUsage, UsageReader
 from armillary.fleet.gateway.upstream import EVENT_STREAM, UpstreamConnection, UpstreamError
 from armillary.serving.http.asgi import AsgiConnection, ClientDisconnected, Headers
@@ -59,15 +60,17 @@ class ProxiedRequest:
         request_id: str,
         max_tokens: int | None = None,
         key: ApiKey | None = None,
+        mirror: Mirror | None = None,
         headers: Headers,
         arrived: float,
         record: bool = False,
     ) -> None:
         """`max_tokens` were reserved for each choice; `headers` are sent with the response; `arrived` is when the
-        request came in, by the monotonic clock; `record`: the response is collected, to be kept."""
+        request came in, by the monotonic clock; `record`: the response is collected, to be kept; `mirror` sends copies
+        to shadows."""
         self._connection, self._body, self._models, self._settings = connection, body, models, settings
         self._id, self._max_tokens, self._key, self._headers = request_id, max_tokens, key, headers
-        self._arrived, self._record = arrived, record
+        self._arrived, self._record, self._mirror = arrived, record, mirror
         self._upstream: UpstreamConnection | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._client_left = False
@@ -96,11 +99,18 @@ class ProxiedRequest:
             self._upstream.fail("the client left")
 
     async def _run(self) -> None:
+        self._copy()
         for model in self._models.with_fallbacks(self._body.model):
             self.outcome.model = model.name
             if await self._try_replicas(self._models.find(model.name)[1]):
                 return
         raise self._no_answer()
+
+    def _copy(self) -> None:
+        """A shadow of the model gets the same request, where there is one and it is its turn."""
+        shadow = self._models.find(self._body.model)[1].pick_shadow(time.monotonic()) if self._mirror else None
+        if self._mirror is not None and shadow is not None:
+            self._mirror.send(shadow, self._request(shadow.link), stream=self._body.stream)
 
     def _no_answer(self) -> Problem:
         failures, name = self.outcome.failures, self._body.model
@@ -172,6 +182,8 @@ class ProxiedRequest:
             self.outcome.added_s = begin - self._arrived
         await self._relay(upstream, first)
         replica.breaker.succeeded()
+        if upstream.status == 200:
+            answered(replica, begin=begin, first=now, usage=self.outcome.usage, stream=self._body.stream)
         return True
 
     async def _begin(self, link: Link) -> UpstreamConnection:

@@ -14,6 +14,7 @@ from typing import Any
 
 from armillary.fleet.gateway.breaker import Breaker
 from armillary.fleet.gateway.prefix_index import PrefixIndex
+from armillary.stats import LogMoments
 
 BUSIER = 1.35
 """a replica with more than this times the mean load gets no request for its cached prefix; set 2026-11-18 on simulated
@@ -29,6 +30,7 @@ class Replica:
 
     name: str
     canary: bool = False
+    shadow: bool = False  # it gets copies of requests, and no client its answers
     drained: bool = False  # by an admin: it gets no new requests
     slow: bool = False  # its streams are far behind those of others: it gets requests only where no other works
     breaker: Breaker = field(default_factory=Breaker)
@@ -38,6 +40,8 @@ class Replica:
     failures: int = 0
     last_pick: int = 0  # number of the pick that it was chosen by, for round robin
     link: Any = None
+    ttft: LogMoments = field(default_factory=LogMoments)
+    tpot: LogMoments = field(default_factory=LogMoments)  # of streams
 
     @property
     def up(self) -> bool:
@@ -59,6 +63,7 @@ class Router:
         policy: str,
         *,
         canary_fraction: float = 0.0,
+        shadow_fraction: float = 0.0,
         seed: int | None = None,
         index: PrefixIndex | None = None,
     ) -> None:
@@ -72,6 +77,7 @@ class Router:
         }[policy]
         self.needs_prompt = policy == "prefix"
         self.canary_fraction, self._canary_share = canary_fraction, 0.0
+        self.shadow_fraction, self._shadow_share = shadow_fraction, 0.0
         self._random, self.picks = random.Random(seed), 0
 
     def add(self, replica: Replica) -> None:
@@ -94,13 +100,26 @@ class Router:
         self._assign(replica, prompt)
         return replica
 
+    def pick_shadow(self, now: float) -> Replica | None:
+        """The shadow that gets a copy of this request; None where it is not of their share."""
+        shadows = [each for each in self.replicas if each.shadow and not each.drained and each.breaker.admits(now)]
+        if not shadows:
+            return None
+        self._shadow_share += self.shadow_fraction
+        if self._shadow_share < 1.0 - 1e-9:
+            return None
+        self._shadow_share -= 1.0
+        shadow = self._least_load(shadows, b"")
+        shadow.requests += 1
+        return shadow
+
     @property
     def has_ready(self) -> bool:
         """Whether any replica gets requests."""
-        return any(not each.drained and each.breaker.retry_at is None for each in self.replicas)
+        return any(not each.drained and not each.shadow and each.breaker.retry_at is None for each in self.replicas)
 
     def _is_usable(self, replica: Replica, now: float) -> bool:
-        return not replica.drained and replica.breaker.admits(now)
+        return not replica.drained and not replica.shadow and replica.breaker.admits(now)
 
     def _group(self, usable: list[Replica], *, first: bool) -> list[Replica]:
         """The stable replicas or the canaries, so that canaries get exactly their share; either stands in for the

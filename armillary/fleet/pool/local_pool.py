@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-from armillary.fleet.pool.pool import Member, State
+from armillary.spec.replica_pool import Member, State
 from armillary.spec.toml.fields import build, to_plain
 from armillary.store.atomic import write_json
 from armillary.store.writer_process import Process
@@ -120,9 +120,8 @@ class LocalPool:
         for member in self.members():
             self.kill(member.name)
 
-    def log(self, name: str) -> Path:
-        """What a server has printed."""
-        return self._folder / f"{name}.log"
+    def log(self, name: str) -> str:
+        return str(self._folder / f"{name}.log")
 
     # --- records
 

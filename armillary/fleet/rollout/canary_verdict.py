@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, field
+from math import exp
 from typing import Literal
 
 from armillary.fleet.rollout.rollout_record import Rollout
+from armillary.fleet.rollout.sequential_test import decide, failures_ratio, latency_ratio
+from armillary.stats import LogMoments
 
 Verdict = Literal["wait", "promote", "roll back"]
-_SURE = 2.0
-"""standard deviations of the error share beyond which it is no chance"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class Counts:
 
     requests: int = 0
     failures: int = 0
-    ttft_p50_s: float | None = None
-    itl_p50_s: float | None = None
+    ttft: LogMoments = field(default_factory=LogMoments)
+    tpot: LogMoments = field(default_factory=LogMoments)
 
     @property
     def error_fraction(self) -> float:
@@ -28,22 +28,22 @@ class Counts:
 
 
 def verdict_on(rollout: Rollout, canary: Counts, stable: Counts, now: float) -> tuple[Verdict, str]:
-    """The verdict and its reason. Errors end a canary as soon as they are no chance; latencies are compared once there
-    are enough requests."""
-    limit = rollout.max_error_fraction + stable.error_fraction
-    deviation = sqrt(limit * (1 - min(1.0, limit)) / max(1, canary.requests))
-    if canary.failures >= 3 and canary.error_fraction > limit + _SURE * deviation:
-        return "roll back", f"{canary.error_fraction:.1%} of its {canary.requests} requests failed"
-    if canary.requests < rollout.min_requests:
-        if now - rollout.began > rollout.timeout_s:
-            return "roll back", f"only {canary.requests} requests in {rollout.timeout_s:g} s"
-        return "wait", f"{canary.requests} of {rollout.min_requests} requests"
-    if canary.error_fraction > limit:
-        return "roll back", f"{canary.error_fraction:.1%} of its {canary.requests} requests failed"
-    for name, ours, theirs in (
-        ("TTFT", canary.ttft_p50_s, stable.ttft_p50_s),
-        ("ITL", canary.itl_p50_s, stable.itl_p50_s),
-    ):
-        if ours is not None and theirs and ours > rollout.max_slowdown * theirs:
-            return "roll back", f"its {name} p50 is {ours / theirs:.2f} × that of the others"
-    return "promote", f"{canary.requests} requests without more errors or longer latencies"
+    """The verdict and its reason: roll back as soon as one test says worse, promote once all say as good."""
+    usual, counts = stable.error_fraction, [(each.failures, each.requests) for each in (canary, stable)]
+    errors = decide(failures_ratio(*counts, rollout.max_error_fraction))
+    if errors == "worse":
+        return "roll back", f"{canary.failures} of its {canary.requests} requests failed, {usual:.2%} of the others'"
+    undecided = [] if errors == "as good" else ["errors"]
+    for name, ours, theirs in (("TTFT", canary.ttft, stable.ttft), ("TPOT", canary.tpot, stable.tpot)):
+        result = decide(latency_ratio(ours, theirs, rollout.max_slowdown))
+        if result == "worse":
+            return "roll back", f"its {name} is {exp(ours.mean - theirs.mean):.2f} × that of the others"
+        if result == "undecided" and ours.count and theirs.count:  # without streams there is no TPOT
+            undecided.append(name)
+    if not undecided and canary.requests >= rollout.min_requests:
+        return "promote", f"{canary.requests} requests without more errors or longer latencies"
+    if now - rollout.began > rollout.timeout_s:
+        open_ = f", {' and '.join(undecided)} undecided" if undecided else ""
+        return "roll back", f"{canary.requests} requests in {rollout.timeout_s:g} s{open_}"
+    waits = f"{' and '.join(undecided)} undecided" if undecided else f"at least {rollout.min_requests} are wanted"
+    return "wait", f"{canary.requests} requests, {waits}"

@@ -1,6 +1,6 @@
-"""A change of what a service serves, asked for by a file in its folder: rolling, or by a canary that is judged first.
+"""A change of what a service serves, asked for by a file in its folder: rolling, canary, blue/green or shadow.
 
-    rollout.json   {"release": "registry:bot:3", "canary_fraction": 0.1}
+    rollout.json   {"release": "registry:bot:3", "strategy": "canary", "share": 0.1}
 
 The file stays while the rollout goes on and is replaced by its result, so that a service that was killed continues it.
 """
@@ -17,7 +17,9 @@ from armillary.errors import BadInput
 from armillary.spec.toml.fields import build, to_plain
 from armillary.store.atomic import write_json
 
-State = Literal["canary", "rolling", "done", "rolled back"]
+Strategy = Literal["canary", "rolling", "blue-green", "shadow"]
+State = Literal["canary", "green", "shadow", "rolling", "done", "rolled back", "shadowed"]
+FIRST: dict[Strategy, State] = {"canary": "canary", "blue-green": "green", "shadow": "shadow", "rolling": "rolling"}
 NAME = "rollout.json"
 
 
@@ -26,33 +28,40 @@ class Rollout:
     """One rollout."""
 
     release: str
-    """what is to be served: registry:NAME:VERSION"""
-    canary_fraction: float = 0.1
-    """share of requests that canaries get; 0: no canary, the rollout begins at once"""
-    canary_replicas: int = 1
+    """what is to be served: registry:NAME:VERSION; empty: what the service's recipe names"""
+    strategy: Strategy = "canary"
+    share: float = 0.1
+    """share of requests that canaries get, or that are copied to shadows"""
+    replicas: int = 1
+    """canaries or shadows; blue-green starts as many as serve now"""
     min_requests: int = 100
-    """requests of the canaries before they are judged"""
+    """requests of the new release before it can be promoted; its tests may need more"""
     max_error_fraction: float = 0.01
-    """of the canaries' requests beyond the share of the others"""
+    """of the new release's requests beyond the share of the others that is found with certainty 1 - MISS"""
     max_slowdown: float = 1.2
-    """canaries' TTFT and ITL p50 over those of the others"""
+    """TTFT and TPOT over those of the others that is found with certainty 1 - MISS"""
     timeout_s: float = 3600.0
-    """time for the canaries; then they are rolled back"""
+    """time for a verdict; then it is rolled back"""
     began: float = field(default_factory=time.time)
     state: State = "canary"
     reason: str = ""
     previous: str = ""
-    """what was served before; empty: the service's own"""
+    """what was served before; empty: what the service's recipe names"""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.canary_fraction < 1 or self.canary_replicas < 1 or self.min_requests < 1:
-            raise BadInput(
-                "a rollout needs canary_fraction from 0 to 1 and at least one replica and request; correct it"
-            )
+        if not 0 < self.share < 1 or self.replicas < 1 or self.min_requests < 1:
+            raise BadInput("a rollout needs a share between 0 and 1 and at least one replica and request; correct it")
+        if not 0 < self.max_error_fraction < 1 or self.max_slowdown <= 1:
+            raise BadInput("a rollout tolerates errors between 0 and 1 and a slowdown above 1; correct it")
 
     @property
     def goes_on(self) -> bool:
-        return self.state in ("canary", "rolling")
+        return self.state in FIRST.values()
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the new release is still beside the old one."""
+        return self.state in ("canary", "green", "shadow")
 
 
 def read_rollout(folder: Path) -> Rollout | None:
@@ -75,5 +84,17 @@ def begin_rollout(folder: Path, rollout: Rollout) -> None:
     """Ask for a rollout; BadInput while another goes on."""
     current = read_rollout(folder)
     if current is not None and current.goes_on:
-        raise BadInput(f"the rollout of {current.release} goes on; wait for it, or roll it back first")
-    write_rollout(folder, replace(rollout, state="canary" if rollout.canary_fraction else "rolling"))
+        raise BadInput(f"the rollout of {current.release} goes on; wait for it, or end it with --roll-back")
+    write_rollout(folder, replace(rollout, state=FIRST[rollout.strategy]))
+
+
+def roll_back(folder: Path) -> None:
+    """End a rollout whose release is judged, or begin a rolling update to what was served before one that was carried
+    out; BadInput where there is nothing to go back to."""
+    current = read_rollout(folder)
+    if current is None or current.state in ("rolled back", "shadowed"):
+        raise BadInput("no rollout goes on or was carried out, so there is nothing to roll back")
+    if current.is_judged:
+        return write_rollout(folder, replace(current, state="rolled back", reason="asked for"))
+    back = Rollout(release=current.previous, strategy="rolling", previous=current.release, reason="asked for")
+    return write_rollout(folder, replace(back, state="rolling"))

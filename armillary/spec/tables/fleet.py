@@ -13,6 +13,8 @@ class Fleet:
 
     replicas: int = 1
     """replicas at the start; without [autoscale] this many all along"""
+    pool: Literal["local", "kubernetes", "ray"] = "local"
+    """where armillary up runs them: processes here, Deployments on Kubernetes, or applications of Ray Serve"""
     policy: Literal["prefix", "least-load", "power-of-two", "round-robin"] = "prefix"
     """routing: prefix: the replica that has seen the longest part of the prompt, unless it is busier than others"""
     start_s: float | None = None

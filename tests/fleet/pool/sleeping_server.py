@@ -1,6 +1,6 @@
 """A server process without a model: each request takes SECONDS, SLOTS at a time. For tests of what starts and stops it.
 
-python sleeping_server.py PORT SECONDS SLOTS
+python sleeping_server.py PORT SECONDS SLOTS [HOST]     or SECONDS SLOTS --host HOST --port PORT
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-PORT, SECONDS, SLOTS = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+ARGS = sys.argv[1:]
+if "--port" in ARGS:
+    ARGS = [ARGS[ARGS.index("--port") + 1], *ARGS[:2], ARGS[ARGS.index("--host") + 1]]
+PORT, SECONDS, SLOTS = int(ARGS[0]), float(ARGS[1]), int(ARGS[2])
 slots, waiting, lock = threading.Semaphore(SLOTS), [0], threading.Lock()
 hung = threading.Event()
 
@@ -57,4 +60,4 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
 
-Server(("127.0.0.1", PORT), Handler).serve_forever()
+Server((ARGS[3] if len(ARGS) > 3 else "127.0.0.1", PORT), Handler).serve_forever()

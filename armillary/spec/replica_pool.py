@@ -1,4 +1,8 @@
-"""A pool of replicas: what the autoscaler starts and stops, wherever they run."""
+"""A pool of replicas: what the autoscaler starts and stops, wherever they run.
+
+The processes of fleet/pool/local_pool.py, the pods of cluster/kubernetes/kubernetes_pool.py, and the applications of
+cluster/ray/serve_pool.py are pools.
+"""
 
 from __future__ import annotations
 
@@ -43,3 +47,9 @@ class Pool(Protocol):
 
     def kill(self, name: str) -> None:
         """End it now."""
+
+    def stop_all(self, grace_s: float) -> None:
+        """End every server: let them finish for so long, then kill what is left."""
+
+    def log(self, name: str) -> str:
+        """Where to read what a server has printed."""
