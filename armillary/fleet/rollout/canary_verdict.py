@@ -23,14 +23,18 @@ class Counts:
     tpot: LogMoments = field(default_factory=LogMoments)
 
     @property
+    def outcomes(self) -> tuple[int, int]:
+        return self.failures, self.requests
+
+    @property
     def error_fraction(self) -> float:
         return self.failures / self.requests if self.requests else 0.0
 
 
 def verdict_on(rollout: Rollout, canary: Counts, stable: Counts, now: float) -> tuple[Verdict, str]:
     """The verdict and its reason: roll back as soon as one test says worse, promote once all say as good."""
-    usual, counts = stable.error_fraction, [(each.failures, each.requests) for each in (canary, stable)]
-    errors = decide(failures_ratio(*counts, rollout.max_error_fraction))
+    usual = stable.error_fraction
+    errors = decide(failures_ratio(canary.outcomes, stable.outcomes, rollout.max_error_fraction))
     if errors == "worse":
         return "roll back", f"{canary.failures} of its {canary.requests} requests failed, {usual:.2%} of the others'"
     undecided = [] if errors == "as good" else ["errors"]
