@@ -266,12 +266,12 @@ async def _controlled(
         log=folder / "decisions.jsonl",
         say=say,
     )
-    RolloutDriver(controller, models, folder, say)
+    driver = RolloutDriver(controller, models, folder, say)
     objective = to_plain(recipe.objective)
 
     def state() -> dict[str, Any]:
         rollout = read_rollout(folder)
-        shown = None if rollout is None else to_plain(rollout)
+        shown = None if rollout is None else {**to_plain(rollout), "progress": driver.progress}
         return {**controller.plain(), "objective": objective, "rollout": shown, "now": time.monotonic()}
 
     add_service_page(gateway, state)

@@ -27,6 +27,8 @@ from armillary.spec.replica_pool import Member, Pool
 POLL_S = 0.5
 HUNG_S = 10.0
 """time without a passed health check after which a replica is killed and replaced"""
+SLOW_S = 60.0
+"""time for which a replica's streams may be far behind those of others, which work; then it is replaced, too"""
 _FAILED_STARTS = 3
 """starts in a row that may fail; then the service ends"""
 _SHOWN, _HISTORY = 50, 360
@@ -162,15 +164,19 @@ class Controller:
             )
 
     async def _replace_hung(self) -> None:
-        """Kill what has failed its health checks for too long: a new one takes its place."""
-        now = time.monotonic()
+        """Kill what has failed its health checks for too long, or was slow for too long while another was not: a new
+        one takes its place."""
+        now, works = time.monotonic(), any(routed.replica.up for routed in self.routed.values())
         for name, routed in list(self.routed.items()):
-            if routed.replica.breaker.retry_at is None or not routed.replica.breaker.by_probe:
+            hung = routed.replica.breaker.retry_at is not None and routed.replica.breaker.by_probe
+            limit_s = self._hung_s if hung else SLOW_S
+            if not hung and not (routed.replica.slow and works):
                 routed.down_since = None
             elif routed.down_since is None:
                 routed.down_since = now
-            elif now - routed.down_since > self._hung_s:
-                self._say(f"{name} of {self.model} has not been healthy for {self._hung_s:g} s and is replaced")
+            elif now - routed.down_since > limit_s:
+                how = "healthy" if hung else "as fast as others"
+                self._say(f"{name} of {self.model} has not been {how} for {limit_s:g} s and is replaced")
                 await asyncio.to_thread(self._pool.kill, name)
 
     # --- the number of replicas

@@ -42,6 +42,7 @@ class RolloutDriver:
         self._bases: dict[str, Base] = {}
         self._judged: float | None = None  # the rollout that is judged, by when it was asked for
         self._judged_at = float("-inf")
+        self.progress = ""  # of the judgement, for people
         controller.before_fill = self.step
         done = read_rollout(folder)
         if done is not None:
@@ -82,6 +83,7 @@ class RolloutDriver:
         verdict, reason = verdict_on(rollout, canary, stable, time.time())
         if any(routed.replica.slow for routed in self._routed(member.name for member in controller.canaries())):
             verdict, reason = "roll back", "its streams are far behind those of the others"
+        self.progress = reason if verdict == "wait" else ""
         if rollout.state == "shadow" and verdict != "wait":
             passed = "as good" if verdict == "promote" else "worse"
             await self._end(rollout, "shadowed", f"{passed}: {reason}")
@@ -119,7 +121,7 @@ class RolloutDriver:
     def _leave(self) -> None:
         """The old release alone serves, and the new replicas are drained."""
         self._router.canary_fraction = 0.0
-        self._controller.canary_replicas, self._judged = 0, None
+        self._controller.canary_replicas, self._judged, self.progress = 0, None, ""
 
     async def _promote(self, rollout: Rollout, reason: str) -> None:
         """The new replicas become the first of the service."""

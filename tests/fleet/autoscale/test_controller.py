@@ -58,13 +58,21 @@ class Service:
 
 @asynccontextmanager
 async def service_of(
-    folder: Path, *, target: int = 1, seconds: float = 0.02, scaler: Autoscaler | None = None, stop: bool = True
+    folder: Path,
+    *,
+    target: int = 1,
+    seconds: float = 0.02,
+    scaler: Autoscaler | None = None,
+    stop: bool = True,
+    hung_s: float = 1.0,
+    gateway: dict[str, Any] | None = None,
 ) -> AsyncIterator[Service]:
     def command(port: int, release: str) -> list[str]:
         return [sys.executable, str(SERVER), str(port), str(seconds), "2"]
 
     pool = LocalPool(folder / "pool", command)
     settings: dict[str, Any] = {"health_interval_s": 0.3, "health_timeout_s": 0.5, "retries": 3}
+    settings = settings if gateway is None else gateway
     async with gateway_of(
         folder, gateway=settings, health=True, managed=True, policy="least-load", probe="ready", max_park_s=60.0
     ) as client:
@@ -78,7 +86,7 @@ async def service_of(
             autoscaler=scaler,
             log=folder / "decisions.jsonl",
             say=lambda text: None,
-            hung_s=1.0,
+            hung_s=hung_s,
             poll_s=0.1,
         )
         task = asyncio.create_task(controller.run())

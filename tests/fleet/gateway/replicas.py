@@ -209,7 +209,7 @@ class Client:
 
         pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope = {"type": "http", "method": method, "path": path, "headers": pairs}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.gateway(scope, receive, send)
         return answer
 

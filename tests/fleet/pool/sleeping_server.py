@@ -30,12 +30,14 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(b"{}")
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if json.loads(body)["prompt"] == "hang":
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if asked["prompt"] == "hang":
             hung.set()
             time.sleep(60)
         if SECONDS < 0:
             return self.answer(b"{}", 500)
+        if asked.get("stream"):
+            return self.stream(int(asked["max_tokens"]))
         with lock:
             waiting[0] += 1
         with slots:
@@ -43,6 +45,16 @@ class Handler(BaseHTTPRequestHandler):
                 waiting[0] -= 1
             time.sleep(SECONDS)
         self.answer(json.dumps({"object": "text_completion", "choices": [{"text": str(PORT)}]}).encode())
+
+    def stream(self, tokens: int) -> None:
+        """A token every SECONDS."""
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for text in [b'data: {"choices":[{"index":0,"text":"tok"}]}\n\n'] * tokens + [b"data: [DONE]\n\n", b""]:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text))
+            time.sleep(SECONDS)
 
     def answer(self, body: bytes, status: int = 200) -> None:
         self.send_response(status)

@@ -59,6 +59,7 @@ def failing_releases(service: Service, *names: str) -> None:
     service.pool._command = command
 
 
+@pytest.mark.slow
 @scenario
 async def test_a_rolling_update(folder: Path) -> None:
     async with service_of(folder, target=2) as service:
@@ -92,6 +93,7 @@ async def test_blue_green_turns_to_a_complete_set(folder: Path) -> None:
         assert releases(service) == {"registry:bot:2"} and len(service.controller.regular()) == 2
 
 
+@pytest.mark.slow
 @scenario
 async def test_blue_green_turns_back(folder: Path) -> None:
     async with service_of(folder, target=2) as service:
