@@ -20,7 +20,7 @@ from armillary.units import seconds_text
 
 if TYPE_CHECKING:
     from armillary.fleet.gateway.gateway_config import GatewayConfig
-    from armillary.fleet.gateway.keys import ApiKey, KeyStore
+    from armillary.fleet.gateway.keys import ApiKey, KeyStore, Limits
 
 
 class GatewayGroup(VerbGroup):
@@ -127,7 +127,13 @@ def _config(file: Path | None, upstreams: Sequence[str], policy: str, redis: str
 @keys.verb
 @click.argument("name")
 @click.option("--model", "models", multiple=True, help="A model it may use; repeat.  [default: all]")
-@click.option("--limit", metavar="requests=60,tokens=20000,window=60", help="Per model, in any window of 60 s.")
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="[MODEL:]requests=60,tokens=20000,window=60",
+    help="In any window of 60 s, of each model; or of one, instead: repeat.",
+)
 @click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Valid for so many days.")
 @click.option("--budget", metavar="20usd/month", help="Of dollars or tokens (5000000tokens/day), per day or month.")
 @click.option("--priority", default=0, help="While requests wait, lower is served earlier.  [0]")
@@ -142,7 +148,7 @@ def add(
     home: Home,
     name: str,
     models: Sequence[str],
-    limit: str | None,
+    limits: Sequence[str],
     days: float | None,
     budget: str | None,
     priority: int,
@@ -155,7 +161,7 @@ def add(
         name,
         models=list(models),
         scopes=list(scopes),
-        limits=_limits(limit) if limit else {},
+        **_all_limits(limits),
         expires=time.time() + days * _DAY_S if days else None,
         budget=_budget(budget) if budget else {},
         priority=priority,
@@ -164,6 +170,17 @@ def add(
     out.say(f"key {key.id} of {name}: {secret}")
     out.say("clients send it as Authorization: Bearer KEY; it cannot be shown again")
     out.result({"id": key.id, "name": name, "key": secret}, quiet=secret)
+
+
+def _all_limits(texts: Sequence[str]) -> dict[str, Any]:
+    """The limits of every model, and those of single models."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        model = text.partition("=")[0].rpartition(":")[0]  # its name may have a colon
+        if model in found:
+            raise BadInput(f"--limit {text} is the second for {model or 'all models'}; write them as one")
+        found[model] = _limits(text[len(model) + 1 :] if model else text)
+    return {"limits": found.pop("", {}), "model_limits": found}
 
 
 def _limits(text: str) -> dict[str, Any]:
@@ -204,20 +221,26 @@ def ls(out: Output, home: Home, place: str) -> None:
 
 
 def _row(key: ApiKey) -> dict[str, Any]:
-    now, limits = time.time(), key.limits
+    now = time.time()
+    named = [("", key.limits), *((f"{model}:", limits) for model, limits in key.model_limits.items())]
+    texts = [f"{model}{_limit_text(limits)}" for model, limits in named if limits.is_set]
     return {
         "id": key.id,
         "client": key.name,
         "models": ", ".join(key.models) or "all",
         "scopes": ", ".join(key.scopes),
-        "requests": limits.requests,
-        "tokens": limits.tokens,
-        "per": seconds_text(limits.window_s),
+        "limits": "; ".join(texts) or None,
         "budget": _budget_text(key),
         "age": seconds_text(max(0.0, now - key.created)),
         "state": "valid" if key.is_valid(now) else "expired",
         "ends in": seconds_text(key.expires - now) if key.expires is not None and key.is_valid(now) else None,
     }
+
+
+def _limit_text(limits: Limits) -> str:
+    """As --limit takes it."""
+    fields = {"requests": limits.requests, "tokens": limits.tokens, "window": limits.window_s}
+    return ",".join(f"{name}={value:.10g}" for name, value in fields.items() if value is not None)
 
 
 def _budget_text(key: ApiKey) -> str | None:

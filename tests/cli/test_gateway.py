@@ -21,7 +21,7 @@ def test_keys_from_add_to_revoke(cli: Cli, home: Home) -> None:
     key = KeyRing(KeyFile(path)).find(secret.encode())
     assert key is not None and (key.models, key.limits.requests, key.limits.window_s) == (("bot",), 60, 60.0)
     rows = cli("gateway", "keys", "ls", "--json").json
-    assert (rows[0]["client"], rows[0]["state"], rows[0]["requests"]) == ("alice", "valid", 60)
+    assert (rows[0]["client"], rows[0]["state"], rows[0]["limits"]) == ("alice", "valid", "requests=60,window=60")
     assert secret not in cli("gateway", "keys", "ls").out
     second = cli("gateway", "keys", "rotate", "alice", "--overlap", "0", "-q").out.strip()
     assert (
@@ -62,4 +62,13 @@ def test_a_key_with_a_budget(cli: Cli, home: Home) -> None:
     for wrong in ("requests=0", "requests", "tokens=many", "window=0,requests=1", "window=5", "rps=4"):
         assert f"--limit {wrong}" in cli("gateway", "keys", "add", "eve", "--limit", wrong).err
     assert "try --limit requests=60" in cli("gateway", "keys", "add", "eve", "--requests", "5").err
+    cli("gateway", "keys", "add", "dora", "--limit", "requests=9", "--limit", "llama:8b:tokens=700")
+    dora = next(key for key in KeyFile(home.work / "gateway" / "keys.json").read().values() if key.name == "dora")
+    assert (dora.limits_of("bot").requests, dora.limits_of("llama:8b").tokens) == (9, 700)
+    assert (
+        dora.limits_of("llama:8b").requests is None
+        and "llama:8b:tokens=700" in cli("gateway", "keys", "ls", "--json").out
+    )
+    twice = cli("gateway", "keys", "add", "eve", "--limit", "a:requests=1", "--limit", "a:tokens=5")
+    assert "--limit a:tokens=5 is the second for a" in twice.err
     assert "write it like 20usd/month" in cli("gateway", "keys", "add", "eve", "--budget", "lots").err

@@ -46,6 +46,10 @@ class Limits:
     tokens: int | None = None
     window_s: float = 60.0
 
+    @property
+    def is_set(self) -> bool:
+        return self.requests is not None or self.tokens is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:

@@ -171,7 +171,8 @@ class SlowReplicas:
         replica.slow, pace.slow_since, pace.next_probe = False, None, not_before
         pace.begun = {}
         pace.ticks.clear()
-        self._say(f"{replica.link.settings.url} gets requests")
+        if replica.up:  # else it failed requests meanwhile, and its health checks say when it is back
+            self._say(f"{replica.link.settings.url} gets requests")
 
     def _peers_gap_s(self, model: ModelSettings, replica: Replica) -> float | None:
         """Median (of two the less) over the model's other replicas that have streams and are not slow."""

@@ -86,6 +86,20 @@ async def test_a_request_limit_over_http(tmp_path: Path) -> None:
 
 
 @scenario
+async def test_a_model_may_have_limits_of_its_own(tmp_path: Path) -> None:
+    own = {"limits": {"requests": 2}, "model_limits": {"small": {"requests": 1}}}
+    _, secret = KeyFile(tmp_path / "keys.json").add("client", **own)
+    small = FakeReplica()
+    await small.start()
+    more = [{"name": "small", "replicas": [{"url": small.url}]}]
+    async with gateway_of(tmp_path, FakeReplica(), more_models=more) as client:
+        bearer = {"authorization": f"Bearer {secret}"}
+        for model, statuses in (("bot", [200, 200, 429]), ("small", [200, 429])):
+            assert [(await client.post(ASK | {"model": model}, **bearer)).status for _ in statuses] == statuses
+    await small.stop()
+
+
+@scenario
 async def test_tokens_are_reserved_and_what_is_not_used_comes_back(tmp_path: Path) -> None:
     key = key_with(tmp_path, tokens=1000)
     replica = FakeReplica(tokens=2)  # 5 prompt tokens and 2 of completion, by its own count
