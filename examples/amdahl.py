@@ -9,13 +9,13 @@ docs/exercises/amdahl.md says what to predict first.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from statistics import median
 
 import torch
 from exercise import finish, read_options, table
@@ -39,14 +39,21 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A program before and after, the share of the part in it before, and the part's own speed-up."""
+    """A program before and after, the share of the part in it before, and the part alone before and after: seconds of
+    each round."""
 
     name: str
     part: str
     share: float
-    factor: float
-    before_s: float
-    after_s: float
+    before: list[float]
+    after: list[float]
+    part_before: list[float]
+    part_after: list[float]
+
+    @property
+    def factor(self) -> float:
+        """The part's own speed-up."""
+        return median(self.part_before) / median(self.part_after)
 
     @property
     def by_hand(self) -> float:
@@ -55,7 +62,13 @@ class Case:
 
     @property
     def measured(self) -> float:
-        return self.before_s / self.after_s
+        return median(self.before) / median(self.after)
+
+    @property
+    def measured_range(self) -> tuple[float, float]:
+        """The least and the most of any round."""
+        ratios = [before / after for before, after in zip(self.before, self.after, strict=True)]
+        return min(ratios), max(ratios)
 
 
 @dataclass
@@ -74,9 +87,9 @@ class Stopwatch:
         return timed
 
 
-def in_turns(calls: list[Call], rounds: int, clock: Callable[[], float] = time.thread_time) -> list[float]:
-    """Median seconds of each; they take turns, so that other load on the machine meets all of them. What runs on one
-    thread is timed by that thread's clock, which stands still while others run. The first round is not counted."""
+def in_turns(calls: list[Call], rounds: int, clock: Callable[[], float] = time.thread_time) -> list[list[float]]:
+    """Seconds of each in every round; they alternate, so that other load on the machine meets all of them. What runs on
+    one thread is timed by that thread's clock, which stands still while others run. The first round is not counted."""
     seconds: list[list[float]] = [[] for _ in calls]
     for number in range(rounds + 1):
         for call, found in zip(calls, seconds, strict=True):
@@ -84,7 +97,7 @@ def in_turns(calls: list[Call], rounds: int, clock: Callable[[], float] = time.t
             call()
             if number:
                 found.append(clock() - begin)
-    return [statistics.median(found) for found in seconds]
+    return seconds
 
 
 def small(name: str) -> Transformer:
@@ -116,7 +129,7 @@ def attention_case(model: Transformer, length: int, rounds: int) -> Case:
         lambda: reference(q, k, v, options),
         lambda: sdpa(q, k, v, options),
     ]
-    before_s, after_s, naive_s, fused_s = in_turns(calls, rounds)
+    before, after, naive, fused = in_turns(calls, rounds)
     begin = time.thread_time()
     for _ in range(rounds):
         prefill(watch.around(reference))
@@ -125,9 +138,10 @@ def attention_case(model: Transformer, length: int, rounds: int) -> Case:
         name=f"prefill of {length:,} tokens",
         part="attention: reference → fused",
         share=share,
-        factor=naive_s / fused_s,
-        before_s=before_s,
-        after_s=after_s,
+        before=before,
+        after=after,
+        part_before=naive,
+        part_after=fused,
     )
 
 
@@ -153,14 +167,15 @@ def optimizer_case(name: str, tokens: int, rounds: int) -> Case:
 
     gradients()
     calls: list[Call] = [lambda: step(loop), lambda: step(fused), loop.step, fused.step]
-    before_s, after_s, loop_s, fused_s = in_turns(calls, rounds)
+    before, after, loops, one_pass = in_turns(calls, rounds)
     return Case(
         name=f"training step of {tokens:,} tokens",
         part="optimizer: loop → one pass",
-        share=min(1.0, loop_s / before_s),
-        factor=loop_s / fused_s,
-        before_s=before_s,
-        after_s=after_s,
+        share=min(1.0, median(loops) / median(before)),
+        before=before,
+        after=after,
+        part_before=loops,
+        part_after=one_pass,
     )
 
 
@@ -192,15 +207,16 @@ def threads_case(model: Transformer, length: int, rounds: int, home: Home) -> Ca
     seen = profile(prefill, steps=3, warmup=1, home=home, memory=False, stacks=False)
     share = sum(row.seconds for row in seen.operators if row.work == "gemm") / seen.wall_s
     calls = [on(count, call) for call in (prefill, all_gemms) for count in (1, 2)]
-    before_s, after_s, one_s, two_s = in_turns(calls, rounds, time.perf_counter)
+    before, after, one, two = in_turns(calls, rounds, time.perf_counter)
     torch.set_num_threads(1)
     return Case(
         name=f"prefill of {length:,} on 2 threads",
         part="GEMMs: 1 → 2 threads",
         share=min(1.0, share),
-        factor=one_s / two_s,
-        before_s=before_s,
-        after_s=after_s,
+        before=before,
+        after=after,
+        part_before=one,
+        part_after=two,
     )
 
 
@@ -233,14 +249,14 @@ def main() -> None:
             f"{case.share:.1%}",
             f"{case.factor:.2f} ×",
             f"{case.by_hand:.2f} ×",
-            f"{case.measured:.2f} ×",
+            f"{case.measured:.2f} × ({' to '.join(f'{end:.2f}' for end in case.measured_range)})",
             f"{case.by_hand / case.measured - 1:+.0%}",
             f"{speedup(case.share, inf):.2f} ×",
-            f"{seconds_text(case.before_s)} → {seconds_text(case.after_s)}",
+            f"{seconds_text(median(case.before))} → {seconds_text(median(case.after))}",
         )
         for case in cases
     ]
-    heads = ("program", "part", "share p", "faster by s", "by hand: 1/(1 − p + p/s)", "measured", "error", "at most")
+    heads = ("program", "part", "share p", "faster by s", "by hand: 1/(1 − p + p/s)", "measured (rounds)", "error", "at most")
     text = f"{name}, one thread unless said otherwise, medians of {rounds}:\n\n" + table(
         (*heads, "whole program"), rows
     )

@@ -11,6 +11,7 @@ from armillary.cli.train.planning import plan_of
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
 from armillary.training.prepare_run import model_source, resolve_run
+from tests.docs.exercise_relations import RELATIONS, tables
 from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).parent.parent
@@ -67,3 +68,6 @@ def test_an_example_runs(name: str, tmp_path: Path, fork_server: ForkServer) -> 
     ran = fork_server.start(arguments, tmp_path / "log", program=program, cwd=tmp_path)
     assert ran.wait(300) == 0, ran.err
     assert all(text in ran.out for text in printed), ran.out
+    page = {"precision_cnn": "precision"}.get(name, name)
+    if page in RELATIONS:
+        RELATIONS[page](tables(ran.out), False)

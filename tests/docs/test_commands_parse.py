@@ -26,7 +26,7 @@ def parse(words: list[str]) -> None:
         above = context
 
 
-@pytest.mark.parametrize("page", pages_with_commands(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages_with_commands(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_can_be_typed(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     wrong = {}

@@ -1,16 +1,23 @@
-"""Every command of README and docs is run, page by page, in a folder that has what the pages speak of; what is left out
-is listed with its reason. Training is cut to a few steps on short sequences, and load tests to two seconds; servers are
-started until they say that they are ready. What only reads the catalogue or plans runs as it stands."""
+"""Every command of README and docs is run, page by page, in a folder of its own that has what the pages speak of.
+Training is cut to a few steps on short sequences, and load tests to two seconds; servers are started until they say
+that they are ready. What only reads the catalogue or plans runs as it stands. Commands that are not run here are listed
+with the reason; that they can be typed is shown by test_commands_parse.py. What was run, and for how long, is written
+to build/documented_commands.md.
+
+pytest -m slow tests/docs                                   all pages
+pytest -m slow tests/docs -k 'README or tour'               some; `not (README or tour)` the others
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import commands, pages_with_commands, words_of
+from tests.docs.commands import ROOT, commands, pages_with_commands, words_of
 from tests.docs.workspace import Workspace, workspace
 
 LEFT_OUT = {
@@ -29,6 +36,7 @@ LEFT_OUT = {
     r"^bench serve": "takes minutes: tests/engine/bench",
     r"^launch RECIPE( --nodes 1)?$": "needs hosts: tests/services/test_two_hosts.py",
     r"layout\.(cp|pp|ep|tp)=2": "needs ranks: tests/parallel, tests/training/test_many_ranks.py",
+    r"^rollout ": "needs a service that is under load: tests/cli/test_up.py",
     r"^demo|layout\.tp=3$|lama-3-8b$": "shown by tests/cli/demo and by tests/test_readme.py, which expects the error",
 }
 """commands that are not run -> why, and what shows them instead"""
@@ -51,10 +59,30 @@ NAMES = {
 }
 
 
+LONGEST_S = {"train": 180, "profile": 180, "up": 240, "report": 120, "load": 150}
+"""seconds after which a command is killed, on two busy cores; 90 for all others"""
+REPORT = ROOT / "build" / "documented_commands.md"
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
-    with workspace(tmp_path_factory.mktemp("docs")) as place:
-        yield place
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
+    with workspace(tmp_path_factory.mktemp("docs")) as made:
+        yield made
+
+
+@pytest.fixture
+def place(made: Workspace, tmp_path: Path) -> Workspace:
+    return made.copied(tmp_path / "docs")
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[tuple[str, ...]]]:
+    """(page, command, what became of it): a table that is written when the last page is done."""
+    rows: list[tuple[str, ...]] = []
+    yield rows
+    REPORT.parent.mkdir(exist_ok=True)
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    REPORT.write_text("\n".join(["| page | command | here |", "|---|---|---|", *lines]) + "\n")
 
 
 def reason(line: str) -> str:
@@ -64,38 +92,47 @@ def reason(line: str) -> str:
 def adapted(words: list[str], place: Workspace) -> list[str]:
     """The same command with what exists here: names, addresses, and sizes that take seconds."""
     words = [NAMES.get(word, word) for word in words]
-    words = [re.sub(r"http://127\.0\.0\.1:\d+", place.urls[0], word) for word in words]
+    words = [re.sub(r"http://127\.0\.0\.1:\d+", place.url, word) for word in words]
     verb = words[0]
     if verb == "load":
         words += ["--duration", "2"] if "--duration" not in words and "--search" not in words else []
     if verb == "train" and any(word.startswith(("recipes/", "RECIPE")) for word in words):
         words += [part for each in SMALL for part in ("--set", each)]
-    if verb in ("serve", "web", "gateway"):
+    if verb in ("serve", "web", "gateway", "up") and words[1:2] != ["keys"]:
         words = [word for i, word in enumerate(words) if "--port" not in (word, words[i - 1]) and word != "--open"]
         words += ["--port", "0", *(["--device", "cpu"] if verb == "serve" and not words[1].endswith(".pt2") else [])]
     return words
 
 
 def ran(words: list[str], place: Workspace) -> tuple[int, str]:
+    longest_s = LONGEST_S.get(words[0], 90)
     if words[0] == "serve":
-        return place.serves(words, "ready on http")
-    if words[0] == "web" or (words[0] == "gateway" and words[1] != "keys"):
-        return place.serves(words, "http://127.0.0.1")
-    return place.run(words)
+        return place.serves(words, "ready on http", timeout_s=longest_s)
+    if words[0] in ("web", "up") or (words[0] == "gateway" and words[1] != "keys"):
+        return place.serves(words, "http://127.0.0.1", timeout_s=longest_s)
+    return place.run(words, timeout_s=longest_s)
+
+
+def path_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with_commands(), ids=lambda page: page.name)
-def test_the_commands_of_a_page_run(page: Path, place: Workspace) -> None:
+@pytest.mark.parametrize("page", pages_with_commands(), ids=path_of)
+def test_the_commands_of_a_page_run(page: Path, place: Workspace, rows: list[tuple[str, ...]]) -> None:
     failed, count = {}, 0
     for line in dict.fromkeys(commands(page)):
         words = words_of(line)
-        if reason(" ".join(words)):
+        if why := reason(" ".join(words)):
+            rows.append((path_of(page), line, f"only parsed: {why}"))
             continue
         count += 1
+        begin = time.monotonic()
         code, printed = ran(adapted(words, place), place)
+        seconds = f"{time.monotonic() - begin:.1f} s"
         if code != 0 or not printed.strip():
-            failed[line] = (code, printed[-600:])
+            failed[line] = (code, seconds, printed[-600:])
+        rows.append((path_of(page), line, f"**failed**, {seconds}" if line in failed else f"ran, {seconds}"))
     assert failed == {}
     if not count:
         pytest.skip("nothing on this page can be run here")

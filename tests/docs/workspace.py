@@ -1,5 +1,5 @@
-"""A folder in which the commands of the docs can be run as they stand: runs, models, texts and files by the names that
-the pages use, all tiny."""
+"""Folders in which the commands of the docs can be run as they stand: runs, models, texts and files by the names that
+the pages use, all tiny. One is made, and each page gets a copy, so that no page depends on another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -59,63 +59,69 @@ MODELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """The folder, and the addresses of two servers of its model."""
+    """The folder, the user's home with what was measured of this machine, and the address of a server of its model."""
 
     folder: Path
-    urls: Sequence[str]
+    user: Path
+    url: str
 
-    def run(self, words: Sequence[str], *, timeout_s: float = 600.0) -> tuple[int, str]:
-        """(exit code, what was printed)."""
-        command = start(words, self.folder)
+    def copied(self, folder: Path) -> Workspace:
+        """Another folder with the same files."""
+        shutil.copytree(self.folder, folder, symlinks=True, ignore=shutil.ignore_patterns("logs", ".cache"))
+        return replace(self, folder=folder)
+
+    def run(self, words: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
+        """(exit code, what was printed); a command that takes longer is killed, and says so."""
+        command, begin = self.start(words), time.monotonic()
         code = command.wait(timeout_s)
-        return code, command.out
+        late = f"\nkilled after {timeout_s:.0f} s" if time.monotonic() - begin > timeout_s else ""
+        return code, command.out + late
 
-    def serves(self, words: Sequence[str], ready: str, *, timeout_s: float = 300.0) -> tuple[int, str]:
+    def serves(self, words: Sequence[str], ready: str, *, timeout_s: float) -> tuple[int, str]:
         """The same of a command that serves until it is told to end."""
-        command, end = start(words, self.folder), time.monotonic() + timeout_s
+        command, end = self.start(words), time.monotonic() + timeout_s
         while ready not in command.out and command.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
         was_ready = ready in command.out
         command.terminate()
-        code = command.wait(60)
+        code = command.wait(30)
         return (0 if was_ready else code or 1), command.out
 
-
-def start(words: Sequence[str], folder: Path) -> Command:
-    log = folder / "logs" / f"{time.monotonic_ns()}"
-    log.parent.mkdir(exist_ok=True)
-    return shared().start([*words], log, cwd=folder, err_to_out=True, env={"PYTHONPATH": str(folder)})
+    def start(self, words: Sequence[str]) -> Command:
+        log = self.folder / "logs" / f"{time.monotonic_ns()}"
+        log.parent.mkdir(exist_ok=True)
+        env = {"PYTHONPATH": str(self.folder), "HOME": str(self.user)}
+        return shared().start([*words], log, cwd=self.folder, err_to_out=True, env=env)
 
 
 @contextmanager
 def workspace(folder: Path) -> Iterator[Workspace]:
+    """One with everything that the pages speak of."""
     _write_files(folder)
-    here = Workspace(folder=folder, urls=())
+    here = Workspace(folder=folder, user=folder, url="")
     for name, more in (("quiet-otter", ""), ("bold-heron", "layout.micro_batch=2")):
-        _done(here.run(["train", "mine.toml", "--run", name, *(["--set", more] if more else [])]))
+        _done(here, "train", "mine.toml", "--run", name, *(["--set", more] if more else []))
     export = next(iter(folder.glob("runs/*-quiet-otter/export/20")))
     for name in MODELS:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copytree(export, folder / name)
     for name in ("better", "BETTER"):
         shutil.copytree(next(iter(folder.glob("runs/*-bold-heron/export/20"))), folder / name)
-    _done(here.run(["quantize", "model", "model-int8", "--to", "int8", "--kv", "fp8", "--text", "mine.txt"]))
-    _done(here.run(["quantize", "model", "Qwen2.5-0.5B-int4", "--to", "int4", "--text", "mine.txt"]))
-    _done(here.run(["quantize", "model", "model-Q4_K_M.gguf", "--to", "gguf", "--text", "mine.txt"]))
-    _done(here.run(["convert", "net.py:Net", "net.pt2", "--to", "pt2", "--input", "4"]))
-    _done(here.run(["profile", "your_script.py"]))
+    _done(here, "quantize", "model", "model-int8", "--to", "int8", "--kv", "fp8", "--text", "mine.txt")
+    _done(here, "quantize", "model", "Qwen2.5-0.5B-int4", "--to", "int4", "--text", "mine.txt")
+    _done(here, "quantize", "model", "model-Q4_K_M.gguf", "--to", "gguf", "--text", "mine.txt")
+    _done(here, "convert", "net.py:Net", "net.pt2", "--to", "pt2", "--input", "4")
     shutil.copy(ROOT / "tests/profiling/data/alexnet_start.json.gz", folder / "trace.json.gz")
     shutil.copy(ROOT / "tests/diagnosis/data/hf_trainer_eval_often.log", folder / "train.log")
-    servers = [start(["serve", name, "--port", "0", "--device", "cpu"], folder) for name in ("quiet-otter", "model")]
+    server = here.start(["serve", "quiet-otter", "--port", "0", "--device", "cpu"])
     try:
-        urls = [_address(server) for server in servers]
-        with urlopen(f"{urls[0]}/metrics") as page:
+        url = _address(server)
+        with urlopen(f"{url}/metrics") as page:
             (folder / "page.txt").write_bytes(page.read())
-        yield Workspace(folder=folder, urls=urls)
+        yield replace(here, url=url)
     finally:
-        for server in servers:
-            server.kill()
-            server.wait(30)
+        server.kill()
+        server.wait(30)
 
 
 def _write_files(folder: Path) -> None:
@@ -131,11 +137,12 @@ def _write_files(folder: Path) -> None:
     for name in ("mine.toml", "tour.toml", "RECIPE", "recipe.toml", "better.toml"):
         (folder / name).write_text(recipe)
     for name in ("recipes", "examples"):
-        (folder / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def _done(ended: tuple[int, str]) -> None:
-    assert ended[0] == 0, ended[1]
+def _done(here: Workspace, *words: str) -> None:
+    code, printed = here.run(words, timeout_s=240)
+    assert code == 0, printed
 
 
 def _address(server: Command) -> str:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 
 from armillary.errors import ArmillaryError, BadInput, MissingPart, NotFound
@@ -79,3 +80,17 @@ def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.arrow").write_bytes(b"nothing of the kind")
     with pytest.raises(ArmillaryError, match="is no Arrow file"):
         texts(str(tmp_path / "a.arrow"))
+
+
+@pytest.mark.peers
+def test_the_real_package_on_a_folder_of_the_same_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` takes a local folder for a dataset's name, and makes the Arrow files that it makes of the Hub's."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "owner/small/data").mkdir(parents=True)
+    for split in ("train", "test"):
+        rows = {"text": [f"{split} {i} größer 漢字" for i in range(5)], "label": list(range(5))}
+        parquet.write_table(arrow.table(rows), tmp_path / f"owner/small/data/{split}-00000-of-00001.parquet")
+    assert texts("hub:owner/small") == [f"train {i} größer 漢字" for i in range(5)]
+    assert texts("hub:owner/small:test")[0] == "test 0 größer 漢字"
