@@ -32,13 +32,27 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines()
     read: list[dict[str, Any]] = []
     for number, text in enumerate(lines, start=1):
-        try:
-            line = json.loads(text)
-            read.append({**line, "signals": Signals(**line["signals"])})
-        except (ValueError, TypeError, KeyError):
-            if number < len(lines):
-                raise BadData(f"{path}:{number} is not a decision; correct or remove the line") from None
+        if (line := _parsed(text)) is not None:
+            read.append(line)
+        elif number < len(lines):
+            raise BadData(f"{path}:{number} is not a decision; correct or remove the line")
     return read
+
+
+def newest(path: Path, *, most_bytes: int = 256 << 10) -> list[dict[str, Any]]:
+    """The lines at the end of a log that may be large and is being written."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - most_bytes))
+        texts = file.read().decode("utf-8", errors="replace").splitlines()
+    return [line for text in texts if (line := _parsed(text)) is not None]
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+        return {**line, "signals": Signals(**line["signals"])}
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def replay(lines: Iterable[dict[str, Any]], autoscaler: Autoscaler) -> Iterator[tuple[dict[str, Any], Decision]]:

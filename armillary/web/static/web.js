@@ -41,7 +41,8 @@ function replace(html) {
 
 function show(view) {
   showErrors(view.errors);
-  const failed = Object.keys(view.errors).length > 0;
+  // with a message alone the last result stays, dimmed
+  const failed = Object.keys(view.errors).length > 0 && view.html === "";
   result.classList.toggle("old", failed && result.innerHTML !== "");
   if (!failed && shown !== view.html) replace(view.html);
   again(view.refresh_s);

@@ -1,4 +1,5 @@
-"""The tab Serve: latencies, queue and KV cache of a server on this machine, read from its metrics page."""
+"""The tab Serve: latencies, queue and KV cache of a server on this machine, read from its metrics page; replicas and
+scaling decisions of the services that run here."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from armillary.report.page import section, table
 from armillary.store.home import Home
 from armillary.units import seconds_text
 from armillary.web.form import Field, Query, View, value_of
+from armillary.web.tabs.scaling import scaling
 
 URL = Field(name="url", label="Server", default="http://127.0.0.1:8000", wide=True)
 REFRESH_S = 2.0
@@ -58,8 +60,9 @@ class ServeTab:
         try:
             scrapes = self._scrape(url)
         except ArmillaryError as error:
-            return View(errors={"url": str(error)}, refresh_s=REFRESH_S)
-        return View(html=_now(url, scrapes) + _charts(scrapes), refresh_s=REFRESH_S)
+            seen = url in self._scrapes  # then the last result stays
+            return View(html="" if seen else scaling(home), errors={"url": str(error)}, refresh_s=REFRESH_S)
+        return View(html=_now(url, scrapes) + _charts(scrapes) + scaling(home), refresh_s=REFRESH_S)
 
     def _scrape(self, url: str) -> list[Scrape]:
         """One more scrape of the server, after those that were taken before."""
