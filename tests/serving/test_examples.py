@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="the exampl
 
 
 def examples() -> list[tuple[str, str]]:
-    """(what the comment above says, the command) of every curl line in README.md and docs/serve.md."""
+    """(what the comment above says, the command) of every curl line in README.md, docs/serve.md and docs/tour.md."""
     found, said = list[tuple[str, str]](), ""
-    for page in ("README.md", "docs/serve.md"):
+    for page in ("README.md", "docs/serve.md", "docs/tour.md"):
         for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
             for command in re.split(r"\n(?=[^ ])", block.strip()):
                 if command.startswith("#"):
