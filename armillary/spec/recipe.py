@@ -60,18 +60,21 @@ class Recipe:
 
 
 TABLES: Mapping[str, type[Any]] = get_type_hints(Recipe)
+SERVICE_TABLE = "gateway"
+"""settings of `armillary up`'s gateway, which only that reads"""
 
 
 # --- reading
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file and apply `a.b=c` overrides over it."""
-    return recipe_from_dict(read_tables(Path(path)), overrides)
+    """Read a recipe file and apply `a.b=c` overrides over it; a service's is planned and reported like any other."""
+    tables = read_tables(Path(path))
+    return recipe_from_dict({name: table for name, table in tables.items() if name != SERVICE_TABLE}, overrides)
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a recipe file, unchecked: a service's has [gateway] beside a recipe's own."""
+    """The tables of a recipe file, unchecked: a service's has one of the gateway beside a recipe's own."""
     return _parse(_read(path), str(path))
 
 

@@ -53,6 +53,7 @@ NAMES = {
     "amber-hare": "bold-heron",
     "RUN": "quiet-otter",
     "[RUN]": "quiet-otter",
+    "TEXT": "book.txt",
     "$RUN": "quiet-otter",
     "$SERVED": "quiet-otter",
     "runs/quiet-otter/export/200": "model",

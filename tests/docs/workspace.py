@@ -108,7 +108,7 @@ def workspace(folder: Path) -> Iterator[Workspace]:
     for name in ("better", "BETTER"):
         shutil.copytree(next(iter(folder.glob("runs/*-bold-heron/export/20"))), folder / name)
     _done(here, "quantize", "model", "model-int8", "--to", "int8", "--kv", "fp8", "--text", "mine.txt")
-    _done(here, "quantize", "model", "Qwen2.5-0.5B-int4", "--to", "int4", "--text", "mine.txt")
+    _done(here, "quantize", "model", "Qwen2.5-0.5B-int4", "--to", "int4-rtn")
     _done(here, "quantize", "model", "model-Q4_K_M.gguf", "--to", "gguf", "--text", "mine.txt")
     _done(here, "convert", "net.py:Net", "net.pt2", "--to", "pt2", "--input", "4")
     shutil.copy(ROOT / "tests/profiling/data/alexnet_start.json.gz", folder / "trace.json.gz")

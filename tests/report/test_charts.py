@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.report.bars import Bar, BarGroup, bars, bars_file, series_bars, shares
+from armillary.report.bars import Bar, BarGroup, bars, bars_file, name_width, series_bars, shares
 from armillary.report.charts import Frame, Point, drawing, lines, scatter, thinned
 from armillary.report.standalone import standalone_svg
 from tests.profiling.report.test_profile_page import Tags
@@ -104,3 +104,14 @@ def test_a_long_legend_has_several_rows() -> None:
     assert len(boxes) == 6 and len({y for _, y in boxes}) > 1 and max(int(x) for x, _ in boxes) < 800
     height = int(re.search(r" height='(\d+)'", keyed).group(1))  # type: ignore[union-attr]
     assert max(int(y) for _, y in boxes) + 11 < height
+
+
+def test_names_in_the_margin_have_the_width_of_their_letters() -> None:
+    """`Comm exposed` was cut off where the font is wide."""
+    assert name_width("Comm exposed") > 110 and name_width("illicit") < 50 and name_width("漢字") == 28
+
+    def margin(name: str) -> float:
+        drawn = bars([BarGroup(name=name, bars=[Bar(value=1.0, text="1")])], label="x")
+        return float(re.findall(r"<rect x='([\d.]+)'", drawn)[0])
+
+    assert margin("Comm exposed") >= name_width("Comm exposed") + 9 > margin("illicit")

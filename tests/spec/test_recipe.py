@@ -256,3 +256,9 @@ def test_the_model_is_the_catalogue_s_unless_handed_in() -> None:
 
 def test_a_job_is_its_table() -> None:
     assert recipe_from_dict(MODEL).train == TrainJob()
+
+
+def test_the_file_of_a_service_is_a_recipe() -> None:
+    """[gateway] is for `armillary up` alone; plans and reports read the rest."""
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "service.toml", ["traffic.requests_per_s=9"])
+    assert recipe.fleet.replicas == 1 and recipe.traffic.requests_per_s == 9

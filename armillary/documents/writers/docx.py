@@ -170,7 +170,9 @@ class WordWriter:
             for cell, text, width, number in zip(row.cells, texts, widths, right, strict=True):
                 cell.width = width
                 _fill_cell(cell, text, size, bold=bold, number=number, shaded=i == 0)
-        _repeat_header(table.rows[0])
+                cell.paragraphs[0].paragraph_format.keep_with_next = i == 0 or None  # a head is not left alone
+            _mark_row(row, "cantSplit")
+        _mark_row(table.rows[0], "tblHeader")  # repeated on every page
         self.document.add_paragraph(style="Normal")
 
 
@@ -237,13 +239,13 @@ def _fill_cell(cell: Any, text: str, size: Any, *, bold: bool, number: bool, sha
         cell._tc.get_or_add_tcPr().append(shade)
 
 
-def _repeat_header(row: Any) -> None:
+def _mark_row(row: Any, name: str) -> None:
     from docx.oxml import OxmlElement
     from docx.oxml.ns import qn
 
-    header = OxmlElement("w:tblHeader")
-    header.set(qn("w:val"), "true")
-    row._tr.get_or_add_trPr().append(header)
+    mark = OxmlElement(f"w:{name}")
+    mark.set(qn("w:val"), "true")
+    row._tr.get_or_add_trPr().append(mark)
 
 
 def _right_to_left(paragraph: Any) -> None:
