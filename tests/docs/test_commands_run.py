@@ -55,13 +55,12 @@ NAMES = {
     "[RUN]": "quiet-otter",
     "TEXT": "book.txt",
     "$RUN": "quiet-otter",
-    "$SERVED": "quiet-otter",
     "runs/quiet-otter/export/200": "model",
 }
 
 
-LONGEST_S = {"train": 180, "profile": 180, "up": 240, "report": 120, "load": 150}
-"""seconds after which a command is killed, on two busy cores; 90 for all others"""
+LONGEST_S = {"train": 300, "profile": 300, "up": 300, "report": 200, "load": 200, "serve": 200}
+"""seconds after which a command is killed, on two busy cores; 150 for all others"""
 REPORT = ROOT / "build" / "documented_commands.md"
 
 
@@ -92,7 +91,8 @@ def reason(line: str) -> str:
 
 def adapted(words: list[str], place: Workspace) -> list[str]:
     """The same command with what exists here: names, addresses, and sizes that take seconds."""
-    words = [NAMES.get(word, word) for word in words]
+    server_run = {"$SERVED": place.served, "RUN": place.served if words[0] == "simulate" else NAMES["RUN"]}
+    words = [(NAMES | server_run).get(word, word) for word in words]
     words = [re.sub(r"http://127\.0\.0\.1:\d+", place.url, word) for word in words]
     verb = words[0]
     if verb == "load":
@@ -106,7 +106,7 @@ def adapted(words: list[str], place: Workspace) -> list[str]:
 
 
 def ran(words: list[str], place: Workspace) -> tuple[int, str]:
-    longest_s = LONGEST_S.get(words[0], 90)
+    longest_s = LONGEST_S.get(words[0], 150)
     if words[0] == "serve":
         return place.serves(words, "ready on http", timeout_s=longest_s)
     if words[0] in ("web", "up") or (words[0] == "gateway" and words[1] != "keys"):
@@ -131,7 +131,8 @@ def test_the_commands_of_a_page_run(page: Path, place: Workspace, rows: list[tup
         begin = time.monotonic()
         code, printed = ran(adapted(words, place), place)
         seconds = f"{time.monotonic() - begin:.1f} s"
-        if code != 0 or not printed.strip():
+        verdict = words[0] == "eval" and "--against" in words and code == 1  # worse than the other is an answer
+        if (code and not verdict) or not printed.strip():
             failed[line] = (code, seconds, printed[-600:])
         rows.append((path_of(page), line, f"**failed**, {seconds}" if line in failed else f"ran, {seconds}"))
     assert failed == {}

@@ -28,10 +28,9 @@ class Net(torch.nn.Module):
         return x.flatten(1).sum(1, keepdim=True)
 """
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,8,4\n2023-11-16 18:15:46.9805900,9,3\n"
-FILES = {
-    "TEXT": "",
-    "book.txt": "",
-    "mine.txt": "",
+FILES: dict[str, str | None] = {
+    "book.txt": None,
+    "mine.txt": None,
     "your_script.py": SCRIPT,
     "train.py": SCRIPT,
     "mypackage/__init__.py": "",
@@ -55,15 +54,19 @@ MODELS = (
     "Qwen2.5-0.5B-Instruct",
 )
 """names of folders that are the export of the first run"""
+LOAD = ("--rate", "8", "--duration", "5", "--set", "traffic.tokens_in=8", "--set", "traffic.tokens_out=8")
+"""enough requests for a served run to have step times"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """The folder, the user's home with what was measured of this machine, and the address of a server of its model."""
+    """The folder, the user's home with what was measured of this machine, the address of a server of its model, and the
+    name of that server's run."""
 
     folder: Path
     user: Path
-    url: str
+    url: str = ""
+    served: str = ""
 
     def copied(self, folder: Path) -> Workspace:
         """Another folder with the same files."""
@@ -98,7 +101,7 @@ class Workspace:
 def workspace(folder: Path) -> Iterator[Workspace]:
     """One with everything that the pages speak of."""
     _write_files(folder)
-    here = Workspace(folder=folder, user=folder, url="")
+    here = Workspace(folder=folder, user=folder)
     for name, more in (("quiet-otter", ""), ("bold-heron", "layout.micro_batch=2")):
         _done(here, "train", "mine.toml", "--run", name, *(["--set", more] if more else []))
     export = next(iter(folder.glob("runs/*-quiet-otter/export/20")))
@@ -113,12 +116,15 @@ def workspace(folder: Path) -> Iterator[Workspace]:
     _done(here, "convert", "net.py:Net", "net.pt2", "--to", "pt2", "--input", "4")
     shutil.copy(ROOT / "tests/profiling/data/alexnet_start.json.gz", folder / "trace.json.gz")
     shutil.copy(ROOT / "tests/diagnosis/data/hf_trainer_eval_often.log", folder / "train.log")
+    trained = set(folder.glob("runs/*"))
     server = here.start(["serve", "quiet-otter", "--port", "0", "--device", "cpu"])
     try:
         url = _address(server)
         with urlopen(f"{url}/metrics") as page:
             (folder / "page.txt").write_bytes(page.read())
-        yield replace(here, url=url)
+        _done(here, "load", url, *LOAD)
+        (served,) = set(folder.glob("runs/*")) - trained
+        yield replace(here, url=url, served=served.name)
     finally:
         server.kill()
         server.wait(30)
@@ -129,7 +135,7 @@ def _write_files(folder: Path) -> None:
     words = "\n".join(path.read_text() for path in sorted((folder / "text").iterdir())[:8])
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text or words)
+        (folder / name).write_text(words if text is None else text)
     recipe = RECIPE.format(text=folder / "text", steps=20, more="").replace("dp = 2", "dp = 1")
     recipe = recipe.replace("save_every = 0", "save_every = 10\nkeep = 10").replace(
         "profile_every = 0", "profile_every = 8"
