@@ -26,6 +26,8 @@ class Options:
     quick: bool
     out: Path
     page: Path | None
+    load: float = 0.0
+    """processes that wanted a core when it began, on average over a minute"""
 
 
 def read_options(name: str, about: str) -> Options:
@@ -34,7 +36,7 @@ def read_options(name: str, about: str) -> Options:
     options.add_argument("--quick", action="store_true", help="the smallest setting, to see that it runs")
     options.add_argument("--out", type=Path, default=Path(name), help="folder for table and plot")
     options.add_argument("--page", type=Path, help="page of the docs whose last section becomes this run")
-    return Options(name=name, **vars(options.parse_args()))
+    return Options(name=name, load=os.getloadavg()[0], **vars(options.parse_args()))
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -79,6 +81,7 @@ def put_into(options: Options, page: Path, text: str, plots: list[tuple[Path, st
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quick = " --quick" if options.quick else ""
     ran = f"`python examples/{options.name}.py{quick}`"
-    said = f"{datetime.date.today()} · {cores} cores of {machine().cpu.model} · {ran}:"
+    busy = f", beside other programs (load average {options.load:.0f})" if options.load > 1 else ""
+    said = f"{datetime.date.today()} · {cores} cores of {machine().cpu.model}{busy} · {ran}:"
     above = page.read_text().partition(HEADING)[0].rstrip()
     page.write_text("\n".join([above, "", HEADING, "", said, "", text, *shown]) + "\n")

@@ -28,6 +28,8 @@ GUARDED = ("=", "+", "-", "@", "\t", "\r")
 """a text that begins so is marked as text, so that editing its cell makes no formula of it"""
 RIGHT: dict[str, Any] = {"align": "right", "indent": 1}
 """of numbers, with a space before what follows"""
+LEFT: dict[str, Any] = {"indent": 1}
+"""of texts beside other columns"""
 
 
 def write_xlsx(report: Report, path: Path) -> None:
@@ -203,14 +205,14 @@ class WorkbookWriter:
     def _header(self, sheet: Any, line: int, texts: Sequence[str], numbers: Collection[int]) -> None:
         """Headings over their columns; those of `numbers` to the right, as the numbers are."""
         for column, text in enumerate(texts):
-            side: dict[str, Any] = RIGHT if column in numbers else {}
+            side = RIGHT if column in numbers else LEFT if column else {}
             self._text(sheet, line, column, text, self.format(bold=True, bg_color=HEAD_FILL, bottom=1, **side))
 
     def _cell(self, sheet: Any, line: int, column: int, cell: Cell, **style: Any) -> None:
         if isinstance(cell, Amount):
             self._amount(sheet, line, column, cell, **style)
         else:
-            wrapped, side = len(cell) > WIDEST, RIGHT if cell == "–" else {}
+            wrapped, side = len(cell) > WIDEST, RIGHT if cell == "–" else LEFT if column else {}
             self._text(sheet, line, column, cell, self.format(text_wrap=wrapped, **side, **style))
             if wrapped:
                 sheet.set_row(line, LINE_HEIGHT * -(-len(cell) // (WIDEST - 8)))
