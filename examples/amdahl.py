@@ -256,9 +256,9 @@ def main() -> None:
         )
         for case in cases
     ]
-    heads = ("program", "part", "share p", "faster by s", "by hand: 1/(1 − p + p/s)", "measured (rounds)", "error", "at most")
+    heads = ("program", "part", "share p", "faster by s", "by hand: 1/(1 − p + p/s)", "measured (rounds)", "error")
     text = f"{name}, one thread unless said otherwise, medians of {rounds}:\n\n" + table(
-        (*heads, "whole program"), rows
+        (*heads, "at most", "whole program"), rows
     )
     text += "\n\nKarp and Flatt's serial share of the prefill on two threads: "
     text += f"{karp_flatt(threads):.0%}" if threads.measured > 1 else "none, the cores were not free for both"

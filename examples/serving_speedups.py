@@ -1,6 +1,6 @@
 """Serving speed-ups in one table: each lever measured with the real engine on this CPU, beside what is advertised.
 
-    python examples/serving_speedups.py             two minutes; writes serving_speedups/table.md and plot.svg
+    python examples/serving_speedups.py             three minutes; writes serving_speedups/table.md and plot.svg
     python examples/serving_speedups.py --quick     a tiny model, some of the levers, one round
 
 Batching, prefix cache, int8 and bf16 weights, compilation, speculation. serving_model.py trains a small model on
