@@ -67,7 +67,8 @@ def up(
     require_http()
     say = partial(click.echo, err=out.mode != "human")
     recipe, settings = read_service(service, overrides)
-    name, reference = registered(out, home, recipe)
+    on_pods = recipe.fleet.pool == "kubernetes"  # which read the model where their volumes or registry have it
+    name, reference = (name_of(recipe), recipe.model.source) if on_pods else registered(out, home, recipe)
     folder = home.work / "services" / name
     limits = _limits(home, recipe, say)
     pool = make_pool(home, recipe, folder, name, reference)
@@ -88,13 +89,18 @@ def _render(out: Output, service: Path, overrides: tuple[str, ...], target: str,
     from armillary.store.atomic import write_text
 
     recipe, settings = read_service(service, overrides)
-    name = recipe.serve.name or Path(recipe.model.source).name.removeprefix("registry:").partition("@")[0]
+    name = name_of(recipe)
     kubernetes = on_kubernetes(recipe, name, recipe.model.source)
     objects = service_manifests(replace(kubernetes, keda=target == "keda", gateway=_given(settings)))
     path = file or Path(f"{name}.yaml")
     write_text(path, to_yaml(objects))
     out.say(f"wrote {path}: kubectl apply -f {path}; clients use the Service {name}-gateway")
     out.result([each["kind"] for each in objects], quiet=str(path))
+
+
+def name_of(recipe: Recipe) -> str:
+    """What clients call the model, by the recipe alone."""
+    return recipe.serve.name or Path(recipe.model.source).name.removeprefix("registry:").partition("@")[0]
 
 
 def on_kubernetes(recipe: Recipe, name: str, reference: str) -> KubernetesService:

@@ -81,19 +81,19 @@ class KubernetesPool:
 
     def _replica(self, name: str, release: str) -> Manifest:
         """The Deployment of one replica."""
-        made = copy.deepcopy(self._deployment)
-        template = made["spec"]["template"]
-        made["metadata"]["name"] = name
+        replica = copy.deepcopy(self._deployment)
+        template = replica["spec"]["template"]
+        replica["metadata"]["name"] = name
         for labels in (
-            made["metadata"]["labels"],
-            made["spec"]["selector"]["matchLabels"],
+            replica["metadata"]["labels"],
+            replica["spec"]["selector"]["matchLabels"],
             template["metadata"]["labels"],
         ):
             labels[REPLICA] = name
-        made["metadata"]["annotations"] = {RELEASE: release}
+        replica["metadata"]["annotations"] = {RELEASE: release}
         if release:
             template["spec"]["containers"][0]["args"][1] = release
-        return made
+        return replica
 
     def _member(self, deployment: Manifest, pods: list[Manifest]) -> Member:
         meta, name = deployment["metadata"], _name(deployment)

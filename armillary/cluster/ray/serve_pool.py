@@ -208,11 +208,11 @@ class ServePool:
     def _address_of(self, name: str) -> str:
         """Asked each time: Serve restarts a replica elsewhere."""
         try:
-            found = str(self._serve.get_app_handle(name).address.remote().result(timeout_s=_ASK_S))
+            address = str(self._serve.get_app_handle(name).address.remote().result(timeout_s=_ASK_S))
         except Exception:  # Serve's own errors of a replica that has just gone are of many types
             return ""
-        self._addresses[name] = found
-        return found
+        self._addresses[name] = address
+        return address
 
     def _records(self) -> dict[str, dict[str, Any]]:
         path = self._folder / _RECORDS

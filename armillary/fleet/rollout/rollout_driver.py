@@ -75,7 +75,7 @@ class RolloutDriver:
         if self._judged != rollout.began:
             rollout = await self._begin(rollout)
         if rollout.state == "green":
-            self._turn(rollout)
+            self._switch_over(rollout)
         if time.monotonic() - self._judged_at < _JUDGED_EVERY_S:
             return
         self._judged_at = time.monotonic()
@@ -109,7 +109,7 @@ class RolloutDriver:
         await asyncio.to_thread(write_rollout, self._folder, rollout)
         return rollout
 
-    def _turn(self, rollout: Rollout) -> None:
+    def _switch_over(self, rollout: Rollout) -> None:
         """Blue/green: as many new replicas as old ones, and all requests to them once all are ready."""
         controller, router = self._controller, self._router
         controller.canary_replicas = max(1, controller.target)

@@ -32,11 +32,11 @@ def decide(log_ratio: float) -> Result:
     return "as good" if log_ratio <= log(MISS / (1 - FALSE_ALARM)) else "undecided"
 
 
-def failures_ratio(ours: tuple[int, int], others: tuple[int, int], tolerance: float) -> float:
+def failures_ratio(ours: tuple[int, int], stable: tuple[int, int], tolerance: float) -> float:
     """Of (failures, requests) of a canary and of the others: as good is the others' share and a tenth of the tolerance;
     worse is their share and the tolerance, or half as much again where failures are common. The others' share is an
     estimate too, so that the information is that of both samples together: n m / (n + m) requests instead of n."""
-    (failed, requests), (usual_failed, known) = ours, others
+    (failed, requests), (usual_failed, known) = ours, stable
     if not requests or not known:
         return 0.0
     usual = usual_failed / known
@@ -46,11 +46,11 @@ def failures_ratio(ours: tuple[int, int], others: tuple[int, int], tolerance: fl
     return ratio * known / (known + requests)
 
 
-def latency_ratio(ours: LogMoments, others: LogMoments, slowdown: float) -> float:
+def latency_ratio(ours: LogMoments, stable: LogMoments, slowdown: float) -> float:
     """Of geometric mean latencies: as good is those of the others, worse is `slowdown` times them. The difference of
     mean logarithms is normal, its variance that of both samples (Welch)."""
-    if min(ours.count, others.count) < LEAST:
+    if min(ours.count, stable.count) < LEAST:
         return 0.0
-    variance = max(1e-12, ours.variance / ours.count + others.variance / others.count)
+    variance = max(1e-12, ours.variance / ours.count + stable.variance / stable.count)
     worse = log(slowdown)
-    return worse * (ours.mean - others.mean - worse / 2) / variance
+    return worse * (ours.mean - stable.mean - worse / 2) / variance
