@@ -70,6 +70,22 @@ async def test_a_replica_that_trickles_leaves_the_rotation_and_comes_back(tmp_pa
 
 
 @scenario
+async def test_a_request_that_waits_at_a_slow_replica_is_answered_by_another(tmp_path: Path) -> None:
+    """Before the first token; `idle_timeout_s` and `first_token_timeout_s` are far away."""
+    one, two = replicas(2)
+    async with gateway_of(tmp_path, one, two, gateway=SETTINGS, slow_tick_s=TICK_S, probe="ready") as client:
+        streams = [stream(client), stream(client)]
+        slow, quick = await settle(client)
+        one.hangs, quick.last_pick = True, slow.last_pick + 1
+        waiting = asyncio.create_task(client.post({"model": "bot", "prompt": "hello"}))
+        await until(lambda: slow.in_flight == 2, 1)
+        one.hangs, one.gap_s = False, TRICKLE_S
+        answer = await asyncio.wait_for(waiting, 5)
+        assert answer.status == 200 and client.lines()[-1]["attempts"] == 2
+        await end(*streams)
+
+
+@scenario
 async def test_a_pause_of_one_stream_is_no_fault_of_its_replica(tmp_path: Path) -> None:
     """As while a server collects the arguments of a call: a stream of the gateway's own shows that it is quick."""
     one, two = replicas(2, hangs_after=60)
