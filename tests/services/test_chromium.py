@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from armillary.diagnosis.report.demo_page import page as demo_page
+from armillary.fleet.autoscale import service_page
 from armillary.profiling.report.profile_page import write_page
 from tests.diagnosis.demo_reports import made_report
 from tests.profiling.profiles import made_profile
@@ -47,6 +49,85 @@ def test_the_demo_report(tmp_path: Path) -> None:
     document = rendered((tmp_path / "demo.html").as_uri(), tmp_path / "chromium")
     assert document.count("<section") == 9 and 'aria-label="Loss over steps' in document
     assert "interrupted after step 80, resumed" in visible(document)
+
+
+SERVICE = {
+    "model": "bot",
+    "target": 2,
+    "replicas": [
+        {
+            "name": "replica-1",
+            "url": "http://127.0.0.1:1",
+            "state": "ready",
+            "healthy": True,
+            "in_flight": 3,
+            "requests": 4123,
+            "start_s": 9.2,
+            "release": "registry:bot:1",
+            "role": "",
+        },
+        {
+            "name": "replica-2",
+            "url": "http://127.0.0.1:2",
+            "state": "ready",
+            "healthy": True,
+            "in_flight": 0,
+            "requests": 12,
+            "start_s": 9.9,
+            "release": "registry:bot:2",
+            "role": "canary",
+        },
+    ],
+    "parked": 0,
+    "signals": {"ttft_p99_s": 0.2, "itl_p99_s": 0.5, "arrived_per_s": 3.25, "waiting": 1, "kv_used": 0.25},
+    "history": [
+        {
+            "now": 10.0 + at,
+            "ready": 1,
+            "arrived_per_s": at,
+            "in_flight": 1,
+            "kv_used": 0.1,
+            "ttft_p99_s": None,
+            "itl_p99_s": 0.1 * at,
+        }
+        for at in range(6)
+    ],
+    "capacity_requests_per_s": 8.0,
+    "decisions": [{"now": 4.0, "before": 1, "replicas": 2, "reason": "the rate needs 1.4", "panic": False}],
+    "objective": {"ttft_p99_s": 0.3, "itl_p99_s": 0.4},
+    "rollout": {
+        "release": "registry:bot:2",
+        "strategy": "canary",
+        "state": "canary",
+        "reason": "",
+        "progress": "12 so far",
+    },
+    "usage": [{"client": "<b>me</b>", "model": "bot", "prompt_tokens": 1000, "completion_tokens": 10, "usd": 0.5}],
+    "now": 16.0,
+}
+"""what /service.json of a service says"""
+
+
+def test_the_page_of_a_service(tmp_path: Path) -> None:
+    """Objectives are judged in words, clients' names stay text, and charts have names for those who cannot see them."""
+    html = (Path(service_page.__file__).parent / "service.html").read_text()
+    state = json.dumps(SERVICE).replace("</", "<\\/")
+    stub = f"<script>window.fetch = async () => ({{ok: true, json: async () => ({state})}})</script><script>"
+    (tmp_path / "page.html").write_text(html.replace("<script>", stub, 1))
+    document = rendered((tmp_path / "page.html").as_uri(), tmp_path / "chromium")
+    text = " ".join(visible(document).split())
+    for said in (
+        "! fewer replicas than wanted",
+        "1 of 2 replicas ready",
+        "TTFT p99 ✓ met 200 ms",
+        "ITL p99 ✗ missed 500 ms",
+        "registry:bot:2 by canary: it gets a share of the requests and is judged – 12 so far",
+        "registry:bot:2 (canary)",
+        "1 → 2 the rate needs 1.4",
+        "&lt;b&gt;me&lt;/b&gt; bot 1,000 10 0.5000",
+    ):
+        assert said in text, text
+    assert 'aria-label="ITL p99 over the last 5.0 s, at most 0.500"' in document and 'scope="col"' in document
 
 
 def test_the_chat_page_finds_the_served_model(tmp_path: Path) -> None:
