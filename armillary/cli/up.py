@@ -17,7 +17,7 @@ from armillary.errors import ArmillaryError, BadInput
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
-    from armillary.cluster.kubernetes.service_manifests import KubernetesService
+    from armillary.cluster.kubernetes.service_objects import KubernetesService
     from armillary.fleet.autoscale.capacity import Limits
     from armillary.fleet.gateway.gateway_app import Gateway
     from armillary.fleet.gateway.gateway_config import GatewaySettings
@@ -105,7 +105,7 @@ def name_of(recipe: Recipe) -> str:
 
 def on_kubernetes(recipe: Recipe, name: str, reference: str) -> KubernetesService:
     """What its manifests are rendered from."""
-    from armillary.cluster.kubernetes.service_manifests import KubernetesService
+    from armillary.cluster.kubernetes.service_objects import KubernetesService
 
     return KubernetesService(
         name=name,

@@ -10,7 +10,8 @@ import yaml
 from click.testing import CliRunner
 
 from armillary.cli.up import up
-from armillary.cluster.kubernetes.service_manifests import KubernetesService, probes, service_manifests
+from armillary.cluster.kubernetes.service_manifests import probes, service_manifests
+from armillary.cluster.kubernetes.service_objects import KubernetesService
 from armillary.errors import ArmillaryError
 from armillary.fleet.gateway.gateway_config import load_config
 from armillary.fleet.gateway.keys import KeyFile

@@ -7,14 +7,11 @@ another. The policy of [autoscale] becomes a HorizontalPodAutoscaler on the requ
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from armillary.cluster.kubernetes.manifests import Manifest
-from armillary.errors import BadInput, BadRecipe
-from armillary.spec.recipe import Recipe
+from armillary.cluster.kubernetes.service_objects import KubernetesService, check, labels_of, meta_of, object_of
+from armillary.cluster.kubernetes.service_scaling import scaling
 from armillary.spec.toml.toml_files import dumps
 
 PORT, GATEWAY_PORT = 8000, 9000
@@ -25,28 +22,9 @@ _RECIPE = "/etc/armillary"
 _KEYS = "/var/lib/armillary/gateway"
 
 
-@dataclass(frozen=True, kw_only=True)
-class KubernetesService:
-    """What is rendered."""
-
-    name: str
-    reference: str
-    """what replicas serve: a folder in the image or on a volume, or registry:NAME@ALIAS"""
-    recipe: Recipe
-    replica_recipe: str
-    """its text"""
-    gpus: int = 0
-    """per replica"""
-    gateway: Mapping[str, Any] = field(default_factory=dict)
-    """settings of the gateway"""
-    keda: bool = False
-    secrets: str = ""
-    """name of the Secret with keys.json of the gateway; empty: NAME-keys, rendered empty"""
-
-
 def service_manifests(service: KubernetesService) -> list[Manifest]:
     """Everything, in the order in which it is applied."""
-    _check(service)
+    check(service)
     return [
         _config(service),
         _secret(service),
@@ -54,7 +32,7 @@ def service_manifests(service: KubernetesService) -> list[Manifest]:
         _deployment(service, "gateway", _gateway_pod(service)),
         _replica_service(service),
         _gateway_service(service),
-        *_scaling(service),
+        *scaling(service),
         _budget(service, "replica"),
         _budget(service, "gateway"),
         _network_policy(service),
@@ -64,35 +42,11 @@ def service_manifests(service: KubernetesService) -> list[Manifest]:
 
 def pool_manifests(service: KubernetesService) -> tuple[Manifest, Manifest]:
     """What a pool of pods starts from: the replicas' ConfigMap, and the Deployment of which each replica is a copy."""
-    _check(service)
-    config = _object("ConfigMap", "v1", _meta(service, "config"), data={"replica.toml": service.replica_recipe})
+    check(service)
+    config = object_of("ConfigMap", "v1", meta_of(service, "config"), data={"replica.toml": service.replica_recipe})
     deployment = _deployment(service, "replica", _replica_pod(service))
     deployment["spec"]["replicas"] = 1
     return config, deployment
-
-
-def _check(service: KubernetesService) -> None:
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", service.name) or len(service.name) > 50:
-        raise BadInput(f"'{service.name}' is no name on Kubernetes (a-z, 0-9 and -); try --set serve.name=bot")
-    if not service.recipe.launch.image:
-        raise BadRecipe("pods need a container image; try --set launch.image=REGISTRY/armillary:TAG")
-
-
-def _labels(service: KubernetesService, part: str) -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": "armillary",
-        "app.kubernetes.io/instance": service.name,
-        "app.kubernetes.io/component": part,
-    }
-
-
-def _meta(service: KubernetesService, part: str, name: str = "") -> Manifest:
-    labels = {**_labels(service, part), "app.kubernetes.io/managed-by": "armillary-up"}
-    return {"name": name or f"{service.name}-{part}", "labels": labels}
-
-
-def _object(kind: str, version: str, meta: Manifest, **more: Any) -> Manifest:
-    return {"apiVersion": version, "kind": kind, "metadata": meta, **more}
 
 
 # --- configuration
@@ -107,7 +61,7 @@ def _config(service: KubernetesService) -> Manifest:
         "replica.toml": service.replica_recipe,
         "gateway.toml": dumps({"gateway": dict(service.gateway)}) + _model_text(model),
     }
-    return _object("ConfigMap", "v1", _meta(service, "config"), data=data)
+    return object_of("ConfigMap", "v1", meta_of(service, "config"), data=data)
 
 
 def _model_text(model: dict[str, Any]) -> str:
@@ -119,8 +73,8 @@ def _model_text(model: dict[str, Any]) -> str:
 
 def _secret(service: KubernetesService) -> Manifest:
     """Keys of the gateway: the content of keys.json, which holds hashes only."""
-    meta = _meta(service, "keys", service.secrets)
-    return _object("Secret", "v1", meta, type="Opaque", stringData={"keys.json": "{}"})
+    meta = meta_of(service, "keys", service.secrets)
+    return object_of("Secret", "v1", meta, type="Opaque", stringData={"keys.json": "{}"})
 
 
 # --- pods
@@ -128,7 +82,7 @@ def _secret(service: KubernetesService) -> Manifest:
 
 def _deployment(service: KubernetesService, part: str, pod: Manifest) -> Manifest:
     """A rolling update starts one more first, and never has fewer."""
-    labels, scaled = _labels(service, part), part == "replica" and service.recipe.autoscale.is_on
+    labels, scaled = labels_of(service, part), part == "replica" and service.recipe.autoscale.is_on
     count = {} if scaled else {"replicas": max(1, service.recipe.fleet.replicas) if part == "replica" else 2}
     spec = {
         **count,
@@ -136,7 +90,7 @@ def _deployment(service: KubernetesService, part: str, pod: Manifest) -> Manifes
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-    return _object("Deployment", "apps/v1", _meta(service, part), spec=spec)
+    return object_of("Deployment", "apps/v1", meta_of(service, part), spec=spec)
 
 
 def _pod(service: KubernetesService, container: Manifest, volumes: list[Manifest], grace_s: float) -> Manifest:
@@ -231,102 +185,39 @@ def _config_volume(service: KubernetesService) -> Manifest:
 
 def _replica_service(service: KubernetesService) -> Manifest:
     ports = [{"name": "http", "port": PORT, "targetPort": "http"}]
-    spec = {"selector": _labels(service, "replica"), "ports": ports}
-    return _object("Service", "v1", _meta(service, "replica"), spec=spec)
+    spec = {"selector": labels_of(service, "replica"), "ports": ports}
+    return object_of("Service", "v1", meta_of(service, "replica"), spec=spec)
 
 
 def _gateway_service(service: KubernetesService) -> Manifest:
     ports = [{"name": "http", "port": 80, "targetPort": "http"}]
-    spec = {"selector": _labels(service, "gateway"), "ports": ports}
-    return _object("Service", "v1", _meta(service, "gateway"), spec=spec)
-
-
-def _scaling(service: KubernetesService) -> list[Manifest]:
-    settings = service.recipe.autoscale
-    if not settings.is_on:
-        return []
-    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"{service.name}-replica"}
-    return [_keda(service, target)] if service.keda else [_hpa(service, target)]
-
-
-def _hpa(service: KubernetesService, target: Manifest) -> Manifest:
-    """Pods' own gauges, through a metrics adapter; up at once, down to what the last cooldown needed."""
-    settings = service.recipe.autoscale
-
-    def pods(name: str, value: str) -> Manifest:
-        return {
-            "type": "Pods",
-            "pods": {"metric": {"name": name}, "target": {"type": "AverageValue", "averageValue": value}},
-        }
-
-    percent = {"type": "Percent", "value": round(100 * (settings.max_rate_up - 1)), "periodSeconds": 15}
-    single = {"type": "Pods", "value": 1, "periodSeconds": 15}
-    spec = {
-        "scaleTargetRef": target,
-        "minReplicas": max(1, settings.min_replicas),
-        "maxReplicas": settings.max_replicas,
-        "metrics": [
-            pods("armillary_waiting", _milli(settings.max_waiting)),
-            pods("armillary_kv_used_fraction", _milli(settings.max_kv_used)),
-        ],
-        "behavior": {
-            "scaleUp": {"stabilizationWindowSeconds": 0, "policies": [percent, single], "selectPolicy": "Max"},
-            "scaleDown": {"stabilizationWindowSeconds": min(3600, round(settings.cooldown_s)), "policies": [single]},
-        },
-    }
-    return _object("HorizontalPodAutoscaler", "autoscaling/v2", _meta(service, "replica"), spec=spec)
-
-
-def _milli(value: float) -> str:
-    return f"{round(1000 * value)}m"
-
-
-def _keda(service: KubernetesService, target: Manifest) -> Manifest:
-    settings, labels = service.recipe.autoscale, f'pod=~"{service.name}-replica-.*"'
-    in_flight = f'armillary_gateway_in_flight{{pod=~"{service.name}-gateway-.*"}}'
-
-    def trigger(query: str, threshold: float) -> Manifest:
-        where = {"serverAddress": "http://prometheus-operated:9090", "query": query, "threshold": f"{threshold:g}"}
-        return {"type": "prometheus", "metadata": where}
-
-    spec = {
-        "scaleTargetRef": target,
-        "minReplicaCount": settings.min_replicas,
-        "maxReplicaCount": settings.max_replicas,
-        "pollingInterval": max(1, round(settings.interval_s)),
-        "cooldownPeriod": round(settings.idle_s),
-        "triggers": [
-            trigger(f"sum(armillary_waiting{{{labels}}})", settings.max_waiting),
-            trigger(f"sum(armillary_kv_used_fraction{{{labels}}})", settings.max_kv_used),
-            trigger(f"sum({in_flight})", service.recipe.serve.max_running),
-        ],
-    }
-    return _object("ScaledObject", "keda.sh/v1alpha1", _meta(service, "replica"), spec=spec)
+    spec = {"selector": labels_of(service, "gateway"), "ports": ports}
+    return object_of("Service", "v1", meta_of(service, "gateway"), spec=spec)
 
 
 def _budget(service: KubernetesService, part: str) -> Manifest:
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": _labels(service, part)}}
-    return _object("PodDisruptionBudget", "policy/v1", _meta(service, part), spec=spec)
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(service, part)}}
+    return object_of("PodDisruptionBudget", "policy/v1", meta_of(service, part), spec=spec)
 
 
 def _network_policy(service: KubernetesService) -> Manifest:
     """Replicas take requests from the gateway and from what scrapes metrics, and from nobody else."""
-    gateway = {"podSelector": {"matchLabels": _labels(service, "gateway")}}
+    gateway = {"podSelector": {"matchLabels": labels_of(service, "gateway")}}
     scraper: Manifest = {
         "namespaceSelector": {},
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
     }
     ports = [{"port": PORT, "protocol": "TCP"}]
     spec = {
-        "podSelector": {"matchLabels": _labels(service, "replica")},
+        "podSelector": {"matchLabels": labels_of(service, "replica")},
         "policyTypes": ["Ingress"],
         "ingress": [{"from": [gateway, scraper], "ports": ports}],
     }
-    return _object("NetworkPolicy", "networking.k8s.io/v1", _meta(service, "replica"), spec=spec)
+    return object_of("NetworkPolicy", "networking.k8s.io/v1", meta_of(service, "replica"), spec=spec)
 
 
 def _monitor(service: KubernetesService) -> Manifest:
     """For the Prometheus operator."""
-    own = {key: value for key, value in _labels(service, "").items() if value}
+    own = {key: value for key, value in labels_of(service, "").items() if value}
     spec = {"selector": {"matchLabels": own}, "endpoints": [{"port": "http", "path": "/metrics", "interval": "15s"}]}
-    return _object("ServiceMonitor", "monitoring.coreos.com/v1", _meta(service, "metrics"), spec=spec)
+    return object_of("ServiceMonitor", "monitoring.coreos.com/v1", meta_of(service, "metrics"), spec=spec)
