@@ -17,9 +17,10 @@ from random import Random
 from armillary.engine.scheduler.settings import Settings
 from armillary.planning.simulation.fleet_case import FleetCase, replica_limits
 from armillary.planning.simulation.fleet_outcome import FleetOutcome
+from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.replayed_requests import Arrival
-from armillary.planning.simulation.simulate import System
-from armillary.planning.simulation.simulated_fleet import FleetRun, SimulatedFleet
+from armillary.planning.simulation.simulated_engine import System
+from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.tables.fleet import Autoscale, Fleet
 from armillary.spec.tables.serve import Objective, Traffic

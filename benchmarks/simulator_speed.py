@@ -12,7 +12,7 @@ from pathlib import Path
 
 from armillary.engine.scheduler.settings import Settings
 from armillary.planning.simulation.replayed_requests import Arrival
-from armillary.planning.simulation.simulate import System, simulate
+from armillary.planning.simulation.simulated_engine import System, simulate
 from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.serving.load.trace import read_trace

@@ -15,7 +15,7 @@ from math import ceil
 
 from exercise import finish, read_options, table
 
-from armillary.fleet.autoscale.capacity import Limits
+from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.planning.simulation.fleet_case import FleetCase, fleet_case, replica_limits
 from armillary.planning.simulation.fleet_outcome import FleetOutcome
 from armillary.planning.simulation.replayed_requests import Arrival, drawn

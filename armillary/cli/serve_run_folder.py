@@ -91,7 +91,7 @@ def _predicted(
     from armillary.planning.serving.deployment_options import from_layout
     from armillary.planning.serving.queueing import operating_point
     from armillary.planning.serving.serving_plan import serving_request
-    from armillary.planning.simulation.simulate import planned_service
+    from armillary.planning.simulation.simulated_engine import planned_service
 
     try:
         request = serving_request(recipe, source.config, cluster, home)

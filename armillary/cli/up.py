@@ -18,7 +18,7 @@ from armillary.store.home import Home
 
 if TYPE_CHECKING:
     from armillary.cluster.kubernetes.service_objects import KubernetesService
-    from armillary.fleet.autoscale.capacity import Limits
+    from armillary.fleet.autoscale.replica_capacity import Limits
     from armillary.fleet.gateway.gateway_app import Gateway
     from armillary.fleet.gateway.gateway_config import GatewaySettings
     from armillary.fleet.gateway.model_routers import Models
@@ -174,7 +174,7 @@ def _limits(home: Home, recipe: Recipe, say: Any) -> Limits | None:
     if not recipe.autoscale.is_on:
         return None
     from armillary.cli.plan.options import find_cluster, model_config
-    from armillary.fleet.autoscale.capacity import Limits
+    from armillary.fleet.autoscale.replica_capacity import Limits
     from armillary.planning.simulation.fleet_case import fleet_case, replica_limits
 
     try:

@@ -11,7 +11,7 @@ from armillary.diagnosis.readings.reading import Reading
 from armillary.engine.cache.layer_groups import layer_groups
 from armillary.engine.scheduler.settings import settings_for
 from armillary.planning.simulation.replayed_requests import Arrival
-from armillary.planning.simulation.simulate import System, simulate
+from armillary.planning.simulation.simulated_engine import System, simulate
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster

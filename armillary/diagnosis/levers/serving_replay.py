@@ -20,7 +20,7 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.scheduler.settings import settings_for
 from armillary.planning.simulation.replayed_requests import Arrival, recorded
-from armillary.planning.simulation.simulate import Simulated, System, simulate
+from armillary.planning.simulation.simulated_engine import Simulated, System, simulate
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve

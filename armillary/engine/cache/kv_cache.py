@@ -295,8 +295,11 @@ class CacheHousekeeping:
 
     def step(self, running: list[Sequence]) -> None:
         cache = self._cache
-        for seq in self._hashing.take(running):
-            cache.register_blocks(seq)
+        if cache.prefix:
+            for seq in self._hashing.take(running):
+                cache.register_blocks(seq)
         if cache.pool.num_free > _PLENTY * len(running) * len(cache.groups):
             growing = self._growing.take(running)
-            cache.extend([seq for seq in growing if seq.needs_block(ahead=cache.block_tokens)])
+            full = [seq for seq in growing if seq.needs_block(ahead=cache.block_tokens)]
+            if full:
+                cache.extend(full)

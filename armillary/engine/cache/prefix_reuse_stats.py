@@ -20,6 +20,7 @@ class PrefixReuse:
     """Prefixes, and the last request that had each."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
+        """`capacity`: least blocks that are remembered; 0: requests are only numbered, and share nothing."""
         self._capacity = capacity
         self._young, self._old = DigestMap(capacity), DigestMap(capacity)
         self._new = 0  # entries since the older half was dropped
@@ -37,6 +38,8 @@ class PrefixReuse:
             self._count += 1
             for seq in sequences:
                 seq.number = self._count
+            if not self._capacity:
+                return
             first.chain.extend(first.tokens, first.num_prompt)
             findable = (first.num_prompt - 1) // block_tokens  # a prompt's last token is always computed
             num_blocks, owner = self._find(first.chain.digests[:findable])
@@ -45,7 +48,8 @@ class PrefixReuse:
 
     def ended(self, seq: Sequence) -> None:
         """A sequence has ended: later prompts may continue it. It is added with the next request."""
-        self._ended.append(seq)
+        if self._capacity:
+            self._ended.append(seq)
 
     def _find(self, digests: list[bytes]) -> tuple[int, int]:
         """(blocks that were seen, number of the last request that had them all)."""

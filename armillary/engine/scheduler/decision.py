@@ -108,12 +108,12 @@ class Decision:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(chunk.size for chunk in self.chunks)
+        return sum([chunk.size for chunk in self.chunks])
 
     @property
     def num_prefill_pairs(self) -> float:
         """(query, key) pairs of the prefill chunks."""
-        return sum(chunk.size * (chunk.start + (chunk.size + 1) / 2) for chunk in self.chunks)
+        return sum([chunk.size * (chunk.start + (chunk.size + 1) / 2) for chunk in self.chunks])
 
     @property
     def num_tokens(self) -> int:
@@ -121,14 +121,12 @@ class Decision:
 
     @property
     def work(self) -> StepWork:
-        return StepWork(
-            prefill_tokens=self.num_prefill_tokens,
-            decode_tokens=len(self.decodes),
-            context_tokens=sum(self.positions) + len(self.positions),
-            prefill_pairs=self.num_prefill_pairs,
-            prefill_rows=len(self.chunks),
-            prefill_past=sum(chunk.start for chunk in self.chunks),
-        )
+        decodes, chunks = len(self.decodes), self.chunks
+        keys = sum(self.positions) + decodes
+        if not chunks:
+            return StepWork(0, decodes, keys)
+        past = sum([chunk.start for chunk in chunks])
+        return StepWork(self.num_prefill_tokens, decodes, keys, self.num_prefill_pairs, len(chunks), past)
 
     def text(self) -> str:
         """One line for logs."""

@@ -10,6 +10,7 @@ the line only for the attention added since.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 from armillary.engine.scheduler.decision import Decision
@@ -37,10 +38,10 @@ class PrefillController:
         self.slowdown = slowdown
         self._tile = tile
         self._attention = attention_tokens
-        self._alone_s: dict[int, float] = {}  # seconds of decodes alone, by the power of two at or above their number
-        self._seen: dict[int, deque[float]] = {}
+        self._seen: dict[int, deque[float]] = {}  # decodes alone, by the power of two at or above their number
+        self._medians: dict[int, float] = {}  # of those seconds, as far as they were asked for since the last
         self._fit: list[float] | None = None  # γ, α and β, in seconds per unit
-        self._covariance = [[float(i == j) for j in range(3)] for i in range(3)]
+        self._covariance = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of γ, α and β: the upper triangle
         self._sizes: dict[tuple[int, int], deque[tuple[float, float, int]]] = {}
         """steps with one chunk, by decodes (as above) and all tokens, by which GEMMs are padded: seconds, pairs, and
         number of the step"""
@@ -53,7 +54,7 @@ class PrefillController:
     def allowance(self, rows: int) -> tuple[float, float | None]:
         """Prefill tokens without a past that a step with `rows` decodes may take, and the context at which a token
         costs twice as much. 0 tokens: decodes are timed alone."""
-        alone = self._alone_s.get(_size(rows))
+        alone = self._alone_s(rows)
         if alone is None or self._mixed >= _EVERY:
             self._mixed = 0
             return 0.0, None
@@ -68,7 +69,7 @@ class PrefillController:
     def size(self, rows: int, count: int, past: int, most: int) -> int:
         """Tokens of a chunk after `past` others, near the `count` that the line allows: fewer tiles while that size was
         measured to take too long, more while it was measured not to, up to `most`."""
-        limit = self._limit(self._alone_s.get(_size(rows), 0.0))
+        limit = self._limit(self._alone_s(rows) or 0.0)
         while count >= 2 * self._tile and (self._expected(rows, count, past) or 0.0) > limit:
             count -= self._tile
         while count + self._tile <= most and (self._expected(rows, count + self._tile, past) or limit + 1) <= limit:
@@ -90,24 +91,22 @@ class PrefillController:
         """A step that was decided at `begun` has ended."""
         seconds, self._last_s = now - max(begun, self._last_s), now
         rows, tokens = decision.num_decodes, decision.num_prefill_tokens
-        if not rows or seconds <= 0.0 or any(seq.length > _LONG for seq in decision.admitted):
+        admitted = decision.admitted
+        if not rows or seconds <= 0.0 or (admitted and any(seq.length > _LONG for seq in admitted)):
             return
         if not tokens:
-            seen = self._seen.setdefault(_size(rows), deque(maxlen=_SEEN))
-            seen.append(seconds)
-            self._alone_s[_size(rows)] = median(seen)
-            return
+            return self._decoded(rows, (seconds,))
         self._mixed += 1
         self._steps += 1
         self.most = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)
-        alone = self._alone_s.get(_size(rows))
+        alone = self._alone_s(rows)
         if alone is None or self._fit is None:
             return
         self._held_up = self._held_up + 1 if seconds > _HELD_UP * self.slowdown * alone else 0
         if 0 < self._held_up <= _IN_A_ROW:
             return
         attention_pairs = decision.num_prefill_pairs
-        self._learn([1.0, tokens / _UNITS[1], attention_pairs / _UNITS[2]], seconds - alone)
+        self._learn(tokens / _UNITS[1], attention_pairs / _UNITS[2], seconds - alone)
         if len(decision.chunks) == 1:
             same_size = self._sizes.setdefault((_size(rows), rows + tokens), deque(maxlen=_LAST))
             same_size.append((seconds, attention_pairs, self._steps))
@@ -115,28 +114,39 @@ class PrefillController:
     def took_decodes(self, rows: int, seconds: list[float], now: float) -> None:
         """Several steps of `rows` decodes alone, the last of which has ended at `now`."""
         self._last_s = now
-        seen = self._seen.setdefault(_size(rows), deque(maxlen=_SEEN))
-        seen.extend(seconds[-_SEEN:])
-        self._alone_s[_size(rows)] = median(seen)
+        self._decoded(rows, seconds[-_SEEN:])
 
-    def _learn(self, parts: list[float], seconds: float) -> None:
-        """One more equation γ + α·n + β·pairs = seconds."""
+    def _decoded(self, rows: int, seconds: Sequence[float]) -> None:
+        size = _size(rows)
+        self._seen.setdefault(size, deque(maxlen=_SEEN)).extend(seconds)
+        self._medians.pop(size, None)
+
+    def _alone_s(self, rows: int) -> float | None:
+        """Median seconds of about so many decodes alone; None where none were seen."""
+        size = _size(rows)
+        found = self._medians.get(size)
+        if found is None and size in self._seen:
+            found = self._medians[size] = median(self._seen[size])
+        return found
+
+    def _learn(self, tokens: float, pairs: float, seconds: float) -> None:
+        """One more equation γ + α·tokens + β·pairs = seconds, in their units: a step of recursive least squares. It is
+        written out, because it runs in every step with prefill."""
         assert self._fit is not None
         if seconds < 0.0:
             return
-        error = seconds - sum(value * part for value, part in zip(self._fit, parts, strict=True))
-        moved = [sum(x * part for x, part in zip(row, parts, strict=True)) for row in self._covariance]
-        scale = _FORGET + sum(x * part for x, part in zip(moved, parts, strict=True))
-        self._fit = [value + x / scale * error for value, x in zip(self._fit, moved, strict=True)]
-        updated = [
-            [(row[j] - moved[i] * moved[j] / scale) / _FORGET for j in range(3)]
-            for i, row in enumerate(self._covariance)
-        ]
-        most = max(updated[i][i] for i in range(3))
-        self._covariance = (
-            updated if most < _MAX_COVARIANCE else [[x * _MAX_COVARIANCE / most for x in row] for row in updated]
-        )
+        (fit0, fit1, fit2), (c00, c01, c02, c11, c12, c22) = self._fit, self._covariance
+        moved0 = c00 + c01 * tokens + c02 * pairs  # covariance · (1, tokens, pairs)
+        moved1 = c01 + c11 * tokens + c12 * pairs
+        moved2 = c02 + c12 * tokens + c22 * pairs
+        scale = _FORGET + moved0 + moved1 * tokens + moved2 * pairs
+        gain = (seconds - fit0 - fit1 * tokens - fit2 * pairs) / scale
+        self._fit = [fit0 + moved0 * gain, fit1 + moved1 * gain, fit2 + moved2 * gain]
+        c00, c01, c02 = c00 - moved0 * moved0 / scale, c01 - moved0 * moved1 / scale, c02 - moved0 * moved2 / scale
+        c11, c12, c22 = c11 - moved1 * moved1 / scale, c12 - moved1 * moved2 / scale, c22 - moved2 * moved2 / scale
+        times = min(1 / _FORGET, _MAX_COVARIANCE / max(c00, c11, c22))
+        self._covariance = (c00 * times, c01 * times, c02 * times, c11 * times, c12 * times, c22 * times)
 
 
 def _size(rows: int) -> int:
-    return 1 << max(0, rows - 1).bit_length()
+    return 1 << (rows - 1).bit_length() if rows else 1

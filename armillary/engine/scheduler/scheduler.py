@@ -151,8 +151,10 @@ class Scheduler:
         self._fresh.clear()
         self.housekeeping.step(self.request_table.running)
         expired = self.request_table.deadlines.expired(now)
-        self._end([(seq, Ending("deadline")) for seq in expired], now)
-        decision.ended, self._ended = self._ended + expired, []
+        if expired:
+            self._end([(seq, Ending("deadline")) for seq in expired], now)
+        if expired or self._ended:
+            decision.ended, self._ended = self._ended + expired, []
         if self.settings.rope_switch is not None:
             decision.preempted += self.request_table.switch_rope(self.settings.rope_switch)
 
@@ -323,9 +325,10 @@ class Scheduler:
                 seq.first_token_at = now
         if BROKEN in sampled:
             sequences, sampled = without_broken(sequences, sampled)
-        for seq, _ in over:
-            self.admission.ended(seq)
-        self._end(over, now)
+        if over:
+            for seq, _ in over:
+                self.admission.ended(seq)
+            self._end(over, now)
         if decision.has_pooling:
             sequences, sampled = without_pooled(sequences, sampled)
         self.totals.tokens_out += len(sampled)

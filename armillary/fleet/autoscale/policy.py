@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from math import ceil, floor
 from typing import Any
 
-from armillary.fleet.autoscale.capacity import Capacity, Limits
+from armillary.fleet.autoscale.replica_capacity import Capacity, Limits
 from armillary.fleet.autoscale.signals import SignalHistory, Signals
 from armillary.spec.tables.fleet import Autoscale
 

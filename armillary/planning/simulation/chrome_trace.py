@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any
 
-from armillary.planning.simulation.simulated_fleet import FleetRun
+from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.simulated_replica import Served
 
 MOST_REQUESTS = 20_000

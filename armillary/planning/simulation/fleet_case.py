@@ -7,23 +7,22 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from armillary.engine.cache.kv_capacity import plan_kv
-from armillary.engine.scheduler.settings import settings_for
 from armillary.errors import ArmillaryError, BadInput
-from armillary.fleet.autoscale.capacity import Limits
 from armillary.fleet.autoscale.policy import Autoscaler
+from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.planning.cost.cost import device_hour
 from armillary.planning.serving.deployment_options import server_of
 from armillary.planning.serving.serving_memory import kv_capacity_tokens, serving_memory
 from armillary.planning.serving.serving_plan import serving_request
+from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.replayed_requests import Arrival, drawn
 from armillary.planning.simulation.request_slo import met
-from armillary.planning.simulation.simulate import System
-from armillary.planning.simulation.simulated_fleet import FleetRun, SimulatedFleet
+from armillary.planning.simulation.simulated_engine import System, system_of
+from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost, planned_step_cost
 from armillary.planning.simulation.trace_arrivals import arrivals_of
 from armillary.spec.tables.fleet import Autoscale, Fleet
-from armillary.spec.tables.serve import Objective, Serve, Traffic
+from armillary.spec.tables.serve import Objective, Traffic
 from armillary.stats import percentile
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def fleet_case(
     if kv_tokens < serve.block_tokens:
         raise BadInput(f"no KV cache is left beside the weights of {config.name}; raise layout.tp or serve.kv_bytes")
     return FleetCase(
-        system=_system(config, serve, kv_tokens, cluster.chip.kind),
+        system=system_of(config, serve, kv_tokens, cluster.chip.kind),
         cost=cost,
         arrivals=arrivals,
         fleet=recipe.fleet,
@@ -97,19 +96,6 @@ def fleet_case(
         objective=recipe.objective,
         traffic=recipe.traffic,
         usd_per_replica_hour=_price(recipe, cluster, devices),
-    )
-
-
-def _system(config: ModelConfig, serve: Serve, kv_tokens: float, chip: str) -> System:
-    sizes = plan_kv(config, serve, 1 << 62, dtype="bf16")
-    return System(
-        settings=settings_for(config, serve),
-        block_tokens=sizes.block_tokens,
-        groups=sizes.groups,
-        num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
-        prefix=serve.prefix_cache,
-        overlap=serve.decides_ahead(chip),
-        streamed=True,
     )
 
 

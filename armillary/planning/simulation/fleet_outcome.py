@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from armillary.planning.simulation.fleet_case import FleetCase
+from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.request_slo import latencies, met
-from armillary.planning.simulation.simulated_fleet import FleetRun
 from armillary.stats import percentile
 
 PERCENTS = (50, 90, 99)

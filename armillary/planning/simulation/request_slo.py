@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from armillary.planning.simulation.simulated_fleet import FleetRun
+from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.simulated_replica import Served
 from armillary.spec.tables.serve import Objective
 from armillary.stats import percentile

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from math import inf
 from typing import NamedTuple
 
+from armillary.engine.cache.prefix_reuse_stats import PrefixReuse
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
@@ -18,8 +19,8 @@ from armillary.engine.scheduler.decode_stretch import skip_steps, steady_steps
 from armillary.engine.scheduler.step_loop import Loop
 from armillary.errors import BadInput
 from armillary.planning.simulation.replayed_requests import Arrival
-from armillary.planning.simulation.simulate import System
 from armillary.planning.simulation.simulated_device import SimulatedDevice
+from armillary.planning.simulation.simulated_engine import System
 from armillary.planning.simulation.step_cost import StepCost
 
 _LONGEST_STRETCH = 4096
@@ -54,6 +55,8 @@ class SimulatedReplica:
         """Without `stretches`, every step is run: the slow reference."""
         self.name = name
         self.scheduler = system.scheduler()
+        if not system.prefix:
+            self.scheduler.request_table.prefix_reuse = PrefixReuse(capacity=0)  # nobody reads it
         self.device = SimulatedDevice(cost, seed=seed, overlap=system.overlap)
         self.device.now = now
         self.wake = inf

@@ -63,3 +63,11 @@ def test_records_say_what_was_repeated_and_what_was_found() -> None:
     assert {"repeated_tokens": 20, "prefix_source_request": 1, "request_number": 2}.items() <= request_gauges(
         seq
     ).items()
+
+
+def test_with_nothing_remembered_requests_are_only_numbered() -> None:
+    scheduler = make_scheduler(num_blocks=40, prefix=False)
+    scheduler.request_table.prefix_reuse = PrefixReuse(capacity=0)
+    first, again = submit(scheduler, "a", TEXT), submit(scheduler, "b", TEXT)
+    assert (first.number, again.number) == (1, 2)
+    assert (again.shared_prefix, again.prefix_source, again.chain.digests) == (0, 0, [])

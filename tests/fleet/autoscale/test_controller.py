@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from armillary.fleet.autoscale.capacity import Limits
 from armillary.fleet.autoscale.controller import Controller
 from armillary.fleet.autoscale.decision_log import read_log
 from armillary.fleet.autoscale.policy import Autoscaler
+from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.fleet.autoscale.replica_metrics import ReplicaMetrics, quantile
 from armillary.fleet.pool.local_pool import LocalPool
 from armillary.spec.tables.fleet import Autoscale

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from armillary.fleet.autoscale.capacity import Limits
 from armillary.fleet.autoscale.decision_log import append, log_line, read_log, replay
 from armillary.fleet.autoscale.policy import Autoscaler, Decision
+from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.fleet.autoscale.signals import Signals
 from armillary.spec.tables.fleet import Autoscale
 

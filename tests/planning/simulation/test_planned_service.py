@@ -16,7 +16,7 @@ from armillary.model.weights.hf_weights import save_model
 from armillary.planning.device_model.efficiency import TORCH_CALL_S
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
-from armillary.planning.simulation.simulate import planned_service
+from armillary.planning.simulation.simulated_engine import planned_service
 from armillary.spec import catalogue
 from armillary.spec.tables.serve import Serve, Traffic
 from tests.model.layers.test_attention_forms import small

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from armillary.engine.scheduler.settings import Settings
-from armillary.fleet.autoscale.capacity import Limits
 from armillary.fleet.autoscale.policy import Autoscaler
+from armillary.fleet.autoscale.replica_capacity import Limits
+from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.replayed_requests import Arrival, drawn
-from armillary.planning.simulation.simulate import System
-from armillary.planning.simulation.simulated_fleet import FleetRun, SimulatedFleet
+from armillary.planning.simulation.simulated_engine import System
+from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.tables.fleet import Autoscale, Fleet
 from armillary.spec.tables.serve import Traffic

@@ -9,7 +9,7 @@ import pytest
 
 from armillary.engine.scheduler.settings import Settings
 from armillary.planning.simulation.replayed_requests import Arrival, Prompts
-from armillary.planning.simulation.simulate import System, simulate
+from armillary.planning.simulation.simulated_engine import System, simulate
 from armillary.planning.simulation.simulated_replica import Served, SimulatedReplica
 from armillary.planning.simulation.step_cost import StepCost, step_noise
 

@@ -7,7 +7,6 @@ or of the number of replicas can be tried on the same requests, in the code that
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any
 
 from armillary.engine.cache.kv_cache import KVCache
@@ -17,7 +16,6 @@ from armillary.engine.engine import Engine
 from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
 from armillary.engine.scheduler.step_loop import Loop
@@ -26,10 +24,11 @@ from armillary.errors import BadInput
 from armillary.planning.serving.queueing import Server
 from armillary.planning.simulation.replayed_requests import Arrival, Prompts, drawn
 from armillary.planning.simulation.request_stats import served_gauges
+from armillary.planning.simulation.simulated_device import STOP, SimulatedDevice
 from armillary.planning.simulation.step_cost import StepCost, planned_step_cost
+from armillary.spec.model import ModelConfig
+from armillary.spec.tables.serve import Serve
 
-STOP = 0
-"""the end token; other tokens are request numbers"""
 VOCAB = 1 << 31
 _NAP_S = 0.001
 """the engine's sleep where no sequence can start yet"""
@@ -64,6 +63,20 @@ class System:
         return scheduler
 
 
+def system_of(config: ModelConfig, serve: Serve, kv_tokens: float, chip: str) -> System:
+    """A server's engine: a [serve] table, and a KV cache of so many tokens on a kind of chip."""
+    sizes = plan_kv(config, serve, 1 << 62, dtype="bf16")
+    return System(
+        settings=settings_for(config, serve),
+        block_tokens=sizes.block_tokens,
+        groups=sizes.groups,
+        num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
+        prefix=serve.prefix_cache,
+        overlap=serve.decides_ahead(chip),
+        streamed=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
     """Result of a simulation: gauges and records per step and per completion, as of a measured run."""
@@ -88,36 +101,6 @@ def simulate(arrivals: Sequence[Arrival], system: System, cost: StepCost, *, rep
     return Simulated(gauges=gauges, steps=steps, requests=requests, refused=sum(run.refused for run in runs))
 
 
-class _Device:
-    """An executor that advances a virtual clock and gives each sequence its next token."""
-
-    def __init__(self, cost: StepCost) -> None:
-        self.now = 0.0
-        self.lengths: dict[str, int] = {}
-        """request id -> output tokens of each completion"""
-        self._cost = cost
-        self._rng = Random(0)  # the same noise for every setting that is tried
-        self._free_at = 0.0
-
-    def clock(self) -> float:
-        return self.now
-
-    def launch(self, decision: Decision) -> tuple[Decision, float]:
-        work = decision.work
-        taken = self._cost.seconds(work)
-        ratios = self._cost.noise.ratios_near(work.prefill_tokens > 0, taken)
-        taken *= self._rng.choice(ratios) if ratios else 1.0
-        self._free_at = max(self.now, self._free_at) + taken
-        if not self._cost.waits:
-            self.now = self._free_at
-        return decision, self._free_at
-
-    def tokens(self, launched: tuple[Decision, float]) -> list[int]:
-        decision, done_at = launched
-        self.now = max(self.now, done_at)
-        return [STOP if seq.num_output + 1 >= self.lengths[seq.request.id] else seq.number for seq in decision.sampling]
-
-
 class _Run:
     """One replica's engine, and the requests that it gets."""
 
@@ -127,7 +110,7 @@ class _Run:
         self.refused = 0
         self._left = deque(arrivals)
         self._prompts = Prompts(arrivals)
-        self._device = _Device(cost)
+        self._device = SimulatedDevice(cost, overlap=system.overlap)  # the same noise for every setting that is tried
         self.scheduler = system.scheduler()
         loop = Loop(self.scheduler, self._device, overlap=system.overlap, clock=self._device.clock)
         self._engine = Engine(loop, OutputProcessor(self.scheduler, NoText), record=self._record)
@@ -177,16 +160,7 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     traffic, config = server.traffic, server.replica.config
     context = max(1, traffic.tokens_in + traffic.tokens_out // 2)
     cost = planned_step_cost(server.replica, context=context, prompt=traffic.tokens_in)
-    sizes = plan_kv(config, server.serve, 1 << 62, dtype="bf16")
-    system = System(
-        settings=settings_for(config, server.serve),
-        block_tokens=sizes.block_tokens,
-        groups=sizes.groups,
-        num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
-        prefix=server.serve.prefix_cache,
-        overlap=server.serve.decides_ahead(server.replica.cluster.chip.kind),
-        streamed=True,
-    )
+    system = system_of(config, server.serve, kv_tokens, server.replica.cluster.chip.kind)
     most = min(MOST_REQUESTS, max(1, MAX_TOKENS // traffic.tokens_out))
     requests = min(most, max(1, round(traffic.requests_per_s * traffic.duration_s)))  # as a load test sends
     gauges = simulate(drawn(traffic, requests), system, cost).gauges

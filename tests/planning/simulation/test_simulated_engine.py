@@ -22,7 +22,7 @@ from armillary.planning.serving.replica import Replica
 from armillary.planning.simulation.fitted_step_time import fit_step_cost, least_queries
 from armillary.planning.simulation.replayed_requests import Arrival, Prompts, drawn, recorded
 from armillary.planning.simulation.request_stats import served_gauges
-from armillary.planning.simulation.simulate import Simulated, System, simulate
+from armillary.planning.simulation.simulated_engine import Simulated, System, simulate
 from armillary.planning.simulation.step_cost import StepCost, extrapolate_batch, planned_step_cost
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
