@@ -9,12 +9,14 @@ replica's capacity with which it keeps the objectives for 99 % of them; it start
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, cos, pi
 from random import Random
 
 from armillary.engine.scheduler.settings import Settings
+from armillary.fleet.autoscale.policy import Decision
 from armillary.planning.simulation.fleet_case import FleetCase, replica_limits
 from armillary.planning.simulation.fleet_outcome import FleetOutcome
 from armillary.planning.simulation.fleet_run import FleetRun
@@ -47,21 +49,21 @@ def day(seconds: float, low: float, peak: float, *, seed: int = 0) -> list[Arriv
     return arrivals
 
 
-def slo(case: FleetCase, run: FleetRun) -> float:
+def slo(case: FleetCase, run: FleetRun, warm_s: float = WARM_S) -> float:
     """Share of the requests after the warm-up that meet every objective."""
     outcome = FleetOutcome(case, run)
-    late = [met for met, served in zip(outcome.met, run.served, strict=True) if served.arrived_s >= WARM_S]
-    return sum(late) / len(late)
+    met = sum(ok for ok, served in zip(outcome.met, run.served, strict=True) if served.arrived_s >= warm_s)
+    return met / sum(arrival.at_s >= warm_s for arrival in case.arrivals)
 
 
-def oracle(case: FleetCase, capacity: float) -> tuple[FleetRun, float]:
+def oracle(case: FleetCase, capacity: float, warm_s: float = WARM_S) -> tuple[FleetRun, float]:
     """The cheapest schedule that keeps the objectives, and its share of the capacity."""
     best: tuple[FleetRun, float] | None = None
     for percent in range(60, 131, 10):
         schedule = planned(case, capacity * percent / 100)
         fleet = replace(case.fleet, replicas=schedule[0][1], start_s=0.0)
         run = SimulatedFleet(case.arrivals, case.system, case.cost, fleet, schedule=schedule).run()
-        if slo(case, run) < 0.99:
+        if slo(case, run, warm_s) < 0.99:
             break
         best = (run, percent / 100)
     assert best is not None, "some share of the capacity keeps the objectives"
@@ -77,9 +79,9 @@ def planned(case: FleetCase, per_replica: float) -> list[tuple[float, int]]:
     return [(i * STEP_S, count) for i, count in enumerate(needed)]
 
 
-def reversals(run: FleetRun, cooldown_s: float) -> int:
+def direction_changes(decisions: Iterable[Decision], cooldown_s: float) -> int:
     """Most changes of direction within a cooldown."""
-    changes = [(decision.now, decision.change > 0) for _, decision in run.decisions if decision.change]
+    changes = [(decision.now, decision.change > 0) for decision in decisions if decision.change]
     turns = [now for (_, before), (now, after) in pairwise(changes) if before != after]
     return max((sum(at <= other < at + cooldown_s for other in turns) for at in turns), default=0)
 
@@ -105,17 +107,16 @@ def main() -> None:
     limits = replica_limits(case)
     run = case.run(limits=limits)
     best, share = oracle(case, limits.requests_per_s)
-    outcome = FleetOutcome(case, run)
+    changes = [decision for _, decision in run.decisions if decision.change]
     print(
         f"{len(case.arrivals):,} requests in {run.end_s / 60:.0f} min, "
         f"{limits.requests_per_s:.2f} requests/s per replica"
     )
     print(
         f"autoscaler: SLO {slo(case, run):.2%} after {WARM_S:.0f} s, {run.replica_s / 3600:.2f} replica hours, "
-        f"at most {max(look.ready for look in run.timeline)} replicas, "
-        f"{sum(decision.change != 0 for _, decision in run.decisions)} changes, "
-        f"{reversals(run, settings.cooldown_s)} reversals within a cooldown at most, "
-        f"TTFT p99 {outcome.gauges['ttft_p99_s']:.2f} s"
+        f"at most {max(look.ready for look in run.timeline)} replicas, {len(changes)} changes, "
+        f"{direction_changes(changes, settings.cooldown_s)} changes of direction within a cooldown at most, "
+        f"TTFT p99 {FleetOutcome(case, run).gauges['ttft_p99_s']:.2f} s"
     )
     print(
         f"oracle: SLO {slo(case, best):.2%}, {best.replica_s / 3600:.2f} replica hours at {share:.0%} of the capacity"

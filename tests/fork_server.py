@@ -176,6 +176,7 @@ def _import_all() -> None:
     import armillary.cli.serve
     import armillary.cli.train.rank
     import armillary.cli.train.train
+    import armillary.engine.llm
     import armillary.serving.processes.engine_main
     import armillary.training.loop
     import armillary.training.prepare_run  # noqa: F401

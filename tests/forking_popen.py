@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 FORKED = (
     "armillary",
     "armillary.cli.train.rank",
+    "armillary.planning.simulation.sleeping_engine",
     "armillary.serving.processes.engine_main",
     "tests.serving.slow_engine",
 )

@@ -78,6 +78,10 @@ def serve(
     asked = _asked(recipe, overrides, {"metrics": metrics})
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
+    if asked.serve.rehearse:
+        from armillary.cli.serve_rehearsal import rehearse
+
+        return rehearse(out, home, model, asked, host=host, port=port)
     source = find_model(out, home, model, need_weights=True, trusted_keys=asked.serve.trusted_keys)
     if asked.serve.draft:
         drafts = find_model(out, home, asked.serve.draft, need_weights=True, trusted_keys=asked.serve.trusted_keys)

@@ -6,9 +6,8 @@ import socket
 import sys
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
 
+from armillary.engine.output.structured import Structures
 from armillary.engine.scheduler.decision import Decision, StepWork
 from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.serving.processes import engine_main
@@ -41,10 +40,10 @@ def main() -> None:
     # as a calibration would have found: eight tokens take as long as they do, a single one no time
     engine.loop.times.learn(work(8), SLOW_S)
     engine.loop.times.learn(work(1), 0.001)
-    llm: Any = SimpleNamespace(engine=engine, tokenizer=None, structures=None)
-    worker = engine_main._start(llm, outlet)
+    worker = engine_main.start(engine, outlet)
     outlet.send(EngineReady(max_model_len=64, kv_tokens=160, kv_text="", phases=[("in all", 0.0)]))
-    intake = engine_main.RequestReceiver(llm, worker, outlet)
+    none = Structures(None, 64)
+    intake = engine_main.RequestReceiver(engine, worker, outlet, structures=none, apart=none)
     for message in inbox:
         intake.take(message)
 

@@ -58,4 +58,9 @@ class FleetRun:
     @property
     def replica_s(self) -> float:
         """Seconds of all replicas, their starts included."""
-        return sum(min(life.ended_s, self.end_s) - life.began_s for life in self.lives)
+        return self.replica_s_between(0.0, self.end_s)
+
+    def replica_s_between(self, begin_s: float, end_s: float) -> float:
+        """The same within a part of the run."""
+        lives = ((max(begin_s, life.began_s), min(end_s, life.ended_s)) for life in self.lives)
+        return sum(max(0.0, end - begin) for begin, end in lives)

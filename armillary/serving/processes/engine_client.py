@@ -80,7 +80,7 @@ class EngineClient:
         self.state: State = "loading"
         self.retired = False  # another engine serves new requests, and reports its state
         self.started: EngineReady | None = None
-        self._ranks = Ranks(ranks)
+        self._ranks = Ranks(ranks, config.program)
         initial = adapter_folders(config.serve.adapters) if config.serve.adapters else {}
         self.adapters = AdapterClient(self._ranks.send, initial)
         self._say = say

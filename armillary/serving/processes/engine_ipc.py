@@ -41,6 +41,8 @@ class EngineConfig:
     model_code: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
     """key and folder of LoRA adapters that are loaded before the engine is ready"""
+    program: str = "armillary.serving.processes.engine_main"
+    """module that the engine's processes run"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@
 socket, and checks and hashes prompts. The process ends when the server's end of the socket is closed.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import socket
@@ -12,12 +14,12 @@ import threading
 import time
 import traceback
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from armillary.engine.engine import Engine
 from armillary.engine.engine_thread import EngineThread
-from armillary.engine.llm import LLM
 from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
@@ -45,12 +47,19 @@ from armillary.serving.processes.worker_process import messages
 from armillary.spec.hf.user_family import load_family_file
 from armillary.store.gauges import GaugeWriter
 
+if TYPE_CHECKING:
+    from armillary.engine.llm import LLM
+
 _WAIT_S = 30 * 86_400.0
 """collective timeout of the other ranks, which receive nothing while the server is idle"""
 assert INDEX_BITS >= 10, "an engine accepts 1,024 sequences per prompt"
 
 
-def main() -> None:
+Run = Callable[[Any, Iterator[Any], SendQueue], None]
+"""(first message, the others, what is sent back): an engine from its start to its end"""
+
+
+def main(run: Run) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
@@ -71,6 +80,7 @@ def main() -> None:
 
 def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> None:
     """Load the model, report it, and serve until the server has closed the socket."""
+    from armillary.engine.llm import LLM
     from armillary.parallel.world import join_world
 
     phases = [("process", time.time() - config.asked_at)]
@@ -89,9 +99,10 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
         phases.append(("in all", time.time() - config.asked_at))
         if world.is_main:
             lost = _load_adapters(llm, config.adapters)
-            worker = _start(llm, send_queue)
+            worker = start(llm.engine, send_queue)
             send_queue.send(_started(llm, phases, lost))
-            receiver = RequestReceiver(llm, worker, send_queue)
+            apart = Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab)
+            receiver = RequestReceiver(llm.engine, worker, send_queue, structures=llm.structures, apart=apart)
             for message in inbox:
                 receiver.take(message)
             if record is not None:
@@ -121,10 +132,10 @@ def _follow(llm: LLM) -> None:
     os._exit(1)  # a rank is of no use without rank 0
 
 
-def _start(llm: LLM, send_queue: SendQueue) -> EngineThread:
+def start(engine: Engine, send_queue: SendQueue) -> EngineThread:
     """Start the engine's thread; it sends token ids, which the server detokenizes."""
-    llm.engine.output_processor = OutputProcessor(llm.engine.scheduler, NoText)
-    worker = EngineThread(llm.engine, OutputSender(llm.engine.state, send_queue.send))
+    engine.output_processor = OutputProcessor(engine.scheduler, NoText)
+    worker = EngineThread(engine, OutputSender(engine.state, send_queue.send))
     worker.start()
     Heartbeat(worker, send_queue.send).start()
     threading.Thread(target=_watch, args=(worker,), daemon=True).start()
@@ -164,11 +175,19 @@ def _started(llm: LLM, phases: list[tuple[str, float]], lost: dict[str, str]) ->
 class RequestReceiver:
     """Submits requests to the engine; grammars are compiled in another thread, as that may take seconds."""
 
-    def __init__(self, llm: LLM, worker: EngineThread, send_queue: SendQueue) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        worker: EngineThread,
+        send_queue: SendQueue,
+        *,
+        structures: Structures,
+        apart: Structures,
+    ) -> None:
+        """`apart`: compiles every grammar first, in a process of its own."""
         self._worker, self._send_queue = worker, send_queue
-        self._adapters = llm.engine.adapters
-        sandbox = GrammarSandbox(Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab))
-        self._grammars = GrammarQueue(llm.structures, sandbox, self._submit, self._refuse)
+        self._adapters = engine.adapters
+        self._grammars = GrammarQueue(structures, GrammarSandbox(apart), self._submit, self._refuse)
 
     def take(self, message: Submit | Abort | LoadAdapter | UnloadAdapter) -> None:
         """In the thread that reads the socket."""
@@ -228,4 +247,4 @@ class RequestReceiver:
 
 
 if __name__ == "__main__":
-    main()
+    main(run)
